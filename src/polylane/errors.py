@@ -1,0 +1,139 @@
+"""What went wrong, said to the user: the base of every error that is theirs to mend."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+
+class PolylaneError(Exception):
+    """A message for the user: one sentence that says what was wrong, where, and what to do.
+
+    The command line prints it without a traceback and exits with code 2. A mistake of our own is any other exception.
+    """
+
+
+class WorkerFailed(Exception):
+    """A worker of this job raised, or died: the one error of the whole job, raised where the job was started.
+
+    Its text is the message for the user: which worker, where in the plan and in the model, and the original traceback.
+
+    Attributes:
+        rank: the worker that failed first; one that only lost its peer is not blamed when the peer itself is known.
+        error_type: the name of the exception's class, or of the signal that ended the worker (``"SIGKILL"``).
+        error_message: the exception's own text.
+        traceback: the original traceback in the worker, formatted; empty for a worker that was killed.
+        stage, microbatch, module, source: where it happened, as far as the worker knew (see :class:`ActionFailed`).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        error_type: str,
+        error_message: str,
+        traceback: str = "",
+        *,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        module: str | None = None,
+        source: str | None = None,
+    ) -> None:
+        self.rank = rank
+        self.error_type = error_type
+        self.error_message = error_message
+        self.traceback = traceback
+        self.stage = stage
+        self.microbatch = microbatch
+        self.module = module
+        self.source = source
+        super().__init__(rank, error_type, error_message, traceback)
+
+    def __str__(self) -> str:
+        head = f"worker {self.rank} failed{_place(self.stage, self.microbatch, self.module, self.source)}"
+        if self.traceback:
+            return f"{head}\n\n{self.traceback.rstrip()}"
+        return f"{head}: {self.error_message}"
+
+
+class ActionFailed(Exception):
+    """An action of a worker's program raised; ``raise ActionFailed(...) from error`` adds where that was.
+
+    Pickles with its cause's traceback as text, since tracebacks themselves do not travel between processes.
+
+    Args:
+        rank: the worker.
+        stage, microbatch: which part of the plan, from 0; None for what is done once a step.
+        module: the user's module path, as ``layers.3.attn``.
+        source: the user's line, as ``model.py:42: x = self.attn(x)``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        module: str | None = None,
+        source: str | None = None,
+        cause_traceback: str = "",
+    ) -> None:
+        self.rank = rank
+        self.stage = stage
+        self.microbatch = microbatch
+        self.module = module
+        self.source = source
+        self._cause_traceback = cause_traceback
+        super().__init__(rank, stage, microbatch, module, source)
+
+    @property
+    def cause(self) -> BaseException | None:
+        """The original exception; None after a trip between processes."""
+        return self.__cause__
+
+    @property
+    def cause_traceback(self) -> str:
+        """The original exception with its traceback, formatted; it survives pickling."""
+        if self.__cause__ is None:
+            return self._cause_traceback
+        return "".join(traceback.format_exception(self.__cause__))
+
+    def __str__(self) -> str:
+        told = self.cause_traceback.strip().rsplit("\n", 1)[-1]
+        return f"rank {self.rank}{_place(self.stage, self.microbatch, self.module, self.source)}: {told}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (self.rank, self.stage, self.microbatch, self.module, self.source, self.cause_traceback)
+        return type(self), fields
+
+
+class PeerLost(Exception):
+    """Another worker is gone, or does not answer: seldom the fault itself, mostly its echo in the other workers.
+
+    Args:
+        peer: the rank that is gone; None where a whole group was waited for and nobody can tell which.
+        doing: what was being done, as "receiving from".
+        reason: the backend's own words.
+    """
+
+    def __init__(self, peer: int | None, doing: str, reason: str) -> None:
+        self.peer = peer
+        self.doing = doing
+        self.reason = reason
+        super().__init__(peer, doing, reason)
+
+    def __str__(self) -> str:
+        whom = "a peer" if self.peer is None else f"rank {self.peer}"
+        return f"lost {whom} while {self.doing}: {self.reason}"
+
+
+def _place(stage: int | None, microbatch: int | None, module: str | None, source: str | None) -> str:
+    named = [
+        text
+        for text, value in (
+            (f"stage {stage}", stage),
+            (f"microbatch {microbatch}", microbatch),
+            (f"in {module}", module),
+        )
+        if value is not None
+    ]
+    place = f" at {', '.join(named)}" if named else ""
+    return place + (f" ({source})" if source else "")

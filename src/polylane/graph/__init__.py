@@ -1,0 +1,1 @@
+"""WHAT is computed: a model and its loss as one flat graph."""

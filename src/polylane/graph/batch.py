@@ -1,0 +1,113 @@
+"""A batch of any nesting as a flat list of leaves, and its division into parts by samples."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.errors import PolylaneError
+
+Rebuild = Callable[[Sequence[Any]], Any]
+
+
+def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
+    """The leaves of a batch in order, and the function that puts leaves back into its form.
+
+    Mappings (Hugging Face's BatchEncoding too), sequences, named tuples and dataclasses are nested; all else is a leaf.
+    """
+    children = _children(batch)
+    if children is None:
+        return [batch], lambda leaves: leaves[0]
+    values, build = children
+    flats = [flatten(value) for value in values]
+    sizes = [len(leaves) for leaves, _ in flats]
+
+    def rebuild(leaves: Sequence[Any]) -> Any:
+        parts, start = [], 0
+        for size, (_, inner) in zip(sizes, flats, strict=True):
+            parts.append(inner(leaves[start : start + size]))
+            start += size
+        return build(parts)
+
+    return [leaf for leaves, _ in flats for leaf in leaves], rebuild
+
+
+def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    if isinstance(value, Mapping):
+        keys, kind = list(value), type(value)
+        return list(value.values()), lambda parts: kind(dict(zip(keys, parts, strict=True)))
+    if isinstance(value, tuple):
+        named = type(value) if hasattr(value, "_fields") else None
+        return list(value), lambda parts: named(*parts) if named else tuple(parts)
+    if isinstance(value, list):
+        return list(value), list
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [getattr(value, name) for name in names], lambda parts: _with_fields(value, names, parts)
+    return None
+
+
+def _with_fields(original: Any, names: list[str], parts: list[Any]) -> Any:
+    clone = copy.copy(original)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(clone, name, part)
+    return clone
+
+
+def sample_count(leaves: Sequence[Any]) -> int:
+    """How many samples a batch has: the first dimension of its first tensor that has one.
+
+    Raises:
+        PolylaneError: no leaf is a tensor with a dimension.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise PolylaneError("the batch holds no tensor with a batch dimension: give samples along dimension 0 of its tensors")
+
+
+def is_sampled(leaf: Any, samples: int) -> bool:
+    """Whether a leaf holds one row a sample (and is split with them), or belongs to the batch as a whole."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
+
+
+def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What a captured graph depends on: everything about the leaves but the number of samples and the tensors' data."""
+    samples = sample_count(leaves)
+    return tuple(
+        (str(leaf.dtype), ("samples", *leaf.shape[1:]) if is_sampled(leaf, samples) else tuple(leaf.shape))
+        if isinstance(leaf, Tensor)
+        else ("constant", repr(leaf))
+        for leaf in leaves
+    )
+
+
+def bounds(total: int, parts: int) -> list[tuple[int, int]]:
+    """``total`` samples divided into ``parts`` contiguous ranges whose sizes differ by at most one, larger ones first.
+
+    Parts may be empty when there are fewer samples than parts.
+    """
+    size, extra = divmod(total, parts)
+    ends = [part * size + min(part, extra) for part in range(parts + 1)]
+    return list(zip(ends[:-1], ends[1:], strict=True))
+
+
+def take(leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
+    """The samples ``start:stop`` of every sampled leaf; the other leaves whole."""
+    samples = sample_count(leaves)
+    return [leaf[start:stop] if is_sampled(leaf, samples) else leaf for leaf in leaves]
+
+
+def to_device(leaves: Sequence[Any], device: torch.device) -> list[Any]:
+    """Tensor leaves moved to ``device``, the others as they are."""
+    return [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def promoted(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Floating-point tensor leaves cast to ``dtype``, the others as they are."""
+    return [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]

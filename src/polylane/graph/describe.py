@@ -1,0 +1,123 @@
+"""From executable code to plain nodes: names, shapes, work and the user's own lines."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from polylane.graph import work
+from polylane.graph.graph import Node
+from polylane.graph.opaque import LeafCall
+from polylane.graph.source import is_users
+from polylane.graph.rewrite import InAutocast, Size, batch_dimension, op_name
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_NO_GRADIENT = ("aten.detach", "aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.new_", "aten.arange", "aten.rand")
+
+
+def module_of(node: fx.Node) -> str:
+    """The user's module path: "" for the model itself, "loss" for what the loss function does outside of it."""
+    stack = [path for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if not key.startswith("_empty")]
+    path = stack[-1] if stack else ""
+    if path == "model" or path.startswith("model."):
+        return str(path.removeprefix("model").removeprefix("."))
+    return "loss"
+
+
+def source_of(node: fx.Node) -> str:
+    """The innermost line of the user's that made a node, "file:line"."""
+    target = node.target
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+    if isinstance(target, LeafCall):
+        code = getattr(type(target.module).forward, "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+    own = [f"{file}:{line}" for file, line in frames if is_users(file)]
+    return own[-1] if own else ""
+
+
+def label_nodes(graph: fx.Graph) -> None:
+    """Give every operator its user-facing name: module path / operator # number."""
+    counts: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        node.meta.setdefault("op", op_name(node))
+        operation = node.meta["op"].removeprefix("aten.").split(".")[0]
+        module = node.target.path if isinstance(node.target, LeafCall) else module_of(node)
+        node.meta["module"] = module
+        base = f"{module}/{operation}" if module else operation
+        counts[base] += 1
+        node.meta["name"] = base if counts[base] == 1 else f"{base}#{counts[base]}"
+
+
+def gradients(graph: fx.Graph, trainable: set[str]) -> dict[fx.Node, bool]:
+    """Whether a gradient may flow back through a value: a superset of what autograd will find."""
+    flows: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            role = node.meta["role"]
+            flows[node] = role[0] == "parameter" and role[1] in trainable
+            continue
+        floating = any(t.is_floating_point() or t.is_complex() for t in work.tensors_of(node.meta.get("val")))
+        blocked = node.op == "call_function" and node.meta["op"].startswith(_NO_GRADIENT)
+        flows[node] = floating and not blocked and any(flows[n] for n in node.all_input_nodes)
+    return flows
+
+
+def free_nodes(graph: fx.Graph, written: set[fx.Node]) -> set[fx.Node]:
+    """Nodes computed from sizes, constants and buffers that nobody writes: cheap to compute anew wherever they are needed."""
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            role = node.meta["role"][0]
+            if role in ("constant", "part") or (role == "buffer" and node not in written):
+                free.add(node)
+        elif node.op == "call_function" and node not in written:
+            own_python = not isinstance(node.target, (torch._ops.OpOverload, Size, InAutocast)) and node.target is not operator.getitem
+            if not own_python and all(n in free for n in node.all_input_nodes):
+                free.add(node)
+    return free
+
+
+def _crossable(val: Any) -> bool:
+    if not isinstance(val, Tensor):
+        return False
+    return not any(isinstance(s, torch.SymInt) and free_unbacked_symbols(s.node.expr) for s in val.shape)
+
+
+def describe(graph: fx.Graph, flows: dict[fx.Node, bool], free: set[fx.Node]) -> tuple[Node, ...]:
+    """The plain nodes of ``graph``, which :func:`label_nodes` has named."""
+    nodes = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        val = node.meta.get("val")
+        reads = node.all_input_nodes
+        roles = [n.meta["role"] for n in reads if n.op == "placeholder"]
+        nodes.append(
+            Node(
+                name=node.meta["name"],
+                id=node.name,
+                op=node.meta["op"],
+                inputs=tuple(n.meta["name"] for n in reads if n.op == "call_function"),
+                shape=work.shape_of(val),
+                batch_dim=batch_dimension(val),
+                dtype=work.DTYPE_NAMES.get(val.dtype, "") if isinstance(val, Tensor) else "",
+                flops=work.flops_of(node, node.meta["op"]),
+                bytes=work.bytes_of(val),
+                parameters=tuple(role[1] for role in roles if role[0] == "parameter"),
+                buffers=tuple(role[1] for role in roles if role[0] == "buffer"),
+                module=node.meta["module"],
+                source=source_of(node),
+                requires_grad=flows[node],
+                free=node in free,
+                crossable=_crossable(val),
+            )
+        )
+    return tuple(nodes)

@@ -1,0 +1,131 @@
+"""Graph and Node: a model and its loss as one flat, topologically ordered list of operators."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator of the graph.
+
+    Attributes:
+        name: what a user calls it, unique in the graph: module path, operator, and a number where that is not enough
+            ("layers.3.attn/linear#2").
+        id: its name in the executable graph.
+        op: the operator ("aten.linear.default"), "leaf" or "function" for what runs the user's own Python.
+        inputs: names of the nodes whose values it reads, in order, each once.
+        shape: of its value for the example batch, at ``Graph.samples`` samples; () where the value is no tensor.
+        batch_dim: the dimension of ``shape`` that grows with the samples, or None.
+        dtype: of its value ("float32").
+        flops: floating-point operations of its forward pass for the example batch.
+        bytes: size of its value for the example batch.
+        parameters: canonical names of the parameters it reads.
+        buffers: names of the buffers it reads or writes.
+        module: the user's module path ("layers.3.attn"; "" is the model itself, "loss" the loss function).
+        source: the user's own line ("model.py:31"), or "".
+        requires_grad: whether a gradient may flow back through its value.
+        free: computed from sizes and constants alone, so every stage that needs it computes it anew.
+        crossable: whether its value may travel to another stage (its size does not depend on data).
+    """
+
+    name: str
+    id: str
+    op: str
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
+    batch_dim: int | None
+    dtype: str
+    flops: int
+    bytes: int
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    module: str
+    source: str
+    requires_grad: bool
+    free: bool
+    crossable: bool
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype of a parameter or buffer."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model and its loss, captured.
+
+    Attributes:
+        nodes: in topological order; the last ones give the loss.
+        parameters: by canonical name, in the model's order; a tied weight stands once.
+        tied: other names of tied weights -> canonical name.
+        buffers: by name.
+        samples: batch size of the example that gave the shapes.
+        uncut: pairs (first, last) of node positions that must stay on one stage (writes in place, shared statistics).
+        notes: one sentence for everything that could not be captured, and why.
+        mean: True when the loss is a scalar mean over the batch, False when it is a ``polylane.Mean``.
+        code: the executable graph.
+    """
+
+    nodes: tuple[Node, ...]
+    parameters: dict[str, TensorInfo]
+    tied: dict[str, str]
+    buffers: dict[str, TensorInfo]
+    samples: int
+    uncut: tuple[tuple[int, int], ...]
+    notes: tuple[str, ...]
+    mean: bool
+    opaque: bool
+    code: Code = field(compare=False, repr=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """What a plan is made for: operators, wiring and parameter shapes, not their values nor the batch size."""
+        digest = hashlib.sha256()
+        for node in self.nodes:
+            shape = tuple(-1 if i == node.batch_dim else size for i, size in enumerate(node.shape))
+            digest.update(repr((node.name, node.op, node.inputs, shape, node.parameters)).encode())
+        digest.update(repr([(name, info.shape) for name, info in self.parameters.items()]).encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """Position of every node by name."""
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+
+@dataclass(frozen=True)
+class Code:
+    """The executable side of a graph.
+
+    ``fx`` is flat ATen; each placeholder's ``meta["role"]`` is one of ("parameter", name), ("buffer", name),
+    ("constant", name), ("input", leaf index), ("samples",), ("part",). Each other node's ``meta["node"]`` is the name
+    of its :class:`Node`; ``meta["shape"]`` gives its shape as a function of the number of samples.
+    """
+
+    fx: torch.fx.Graph
+    constants: dict[str, Tensor]
+    leaves: int
+    random: bool
+    batch_statistics: bool
+
+
+def nodes_by_module(nodes: Sequence[Node]) -> dict[str, list[Node]]:
+    """Nodes grouped by the user's module path, in order of first use."""
+    groups: dict[str, list[Node]] = {}
+    for node in nodes:
+        groups.setdefault(node.module, []).append(node)
+    return groups

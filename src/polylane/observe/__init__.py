@@ -1,0 +1,1 @@
+"""See it: timelines, swimlanes, metrics and reports."""

@@ -1,0 +1,163 @@
+"""A timeline as one SVG picture that stands alone: for a page, a paper or an issue."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator, Sequence
+
+from polylane.observe.lane_layout import (
+    IDLE,
+    IDLE_DARK,
+    STYLES,
+    Row,
+    Style,
+    axis,
+    duration,
+    headline,
+    legend,
+    rows,
+    shares,
+)
+from polylane.observe.timeline import Span, Timeline
+
+# pixels
+LANE, THIN, GAP, TOP, BOTTOM, RIGHT = 26, 7, 8, 64, 62, 24
+TICK = 24  # one tick of theory, as long as the picture stays below WIDEST
+NARROW, WIDEST = 480, 1200
+LETTER = 7.0  # one letter of a 12 pixel sans serif, generously
+
+_STYLE = f"""
+text {{ font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328; }}
+.title {{ font-size: 15px; font-weight: 600; }}
+.faint {{ fill: #57606a; }}
+.paper {{ fill: #ffffff; }}
+.idle {{ fill: {IDLE.fill}; }}
+.grid {{ stroke: #8c959f; stroke-opacity: 0.45; stroke-width: 1; }}
+.number {{ font-size: 11px; text-anchor: middle; pointer-events: none; }}
+@media (prefers-color-scheme: dark) {{
+  text {{ fill: #e6edf3; }}
+  .faint {{ fill: #9da7b1; }}
+  .paper {{ fill: #0d1117; }}
+  .idle {{ fill: {IDLE_DARK}; }}
+}}
+"""
+
+
+def svg(timeline: Timeline) -> str:
+    """The swimlane as a standalone SVG document: a lane per rank, numbered by microbatch, with axis and legend.
+
+    Communication that runs beside compute stands on a thin row below it. Spans narrower than a pixel and a half are
+    drawn together: each pixel column is filled in proportion to the time they take, so the coloured area stays true.
+    """
+    lanes = rows(timeline)
+    left = 24 + LETTER * max((len(row.label) for row in lanes), default=0)
+    plot = min(WIDEST, max(NARROW, TICK * timeline.makespan())) if timeline.unit == "ticks" else WIDEST
+    scale = plot / (timeline.makespan() or 1)
+    ground: list[str] = []
+    boxes: list[str] = []
+    y = float(TOP)
+    for row in lanes:
+        ground += _ground(row, left, y, plot)
+        boxes += _boxes(row, timeline, left, y, plot, scale)
+        y += LANE + (THIN + 1 if row.thin else 0) + GAP
+    width, height = left + plot + RIGHT, y + BOTTOM
+    title = timeline.title or "swimlane"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+            f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">',
+            f"<title>{escape(title)} · {escape(headline(timeline))}</title>",
+            f"<style>{_STYLE}</style>",
+            '<rect class="paper" width="100%" height="100%"/>',
+            f'<text class="title" x="16" y="26">{escape(title)}</text>',
+            f'<text class="faint" x="16" y="46">{escape(headline(timeline))}</text>',
+            *ground,
+            *_axis(timeline, left, y, scale),
+            *boxes,
+            *_legend(timeline, left, y + 44),
+            "</svg>\n",
+        ]
+    )
+
+
+def escape(words: str) -> str:
+    """Safe inside XML and HTML, between tags and in quotes; characters that XML cannot hold become "?"."""
+    return html.escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", words))
+
+
+def details(span: Span, timeline: Timeline) -> str:
+    """What a span is, in one line: ``forward, stage 1, microbatch 2, rank 1: 3 ticks from 4 ticks``."""
+    action = span.action
+    said = [f"{action.kind}", f"stage {action.stage}"]
+    said += [f"microbatch {action.microbatch}"] if action.microbatch is not None else []
+    said += [f"{'gradient of ' if action.gradient else ''}{action.value}"] if action.value is not None else []
+    said += [f"rank {span.rank}"]
+    said += [f"peer {action.peer}"] if action.peer is not None else []
+    long, at = span.end - span.start, span.start - timeline.start()
+    return f"{', '.join(said)}: {duration(long, timeline.unit)} from {duration(at, timeline.unit, digits=8)}"
+
+
+def _ground(row: Row, left: float, y: float, plot: float) -> Iterator[str]:
+    yield f'<text x="{left - 10:g}" y="{y + LANE / 2 + 4:g}" text-anchor="end">{escape(row.label)}</text>'
+    yield f'<rect class="idle" x="{left:g}" y="{y:g}" width="{plot:g}" height="{LANE}"/>'
+
+
+def _boxes(row: Row, timeline: Timeline, left: float, y: float, plot: float, scale: float) -> Iterator[str]:
+    for spans, top, height in ((row.main, y, LANE), (row.thin, y + LANE + 1, THIN)):
+        wide = [span for span in spans if (span.end - span.start) * scale >= 1.5]
+        yield from _together([s for s in spans if (s.end - s.start) * scale < 1.5], timeline, left, top, height, plot)
+        for span in wide:
+            yield from _box(span, timeline, left, top, height, scale)
+
+
+def _box(span: Span, timeline: Timeline, left: float, top: float, height: float, scale: float) -> Iterator[str]:
+    style, microbatch = STYLES[span.action.kind], span.action.microbatch
+    x, width = left + (span.start - timeline.start()) * scale, (span.end - span.start) * scale
+    seam = 1 if width > 4 else 0  # a line of background between one box and the next
+    yield (
+        f'<rect x="{x:.2f}" y="{top:g}" width="{width - seam:.2f}" height="{height}" fill="{style.fill}">'
+        f"<title>{escape(details(span, timeline))}</title></rect>"
+    )
+    if height == LANE and microbatch is not None and width > 4 + LETTER * len(str(microbatch)):
+        middle = x + (width - seam) / 2
+        yield (
+            f'<text class="number" x="{middle:.2f}" y="{top + height / 2 + 4:g}" style="fill: {style.ink}">'
+            f"{microbatch}</text>"
+        )
+
+
+def _together(
+    spans: Sequence[Span], timeline: Timeline, left: float, top: float, height: float, plot: float
+) -> Iterator[str]:
+    """Spans too narrow to draw, as stacks of one pixel's width: one path for each colour."""
+    if not spans:
+        return
+    bins = round(plot)
+    paths: dict[Style, list[str]] = {}
+    for at, share in enumerate(shares(spans, timeline.start(), (timeline.makespan() or 1) / bins, bins)):
+        below = top + height
+        for style in STYLES.values():
+            if style in share:
+                tall = share.pop(style) * height
+                paths.setdefault(style, []).append(f"M{left + at:g} {below:.2f}h1v{-tall:.2f}h-1z")
+                below -= tall
+    for style, pieces in paths.items():
+        yield f'<path fill="{style.fill}" d="{"".join(pieces)}"/>'
+
+
+def _axis(timeline: Timeline, left: float, y: float, scale: float) -> Iterator[str]:
+    marks = axis(timeline.makespan(), timeline.unit)
+    for at, label in marks.marks:
+        x = left + at * scale
+        yield f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 4}" y2="{y:g}"/>'
+        yield f'<text class="faint" x="{x:.2f}" y="{y + 14:g}" text-anchor="middle">{escape(label)}</text>'
+    yield f'<text class="faint" x="{left - 10:g}" y="{y + 14:g}" text-anchor="end">{escape(marks.unit)}</text>'
+
+
+def _legend(timeline: Timeline, x: float, y: float) -> Iterator[str]:
+    for style in legend(timeline):
+        fill = 'class="idle"' if style is IDLE else f'fill="{style.fill}"'
+        yield f'<rect {fill} x="{x:g}" y="{y - 10:g}" width="14" height="12"/>'
+        yield f'<text x="{x + 20:g}" y="{y:g}">{escape(style.name)}</text>'
+        x += 20 + LETTER * len(style.name) + 22

@@ -1,0 +1,213 @@
+"""Who did what, when: the one record that theory, prediction and measurement share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from polylane.schedule.action import COMMUNICATION, COMPUTE, Action, Kind
+
+# What a span is in a file, in this order; `from_dict` goes by these names, so that a later version may add more.
+COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action of one rank, from ``start`` to ``end`` (seconds, or ticks when the timeline is theory)."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step (or several), on ``ranks`` lanes.
+
+    Attributes:
+        spans: in any order; spans of one rank may nest (a reduce runs while a backward does).
+        ranks: number of lanes, idle ones included.
+        unit: "seconds" when measured or predicted, "ticks" when theory.
+
+    Raises:
+        ValueError: a span outside the lanes, or one that ends before it starts.
+    """
+
+    spans: tuple[Span, ...]
+    ranks: int
+    unit: str = "seconds"
+    title: str = ""
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for span in self.spans:
+            if not 0 <= span.rank < self.ranks:
+                raise ValueError(f"{span} lies outside the timeline's {self.ranks} ranks")
+            if not -math.inf < span.start <= span.end < math.inf:  # this refuses NaN, too
+                raise ValueError(f"{span} must have a finite start that is not after its end")
+
+    def start(self) -> float:
+        """When the first span starts; 0 where there is none."""
+        return min((span.start for span in self.spans), default=0)
+
+    def makespan(self) -> float:
+        """From the start of the first span to the end of the last, over all ranks; 0 where there is none."""
+        return max((span.end for span in self.spans), default=0) - self.start()
+
+    def lanes(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of each rank in order of start; of two that start together, the longer one first."""
+        lanes: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in self.spans:
+            lanes[span.rank].append(span)
+        return tuple(tuple(sorted(lane, key=lambda span: (span.start, -span.end))) for lane in lanes)
+
+    def busy(self) -> tuple[float, ...]:
+        """Per rank, the time in which it computes; overlapping spans count once."""
+        return tuple(_length(union(_only(lane, COMPUTE))) for lane in self.lanes())
+
+    def exposed_communication(self) -> tuple[float, ...]:
+        """Per rank, the time in which it sends, receives or reduces and does not compute."""
+        either = (_length(union(_only(lane, COMPUTE | COMMUNICATION))) for lane in self.lanes())
+        return tuple(max(0, both - busy) for both, busy in zip(either, self.busy(), strict=True))
+
+    def idle(self) -> tuple[float, ...]:
+        """Per rank, the time in which nothing happens: busy + exposed communication + idle = makespan."""
+        makespan = self.makespan()
+        return tuple(
+            max(0, makespan - busy - exposed)
+            for busy, exposed in zip(self.busy(), self.exposed_communication(), strict=True)
+        )
+
+    def utilization(self) -> float:
+        """The coloured area over the rectangle: busy time of all ranks / (ranks x makespan), from 0 to 1."""
+        area = self.ranks * self.makespan()
+        return sum(self.busy()) / area if area else 0.0
+
+    def peak_live_microbatches(self) -> tuple[int, ...]:
+        """Per rank, the most microbatches it holds at once, from the start of a forward to the end of its backward.
+
+        On a rank with several stages a microbatch counts once for every stage that holds it. A forward whose backward
+        never comes holds its microbatch to the end.
+        """
+        return tuple(_peak(_lives(lane)) for lane in self.lanes())
+
+    def from_zero(self) -> Timeline:
+        """The same timeline, shifted so that its first span starts at 0."""
+        first = self.start()
+        return replace(self, spans=tuple(Span(s.rank, s.action, s.start - first, s.end - first) for s in self.spans))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, a row per span under the names of the columns; `from_dict` reads it back exactly."""
+        rows = [
+            [s.rank, str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, s.start, s.end]
+            for s in self.spans
+            for a in (s.action,)
+        ]
+        head = {"polylane": 1, "kind": "timeline", "title": self.title, "unit": self.unit, "ranks": self.ranks}
+        return {**head, "notes": dict(self.notes), "columns": list(COLUMNS), "spans": rows}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Timeline:
+        """The timeline that `to_dict` wrote.
+
+        Raises:
+            ValueError: this is not a timeline of schema 1, or a part of it is missing or not what it should be.
+        """
+        if data.get("polylane") != 1 or data.get("kind") != "timeline":
+            found = {key: data[key] for key in ("polylane", "kind") if key in data}
+            raise ValueError(
+                f'not a timeline: expected "polylane": 1 and "kind": "timeline", found {found or "neither"}'
+            )
+        missing = [key for key in ("unit", "ranks", "columns", "spans") if key not in data]
+        missing += [f"columns: {name}" for name in COLUMNS if name not in data.get("columns", COLUMNS)]
+        if missing:
+            raise ValueError(f"this timeline lacks {', '.join(missing)}")
+        at = [data["columns"].index(name) for name in COLUMNS]
+        spans = tuple(_span(number, row, at) for number, row in enumerate(data["spans"]))
+        return Timeline(spans, data["ranks"], data["unit"], data.get("title", ""), dict(data.get("notes", {})))
+
+
+def merge(timelines: Iterable[Timeline]) -> Timeline:
+    """One timeline of what every rank recorded, on as many lanes as the widest; clocks are taken as they are.
+
+    The first title that is not empty stands; a note on which the parts differ keeps all its values.
+
+    Raises:
+        ValueError: nothing to merge, or timelines of different units.
+    """
+    parts = list(timelines)
+    units = sorted({part.unit for part in parts})
+    if len(units) != 1:
+        raise ValueError(f"cannot merge timelines in {' and '.join(units)}" if units else "no timeline to merge")
+    values: dict[str, dict[str, None]] = {}
+    for part in parts:
+        for key, value in part.notes.items():
+            values.setdefault(key, {})[value] = None
+    return Timeline(
+        spans=tuple(span for part in parts for span in part.spans),
+        ranks=max(part.ranks for part in parts),
+        unit=units[0],
+        title=next((part.title for part in parts if part.title), ""),
+        notes={key: "; ".join(several) for key, several in values.items()},
+    )
+
+
+def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The (start, end) intervals that the spans cover together: disjoint, ascending, none of them empty."""
+    covered: list[tuple[float, float]] = []
+    for start, end in sorted((span.start, span.end) for span in spans if span.end > span.start):
+        if covered and start <= covered[-1][1]:
+            covered[-1] = (covered[-1][0], max(end, covered[-1][1]))
+        else:
+            covered.append((start, end))
+    return covered
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _only(lane: Iterable[Span], kinds: frozenset[Kind]) -> list[Span]:
+    return [span for span in lane if span.action.kind in kinds]
+
+
+def _lives(lane: Iterable[Span]) -> list[tuple[float, float]]:
+    """The (first forward's start, last backward's end) of every microbatch on every stage, of a lane in order.
+
+    A forward or backward may come in several pieces; a forward after a backward is the same microbatch of a next step.
+    """
+    lives: list[tuple[float, float]] = []
+    latest: dict[tuple[int, int | None], int] = {}  # -> its place in lives
+    for span in lane:
+        key = (span.action.stage, span.action.microbatch)
+        if span.action.kind is Kind.FORWARD and (key not in latest or lives[latest[key]][1] < math.inf):
+            latest[key] = len(lives)
+            lives.append((span.start, math.inf))
+        elif span.action.kind is Kind.BACKWARD and key in latest:
+            first, last = lives[latest[key]]
+            lives[latest[key]] = (first, span.end if last == math.inf else max(last, span.end))
+    return lives
+
+
+def _peak(lives: Iterable[tuple[float, float]]) -> int:
+    """The most lives at one moment; one that ends makes room for one that starts then."""
+    events: list[tuple[float, int, int]] = []
+    for start, end in lives:
+        events += [(start, 1, +1), (end, 0 if end > start else 2, -1)]
+    alive = peak = 0
+    for _, _, change in sorted(events):
+        alive += change
+        peak = max(peak, alive)
+    return peak
+
+
+def _span(number: int, row: Sequence[Any], at: Sequence[int]) -> Span:
+    """The span of one row; ``at`` is where each of `COLUMNS` stands in it."""
+    try:
+        rank, kind, stage, microbatch, value, peer, gradient, start, end = (row[place] for place in at)
+        return Span(rank, Action(Kind(kind), stage, microbatch, value, peer, gradient), start, end)
+    except (ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"span {number} of this timeline cannot be read, {row!r}: {error}") from error

@@ -1,0 +1,1 @@
+"""THE CHOICE, as data: which stages, which devices, in which order."""

@@ -1,0 +1,235 @@
+"""Plan: stages, devices, schedule and synchronization as a YAML file that a person can read, edit and commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import yaml
+
+from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph, Node
+from polylane.graph.partition import Partition, cut_positions
+from polylane.plan.spec import Spec
+from polylane.schedule.synchronous import SCHEDULES
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class Fingerprint(_Strict):
+    """Which graph a plan is for, with enough of it to say what differs from another."""
+
+    id: str
+    nodes: int
+    parameters: int
+
+
+class Stage(_Strict):
+    """Some of the graph on some of the devices.
+
+    ``nodes`` are the first and the last node, by the user's module path ("layer2.3": all of that module) or by a node's
+    own name ("layer2.3.conv1/conv2d"); ``devices`` are ranks, one for each replica.
+    """
+
+    nodes: tuple[str, str]
+    devices: tuple[int, ...]
+    mesh: dict[Literal["data"], int] = {"data": 1}
+
+
+class Sync(_Strict):
+    """How replicas agree."""
+
+    kind: Literal["all_reduce"] = "all_reduce"
+    every: Literal[1] = 1
+
+
+class Plan(_Strict):
+    """A way to split the training of one graph."""
+
+    polylane: Literal[1] = 1
+    graph: Fingerprint
+    stages: tuple[Stage, ...]
+    schedule: Literal["naive", "afab", "1f1b"] = "1f1b"
+    microbatches: pydantic.PositiveInt = 1
+    sync: Sync = Sync()
+    precision: Literal["float32", "bfloat16"] = "float32"
+
+    @property
+    def data(self) -> int:
+        """Replicas of every stage."""
+        return len(self.stages[0].devices)
+
+    @property
+    def pipeline(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def workers(self) -> int:
+        """How many workers the plan takes."""
+        return sum(len(stage.devices) for stage in self.stages)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Stage and replica of a rank."""
+        for index, stage in enumerate(self.stages):
+            if rank in stage.devices:
+                return index, stage.devices.index(rank)
+        raise PolylaneError(f"rank {rank} is on none of the plan's stages")
+
+    @property
+    def spec(self) -> str:
+        """The plan in one line."""
+        return f"data={self.data},pipeline={self.pipeline},schedule={self.schedule},microbatches={self.microbatches}"
+
+
+def fingerprint(graph: Graph) -> Fingerprint:
+    """What a plan for ``graph`` carries of it."""
+    return Fingerprint(id=graph.fingerprint, nodes=len(graph.nodes), parameters=len(graph.parameters))
+
+
+def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
+    """The plan that puts each stage of ``partition`` on ``spec.data`` devices.
+
+    Replicas are outermost: neighbouring ranks are neighbouring stages of one replica, so that a pipeline fills a host first.
+    """
+    ends = [0, *partition.cuts, len(partition.graph.nodes)]
+    nodes = partition.graph.nodes
+    stages = tuple(
+        Stage(
+            nodes=(nodes[ends[s]].name, nodes[ends[s + 1] - 1].name),
+            devices=tuple(replica * spec.pipeline + s for replica in range(spec.data)),
+            mesh={"data": spec.data},
+        )
+        for s in range(spec.pipeline)
+    )
+    return Plan(
+        graph=fingerprint(partition.graph),
+        stages=stages,
+        schedule=spec.schedule,  # type: ignore[arg-type]
+        microbatches=microbatches,
+        precision=spec.precision,  # type: ignore[arg-type]
+    )
+
+
+def default_microbatches(spec: Spec, batch: int) -> int:
+    """Four for every stage, as GPipe advises (Huang et al., section 2.3), as far as the batch has samples for them."""
+    if spec.microbatches is not None:
+        return spec.microbatches
+    return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
+
+
+def dump(plan: Plan) -> str:
+    """The plan as YAML."""
+    data = plan.model_dump(mode="json")
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names it.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise PolylaneError(f"plan {path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PolylaneError(f"plan {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise PolylaneError(f"plan {path} is not a mapping with the keys polylane, graph and stages")
+    try:
+        plan = Plan.model_validate(data)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise PolylaneError(f"plan {path}: {key}: {first['msg']}") from error
+    _check_devices(plan, path)
+    return plan
+
+
+def _check_devices(plan: Plan, path: str | Path) -> None:
+    if not plan.stages:
+        raise PolylaneError(f"plan {path}: stages: there must be at least one")
+    seen: dict[int, int] = {}
+    for index, stage in enumerate(plan.stages):
+        if len(stage.devices) != stage.mesh.get("data", 1):
+            raise PolylaneError(
+                f"plan {path}: stages.{index}: {len(stage.devices)} devices for a mesh of data={stage.mesh.get('data', 1)}"
+            )
+        if len(stage.devices) != len(plan.stages[0].devices):
+            raise PolylaneError(
+                f"plan {path}: stages.{index}.mesh: data={len(stage.devices)} beside data={len(plan.stages[0].devices)} on "
+                "stage 0: all stages must have the same number of replicas"
+            )
+        for device in stage.devices:
+            if device in seen:
+                raise PolylaneError(f"plan {path}: device {device} is on stages {seen[device]} and {index}: each can have one")
+            seen[device] = index
+    if sorted(seen) != list(range(len(seen))):
+        raise PolylaneError(f"plan {path}: devices must be numbered 0 to {len(seen) - 1}, they are {sorted(seen)}")
+
+
+def partition_for(plan: Plan, graph: Graph) -> Partition:
+    """Cut ``graph`` as ``plan`` says.
+
+    Raises:
+        PolylaneError: the plan is for another model (with the difference), or its stages do not cover the graph in order.
+    """
+    own = fingerprint(graph)
+    if plan.graph.id != own.id:
+        raise PolylaneError(f"the plan is for another model: {_difference(plan, graph, own)}")
+    starts = [_position(plan, graph.nodes, index) for index in range(plan.pipeline)]
+    cuts = tuple(first for first, _ in starts[1:])
+    for index, (first, last) in enumerate(starts):
+        expected = 0 if index == 0 else starts[index - 1][1] + 1
+        end_expected = len(graph.nodes) - 1 if index == plan.pipeline - 1 else last
+        if first != expected or last != end_expected or last < first:
+            raise PolylaneError(
+                f"plan: stages.{index}.nodes: stages must follow each other and cover the graph; this one starts at "
+                f"{graph.nodes[first].name} where {graph.nodes[min(expected, len(graph.nodes) - 1)].name} comes next"
+                if first != expected
+                else f"plan: stages.{index}.nodes: the last stage must end at {graph.nodes[-1].name}"
+            )
+    allowed = set(cut_positions(graph))
+    for index, cut in enumerate(cuts, start=1):
+        if cut not in allowed:
+            raise PolylaneError(
+                f"plan: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it shares memory that is "
+                "written in place, or reads a value whose size depends on data"
+            )
+    return Partition(graph, cuts)
+
+
+def _position(plan: Plan, nodes: tuple[Node, ...], index: int) -> tuple[int, int]:
+    first = _find(nodes, plan.stages[index].nodes[0], index)
+    last = _find(nodes, plan.stages[index].nodes[1], index)
+    return first[0], last[-1]
+
+
+def _find(nodes: tuple[Node, ...], name: str, index: int) -> list[int]:
+    exact = [i for i, node in enumerate(nodes) if node.name == name]
+    inside = [i for i, node in enumerate(nodes) if node.module == name or node.module.startswith(f"{name}.")]
+    if not exact and not inside:
+        raise PolylaneError(f"plan: stages.{index}.nodes: the model has no node and no module {name!r}")
+    return exact or inside
+
+
+def _difference(plan: Plan, graph: Graph, own: Fingerprint) -> str:
+    known = {node.name for node in graph.nodes} | {node.module for node in graph.nodes}
+    missing = [name for stage in plan.stages for name in stage.nodes if name not in known]
+    if missing:
+        return f"it names {missing[0]!r}, which this model does not have"
+    if plan.graph.parameters != own.parameters:
+        return f"it has {plan.graph.parameters} parameter tensors, this model {own.parameters}"
+    if plan.graph.nodes != own.nodes:
+        return f"it has {plan.graph.nodes} nodes, this model {own.nodes}"
+    return f"the shapes or the wiring differ (fingerprint {plan.graph.id}, this model's is {own.id})"
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data for reports."""
+    return {"workers": plan.workers, "spec": plan.spec, **plan.model_dump(mode="json")}

@@ -1,0 +1,1 @@
+"""WHAT EACH WORKER DOES: its actions and its part of the graph."""

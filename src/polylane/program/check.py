@@ -1,0 +1,58 @@
+"""Proof before the run: every message has its receiver, in order, and nobody waits in a circle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import networkx as nx
+
+from polylane.program.program import Program
+from polylane.schedule.action import Action, Kind
+
+Place = tuple[int, int]  # rank, position in its program
+
+
+def channels(programs: Sequence[Program]) -> list[tuple[int, int]]:
+    """Directed pairs (sender, receiver) that some message takes, sorted."""
+    return sorted({(p.rank, a.peer) for p in programs for a in p.actions if a.kind is Kind.SEND and a.peer is not None})
+
+
+def matched(programs: Sequence[Program]) -> list[tuple[Place, Place]]:
+    """Every send with its receive: the n-th on a directed pair of ranks meets the n-th.
+
+    Raises:
+        RuntimeError: a message without a partner, or partners that disagree about what travels.
+    """
+    sends: dict[tuple[int, int], list[tuple[Place, Action]]] = {}
+    receives: dict[tuple[int, int], list[tuple[Place, Action]]] = {}
+    for program in programs:
+        for position, action in enumerate(program.actions):
+            if action.kind is Kind.SEND and action.peer is not None:
+                sends.setdefault((program.rank, action.peer), []).append(((program.rank, position), action))
+            elif action.kind is Kind.RECEIVE and action.peer is not None:
+                receives.setdefault((action.peer, program.rank), []).append(((program.rank, position), action))
+    pairs = []
+    for channel in sends.keys() | receives.keys():
+        out, into = sends.get(channel, []), receives.get(channel, [])
+        if len(out) != len(into):
+            raise RuntimeError(f"ranks {channel[0]} -> {channel[1]}: {len(out)} sends meet {len(into)} receives")
+        for (sender, sent), (receiver, received) in zip(out, into, strict=True):
+            if (sent.value, sent.microbatch, sent.gradient) != (received.value, received.microbatch, received.gradient):
+                raise RuntimeError(f"ranks {channel[0]} -> {channel[1]}: {sent} would meet {received}")
+            pairs.append((sender, receiver))
+    return pairs
+
+
+def check(programs: Sequence[Program]) -> None:
+    """Raise RuntimeError unless the programs can run to their end, whatever the timing.
+
+    Sends do not wait for their receiver, so an action waits only for the one before it and, if it receives, for its send;
+    the programs can be run if and only if that relation has no circle.
+    """
+    waits = nx.DiGraph()
+    for program in programs:
+        nx.add_path(waits, [(program.rank, i) for i in range(len(program.actions))])
+    waits.add_edges_from(matched(programs))
+    if not nx.is_directed_acyclic_graph(waits):
+        circle = [programs[rank].actions[i] for (rank, i), _ in nx.find_cycle(waits)]
+        raise RuntimeError(f"these actions wait for each other: {circle}")

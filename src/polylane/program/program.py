@@ -1,0 +1,50 @@
+"""Program: all that one worker does in a step, and which parts of the graph and the gradients are its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polylane.graph.partition import Crossing, Partition
+from polylane.schedule.action import Action
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are summed together.
+
+    Attributes:
+        name: "stage0.2", or "tied.0" for weights that several stages hold.
+        ranks: who sums: the replicas of a stage, or of all stages that hold the tied weights.
+        parameters: canonical names, in the order in which a backward pass finishes them.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one worker runs in a step.
+
+    Attributes:
+        rank, stage, replica: who it is.
+        replicas: ranks that hold the same stage, by replica.
+        last: rank that computes this replica's loss.
+        actions: in order; receives stand where their value is needed (a worker may post them earlier).
+        receives: values that come in for each microbatch, with their stage of origin.
+        sends: values that go out for each microbatch.
+        buckets: what it reduces, in the order of reduction.
+        partition: the graph and its cuts.
+    """
+
+    rank: int
+    stage: int
+    replica: int
+    replicas: tuple[int, ...]
+    last: int
+    actions: tuple[Action, ...]
+    receives: tuple[Crossing, ...]
+    sends: tuple[Crossing, ...]
+    buckets: tuple[Bucket, ...]
+    partition: Partition

@@ -1,0 +1,342 @@
+"""What a user hands over: the functions that make a model, its loss, its optimizer and its data."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from polylane.errors import PolylaneError
+from polylane.settings import parse
+
+if TYPE_CHECKING:  # torch takes a second to import, and `polylane --help` reads this file
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+SIGNATURES: Mapping[str, str] = {
+    "model": "model() -> nn.Module",
+    "loss": "loss(model, batch) -> Tensor | polylane.Mean",
+    "optimizer": "optimizer(parameters) -> torch.optim.Optimizer",
+    "data": "data(split) -> Dataset",
+    "scheduler": "scheduler(optimizer) -> LRScheduler",
+    "collate": "collate(samples) -> batch",
+}
+REQUIRED = ("model", "loss", "optimizer", "data")
+ARGUMENTS = {"model": 0, "loss": 2, "optimizer": 1, "data": 1, "scheduler": 1, "collate": 1}
+
+
+class RecipeError(PolylaneError):
+    """A recipe that cannot be found, imported or called, or a setting that it does not have."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mean:
+    """A loss that is a mean over parts that may be unequal: tokens, pixels, valid labels.
+
+    The mean of unequal parts is not the mean of their means; the sum of ``total`` over the sum of ``count`` is.
+
+    Args:
+        total: scalar, the sum of the loss over the elements that count.
+        count: how many they are (or the sum of their weights); a scalar, through which no gradient flows.
+    """
+
+    total: Tensor
+    count: Tensor | float
+
+    def __post_init__(self) -> None:
+        if getattr(self.count, "requires_grad", False):
+            object.__setattr__(self, "count", self.count.detach())  # type: ignore[union-attr]
+
+    @property
+    def value(self) -> Tensor:
+        """The mean itself, a scalar."""
+        return self.total / self.count
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The functions of a recipe, each already bound to its settings.
+
+    Attributes:
+        model: builds the model, freshly initialised.
+        loss: (model, batch) to a scalar mean over the batch, or a ``Mean``.
+        optimizer: (name, Parameter) pairs, as ``torch.optim`` takes them, to an optimizer.
+        data: "train" or "test" to a map-style or iterable dataset, or a list of samples.
+        scheduler: optimizer to a learning-rate scheduler, if the recipe has one.
+        collate: a list of samples to a batch; torch's default where the recipe has none.
+        path: the recipe's file.
+        name: the file's name without ``.py``.
+        settings: what ``--set`` overrode, by the name it was given.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor | Mean]
+    optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+    data: Callable[[str], Any]
+    scheduler: Callable[[Optimizer], LRScheduler] | None
+    collate: Callable[[list[Any]], Any] | None
+    path: Path
+    name: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | None = None) -> Recipe:
+    """The recipe at a Python file's path, or in an importable ``package.module``.
+
+    The file is imported once per process, as Python imports any module, with its folder on ``sys.path``.
+
+    Args:
+        path_or_module: ``examples/digits.py`` or ``package.module``.
+        settings: new values for keyword arguments, as text: ``{"layers": "4"}``. A name sets the argument in every
+            function that has it, ``model.layers`` sets it in one.
+
+    Raises:
+        RecipeError: one sentence, for every way in which a recipe or a setting can be wrong.
+    """
+    settings = dict(settings or {})
+    module = _import(os.fspath(path_or_module))
+    path = Path(module.__file__ or str(path_or_module))
+    functions = _functions(module, path)
+    overrides = _overrides(functions, settings, path)
+    bound = {
+        name: functools.partial(function, **overrides[name]) if overrides[name] else function
+        for name, function in functions.items()
+    }
+    return Recipe(
+        model=bound["model"],
+        loss=bound["loss"],
+        optimizer=bound["optimizer"],
+        data=bound["data"],
+        scheduler=bound.get("scheduler"),
+        collate=bound.get("collate"),
+        path=path,
+        name=path.stem,
+        settings=settings,
+    )
+
+
+def assignments(texts: Sequence[str]) -> dict[str, str]:
+    """``["layers=4", "dropout=0"]`` as the mapping that ``load`` takes; the last of equal names wins."""
+    settings = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise RecipeError(f"--set takes name=value, and {text!r} is not of that form.")
+        settings[name.strip()] = value
+    return settings
+
+
+# Importing -----------------------------------------------------------------------------------------------------------
+
+
+def _import(target: str) -> ModuleType:
+    """The module at a path or of a dotted name."""
+    path = Path(target).expanduser()
+    if path.is_dir():
+        raise RecipeError(f"{target} is a folder; a recipe is a Python file or a package.module.")
+    if path.suffix == ".py" or os.sep in target or path.is_file():
+        if not path.is_file():
+            raise RecipeError(f"There is no recipe at {target}.")
+        if path.suffix != ".py":
+            raise RecipeError(f"{target} is not a Python file; a recipe's name ends with .py.")
+        return _import_file(path.resolve())
+    return _import_name(target)
+
+
+def _import_file(path: Path) -> ModuleType:
+    added = _add_to_path(path.parent)
+    name = _module_name(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses, pickle and typing look a class's module up by its name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        _remove_from_path(added)
+        raise RecipeError(_why_not_imported(error, path)) from error
+    except BaseException:
+        del sys.modules[name]
+        _remove_from_path(added)
+        raise
+    return module
+
+
+def _import_name(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise RecipeError(f"There is no recipe {name!r}: neither a Python file nor a module.")
+    added = _add_to_path(Path.cwd())  # as `python -m` does; an installed command does not
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        where = _file_of(name.partition(".")[0]) or _file_of(name)
+        _remove_from_path(added)
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise RecipeError(f"There is no recipe {name!r}: neither a Python file nor a module.") from error
+        raise RecipeError(_why_not_imported(error, where or Path(name))) from error
+
+
+def _module_name(path: Path) -> str:
+    """The name under which the file is imported: its own, unless that is another module's already.
+
+    Its own, so that another process which has the folder on its path can unpickle what the recipe defines.
+    """
+    stem = path.stem
+    loaded = sys.modules.get(stem)
+    if loaded is not None:
+        free = getattr(loaded, "__file__", None) is not None and Path(str(loaded.__file__)).resolve() == path
+    else:
+        free = stem.isidentifier() and _file_of(stem) == path
+    if free:
+        return stem
+    # Any other name must differ between files of equal stem, and be the same in every worker.
+    folder = "".join(letter if letter.isalnum() else "_" for letter in str(path.parent))
+    return f"polylane_recipe{folder}_{stem}"
+
+
+def _file_of(name: str) -> Path | None:
+    """The file that importing ``name`` would run, if any."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except Exception:  # a dotted name's parents are imported, and may raise anything
+        return None
+    return Path(spec.origin).resolve() if spec is not None and spec.origin and spec.has_location else None
+
+
+def _add_to_path(folder: Path) -> str | None:
+    """Puts the folder first on ``sys.path``, as for a script run from it; what was added, if anything."""
+    if str(folder) in sys.path:
+        return None
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    return str(folder)
+
+
+def _remove_from_path(added: str | None) -> None:
+    if added is not None and added in sys.path:
+        sys.path.remove(added)
+
+
+def _why_not_imported(error: BaseException, path: Path) -> str:
+    """One sentence: the user's own line at which the import failed, and what was raised there."""
+    kind = type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
+    message = " ".join(str(error).split()) or "no message"
+    # The deepest line of the recipe's folder: the fault may lie in a sibling that it imports, hardly in site-packages.
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(path.parent) and "site-packages" not in frame.filename
+    ]
+    where = f"{_short(Path(frames[-1].filename))}, line {frames[-1].lineno}" if frames else _short(path)
+    return f"{where}: {kind}: {message.rstrip('.')}."
+
+
+def _short(path: Path) -> str:
+    """The path as the user would type it from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+# The functions -------------------------------------------------------------------------------------------------------
+
+
+def _functions(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
+    """The recipe's functions by name, each known to be callable with what it will be given."""
+    missing = [SIGNATURES[name] for name in REQUIRED if not hasattr(module, name)]
+    if missing:
+        what = f"function {missing[0]}" if len(missing) == 1 else f"functions {'; '.join(missing)}"
+        raise RecipeError(f"{_short(path)} lacks the {what}.")
+    functions = {}
+    for name, signature in SIGNATURES.items():
+        function = getattr(module, name, None)
+        if function is None and name not in REQUIRED:
+            continue
+        if not callable(function):
+            kind = type(function).__name__
+            raise RecipeError(f"{name} in {_short(path)} is of type {kind} and should be a function {signature}.")
+        _check_call(name, function, path)
+        functions[name] = function
+    return functions
+
+
+def _check_call(name: str, function: Callable[..., Any], path: Path) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables written in C have none: calling them will tell
+        return
+    try:
+        signature.bind(*range(ARGUMENTS[name]))
+    except TypeError as error:
+        raise RecipeError(
+            f"{name} in {_short(path)} is called as {SIGNATURES[name]}, and {name}{_parameters(signature)} does not "
+            f"admit that ({error}); further arguments need defaults."
+        ) from error
+
+
+def _parameters(signature: inspect.Signature) -> str:
+    return f"({', '.join(signature.parameters)})"
+
+
+# The settings --------------------------------------------------------------------------------------------------------
+
+
+def _overrides(
+    functions: Mapping[str, Callable[..., Any]], settings: Mapping[str, str], path: Path
+) -> dict[str, dict[str, Any]]:
+    """For every function, the keyword arguments that the settings give it."""
+    known = {name: _defaults(name, function) for name, function in functions.items()}
+    overrides: dict[str, dict[str, Any]] = {name: {} for name in functions}
+    # Names with a dot come last: model.layers is more precise than layers.
+    for key, text in sorted(settings.items(), key=lambda item: "." in item[0]):
+        function, _, argument = key.rpartition(".")
+        owners = [name for name in known if argument in known[name] and function in ("", name)]
+        if not owners:
+            raise RecipeError(_unknown_setting(key, known, path))
+        for owner in owners:
+            overrides[owner][argument] = _value(f"{owner}.{argument}", text, known[owner][argument], path)
+    return overrides
+
+
+def _defaults(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """The keyword arguments of a recipe function that a user may set: those with a default, after the fixed ones."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return {}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    fixed = ARGUMENTS[name]
+    settable = [p for p in parameters[:fixed] if p.kind is inspect.Parameter.KEYWORD_ONLY] + parameters[fixed:]
+    return {p.name: p.default for p in settable if p.default is not p.empty and p.kind in by_name}
+
+
+def _unknown_setting(key: str, known: Mapping[str, Mapping[str, Any]], path: Path) -> str:
+    listing = [f"{name}.{argument} = {value!r}" for name in known for argument, value in known[name].items()]
+    if not listing:
+        return f"{_short(path)} has no setting {key!r}, nor any other: none of its functions has keyword arguments."
+    names = [argument for arguments in known.values() for argument in arguments]
+    close = difflib.get_close_matches(key.rpartition(".")[2], names, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"{_short(path)} has no setting {key!r}{hint}; it has {', '.join(listing)}."
+
+
+def _value(name: str, text: str, default: Any, path: Path) -> Any:
+    try:
+        return parse(text, default)
+    except ValueError as error:
+        raise RecipeError(f"{name} in {_short(path)} {error}.") from error

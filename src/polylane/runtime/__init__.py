@@ -1,0 +1,1 @@
+"""Do it: start the workers, run their programs, move their tensors."""

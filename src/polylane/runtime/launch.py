@@ -1,0 +1,342 @@
+"""Workers forked on this host: they start in well under half a second, report to their parent, and end with it.
+
+The parent must be safe to fork. It has not started CUDA (checked), and has run no tensor operation with more than one
+thread: a process whose OpenMP pool has started hangs in its children as soon as they use more than one thread themselves.
+Call :func:`single_threaded` before the first operation; where the parent still has more than one thread, its workers get
+one each, which is safe. Threads of the parent do not exist in its children, but locks that they hold stay held there:
+start progress bars after the fork, as ``on_message`` is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.context import ForkProcess
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from polylane.errors import PolylaneError
+from polylane.runtime.failure import Failure, root_cause
+from polylane.runtime.world import World
+
+T = TypeVar("T")
+
+MESSAGE, RESULT, FAILURE = b"m", b"r", b"f"  # what a worker sends: one of these, then the content
+
+ECHO_GRACE_SECONDS = 0.8  # how long an echo ("my peer is gone") waits for the failure that it echoes
+EXIT_SECONDS = 5.0  # for a worker to exit by itself once it has handed over its result
+TERM_SECONDS = 2.0  # between SIGTERM and SIGKILL
+POLL_SECONDS = 0.2  # between looks for workers that died without closing their pipe
+PIPE_BYTES = 1 << 20  # so that a worker seldom waits for a parent that draws
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a worker knows of the job.
+
+    Attributes:
+        world: all workers, and this one among them; the process group is ready.
+    """
+
+    world: World
+    _send: Callable[[bytes, bytes], None] = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        """This worker, from 0."""
+        return self.world.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker computes."""
+        return self.world.device
+
+    def message(self, content: dict[str, Any]) -> None:
+        """Hand a small picklable dict to the parent's ``on_message``; each worker's messages arrive in order."""
+        self._send(MESSAGE, pickle.dumps(content))
+
+
+def single_threaded() -> None:
+    """Make this process safe to fork: to be called before its first tensor operation."""
+    torch.set_num_threads(1)
+
+
+def fork(
+    worker: Callable[[Context], T],
+    workers: int,
+    on_message: Callable[[int, dict[str, Any]], None] | None = None,
+) -> list[T]:
+    """Run ``worker(context)`` in forked processes of this host, as many as ``workers``; return their results by rank.
+
+    Each worker has torchrun's environment (RANK, WORLD_SIZE, ...) and an initialised process group. The function need not
+    be picklable; its result must be, and its tensors arrive on the CPU. ``on_message(rank, content)`` is called here,
+    in this thread, for each ``context.message(content)``. Ctrl-C reaches only this process, which ends the workers.
+
+    Raises:
+        PolylaneError: this process cannot be forked; or a worker raised one, which is raised again here.
+        WorkerFailed: a worker raised anything else, or was killed. All others have ended by then, too.
+    """
+    _refuse_unsafe_fork(workers)
+    team: _Team[T] = _Team()
+    try:
+        team.start(worker, workers)
+        results = team.results(on_message)
+        team.wait(EXIT_SECONDS)
+        return results
+    finally:
+        team.end()
+
+
+def _refuse_unsafe_fork(workers: int) -> None:
+    if workers < 1:
+        raise PolylaneError(f"at least one worker is needed, not {workers}")
+    if dist.is_initialized():
+        raise PolylaneError("workers cannot be forked: this process is itself a worker of an initialised process group")
+    if torch.cuda.is_initialized():
+        raise PolylaneError(
+            "workers cannot be forked: this process has already started CUDA, which a forked child cannot use; "
+            "fork before the first CUDA call, or start the workers with torchrun"
+        )
+
+
+def _threads_per_worker(workers: int) -> int:
+    if torch.get_num_threads() > 1:  # an OpenMP pool may have started here; one thread never asks for it
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // workers)
+
+
+# ---------------------------------------------------------------------------------------------------- the parent's side
+
+
+@dataclass
+class _Member(Generic[T]):
+    """One worker, as its parent sees it."""
+
+    rank: int
+    process: ForkProcess
+    reports: connection.Connection
+    result: list[T] = field(default_factory=list)  # empty until it has arrived
+    failure: Failure | None = None
+
+    def take(self, on_message: Callable[[int, dict[str, Any]], None] | None) -> None:
+        """Read one report, if there is any; what a dead worker had begun to write is no report."""
+        try:
+            kind, content = self.reports.recv_bytes(), self.reports.recv_bytes()
+        except (EOFError, OSError):
+            self.reports.close()
+            return
+        if kind == MESSAGE and on_message is not None:
+            on_message(self.rank, pickle.loads(content))
+        elif kind == RESULT:
+            self.result.append(torch.load(io.BytesIO(content), map_location="cpu", weights_only=False))
+        elif kind == FAILURE:
+            self.failure = pickle.loads(content)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to be expected of it."""
+        return bool(self.result) or self.failure is not None
+
+
+class _Team(Generic[T]):
+    """All workers of one call, from the first fork to the last burial."""
+
+    def __init__(self) -> None:
+        self.members: list[_Member[T]] = []
+        self.store: dist.TCPStore | None = None
+        self.lifeline, self._lifeline_held = os.pipe()  # its other end closes with this process, however it ends
+
+    def start(self, worker: Callable[[Context], T], workers: int) -> None:
+        """Fork them all, then serve the store through which they find one another."""
+        # A child must be on the list before an interrupt can end the list.
+        with socket.create_server(("127.0.0.1", 0), backlog=2 * workers) as listener, _interrupts_held():
+            port = listener.getsockname()[1]
+            threads = _threads_per_worker(workers)
+            for rank in range(workers):
+                reader, writer = multiprocessing.Pipe(duplex=False)
+                _enlarge(writer)
+                not_mine = [self._lifeline_held, listener.fileno(), reader.fileno()]
+                not_mine += [member.reports.fileno() for member in self.members]
+                child = _Child(rank, workers, port, threads, writer, self.lifeline, not_mine)
+                process = multiprocessing.get_context("fork").Process(
+                    target=child.run, args=(worker, os.getpid()), name=f"polylane-worker-{rank}"
+                )
+                process.start()
+                writer.close()
+                self.members.append(_Member(rank, process, reader))
+            # Only now: the store has a thread of its own, and this process forks before it has any.
+            self.store = dist.TCPStore(
+                "127.0.0.1", port, workers, True, timedelta(seconds=30), False, master_listen_fd=listener.detach()
+            )
+
+    def results(self, on_message: Callable[[int, dict[str, Any]], None] | None) -> list[T]:
+        """Listen until every result is there; raise the root cause of the first failure."""
+        give_up: float | None = None
+        while waiting := [member for member in self.members if not member.ended]:
+            self._listen(waiting, on_message)
+            failures = [member.failure for member in self.members if member.failure is not None]
+            cause = root_cause(failures)
+            if cause is None:
+                continue
+            give_up = give_up or time.monotonic() + ECHO_GRACE_SECONDS
+            if not cause.echo or time.monotonic() > give_up:
+                raise cause.error()
+        cause = root_cause(member.failure for member in self.members if member.failure is not None)
+        if cause is not None:
+            raise cause.error()
+        return [member.result[0] for member in self.members]
+
+    def _listen(self, waiting: list[_Member[T]], on_message: Callable[[int, dict[str, Any]], None] | None) -> None:
+        """Take what has come, and notice who died. The dead are asked last: their pipes may still hold their reports."""
+        sources: list[Any] = [member.process.sentinel for member in waiting]
+        sources += [member.reports for member in waiting if not member.reports.closed]
+        ready = connection.wait(sources, POLL_SECONDS)
+        for member in waiting:
+            dead = member.process.exitcode
+            if member.reports in ready:
+                member.take(on_message)
+            while dead is not None and not member.ended and not member.reports.closed and member.reports.poll():
+                member.take(on_message)
+            if dead is not None and not member.ended:
+                member.failure = Failure.of_exit(member.rank, dead)
+
+    def wait(self, seconds: float) -> bool:
+        """Let workers exit by themselves; whether all did."""
+        deadline = time.monotonic() + seconds
+        while alive := [m.process.sentinel for m in self.members if m.process.exitcode is None]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            connection.wait(alive, min(left, POLL_SECONDS))
+        return True
+
+    def end(self) -> None:
+        """End and bury every worker, and leave nothing behind."""
+        with _interrupts_held():
+            for member in self.members:
+                member.process.terminate()
+            if not self.wait(TERM_SECONDS):
+                for member in self.members:
+                    member.process.kill()
+            for member in self.members:
+                member.process.join()
+                member.process.close()
+                member.reports.close()
+            os.close(self.lifeline)
+            os.close(self._lifeline_held)
+            self.store = None  # ends its thread
+
+
+def _enlarge(pipe: connection.Connection) -> None:
+    """Give a pipe room for many messages, where the system can."""
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with suppress(OSError):  # each user has a limit
+            fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keep Ctrl-C waiting: it is delivered at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---------------------------------------------------------------------------------------------------- the worker's side
+
+
+@dataclass
+class _Child:
+    """One worker, as it sees itself."""
+
+    rank: int
+    workers: int
+    port: int  # of the parent's store
+    threads: int
+    reports: connection.Connection
+    lifeline: int
+    not_mine: list[int]  # file descriptors that only the parent should hold
+    _sending: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, worker: Callable[[Context], object], parent: int) -> None:
+        """What the forked process does, whole."""
+        self._tie_to_parent(parent)
+        self._set_up()
+        try:
+            value = self._attempt(worker)
+            content = io.BytesIO()
+            torch.save(value, content)
+        except BaseException as error:
+            failure = Failure.of_exception(self.rank, error, skip_frames=2)
+            self.send(FAILURE, pickle.dumps(failure))
+            sys.exit(1)
+        self.send(RESULT, content.getbuffer())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def send(self, kind: bytes, content: bytes | memoryview) -> None:
+        """Write one report, whole."""
+        with self._sending:
+            self.reports.send_bytes(kind)
+            self.reports.send_bytes(content)
+
+    def _attempt(self, worker: Callable[[Context], object]) -> object:
+        """Run the worker's function; leaving it by sys.exit(0) is a result as well, without a value."""
+        try:
+            return worker(Context(World.join(), self.send))
+        except SystemExit as leaving:
+            if leaving.code in (None, 0):
+                return None
+            raise
+
+    def _tie_to_parent(self, parent: int) -> None:
+        """Die when the parent dies, in whatever way; ignore Ctrl-C, which the parent answers; obey SIGTERM."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for descriptor in self.not_mine:
+            os.close(descriptor)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        threading.Thread(target=self._watch_parent, name="polylane-lifeline", daemon=True).start()
+        if os.getppid() != parent:  # it died before we could ask to be told
+            os._exit(1)
+
+    def _watch_parent(self) -> None:
+        os.read(self.lifeline, 1)  # nobody writes: it returns when the parent's end closes
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _set_up(self) -> None:
+        """The environment that torchrun would have given, its agent's store included."""
+        os.environ.update(
+            RANK=str(self.rank),
+            LOCAL_RANK=str(self.rank),
+            WORLD_SIZE=str(self.workers),
+            LOCAL_WORLD_SIZE=str(self.workers),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        torch.set_num_threads(self.threads)

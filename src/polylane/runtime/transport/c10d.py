@@ -1,0 +1,243 @@
+"""Tensors over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polylane.errors import PeerLost
+from polylane.runtime.failure import reads_like_peer_loss
+from polylane.runtime.transport.protocol import Counters, Done, Pending, as_sent, normalised, require_summable
+from polylane.runtime.world import TIMEOUT, World
+
+Channel = tuple[int, int]  # (sender, receiver)
+
+
+class _Transfer:
+    """One operation of the backend, under way."""
+
+    __slots__ = ("_doing", "_peer", "_target", "_unsent", "_wire", "_work")
+
+    def __init__(
+        self,
+        work: dist.Work,
+        wire: Tensor,
+        peer: int | None,
+        doing: str,
+        target: Tensor | None = None,
+        unsent: set[_Transfer] | None = None,
+    ) -> None:
+        self._work: dist.Work | None = work
+        self._wire = wire  # what the backend reads or writes
+        self._target = target  # what the caller reads, where that is another piece of memory
+        self._peer = peer
+        self._doing = doing
+        self._unsent = unsent
+        if unsent is not None:
+            unsent.add(self)
+
+    def wait(self) -> Tensor:
+        """See :meth:`.protocol.Pending.wait`."""
+        if self._work is not None:
+            if self._unsent is not None:
+                self._unsent.discard(self)
+            with _naming_peer(self._peer, self._doing):
+                self._work.wait()
+            self._work = None
+            if self._target is not None and self._target.data_ptr() != self._wire.data_ptr():
+                self._target.copy_(self._wire)
+        return self._wire if self._target is None else self._target
+
+
+class Transport:
+    """The workers of a world over torch.distributed; the interface is :class:`~.protocol.Transport`.
+
+    On gloo all messages share the default group: its sends and receives of one direction do not hold up the other's, and
+    it carries every dtype. NCCL runs the operations of one communicator one after the other, and knows no tags: each
+    directed channel has a communicator of its own there, so that opposite directions never wait for each other.
+
+    Args:
+        world: this worker among all.
+        channels: every (sender, receiver) pair that will be used, in the same order at every rank.
+        groups: the ranks of every all-reduce, in the same order at every rank.
+        tag: a number for each transport of the same world, so that their messages never mix; only gloo heeds it.
+    """
+
+    def __init__(
+        self, world: World, channels: Iterable[Channel] = (), groups: Iterable[Iterable[int]] = (), tag: int = 0
+    ) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        self.counters = Counters()
+        self._device = world.device
+        self._tag = tag
+        # Sends that nobody has waited for yet: gloo loses a message whose handle is dropped before it has left.
+        self._unsent: set[_Transfer] = set()
+        has_tags = world.backend == "gloo"
+        # Making a group is a collective over the whole world: every rank goes through the same lists, in their order.
+        self._channels = self._open_channels(channels, shared=has_tags)
+        self._groups = self._open_groups(groups)
+        self._control: dist.ProcessGroup | None = None  # carries objects, which live on the CPU
+        if self.size > 1:
+            self._control = dist.group.WORLD if has_tags else _new_group(range(self.size), backend="gloo")
+        if not has_tags:
+            self._connect()
+
+    def _open_channels(self, channels: Iterable[Channel], shared: bool) -> dict[Channel, dist.ProcessGroup]:
+        opened: dict[Channel, dist.ProcessGroup] = {}
+        for sender, receiver in dict.fromkeys(channels):
+            if sender == receiver or not {sender, receiver} <= set(range(self.size)):
+                raise ValueError(f"({sender}, {receiver}) is no channel between two of {self.size} workers")
+            group = dist.group.WORLD if shared else _new_group((sender, receiver))
+            if self.rank in (sender, receiver):
+                opened[sender, receiver] = group
+        return opened
+
+    def _open_groups(self, groups: Iterable[Iterable[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        opened: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for ranks in dict.fromkeys(normalised(group, self.size) for group in groups):
+            if len(ranks) == 1:
+                continue
+            group = dist.group.WORLD if len(ranks) == self.size else _new_group(ranks)
+            if self.rank in ranks:
+                opened[ranks] = group
+        return opened
+
+    def _connect(self) -> None:
+        """Use every communicator once, in the same order everywhere.
+
+        NCCL connects at the first use and waits there for the other side: left to the schedule, a ring of first uses
+        would be a deadlock.
+        """
+        for sender, receiver in self._channels:
+            group = self._channels[sender, receiver]
+            token = torch.zeros(1, device=self._device)
+            if self.rank == sender:
+                group.send([token], dist.get_group_rank(group, receiver), 0).wait()
+            else:
+                group.recv([token], dist.get_group_rank(group, sender), 0).wait()
+        for group in self._groups.values():
+            group.allreduce([torch.zeros(1, device=self._device)]).wait()
+
+    def send(self, tensor: Tensor, peer: int) -> Pending:
+        """See :meth:`.protocol.Transport.send`.
+
+        Raises:
+            ValueError: the channel was not declared.
+            PeerLost: the peer is already known to be gone.
+        """
+        group = self._channel(self.rank, peer)
+        if tensor.numel() == 0:
+            return Done(tensor)
+        wire = as_sent(tensor)
+        self.counters.add("send", wire)
+        doing = f"sending {wire.dtype} {tuple(wire.shape)}"
+        with _naming_peer(peer, doing):
+            # The group's own methods: dist.isend does nothing but check again, for 10 us.
+            work = group.send([wire], dist.get_group_rank(group, peer), self._tag)
+        return _Transfer(work, wire, peer, doing, unsent=self._unsent)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
+        """See :meth:`.protocol.Transport.receive`.
+
+        Raises:
+            ValueError: the channel was not declared.
+            PeerLost: the peer is already known to be gone.
+        """
+        group = self._channel(peer, self.rank)
+        wire = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        if wire.numel() == 0:
+            return Done(wire)
+        self.counters.add("receive", wire)
+        doing = f"receiving {dtype} {tuple(shape)}"
+        with _naming_peer(peer, doing):
+            work = group.recv([wire], dist.get_group_rank(group, peer), self._tag)
+        return _Transfer(work, wire, peer, doing)
+
+    def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
+        """See :meth:`.protocol.Transport.all_reduce`.
+
+        Raises:
+            ValueError: the group was not declared, or this rank is not in it.
+            TypeError: no backend sums the dtype.
+        """
+        require_summable(tensor)
+        members = normalised(ranks, self.size)
+        if members == (self.rank,) or tensor.numel() == 0:
+            return Done(tensor)
+        if members not in self._groups:
+            raise ValueError(f"rank {self.rank} has no group {members}: declare it when the transport is made")
+        self.counters.add("all_reduce", tensor)
+        wire = as_sent(tensor)
+        doing = f"summing {wire.dtype} {tuple(wire.shape)} over ranks {members}"
+        with _naming_peer(None, doing):
+            work = self._groups[members].allreduce([torch.view_as_real(wire) if wire.is_complex() else wire])
+        return _Transfer(work, wire, None, doing, target=tensor.detach())
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`.protocol.Transport.all_gather_object`."""
+        values: list[Any] = [value] * self.size
+        if self._control is not None:
+            self.counters.add("object")
+            with _naming_peer(None, "gathering objects"):
+                dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
+        """See :meth:`.protocol.Transport.gather_object`."""
+        if self._control is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == destination else None
+        self.counters.add("object")
+        with _naming_peer(None, f"gathering objects at rank {destination}"):
+            dist.gather_object(value, values, dst=destination, group=self._control)
+        return values
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """See :meth:`.protocol.Transport.broadcast_object`."""
+        if self._control is None:
+            return value
+        values = [value if self.rank == source else None]
+        self.counters.add("object")
+        with _naming_peer(source, "waiting for its object"):
+            dist.broadcast_object_list(values, src=source, group=self._control)
+        return values[0]
+
+    def barrier(self) -> None:
+        """See :meth:`.protocol.Transport.barrier`."""
+        if self._control is not None:
+            with _naming_peer(None, "waiting for all ranks"):
+                dist.barrier(group=self._control)
+
+    def close(self) -> None:
+        """See :meth:`.protocol.Transport.close`."""
+        while self._unsent:
+            next(iter(self._unsent)).wait()
+
+    def _channel(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        try:
+            return self._channels[sender, receiver]
+        except KeyError:
+            raise ValueError(
+                f"rank {self.rank} has no channel from {sender} to {receiver}: declare it when the transport is made"
+            ) from None
+
+
+def _new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), backend=backend, timeout=TIMEOUT)
+
+
+@contextmanager
+def _naming_peer(peer: int | None, doing: str) -> Iterator[None]:
+    """Say who is gone, where the backend only says that a connection is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if reads_like_peer_loss(error):
+            raise PeerLost(peer, doing, str(error)) from error
+        raise

@@ -1,0 +1,132 @@
+"""World: which worker this process is, of how many, and on which device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from polylane.errors import PolylaneError
+
+# A dead peer closes its connections and is noticed at once. This bounds the wait for one that lives but never answers:
+# long enough for a first step that compiles, or a checkpoint that only one rank writes.
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This worker among all workers.
+
+    Attributes:
+        rank: this worker, from 0.
+        size: how many workers there are, on all hosts.
+        local_rank: this worker among those of its host, from 0.
+        device: where this worker computes.
+        backend: what carries its tensors, ``"gloo"`` or ``"nccl"``; None for a worker that is alone, without any group.
+        joined: whether :meth:`join` made the process group, so that :meth:`leave` ends it.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str | None
+    joined: bool = False
+
+    @classmethod
+    def join(cls, timeout: timedelta = TIMEOUT) -> World:
+        """Join the other workers, as torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, ...) describes them.
+
+        Without RANK in the environment this worker is alone: no process group is made. A process group that is already
+        initialised is used as it is. Makes the chosen device the current one.
+
+        Raises:
+            PolylaneError: the environment is incomplete, or this host has fewer accelerators than workers.
+        """
+        if dist.is_initialized():
+            return cls._of_existing_group()
+        if "RANK" not in os.environ:
+            return cls(rank=0, size=1, local_rank=0, device=pick_device(0, 1), backend=None)
+        rank, size = _from_environment("RANK"), _from_environment("WORLD_SIZE")
+        local_rank = _from_environment("LOCAL_RANK", default=rank)
+        device = pick_device(local_rank, _from_environment("LOCAL_WORLD_SIZE", default=1))
+        backend = backend_for(device)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise PolylaneError(f"RANK is set but {name} is not: start the workers with torchrun, or unset RANK")
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        return cls(rank, size, local_rank, device, backend, joined=True)
+
+    @classmethod
+    def _of_existing_group(cls) -> World:
+        """The group that the user's script made: its device is one that the group can carry tensors of."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local_rank = _from_environment("LOCAL_RANK", default=rank)
+        accelerator = accelerator_type()
+        if accelerator is not None and _group_backend(accelerator) == backend_for(torch.device(accelerator)):
+            device = pick_device(local_rank, _from_environment("LOCAL_WORLD_SIZE", default=1))
+        else:
+            device = torch.device("cpu")
+        return cls(rank, size, local_rank, device, _group_backend(device.type))
+
+    def leave(self) -> None:
+        """End the process group, if :meth:`join` made it. Does nothing the second time."""
+        if self.joined and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def backend_for(device: torch.device) -> str:
+    """What carries the tensors of a device between workers: ``"nccl"`` for cuda, ``"gloo"`` for cpu."""
+    return str(dist.get_default_backend_for_device(device))
+
+
+def accelerator_type() -> str | None:
+    """The kind of accelerator that is here and has collectives of its own (``"cuda"``, ...); None where there is none.
+
+    Asking may start the accelerator's driver: a process that did so must not be forked for workers on accelerators.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or backend_for(accelerator) == "gloo":  # MPS: gloo cannot carry its tensors
+        return None
+    return str(accelerator.type)
+
+
+def pick_device(local_rank: int, local_size: int) -> torch.device:
+    """The device of one of a host's workers, made the current one: an accelerator of its own, or else the CPU.
+
+    Raises:
+        PolylaneError: there are accelerators, but fewer than workers.
+    """
+    accelerator = accelerator_type()
+    if accelerator is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_size > count:
+        raise PolylaneError(
+            f"{local_size} workers on a host with {count} {accelerator} device(s), and each needs one of its own: "
+            "use fewer workers, or hide the devices (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
+    device = torch.device(accelerator, local_rank % count)
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def _group_backend(device_type: str) -> str:
+    """The backend of the default group for a device; the group's configuration reads "cpu:gloo,cuda:nccl"."""
+    parts = (part.partition(":") for part in dist.get_backend_config().split(","))
+    backends = {device: backend for device, _, backend in parts}
+    return backends.get(device_type, str(dist.get_backend()))
+
+
+def _from_environment(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        said = "is not set" if text is None else f"is {text!r}, not a whole number"
+        raise PolylaneError(f"RANK is set but {name} {said}: start the workers with torchrun, or unset RANK") from None

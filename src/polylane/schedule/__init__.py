@@ -1,0 +1,1 @@
+"""In which order: actions and the schedules that arrange them."""

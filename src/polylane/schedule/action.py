@@ -1,0 +1,42 @@
+"""What a worker can do: one action is one cell, or one arrow, of a swimlane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """The kinds of action."""
+
+    FORWARD = "forward"  # a stage's forward pass over one microbatch
+    BACKWARD = "backward"  # its backward pass: input gradients and weight gradients together
+    SEND = "send"  # hand a value, or a value's gradient, to a peer
+    RECEIVE = "receive"  # wait for a value, or a value's gradient, from a peer
+    REDUCE = "reduce"  # sum gradients over the replicas, or over the stages that share a tied weight
+    STEP = "step"  # clip, apply the optimizer, step the scheduler
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.STEP})
+COMMUNICATION = frozenset({Kind.SEND, Kind.RECEIVE, Kind.REDUCE})
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of one worker.
+
+    Attributes:
+        kind: what is done.
+        stage: the stage it is done for, from 0.
+        microbatch: which microbatch, from 0; None for what is done once a step (reduce, step).
+        value: the value that travels (its node's name), or the bucket that is reduced.
+        peer: the rank at the other end of a send or a receive.
+        gradient: whether the gradient of ``value`` travels rather than the value itself.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+    value: str | None = None
+    peer: int | None = None
+    gradient: bool = False

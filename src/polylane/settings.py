@@ -1,0 +1,77 @@
+"""A keyword argument's value from text: read as the type that its default has."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+# What reading a text as a Python literal can raise, deep nesting and null bytes included.
+_NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+
+
+def parse(text: str, default: Any) -> Any:
+    """The text as a value of the default's type; for a default of None, the Python literal it spells, or the text.
+
+    Raises:
+        ValueError: "takes a whole number, and 'abc' is not one": the end of a sentence that starts with the argument.
+    """
+    if isinstance(default, str):
+        return text
+    if default is None:
+        return _literal_or_text(text)
+    if not isinstance(default, (bool, int, float, tuple, list, dict)):
+        raise ValueError(f"cannot be set from text: its default is {default!r}")
+    try:
+        if isinstance(default, bool):
+            return _boolean(text)
+        if isinstance(default, (int, float)):
+            return type(default)(text)
+        if isinstance(default, (tuple, list)):
+            return _sequence(text, default)
+        return _dictionary(text)
+    except _NO_LITERAL:
+        raise ValueError(f"takes {_wanted(default)}, and {text!r} is not one") from None
+
+
+def _boolean(text: str) -> bool:
+    value = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.strip().lower() not in value:
+        raise ValueError(text)
+    return value[text.strip().lower()]
+
+
+def _literal_or_text(text: str) -> Any:
+    """``0.1`` is a number and ``None`` is None; what is no Python literal is text."""
+    try:
+        return ast.literal_eval(text.strip())
+    except _NO_LITERAL:
+        return text
+
+
+def _dictionary(text: str) -> dict[Any, Any]:
+    value = ast.literal_eval(text.strip())
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
+def _sequence(text: str, default: Sequence[Any]) -> Sequence[Any]:
+    """``1,2`` or ``(1, 2)`` or ``[1, 2]`` as the default's type, its items of the type of the default's items."""
+    value = ast.literal_eval(text.strip()) if text.strip() else ()
+    items = list(value) if isinstance(value, (tuple, list)) else [value]
+    kinds = {type(item) for item in default}
+    if kinds == {float}:
+        items = [float(item) if isinstance(item, int) and not isinstance(item, bool) else item for item in items]
+    if len(kinds) == 1 and any(type(item) not in kinds for item in items):
+        raise ValueError(text)
+    return tuple(items) if isinstance(default, tuple) else items
+
+
+def _wanted(default: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", dict: "a dictionary such as {'a': 1}"}
+    if isinstance(default, (tuple, list)):
+        kinds = {type(item).__name__ for item in default}
+        of = f" of {kinds.pop()}" if len(kinds) == 1 else ""
+        return f"a list{of} such as {','.join(repr(item) for item in default) or '1,2'}"
+    return next(words for kind, words in names.items() if isinstance(default, kind))

@@ -1,0 +1,315 @@
+"""The swimlane in characters, SVG, HTML and Perfetto's format: what is drawn, and that nothing escapes."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from polylane.lanes import lanes_summary, lanes_timeline
+from polylane.observe.lane_layout import STYLES, axis, duration, rows, shares
+from polylane.observe.swimlane import ansi, html, perfetto, svg, text
+from polylane.observe.timeline import Span, Timeline
+from polylane.schedule.action import Action, Kind
+
+RENDERERS = [text, ansi, svg, html, perfetto]
+SVG = "{http://www.w3.org/2000/svg}"
+NASTY = """<script>alert("1")</script> & 'x' ]]> {{data}} \x00"""
+
+
+def measured(title: str = "measured", value: str = "relu") -> Timeline:
+    """Two ranks, in seconds from 100: rank 0 sends to rank 1, whose reduce runs beside its backward."""
+    return Timeline(
+        spans=(
+            Span(0, Action(Kind.FORWARD, 0, 0), 100.0, 100.2),
+            Span(0, Action(Kind.SEND, 0, 0, value, peer=1), 100.2, 100.3),
+            Span(1, Action(Kind.RECEIVE, 1, 0, value, peer=0), 100.0, 100.3),
+            Span(1, Action(Kind.FORWARD, 1, 0), 100.3, 100.5),
+            Span(1, Action(Kind.BACKWARD, 1, 0), 100.5, 100.9),
+            Span(1, Action(Kind.REDUCE, 1, None, value), 100.7, 101.0),
+            Span(0, Action(Kind.STEP, 0), 100.9, 101.0),
+        ),
+        ranks=2,
+        title=title,
+    )
+
+
+def large(ranks: int = 8, spans: int = 10_000) -> Timeline:
+    kinds = list(Kind)
+    return Timeline(
+        spans=tuple(
+            Span(rank, Action(kinds[i % len(kinds)], rank, i % 64, "v", 0), i * 1e-3, i * 1e-3 + 9e-4)
+            for rank in range(ranks)
+            for i in range(spans)
+        ),
+        ranks=ranks,
+    )
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and keeps what is between them."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: dict[str, list[str]] = {}
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.words.setdefault(self.open[-1], []).append(data)
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="timeline">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+# --- characters ---
+
+
+def test_theory_is_drawn_as_on_paper() -> None:
+    assert text(lanes_timeline("1f1b", 3, 4, 1, 1)) == (
+        "1f1b · stages 3 · microbatches 4\n"
+        "utilization 66.7 % (24/36) · makespan 12 ticks\n"
+        "        │  0   2   4   6   8  10 ticks\n"
+        "stage 0 │  0 1 2 · ·<0 3<1 ·<2 ·<3\n"
+        "stage 1 │  · 0 1 ·<0 2<1 3<2 ·<3 ·\n"
+        "stage 2 │  · · 0<0 1<1 2<2 3<3 · ·\n"
+        "0 forward   <0 backward   · idle\n"
+    )
+
+
+def test_a_cell_per_tick_with_wide_numbers() -> None:
+    first = text(lanes_timeline("naive", 1, 11, 1, 2), width=200).splitlines()[3]
+    assert first.endswith("  9 <9 <9 10<10<10")
+
+
+def test_time_is_drawn_in_columns() -> None:
+    assert text(measured(), width=36) == (
+        "measured\n"
+        "utilization 45.0 % · makespan 1 s · a column is 50 ms\n"
+        "                 │ 0 s\n"
+        "rank 0 · stage 0 │ 0▓▓▓~~············##\n"
+        "rank 1 · stage 1 │ ~~~~~~0▓▓▓0░░░░░░░··\n"
+        "                 │               ++++++\n"
+        "▓ forward   ░ backward   ~ send / receive   + reduce   # step   · idle\n"
+    )
+
+
+def test_ticks_that_do_not_fit_are_drawn_in_columns() -> None:
+    drawn = text(lanes_timeline("afab", 4, 100), width=60)
+    assert "a column is" in drawn
+    assert max(len(line) for line in drawn.splitlines()[2:-1]) <= 60 + len(" ticks")
+
+
+def test_ansi_shows_the_same_characters() -> None:
+    for timeline in (lanes_timeline("1f1b", 4, 8), measured()):
+        coloured = ansi(timeline)
+        assert "\x1b[44;97m" in coloured
+        plain = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+        assert [line.rstrip() for line in plain.splitlines()] == text(timeline).splitlines()
+
+
+# --- SVG ---
+
+
+def test_svg_of_theory() -> None:
+    root = ElementTree.fromstring(svg(lanes_timeline("1f1b", 4, 8)))
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    assert texts[:2] == ["1f1b · stages 4 · microbatches 8", "utilization 72.7 % (96/132) · makespan 33 ticks"]
+    assert {"stage 0", "stage 3", "ticks", "30", "forward", "backward", "idle"} <= set(texts)
+    fills = [element.get("fill") for element in root.iter(f"{SVG}rect")]
+    assert fills.count(STYLES[Kind.FORWARD].fill) == fills.count(STYLES[Kind.BACKWARD].fill) == 4 * 8 + 1
+    assert texts.count("7") == 8
+
+
+def test_svg_puts_communication_beside_compute_on_a_thin_row() -> None:
+    boxes = {
+        title.text.split(":")[0]: box
+        for box in ElementTree.fromstring(svg(measured())).iter(f"{SVG}rect")
+        for title in box.iter(f"{SVG}title")
+    }
+    reduce, backward = boxes["reduce, stage 1, relu, rank 1"], boxes["backward, stage 1, microbatch 0, rank 1"]
+    assert float(reduce.attrib["y"]) > float(backward.attrib["y"]) + float(backward.attrib["height"])
+    assert float(reduce.attrib["height"]) < float(backward.attrib["height"])
+    send, forward = (
+        boxes["send, stage 0, microbatch 0, relu, rank 0, peer 1"],
+        boxes["forward, stage 0, microbatch 0, rank 0"],
+    )
+    assert send.attrib["y"] == forward.attrib["y"]
+
+
+def test_svg_says_what_a_span_is() -> None:
+    titles = [title.text for title in ElementTree.fromstring(svg(measured())).iter(f"{SVG}title")]
+    assert "send, stage 0, microbatch 0, relu, rank 0, peer 1: 100 ms from 200 ms" in titles
+
+
+def test_svg_boxes_lie_where_their_time_is() -> None:
+    root = ElementTree.fromstring(svg(lanes_timeline("naive", 2, 1, 1, 2)))
+    boxes = [box for box in root.iter(f"{SVG}rect") if list(box)]
+    left, scale = min(float(box.attrib["x"]) for box in boxes), 480 / 6
+    assert sorted((float(box.attrib["x"]) - left) / scale for box in boxes) == [0, 1, 2, 4]
+
+
+# --- HTML ---
+
+
+def test_html_is_one_well_formed_file() -> None:
+    source = html(lanes_timeline("1f1b", 4, 8))
+    page = Page(source)
+    assert not [tag for tag, attributes in page.tags if {"src", "href"} & attributes.keys()]
+    assert "http" not in source and "@import" not in source
+    assert page.words["h1"] == ["1f1b · stages 4 · microbatches 8"]
+    assert page.words["td"][:5] == ["72.7 %", "24 ticks", "0 ticks", "9 ticks", "4"]
+    assert "all, of 132 ticks" in page.words["th"]
+
+
+def test_html_holds_every_span() -> None:
+    data = data_of(html(measured()))
+    assert data["values"] == ["relu"]
+    assert data["extent"] == pytest.approx(1.0)
+    kinds = list(Kind)
+    assert data["lanes"][0]["main"][:16] == [
+        *(0, 0.2, kinds.index(Kind.FORWARD), 0, 0, -1, -1, 0),
+        *(0.2, 0.3, kinds.index(Kind.SEND), 0, 0, 0, 1, 0),
+    ]
+    assert data["lanes"][1]["thin"] == [0.7, 1.0, kinds.index(Kind.REDUCE), 1, -1, 0, -1, 0]
+
+
+# --- Perfetto ---
+
+
+def test_perfetto_counts_in_microseconds() -> None:
+    trace = perfetto(measured())
+    complete = {(e["pid"], e["name"]): e for e in trace["traceEvents"] if e["ph"] == "X"}
+    forward = complete[(1, "forward 0")]
+    assert (forward["ts"], forward["dur"]) == (pytest.approx(3e5), pytest.approx(2e5))
+    assert (forward["cat"], forward["args"]) == ("forward", {"stage": 1, "microbatch": 0})
+    assert complete[(1, "reduce")]["tid"] != complete[(1, "backward 0")]["tid"]
+    names = {(e["pid"], e["args"].get("name")) for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert {(0, "rank 0"), (1, "rank 1"), (1, "compute"), (1, "communication")} <= names
+
+
+def test_perfetto_leads_an_arrow_from_a_send_to_its_receive() -> None:
+    events = perfetto(measured())["traceEvents"]
+    (start,), (end,) = ([e for e in events if e["ph"] == phase] for phase in "sf")
+    assert (start["pid"], end["pid"], start["id"] == end["id"]) == (0, 1, True)
+    receive = next(e for e in events if e["ph"] == "X" and e["cat"] == "receive")
+    assert receive["ts"] <= end["ts"] <= receive["ts"] + receive["dur"]
+    assert start["ts"] <= end["ts"]
+
+
+def test_perfetto_threads_never_hold_two_messages_at_once() -> None:
+    spans = tuple(Span(0, Action(Kind.SEND, 0, i, "v", 0), start, start + 3) for i, start in enumerate((0, 1, 2, 3)))
+    threads = [e["tid"] for e in perfetto(Timeline(spans, 1))["traceEvents"] if e["ph"] == "X"]
+    assert threads == [1, 2, 3, 1]
+
+
+# --- all of them ---
+
+
+@pytest.mark.parametrize("render", RENDERERS)
+@pytest.mark.parametrize(
+    "timeline",
+    [
+        Timeline((), ranks=0),
+        Timeline((), ranks=3, unit="ticks"),
+        Timeline((Span(0, Action(Kind.STEP, 0), 5, 5),), ranks=1),
+        Timeline((Span(1, Action(Kind.STEP, 0), 2, 3),), ranks=2, unit="ticks"),
+    ],
+)
+def test_little_or_nothing_to_draw(render: Callable[[Timeline], object], timeline: Timeline) -> None:
+    assert render(timeline)
+    ElementTree.fromstring(svg(timeline))
+    Page(html(timeline))
+
+
+def test_every_string_is_escaped() -> None:
+    nasty = measured(title=NASTY, value=NASTY)
+    words = [element.text for element in ElementTree.fromstring(svg(nasty)).iter()]
+    assert NASTY.replace("\x00", "?") in words
+    source = html(nasty)
+    page = Page(source)
+    assert page.words["h1"] == [NASTY.replace("\x00", "?")]
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert data_of(source)["values"] == [NASTY]
+    json.loads(json.dumps(perfetto(nasty)))
+
+
+@pytest.mark.parametrize("render", RENDERERS)
+def test_eight_ranks_of_ten_thousand_spans_take_less_than_two_seconds(render: Callable[[Timeline], object]) -> None:
+    timeline = large()
+    before = time.process_time()
+    drawn = render(timeline)
+    assert time.process_time() - before < 2
+    assert render is perfetto or len(str(drawn)) < 5_000_000
+
+
+def test_the_coloured_area_stays_true_where_spans_are_too_small_to_draw() -> None:
+    timeline = large(ranks=1)
+    bins = 300
+    (row,) = rows(timeline)
+    drawn = shares([*row.main, *row.thin], 0, timeline.makespan() / bins, bins)
+    assert sum(sum(one.values()) for one in drawn) / bins == pytest.approx(0.9, abs=1e-3)
+
+
+def test_lanes_are_labelled_by_stage_in_theory_and_by_rank_where_measured() -> None:
+    assert [row.label for row in rows(lanes_timeline("afab", 2, 1))] == ["stage 0", "stage 1"]
+    both = (Span(0, Action(Kind.FORWARD, 0, 0), 0, 1), Span(0, Action(Kind.FORWARD, 2, 0), 1, 2))
+    assert [row.label for row in rows(Timeline(both, 2))] == ["rank 0 · stage 0, 2", "rank 1"]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "said"),
+    [
+        (33, "ticks", "33 ticks"),
+        (1, "ticks", "1 tick"),
+        (0.5, "ticks", "0.5 ticks"),
+        (123456789, "ticks", "123456789 ticks"),
+        (1.5, "seconds", "1.5 s"),
+        (0.0123456, "seconds", "12.35 ms"),
+        (4.2e-6, "seconds", "4.2 µs"),
+        (0, "seconds", "0 s"),
+    ],
+)
+def test_durations_are_said_as_people_do(value: float, unit: str, said: str) -> None:
+    assert duration(value, unit) == said
+
+
+def test_axis_marks_are_round() -> None:
+    assert [label for _, label in axis(33, "ticks").marks] == ["0", "5", "10", "15", "20", "25", "30"]
+    assert axis(0.033, "seconds").unit == "ms"
+    assert axis(2, "ticks").marks == ((0, "0"), (1, "1"), (2, "2"))
+    assert axis(0, "seconds").marks == ((0, "0"),)
+
+
+def test_summary_of_a_schedule() -> None:
+    assert lanes_summary(lanes_timeline("1f1b", 4, 8)) == {
+        "schedule": "1f1b",
+        "stages": 4,
+        "microbatches": 8,
+        "utilization": 96 / 132,
+        "makespan": 33,
+        "busy": 96,
+        "area": 132,
+        "peak_live_microbatches": [4, 3, 2, 1],
+    }

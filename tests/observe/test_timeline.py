@@ -1,0 +1,173 @@
+"""What a timeline says of itself: busy, idle and exposed time, live microbatches, files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from polylane.observe.timeline import Span, Timeline, merge, union
+from polylane.schedule.action import Action, Kind
+
+
+def span(rank: int, kind: Kind, start: float, end: float, microbatch: int | None = 0, stage: int = 0) -> Span:
+    return Span(rank, Action(kind, stage, microbatch), start, end)
+
+
+# rank 0 computes 10..14 and 16..18, sends under its backward and reduces 17..20, two of which nothing covers;
+# rank 1 receives 10..12 and then computes; rank 2 does nothing
+MIXED = Timeline(
+    spans=(
+        span(0, Kind.BACKWARD, 16, 18),
+        span(0, Kind.FORWARD, 10, 14),
+        span(0, Kind.SEND, 16.5, 17),
+        span(0, Kind.REDUCE, 17, 20, None),
+        span(1, Kind.RECEIVE, 10, 12),
+        span(1, Kind.FORWARD, 12, 15),
+        span(1, Kind.FORWARD, 13, 14, 1),
+    ),
+    ranks=3,
+)
+
+
+def test_makespan_runs_from_the_first_start_to_the_last_end() -> None:
+    assert (MIXED.start(), MIXED.makespan()) == (10, 10)
+
+
+def test_busy_counts_overlapping_compute_once() -> None:
+    assert MIXED.busy() == (6, 3, 0)
+
+
+def test_exposed_communication_is_what_no_compute_covers() -> None:
+    assert MIXED.exposed_communication() == (2, 2, 0)
+
+
+def test_busy_exposed_and_idle_make_up_the_makespan() -> None:
+    assert MIXED.idle() == (2, 5, 10)
+
+
+def test_utilization_is_coloured_area_over_the_rectangle() -> None:
+    assert MIXED.utilization() == 9 / 30
+
+
+def test_an_empty_timeline() -> None:
+    empty = Timeline((), ranks=2)
+    assert (empty.makespan(), empty.busy(), empty.idle(), empty.utilization()) == (0, (0, 0), (0, 0), 0.0)
+    assert empty.peak_live_microbatches() == (0, 0)
+    assert empty.from_zero() == empty
+
+
+def test_lanes_are_in_order_of_start_the_longer_first() -> None:
+    long, short = span(0, Kind.BACKWARD, 1, 5), span(0, Kind.SEND, 1, 2)
+    assert Timeline((short, span(1, Kind.STEP, 0, 1), long), ranks=2).lanes()[0] == (long, short)
+
+
+def test_union_joins_what_touches_and_drops_what_is_empty() -> None:
+    spans = [span(0, Kind.STEP, *ends) for ends in [(4, 5), (0, 2), (1, 1.5), (2, 3), (8, 8)]]
+    assert union(spans) == [(0, 3), (4, 5)]
+
+
+def test_live_microbatches_from_forward_to_backward() -> None:
+    spans = [span(0, Kind.FORWARD, i, i + 1, i) for i in range(3)]
+    spans += [span(0, Kind.BACKWARD, 3 + i, 4 + i, i) for i in range(3)]
+    assert Timeline((*spans, span(1, Kind.FORWARD, 9, 10)), ranks=2).peak_live_microbatches() == (3, 1)
+
+
+def test_an_end_makes_room_for_a_start_at_the_same_moment() -> None:
+    spans = [span(0, kind, 2 * i + shift, 2 * i + shift + 1, i)
+             for i in range(3) for shift, kind in enumerate((Kind.FORWARD, Kind.BACKWARD))]  # fmt: skip
+    assert Timeline(tuple(spans), ranks=1).peak_live_microbatches() == (1,)
+
+
+def test_live_microbatches_over_steps_pieces_and_stages() -> None:
+    pieces = [(Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 2), (Kind.BACKWARD, 3)]
+    two_steps = [span(0, kind, step + at, step + at + 1) for step in (0, 4) for kind, at in pieces]
+    assert Timeline(tuple(two_steps), ranks=1).peak_live_microbatches() == (1,)
+    two_stages = [replace(s, action=replace(s.action, stage=stage)) for s in two_steps for stage in (0, 4)]
+    assert Timeline(tuple(two_stages), ranks=1).peak_live_microbatches() == (2,)
+
+
+def test_a_microbatch_of_no_duration_is_live_once() -> None:
+    spans = (span(0, Kind.FORWARD, 1, 1), span(0, Kind.BACKWARD, 1, 1))
+    assert Timeline(spans, ranks=1).peak_live_microbatches() == (1,)
+
+
+def test_from_zero_shifts_everything_alike() -> None:
+    shifted = MIXED.from_zero()
+    assert (shifted.start(), shifted.makespan(), shifted.busy()) == (0, 10, (6, 3, 0))
+    assert shifted.spans[0] == span(0, Kind.BACKWARD, 6, 8)
+
+
+def test_merge_gathers_what_each_rank_recorded() -> None:
+    parts = [
+        Timeline((span(0, Kind.STEP, 0, 1),), ranks=1, notes={"host": "a", "torch": "2.13"}),
+        Timeline((span(2, Kind.STEP, 2, 3),), ranks=3, title="step 7", notes={"host": "b", "torch": "2.13"}),
+    ]
+    merged = merge(parts)
+    assert (merged.ranks, merged.title, merged.makespan()) == (3, "step 7", 3)
+    assert merged.notes == {"host": "a; b", "torch": "2.13"}
+    assert merged.spans == (*parts[0].spans, *parts[1].spans)
+
+
+def test_merge_refuses_nothing_and_mixed_units() -> None:
+    with pytest.raises(ValueError, match="no timeline to merge"):
+        merge([])
+    with pytest.raises(ValueError, match="cannot merge timelines in seconds and ticks"):
+        merge([Timeline((), 1), Timeline((), 1, unit="ticks")])
+
+
+def test_json_round_trip_is_exact() -> None:
+    action = Action(Kind.SEND, 1, 2, value='relu_"<&>', peer=0, gradient=True)
+    timeline = Timeline(
+        (Span(1, action, 0.1 + 0.2, 1e300), Span(0, Action(Kind.STEP, 0), 3, 4)),
+        ranks=2, unit="ticks", title="näive </script>", notes={"a": "b"},
+    )  # fmt: skip
+    back = Timeline.from_dict(json.loads(json.dumps(timeline.to_dict())))
+    assert back == timeline
+    assert type(back.spans[1].start) is int
+    assert type(back.spans[0].action.kind) is Kind
+
+
+def test_the_schema() -> None:
+    assert Timeline((span(1, Kind.FORWARD, 0, 1, 3, stage=2),), ranks=2, unit="ticks", title="t").to_dict() == {
+        "polylane": 1,
+        "kind": "timeline",
+        "title": "t",
+        "unit": "ticks",
+        "ranks": 2,
+        "notes": {},
+        "columns": ["rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end"],
+        "spans": [[1, "forward", 2, 3, None, None, False, 0, 1]],
+    }
+
+
+def test_columns_are_read_by_name() -> None:
+    data = MIXED.to_dict()
+    data["columns"] = ["later", *reversed(data["columns"])]
+    data["spans"] = [["?", *reversed(row)] for row in data["spans"]]
+    assert Timeline.from_dict(data) == MIXED
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"polylane": 2}, "not a timeline: expected"),
+        ({"kind": "plan"}, "not a timeline: expected"),
+        ({"unit": ...}, "this timeline lacks unit"),
+        ({"columns": ["rank"]}, "this timeline lacks columns: kind, columns: stage"),
+        ({"spans": [[0, "nap", 0, 0, None, None, False, 0, 1]]}, "span 0 of this timeline cannot be read.*'nap'"),
+        ({"spans": [[0, "step"]]}, "span 0 of this timeline cannot be read"),
+        ({"spans": [[7, "step", 0, None, None, None, False, 0, 1]]}, "outside the timeline's 3 ranks"),
+    ],
+)
+def test_files_that_are_not_timelines_are_refused(change: dict[str, object], message: str) -> None:
+    data = {key: value for key, value in (MIXED.to_dict() | change).items() if value is not ...}
+    with pytest.raises(ValueError, match=message):
+        Timeline.from_dict(data)
+
+
+@pytest.mark.parametrize(("rank", "start", "end"), [(2, 0, 1), (-1, 0, 1), (0, 2, 1), (0, float("nan"), 1)])
+def test_spans_that_mean_nothing_are_refused(rank: int, start: float, end: float) -> None:
+    with pytest.raises(ValueError, match="rank"):
+        Timeline((span(rank, Kind.STEP, start, end),), ranks=2)

@@ -1,0 +1,123 @@
+"""Who this worker is: alone, under torchrun's environment, or in a group that the script has already made."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from polylane.errors import ActionFailed, PolylaneError
+from polylane.runtime.launch import Context, fork
+from polylane.runtime.world import World, backend_for, pick_device
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_alone():
+    world = World.join()
+    assert (world.rank, world.size, world.local_rank, world.backend) == (0, 1, 0, None)
+    assert not dist.is_initialized()
+    world.leave()
+
+
+def test_a_forked_worker_joins_what_is_there():
+    def worker(context: Context) -> tuple[World, bool]:
+        again = World.join()
+        again.leave()  # the group is not this one's to end
+        return again, dist.is_initialized()
+
+    (first, alive), (second, _) = fork(worker, 2)
+    assert alive
+    assert (first.rank, second.rank, first.size, first.backend, first.joined) == (0, 1, 2, "gloo", False)
+
+
+def test_the_environment_of_torchrun():
+    """Joining by environment alone, with a store of rank 0's own, as plain torchrun-like launchers leave it."""
+
+    def worker(context: Context) -> tuple[int, int, float]:
+        port = context_port(context)
+        context.world.leave()
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+        world = World.join()
+        value = torch.tensor(1.0)
+        dist.all_reduce(value)
+        world.leave()
+        world.leave()
+        return world.rank, world.local_rank, value.item()
+
+    assert fork(worker, 2) == [(0, 0, 2.0), (1, 1, 2.0)]
+
+
+def context_port(context: Context) -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ports: list[int] = [listener.getsockname()[1] if context.rank == 0 else 0]
+    dist.broadcast_object_list(ports, src=0)
+    return ports[0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
+    ],
+)
+def test_an_incomplete_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PolylaneError, match=said):
+        World.join()
+
+
+def test_backends():
+    assert backend_for(torch.device("cpu")) == "gloo"
+    assert backend_for(torch.device("cuda", 0)) == "nccl"
+
+
+class TestAccelerators:
+    """How a device is chosen, on a host that is said to have two."""
+
+    @pytest.fixture(autouse=True)
+    def two_gpus(self, monkeypatch: pytest.MonkeyPatch):
+        self.current: list[torch.device] = []
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", self.current.append)
+
+    def test_each_worker_has_its_own(self):
+        assert [pick_device(rank, 2) for rank in range(2)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+        assert self.current == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+    def test_fewer_than_workers(self):
+        with pytest.raises(PolylaneError, match=r"3 workers on a host with 2 cuda device\(s\)"):
+            pick_device(2, 3)
+
+    def test_one_that_gloo_would_have_to_serve_is_no_choice(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+        assert pick_device(0, 1) == torch.device("cpu")
+
+
+def test_an_action_failed_survives_pickling():
+    try:
+        try:
+            raise ValueError("the cause")
+        except ValueError as error:
+            raise ActionFailed(2, stage=1, module="fc") from error
+    except ActionFailed as failed:
+        assert isinstance(failed.cause, ValueError)
+        again = pickle.loads(pickle.dumps(failed))
+    assert (again.rank, again.stage, again.microbatch, again.module, again.cause) == (2, 1, None, "fc", None)
+    assert "ValueError: the cause" in again.cause_traceback
+    assert str(again) == "rank 2 at stage 1, in fc: ValueError: the cause"
