@@ -100,7 +100,7 @@ def optimizer(parameters, lr: float = 1e-3, weight_decay: float = 0.1):
     decayed, kept = [], []
     for name, parameter in parameters:
         group = decayed if parameter.ndim >= 2 and "position" not in name else kept
-        group.append((name, parameter))
+        group.append(parameter)
     groups = [{"params": decayed}, {"params": kept, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
 

@@ -76,8 +76,7 @@ def next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def hf_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 # Hugging Face --------------------------------------------------------------------------------------------------------
@@ -135,8 +134,7 @@ class DenseNet(nn.Module):
         features = [self.stem(x)]
         for norm, conv in zip(self.norms, self.convs, strict=True):
             features.append(conv(F.relu(norm(torch.cat(features, 1)))))
-        pooled: Tensor = self.fc(torch.cat(features, 1).mean((2, 3)))
-        return pooled
+        return self.fc(torch.cat(features, 1).mean((2, 3)))
 
 
 class Experts(nn.Module):
@@ -175,8 +173,7 @@ class MoeBlock(nn.Module):
         q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv(self.norm1(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.out(y))
-        mixed: Tensor = x + self.moe(self.norm2(x))
-        return mixed
+        return x + self.moe(self.norm2(x))
 
 
 class MoeGPT(nn.Module):
@@ -191,8 +188,7 @@ class MoeGPT(nn.Module):
         x = self.token(text) + self.position(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class Sign(torch.autograd.Function):
@@ -225,8 +221,7 @@ class Binarized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = Sign.apply(self.norm(self.fc1(x)))
         x = Sign.apply(self.fc2(x))
-        logits: Tensor = self.fc3(x)
-        return logits
+        return self.fc3(x)
 
 
 class Encoder(nn.Module):
@@ -240,8 +235,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(16, 32)
 
     def forward(self, text: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layers(self.token(text)))
-        return logits
+        return self.head(self.layers(self.token(text)))
 
 
 class Lstm(nn.Module):
@@ -253,8 +247,7 @@ class Lstm(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.token(text))
-        logits: Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
 
 class InPlace(nn.Module):
@@ -271,10 +264,9 @@ class InPlace(nn.Module):
         shifted = x.new_zeros(x.shape)
         shifted[:, :, 1:] = x[:, :, :-1]
         shifted[:, :, :1].copy_(x[:, :, -1:])
-        x = self.relu(self.conv2(shifted))
+        x = self.conv2(shifted)
         x += shifted
-        logits: Tensor = self.fc(x.mean((2, 3)))
-        return logits
+        return self.fc(self.relu(x).mean((2, 3)))
 
 
 class Nested(nn.Module):
@@ -309,11 +301,10 @@ class Branching(nn.Module):
         self.fc1, self.fc2, self.fc3 = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        first = F.relu(self.fc1(x))
-        # Per sample, so that a part of a batch goes the way the whole goes: |x| has a positive sum.
-        x = first if x.abs().sum() > 0 else self.fc2(first)
-        logits: Tensor = self.fc3(self.fc2(x))
-        return logits
+        hidden = F.relu(self.fc1(x))
+        if x.abs().sum() > 0:  # of the absolute values: a part of a batch must go the way of the whole
+            hidden = F.relu(self.fc2(hidden))
+        return self.fc3(hidden)
 
 
 def densenet() -> Case:

@@ -35,13 +35,13 @@ def data(split, *, seq_len=8, options={}):
 
 
 @pytest.fixture(autouse=True)
-def clean_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Recipes of equal names in different folders: what a test imports goes when it ends."""
-    before = dict(sys.modules)
+    before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in set(sys.modules) - set(before):
-        if "recipe" in name or "sibling" in name:
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
 
 
@@ -76,6 +76,7 @@ def test_loads_a_file(tmp_path: Path) -> None:
 
 def test_loads_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe_package").mkdir()
+    write(tmp_path / "recipe_package", "", "__init__.py")
     write(tmp_path / "recipe_package", name="inner.py")
     monkeypatch.chdir(tmp_path)  # importable from the folder one stands in, as with `python -m`
     recipe = load("recipe_package.inner", {"width": "3"})

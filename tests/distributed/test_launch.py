@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -204,6 +205,7 @@ def test_what_cleaning_up_raises_does_not_hide_the_action():
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM"])
 def test_one_is_killed(name: str):
     def worker(context: Context) -> None:
+        faulthandler.disable()  # pytest's; it would print a page
         if context.rank == 1:
             os.kill(os.getpid(), getattr(signal, name))
         wait_for_peers(context)
@@ -226,7 +228,7 @@ def test_sys_exit():
 
 def test_a_result_that_cannot_be_sent():
     with pytest.raises(WorkerFailed, match="pickle"):
-        fork(lambda context: (lambda: None), 2)
+        fork(lambda context: lambda: None, 2)
 
 
 def test_an_action_failed_tells_where():
@@ -252,7 +254,7 @@ def test_bad_input_is_raised_again_as_it_was():
     def missing(context: Context) -> None:
         raise Missing("the recipe has no function 'model'")
 
-    with pytest.raises(Missing, match="^the recipe has no function 'model'$"):
+    with pytest.raises(Missing, match=r"^the recipe has no function 'model'$"):
         fork(missing, 2)
 
 
@@ -260,7 +262,7 @@ def test_bad_input_that_does_not_pickle_keeps_its_sentence():
     def refuse(context: Context) -> None:
         raise Refused(what="the plan")
 
-    with pytest.raises(PolylaneError, match="^refused: the plan$"):
+    with pytest.raises(PolylaneError, match=r"^refused: the plan$"):
         fork(refuse, 2)
 
 
@@ -268,7 +270,7 @@ def test_bad_input_met_within_an_action():
     def worker(context: Context) -> None:
         raise ActionFailed(0, stage=1) from Missing("the loss is NaN at step 3")
 
-    with pytest.raises(Missing, match="^the loss is NaN at step 3$"):
+    with pytest.raises(Missing, match=r"^the loss is NaN at step 3$"):
         fork(worker, 1)
 
 
@@ -299,7 +301,7 @@ def test_four_workers_start_at_once():
     assert max(began) - start < 3  # measured: under 0.1 s; the bound only guards against hanging
 
 
-# ------------------------------------------------------------------------------------------- what ends the parent itself
+# ------------------------------------------------------------------------------------------ what ends the parent itself
 
 SCRIPT = """
     import os, sys, time, torch

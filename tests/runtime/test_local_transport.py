@@ -42,7 +42,11 @@ def test_what_is_sent_is_what_it_was_then():
 
 
 def test_sums_are_exact_and_in_place():
-    parts = [torch.tensor([1e16, 0.1], dtype=torch.float64), torch.tensor([1.0, 0.2]).double(), torch.tensor([-1e16, 0.3]).double()]
+    parts = [
+        torch.tensor([1e16, 0.1], dtype=torch.float64),
+        torch.tensor([1.0, 0.2]).double(),
+        torch.tensor([-1e16, 0.3]).double(),
+    ]
 
     def worker(transport: LocalTransport) -> torch.Tensor:
         mine = parts[transport.rank].clone()

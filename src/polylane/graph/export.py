@@ -48,7 +48,7 @@ class Whole(nn.Module):
         return (result,)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NotCaptured(Exception):
     """Export failed: in which module, at which of the user's lines, and why."""
 

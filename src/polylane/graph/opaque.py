@@ -53,7 +53,7 @@ class Output:
     dtype: torch.dtype
 
 
-@dataclass
+@dataclass(eq=False)
 class LeafCall:
     """One call of a module that stays opaque."""
 
@@ -98,7 +98,7 @@ class LeafCall:
         return [leaves[position] for position in self.output_at]
 
 
-@dataclass
+@dataclass(eq=False)
 class FunctionCall:
     """One call of a custom autograd.Function, kept whole so that its own backward is the one that runs."""
 

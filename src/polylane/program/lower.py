@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from polylane.graph.graph import TensorInfo
 from polylane.graph.partition import Crossing, Partition
@@ -16,20 +16,28 @@ from polylane.schedule.synchronous import SCHEDULES
 BUCKET_BYTES = 4 << 20
 
 
-def lower(partition: Partition, plan: Plan) -> tuple[Program, ...]:
+def lower(
+    partition: Partition, plan: Plan, holders: Mapping[str, Collection[int]] | None = None
+) -> tuple[Program, ...]:
     """Every worker's program, by rank.
+
+    Args:
+        partition: the graph and its cuts.
+        plan: what runs where, in which order.
+        holders: stages that must keep a parameter up to date although they do not use it here (another objective of the
+            same training does).
 
     A value goes straight from the replica that makes it to the same replica of every stage that needs it; its gradient
     comes back the same way. On each directed pair of ranks, sends and receives are in the same order.
     """
     lanes = SCHEDULES[plan.schedule](plan.pipeline, plan.microbatches)
-    buckets = _buckets(partition, plan)
+    buckets = _buckets(partition, plan, holders or {})
     programs = []
     for rank in range(plan.workers):
         stage, replica = plan.place(rank)
         receives = tuple(c for c in partition.crossings if stage in c.consumers)
         sends = tuple(c for c in partition.crossings if c.producer == stage)
-        own = tuple(bucket for bucket in buckets if rank in bucket.ranks and _holds(partition, stage, bucket))
+        own = tuple(bucket for bucket in buckets if rank in bucket.ranks)
         actions = [
             each for action in lanes[stage] for each in _with_communication(action, plan, replica, receives, sends)
         ]
@@ -69,10 +77,6 @@ def lower_evaluation(partition: Partition, plan: Plan) -> tuple[Program, ...]:
 _TRAVEL = (Kind.SEND, Kind.RECEIVE)
 
 
-def _holds(partition: Partition, stage: int, bucket: Bucket) -> bool:
-    return bucket.parameters[0] in partition.parameters(stage)
-
-
 def _with_communication(
     action: Action, plan: Plan, replica: int, receives: Sequence[Crossing], sends: Sequence[Crossing]
 ) -> list[Action]:
@@ -91,7 +95,7 @@ def _with_communication(
     return [*before, action, *after]
 
 
-def _buckets(partition: Partition, plan: Plan) -> tuple[Bucket, ...]:
+def _buckets(partition: Partition, plan: Plan, others: Mapping[str, Collection[int]]) -> tuple[Bucket, ...]:
     """Gradients grouped by who holds them, in reverse order of first use, as a backward pass finishes them."""
     graph = partition.graph
     held = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
@@ -99,7 +103,7 @@ def _buckets(partition: Partition, plan: Plan) -> tuple[Bucket, ...]:
     by_holders: dict[tuple[int, ...], list[str]] = {}
     for name in sorted(order, key=order.__getitem__, reverse=True):
         if graph.parameters[name].trainable:
-            holders = tuple(stage for stage in range(plan.pipeline) if name in held[stage])
+            holders = tuple(stage for stage in range(plan.pipeline) if name in held[stage] or stage in others.get(name, ()))
             by_holders.setdefault(holders, []).append(name)
     buckets = []
     for holders in sorted(by_holders, key=lambda h: (len(h), h)):

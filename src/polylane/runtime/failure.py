@@ -72,10 +72,10 @@ class Failure:
             traceback=_format(root, skip_frames if root is error else 0),
             echo=is_peer_loss(root),
             bad_input=_pickled(root) if isinstance(root, PolylaneError) else None,
-            stage=place and place.stage,
-            microbatch=place and place.microbatch,
-            module=place and place.module,
-            source=place and place.source,
+            stage=None if place is None else place.stage,
+            microbatch=None if place is None else place.microbatch,
+            module=None if place is None else place.module,
+            source=None if place is None else place.source,
         )
 
     @classmethod
@@ -130,7 +130,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     """The exception, what it was raised from or while handling, and so on: the latest first."""
     chain: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and link not in chain:
+    while link is not None and not any(link is earlier for earlier in chain):
         chain.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return chain

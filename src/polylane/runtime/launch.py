@@ -1,10 +1,10 @@
 """Workers forked on this host: they start in well under half a second, report to their parent, and end with it.
 
-The parent must be safe to fork. It has not started CUDA (checked), and has run no tensor operation with more than one
-thread: a process whose OpenMP pool has started hangs in its children as soon as they use more than one thread themselves.
-Call :func:`single_threaded` before the first operation; where the parent still has more than one thread, its workers get
-one each, which is safe. Threads of the parent do not exist in its children, but locks that they hold stay held there:
-start progress bars after the fork, as ``on_message`` is called.
+The parent must be safe to fork: it has not started CUDA (checked), and has run no tensor operation with more than one
+thread. Once its OpenMP pool has started, children hang as soon as they use more than one thread themselves (measured).
+So call :func:`single_threaded` before the first operation. Where the parent still has more than one thread, each worker
+gets one, which is safe. Threads of the parent do not exist in its children, but the locks they held stay held there:
+start a live progress bar after the fork, at the first message.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from polylane.runtime.failure import Failure, root_cause
 from polylane.runtime.world import World
 
 T = TypeVar("T")
+Listener = Callable[[int, dict[str, Any]], None]  # called with a worker's rank and the content of its message
 
 MESSAGE, RESULT, FAILURE = b"m", b"r", b"f"  # what a worker sends: one of these, then the content
 
@@ -82,13 +83,15 @@ def single_threaded() -> None:
 def fork(
     worker: Callable[[Context], T],
     workers: int,
-    on_message: Callable[[int, dict[str, Any]], None] | None = None,
+    on_message: Listener | None = None,
 ) -> list[T]:
     """Run ``worker(context)`` in forked processes of this host, as many as ``workers``; return their results by rank.
 
-    Each worker has torchrun's environment (RANK, WORLD_SIZE, ...) and an initialised process group. The function need not
-    be picklable; its result must be, and its tensors arrive on the CPU. ``on_message(rank, content)`` is called here,
-    in this thread, for each ``context.message(content)``. Ctrl-C reaches only this process, which ends the workers.
+    Each worker has torchrun's environment (RANK, WORLD_SIZE, ...), an initialised process group, and this process's
+    random number generators as they are now. The function need not be picklable; its result must be, and its tensors
+    arrive on the CPU. ``on_message(rank, content)`` is called here, in this thread, for each
+    ``context.message(content)``. Ctrl-C is answered by this process alone: it ends the workers, then raises
+    KeyboardInterrupt.
 
     Raises:
         PolylaneError: this process cannot be forked; or a worker raised one, which is raised again here.
@@ -110,14 +113,15 @@ def _refuse_unsafe_fork(workers: int) -> None:
         raise PolylaneError(f"at least one worker is needed, not {workers}")
     if dist.is_initialized():
         raise PolylaneError("workers cannot be forked: this process is itself a worker of an initialised process group")
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise PolylaneError(
             "workers cannot be forked: this process has already started CUDA, which a forked child cannot use; "
             "fork before the first CUDA call, or start the workers with torchrun"
         )
 
 
-def _threads_per_worker(workers: int) -> int:
+def threads_per_worker(workers: int) -> int:
+    """One intra-op thread for each worker of this host, unless it has more cores than workers."""
     if torch.get_num_threads() > 1:  # an OpenMP pool may have started here; one thread never asks for it
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -128,17 +132,23 @@ def _threads_per_worker(workers: int) -> int:
 
 
 @dataclass
-class _Member(Generic[T]):
-    """One worker, as its parent sees it."""
+class Line(Generic[T]):
+    """The line from one worker to the parent, and what has come through it.
+
+    Attributes:
+        rank: the worker.
+        reports: the pipe or socket.
+        result: the worker's result, as a list of one; empty until it has arrived.
+        failure: its failure, once reported or seen.
+    """
 
     rank: int
-    process: ForkProcess
     reports: connection.Connection
-    result: list[T] = field(default_factory=list)  # empty until it has arrived
+    result: list[T] = field(default_factory=list)
     failure: Failure | None = None
 
-    def take(self, on_message: Callable[[int, dict[str, Any]], None] | None) -> None:
-        """Read one report, if there is any; what a dead worker had begun to write is no report."""
+    def take(self, on_message: Listener | None) -> None:
+        """Wait for one report and read it. Closes the line at its end; a report that a dead worker began is none."""
         try:
             kind, content = self.reports.recv_bytes(), self.reports.recv_bytes()
         except (EOFError, OSError):
@@ -157,12 +167,19 @@ class _Member(Generic[T]):
         return bool(self.result) or self.failure is not None
 
 
+@dataclass
+class _Member(Line[T]):
+    """One worker, as the parent that forked it sees it."""
+
+    process: ForkProcess = field(kw_only=True)
+
+
 class _Team(Generic[T]):
     """All workers of one call, from the first fork to the last burial."""
 
     def __init__(self) -> None:
         self.members: list[_Member[T]] = []
-        self.store: dist.TCPStore | None = None
+        self.store: object | None = None
         self.lifeline, self._lifeline_held = os.pipe()  # its other end closes with this process, however it ends
 
     def start(self, worker: Callable[[Context], T], workers: int) -> None:
@@ -170,7 +187,7 @@ class _Team(Generic[T]):
         # A child must be on the list before an interrupt can end the list.
         with socket.create_server(("127.0.0.1", 0), backlog=2 * workers) as listener, _interrupts_held():
             port = listener.getsockname()[1]
-            threads = _threads_per_worker(workers)
+            threads = threads_per_worker(workers)
             for rank in range(workers):
                 reader, writer = multiprocessing.Pipe(duplex=False)
                 _enlarge(writer)
@@ -182,13 +199,13 @@ class _Team(Generic[T]):
                 )
                 process.start()
                 writer.close()
-                self.members.append(_Member(rank, process, reader))
+                self.members.append(_Member(rank, reader, process=process))
             # Only now: the store has a thread of its own, and this process forks before it has any.
-            self.store = dist.TCPStore(
+            self.store = dist.TCPStore(  # type: ignore[attr-defined]
                 "127.0.0.1", port, workers, True, timedelta(seconds=30), False, master_listen_fd=listener.detach()
             )
 
-    def results(self, on_message: Callable[[int, dict[str, Any]], None] | None) -> list[T]:
+    def results(self, on_message: Listener | None) -> list[T]:
         """Listen until every result is there; raise the root cause of the first failure."""
         give_up: float | None = None
         while waiting := [member for member in self.members if not member.ended]:
@@ -205,8 +222,8 @@ class _Team(Generic[T]):
             raise cause.error()
         return [member.result[0] for member in self.members]
 
-    def _listen(self, waiting: list[_Member[T]], on_message: Callable[[int, dict[str, Any]], None] | None) -> None:
-        """Take what has come, and notice who died. The dead are asked last: their pipes may still hold their reports."""
+    def _listen(self, waiting: list[_Member[T]], on_message: Listener | None) -> None:
+        """Take what has come, and notice who died. The pipe of the dead may still hold a report."""
         sources: list[Any] = [member.process.sentinel for member in waiting]
         sources += [member.reports for member in waiting if not member.reports.closed]
         ready = connection.wait(sources, POLL_SECONDS)
@@ -277,58 +294,14 @@ class _Child:
     reports: connection.Connection
     lifeline: int
     not_mine: list[int]  # file descriptors that only the parent should hold
-    _sending: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, worker: Callable[[Context], object], parent: int) -> None:
         """What the forked process does, whole."""
-        self._tie_to_parent(parent)
-        self._set_up()
-        try:
-            value = self._attempt(worker)
-            content = io.BytesIO()
-            torch.save(value, content)
-        except BaseException as error:
-            failure = Failure.of_exception(self.rank, error, skip_frames=2)
-            self.send(FAILURE, pickle.dumps(failure))
-            sys.exit(1)
-        self.send(RESULT, content.getbuffer())
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def send(self, kind: bytes, content: bytes | memoryview) -> None:
-        """Write one report, whole."""
-        with self._sending:
-            self.reports.send_bytes(kind)
-            self.reports.send_bytes(content)
-
-    def _attempt(self, worker: Callable[[Context], object]) -> object:
-        """Run the worker's function; leaving it by sys.exit(0) is a result as well, without a value."""
-        try:
-            return worker(Context(World.join(), self.send))
-        except SystemExit as leaving:
-            if leaving.code in (None, 0):
-                return None
-            raise
-
-    def _tie_to_parent(self, parent: int) -> None:
-        """Die when the parent dies, in whatever way; ignore Ctrl-C, which the parent answers; obey SIGTERM."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for descriptor in self.not_mine:
             os.close(descriptor)
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with(parent)
         threading.Thread(target=self._watch_parent, name="polylane-lifeline", daemon=True).start()
-        if os.getppid() != parent:  # it died before we could ask to be told
-            os._exit(1)
-
-    def _watch_parent(self) -> None:
-        os.read(self.lifeline, 1)  # nobody writes: it returns when the parent's end closes
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _set_up(self) -> None:
-        """The environment that torchrun would have given, its agent's store included."""
+        # What torchrun would have given, its agent's store included.
         os.environ.update(
             RANK=str(self.rank),
             LOCAL_RANK=str(self.rank),
@@ -340,3 +313,53 @@ class _Child:
         )
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         torch.set_num_threads(self.threads)
+        if attempt(worker, self.rank, self.reports) is not None:
+            sys.exit(1)
+
+    def _watch_parent(self) -> None:
+        """The same as :func:`die_with`, for every system."""
+        os.read(self.lifeline, 1)  # nobody writes: it returns when the parent's end closes
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with(parent: int) -> None:
+    """Tie this process to its parent: killed when that dies in whatever way, deaf to Ctrl-C, obedient to SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we could ask to be told
+        os._exit(1)
+
+
+def attempt(worker: Callable[[Context], object], rank: int, reports: connection.Connection) -> Failure | None:
+    """Join the world, run a worker's function, report its result or its failure, and leave; return the failure."""
+    sending = threading.Lock()
+
+    def send(kind: bytes, content: bytes | memoryview) -> None:
+        with sending:
+            reports.send_bytes(kind)
+            reports.send_bytes(content)
+
+    try:
+        world, value = _run(worker, send)
+        content = io.BytesIO()
+        torch.save(value, content)
+    except BaseException as error:  # sys.exit(1) and whatever else ends a worker
+        failure = Failure.of_exception(rank, error, skip_frames=2)
+        send(FAILURE, pickle.dumps(failure))
+        return failure
+    send(RESULT, content.getbuffer())
+    world.leave()
+    return None
+
+
+def _run(worker: Callable[[Context], object], send: Callable[[bytes, bytes], None]) -> tuple[World, object]:
+    world = World.join()
+    try:
+        return world, worker(Context(world, send))
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):  # a result as well, without a value
+            return world, None
+        raise

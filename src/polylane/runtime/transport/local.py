@@ -125,7 +125,8 @@ class LocalTransport:
             (tensor,) = self._hub.take(key, [peer], 1, f"rank {self.rank} was receiving {dtype} {tuple(shape)}")
             if (tensor.shape, tensor.dtype) != (expected.shape, dtype):
                 raise ValueError(
-                    f"rank {peer} sent {tensor.dtype} {tuple(tensor.shape)}, rank {self.rank} expected {dtype} {tuple(shape)}"
+                    f"rank {peer} sent {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"rank {self.rank} expected {dtype} {tuple(shape)}"
                 )
             return tensor
 

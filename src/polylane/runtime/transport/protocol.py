@@ -28,9 +28,9 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Tensors and small objects between the workers of one world.
 
-    Each directed channel is first in, first out: receives are matched to sends in the order in which they were asked for,
-    not waited for. Collectives are asked for in the same order by all their ranks. Shapes and dtypes must agree at both
-    ends: gloo aborts the process where they do not.
+    Each directed channel is first in, first out: receives are matched to sends in the order in which they were asked
+    for, not waited for. Collectives are asked for in the same order by all their ranks. Shapes and dtypes must agree at
+    both ends: gloo aborts the process where they do not.
     """
 
     rank: int
@@ -74,8 +74,8 @@ class Transport(Protocol):
 class Counters:
     """What one worker has handed to its transport, by kind: ``"send"``, ``"receive"``, ``"all_reduce"``, ``"object"``.
 
-    Bytes are those of the tensors handed over, not what an algorithm makes of them on the wire; the bytes of objects are
-    not counted. Empty tensors and groups of one rank send nothing and are not counted at all.
+    Bytes are those of the tensors handed over, not what an algorithm makes of them on the wire; objects have none.
+    Empty tensors and groups of one rank send nothing and are not counted at all.
     """
 
     messages: Counter[str] = field(default_factory=Counter)
@@ -118,7 +118,9 @@ def require_summable(tensor: Tensor) -> None:
 
 def as_sent(tensor: Tensor) -> Tensor:
     """The tensor's values in one plain piece of memory; itself where it is one already."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.detach().contiguous()
 
 
 def normalised(ranks: Iterable[int], size: int) -> tuple[int, ...]:

@@ -1,0 +1,48 @@
+# Sets up, tests and shows polylane. `make demo` and `make test` need nothing but Python >= 3.11.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
+EPOCHS ?= 4
+
+.PHONY: install test test-all check demo bench clean
+
+install: $(INSTALLED)
+
+# The stamp is written last: an installation that was interrupted runs again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or \
+		sys.exit("polylane needs Python 3.11 or newer, and $(PYTHON) is %s: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" % v)'
+	@test -x $(BIN)/pip || { echo "Creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing polylane into $(VENV)"
+	@$(PIP) -r constraints.txt
+	@$(PIP) -c constraints.txt -e '.[test]'
+	@touch $@
+
+check: $(INSTALLED)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+test: check
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-all: check
+	@$(BIN)/python -m pytest
+
+demo: $(INSTALLED)
+	@$(BIN)/polylane train $(DEMO) --epochs $(EPOCHS) --run run/digits
+	@$(BIN)/polylane verify $(DEMO) --steps 3
+	@echo "The swimlanes of the run: $(CURDIR)/run/digits/swimlane.html"
+
+bench: $(INSTALLED)
+	@$(BIN)/python -m benchmarks
+
+# Everything that is made; the virtual environment too.
+clean:
+	@rm -rf $(VENV) build dist run src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,172 @@
+"""Workers started by torchrun's elastic agent: for GPUs, which forked processes cannot use once the parent has."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from typing import Generic, TypeVar
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from polylane.errors import PolylaneError
+from polylane.runtime.failure import Failure, root_cause
+from polylane.runtime.launch import ECHO_GRACE_SECONDS, Context, Line, Listener, attempt, die_with, threads_per_worker
+
+T = TypeVar("T")
+
+
+def spawn(worker: Callable[[Context], T], workers: int, on_message: Listener | None = None) -> list[T]:
+    """Run ``worker(context)`` in new processes of this host under torchrun's agent; return their results by rank.
+
+    As :func:`polylane.runtime.launch.fork`, with these differences: the function must be picklable, so it is a function
+    of a module; starting takes seconds; ``on_message`` is called in a thread of its own, and what it raises is raised
+    here at the end of the job.
+
+    Raises:
+        PolylaneError: the function cannot be pickled; or a worker raised one, which is raised again here.
+        WorkerFailed: a worker raised anything else, or was killed. All others have ended by then, too.
+    """
+    try:
+        pickle.dumps(worker)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PolylaneError(f"{worker!r} cannot be sent to new processes: define it in a module ({error})") from None
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=secrets.token_hex(8),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )
+    office: _Office[T] = _Office(on_message)
+    arguments = (worker, office.port, office.key, os.getpid(), threads_per_worker(workers))
+    try:
+        with _as_it_was():
+            elastic_launch(config, _run)(*arguments)
+    except ChildFailedError as error:
+        deaths = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        raise office.cause(deaths).error() from None
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        office.close()
+    return [office.lines[rank].result[0] for rank in range(workers)]
+
+
+class _Office(Generic[T]):
+    """Where the workers' reports come in, read by a thread of its own until it is closed."""
+
+    def __init__(self, on_message: Listener | None) -> None:
+        self.key = secrets.token_bytes(32)  # what a connection must say first, or it is a stranger's
+        self.lines: dict[int, Line[T]] = {}
+        self._failures: list[Failure] = []  # in the order of arrival
+        self._on_message = on_message
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._closing, self._close = os.pipe()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._read, name="polylane-office", daemon=True)
+        self._thread.start()
+
+    def cause(self, deaths: dict[int, int]) -> Failure:
+        """Why the job failed, from what was reported, and the exit codes of those that did not."""
+        self.close()
+        reported = {failure.rank for failure in self._failures}
+        silent = [Failure.of_exit(rank, code) for rank, code in deaths.items() if rank not in reported]
+        cause = root_cause([*self._failures, *silent])
+        assert cause is not None  # the agent saw a failure, so somebody failed
+        return cause
+
+    def close(self) -> None:
+        """Read what is still there, then stop. Raises what a listener raised."""
+        if self._thread.is_alive():
+            os.close(self._close)
+            self._thread.join()
+            os.close(self._closing)
+            self._server.close()
+            if self._error is not None:
+                raise self._error
+
+    def _read(self) -> None:
+        while True:
+            open_lines = {line.reports: line for line in self.lines.values() if not line.reports.closed}
+            ready = connection.wait([self._server, self._closing, *open_lines], None)
+            for source in ready:
+                if source is self._server:
+                    self._admit()
+                elif isinstance(source, connection.Connection):
+                    self._take(open_lines[source])
+            if ready == [self._closing]:  # and nothing else is left to read
+                for line in open_lines.values():
+                    line.reports.close()
+                return
+
+    def _admit(self) -> None:
+        reports = connection.Connection(self._server.accept()[0].detach())
+        with suppress(EOFError, OSError):
+            if secrets.compare_digest(reports.recv_bytes(len(self.key)), self.key):
+                rank = int(reports.recv_bytes())
+                self.lines[rank] = Line(rank, reports)
+                return
+        reports.close()
+
+    def _take(self, line: Line[T]) -> None:
+        try:
+            line.take(self._on_message)
+        except Exception as error:  # the listener's: it must not stop the reading
+            self._error = self._error or error
+        if line.failure is not None and line.failure not in self._failures:
+            self._failures.append(line.failure)
+
+
+def _run(worker: Callable[[Context], object], port: int, key: bytes, parent: int, threads: int) -> None:
+    """What a new process does, whole."""
+    die_with(parent)
+    torch.set_num_threads(threads)
+    rank = int(os.environ["RANK"])
+    reports = connection.Connection(socket.create_connection(("127.0.0.1", port)).detach())
+    reports.send_bytes(key)
+    reports.send_bytes(str(rank).encode())
+    failure = attempt(worker, rank, reports)
+    if failure is not None:
+        if failure.echo:
+            time.sleep(ECHO_GRACE_SECONDS)  # the agent ends all others as soon as one exits: let the cause speak first
+        sys.exit(1)
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """The agent installs signal handlers and logs every failure as its own; give both back."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

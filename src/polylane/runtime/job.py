@@ -1,0 +1,496 @@
+"""Job: a training split over workers, from the user's side: steps, evaluation, batches and weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from polylane.errors import PolylaneError
+from polylane.graph.batch import Rebuild, flatten, is_sampled, sample_count, signature, to_device
+from polylane.graph.capture import capture
+from polylane.graph.export import Loss
+from polylane.graph.partition import Partition, aligned
+from polylane.observe.timeline import Span, Timeline
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec
+from polylane.program.check import channels
+from polylane.program.program import Program
+from polylane.runtime import data, optimizer, weights
+from polylane.runtime.division import Batch
+from polylane.runtime.lane import Tensors, bind, programs_of
+from polylane.runtime.prepare import (
+    OptimizerFactory,
+    Parameters,
+    Prepared,
+    SchedulerFactory,
+    alone,
+    named_parameters,
+    objectives_of,
+    prepare,
+)
+from polylane.runtime.transport import c10d
+from polylane.runtime.transport.protocol import Pending, Transport
+from polylane.runtime.worker import StepState, Worker
+from polylane.runtime.world import World
+
+# Beyond this many workers the spans of a step are no longer gathered with its loss.
+TIMELINE_WORKERS = 64
+
+Connect = Callable[..., Transport]
+
+
+class StepResult:
+    """What a step gave, the same on every worker. It is complete a little after the step: reading it waits for that."""
+
+    def __init__(self, step: int, samples: int, report: _Report) -> None:
+        self.step = step
+        self.samples = samples
+        self._report = report
+
+    @property
+    def loss(self) -> float:
+        """The loss of the whole batch, before the step changed the weights."""
+        return self._report.loss()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What every worker did and when, in seconds from the step's start."""
+        return self._report.timeline()
+
+
+@dataclass
+class _Report:
+    """Loss and spans of one step, summed over all workers as one vector that is on its way."""
+
+    pending: Pending | None
+    vector: Tensor
+    programs: Sequence[Program]
+    own: Sequence[Span]
+    _loss: float | None = None
+
+    def complete(self) -> None:
+        if self.pending is not None:
+            self.vector = self.pending.wait()
+            self.pending = None
+
+    def loss(self) -> float:
+        self.complete()
+        total, count = self.vector[:2].tolist()
+        return total / count if count else float("nan")
+
+    def timeline(self) -> Timeline:
+        self.complete()
+        spans: list[Span] = []
+        numbers = self.vector[2:].tolist()
+        if not numbers:
+            return Timeline(tuple(self.own), len(self.programs), title="measured (this worker)").from_zero()
+        at = 0
+        for program in self.programs:
+            for action in program.actions:
+                start, end = numbers[at], numbers[at + 1]
+                at += 2
+                if end > 0:
+                    spans.append(Span(program.rank, action, start, end))
+        return Timeline(tuple(spans), len(self.programs), title="measured").from_zero()
+
+
+@dataclass
+class _Lane:
+    """One graph, bound."""
+
+    partition: Partition
+    programs: tuple[Program, ...]
+    worker: Worker
+
+
+@dataclass
+class _Trainer:
+    """What belongs to one objective on this worker."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    held: dict[str, nn.Parameter]
+    clipper: optimizer.Clipper | None
+    lanes: dict[Any, _Lane] = field(default_factory=dict)
+
+
+class Job:
+    """One worker's handle on a training that is split over all of them; every worker calls the same methods.
+
+    Made by :func:`polylane.parallelize`.
+
+    Attributes:
+        plan: how the training is split.
+        world: which worker this is.
+        model: the user's model; after training, this worker's own part of it is up to date. For the whole see
+            :meth:`state_dict`.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        world: World,
+        *,
+        example: Any,
+        clip_norm: float | None = None,
+        seed: int = 0,
+        same_weights: bool = True,
+        connect: Connect = c10d.Transport,
+    ) -> None:
+        """Bind a prepared training to this worker; see :func:`polylane.parallelize` for the usual way.
+
+        Args:
+            prepared: the same on every worker.
+            world: this worker among all.
+            example: a batch, for its form.
+            clip_norm: bound on the gradients' 2-norm over the whole model, or None.
+            seed: of the order of samples and of all random numbers.
+            same_weights: every worker's model has the same weights already (workers forked from one process do).
+            connect: makes the transport.
+        """
+        self.plan, self.world, self.model = prepared.plan, world, prepared.model
+        if world.size != self.plan.workers:
+            raise PolylaneError(f"the plan takes {self.plan.workers} workers ({self.plan.spec}), there are {world.size}")
+        self._prepared, self._seed, self._step = prepared, seed, 0
+        self._rebuild: Rebuild
+        leaves, self._rebuild = flatten(example)
+        self._signature = signature(leaves)
+        self._tensors = Tensors(prepared.model, [o.loss for o in prepared.objectives.values()], world.device)
+        self._stage, self._replica = self.plan.place(world.rank)
+        self._holders = _holders(prepared)
+        self._programs = {
+            name: programs_of(partition, self.plan, self._holders, training=True)
+            for name, partition in prepared.partitions.items()
+        }
+        self._transport, self._statistics = self._connect(connect)
+        self._hold(same_weights)
+        self._evaluations: dict[Any, _Lane] = {}
+        self._trainers = {name: self._trainer(name, clip_norm) for name in prepared.objectives}
+        self._report: _Report | None = None
+
+    def _connect(self, connect: Connect) -> tuple[Transport, Callable[[Tensor], Tensor] | None]:
+        plan, everyone = self.plan, tuple(range(self.world.size))
+        if self.world.backend == "nccl":
+            # One communicator for each pair that talks.
+            pairs = sorted({pair for programs in self._programs.values() for pair in channels(programs)})
+        else:
+            columns = [[s.devices[r] for s in plan.stages] for r in range(plan.data)]
+            pairs = [(a, b) for column in columns for a in column for b in column if a != b]
+        columns_groups = [tuple(stage.devices[r] for stage in plan.stages) for r in range(plan.data)]
+        buckets = [b.ranks for programs in self._programs.values() for p in programs for b in p.buckets]
+        replicas = [stage.devices for stage in plan.stages]
+        groups = sorted({*columns_groups, *buckets, *replicas, everyone})
+        transport = connect(self.world, pairs, groups)
+        if plan.data == 1 or not any(p.graph.code.batch_statistics for p in self._prepared.partitions.values()):
+            return transport, None
+        # Statistics interleave with the gradients' own reductions, so they have groups of their own.
+        apart = connect(self.world, [], replicas, tag=1, own_groups=True)
+        members = plan.stages[self._stage].devices
+        return transport, lambda tensor: apart.all_reduce(tensor, members).wait()
+
+    def _hold(self, same_weights: bool) -> None:
+        names = {name for name, stages in self._holders.items() if self._stage in stages}
+        for partition in self._prepared.partitions.values():
+            names |= set(partition.buffers(self._stage))
+        self._tensors.hold(names)
+        if not same_weights and self.world.size > 1:
+            weights.same_everywhere({**self._tensors.parameters(), **self._tensors.buffers()}, self._transport)
+
+    def _trainer(self, name: str, clip_norm: float | None) -> _Trainer:
+        objective, partition = self._prepared.objectives[name], self._prepared.partitions[name]
+        parameters = self._tensors.parameters()
+        info = partition.graph.parameters
+        used = {p for node in partition.graph.nodes for p in node.parameters}
+        order = [n for n in info if info[n].trainable and n in used]
+        held = {n: parameters[n] for n in order if self._stage in self._holders[n]}
+        built = optimizer.build(objective, list(held.items()), self._every_parameter())
+        clipper = None
+        if clip_norm is not None:
+            counted = [n for n in held if self._stage == min(self._holders[n])]
+            column = tuple(stage.devices[self._replica] for stage in self.plan.stages)
+            clipper = optimizer.Clipper(
+                clip_norm, order, counted, held, lambda v: self._transport.all_reduce(v, column).wait()
+            )
+        scheduler = objective.scheduler(built) if objective.scheduler is not None else None
+        trainer = _Trainer(built, scheduler, held, clipper)
+        trainer.lanes[self._signature] = self._lane(partition, self._programs[name])
+        return trainer
+
+    def _every_parameter(self) -> Parameters:
+        return named_parameters(self.model, self._tensors.losses)
+
+    def _lane(self, partition: Partition, programs: tuple[Program, ...]) -> _Lane:
+        worker = bind(programs[self.world.rank], self.plan, self._tensors, self._transport, self._statistics)
+        return _Lane(partition, programs, worker)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any, objective: str | None = None) -> StepResult:
+        """One optimizer step on one batch: forward, backward, reduction, clipping, optimizer, scheduler.
+
+        Args:
+            batch: from :meth:`batches`; or a whole batch, the same on every worker, of which each takes its own samples.
+            objective: which of several losses; default: the first.
+
+        Raises:
+            ActionFailed: from what an operator raised, saying where.
+            PolylaneError: an unknown objective.
+        """
+        name = self._objective(objective)
+        trainer = self._trainers[name]
+        own = batch if isinstance(batch, Batch) else Batch.whole(batch)
+        own = Batch(own.samples, to_device(own.leaves, self.world.device), own._offsets)
+        if own.samples == 0:
+            raise PolylaneError("the batch has no samples")
+        lane = self._lane_for(trainer.lanes, name, own, training=True)
+        if self._report is not None:
+            self._report.complete()  # at most one step's report is under way
+        self._zero_grad(trainer)
+        state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(trainer, lane, own, state))
+        self._report = self._gather(lane, state)
+        self._step += 1
+        return StepResult(self._step - 1, own.samples, self._report)
+
+    def _zero_grad(self, trainer: _Trainer) -> None:
+        for parameter in trainer.held.values():
+            parameter.grad = None
+
+    def _finish(self, trainer: _Trainer, lane: _Lane, batch: Batch, state: StepState) -> None:
+        if not lane.partition.graph.mean:
+            self._rescale(trainer, batch, state)
+        if trainer.clipper is not None:
+            trainer.clipper.clip()
+        trainer.optimizer.step()
+        if trainer.scheduler is not None:
+            trainer.scheduler.step()
+
+    def _rescale(self, trainer: _Trainer, batch: Batch, state: StepState) -> None:
+        """Gradients were taken of total / samples; the mean is total / count, and the count is known only now."""
+        count = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        for own in state.count:
+            count += own
+        self._transport.all_reduce(count, range(self.world.size)).wait()
+        grads = [p.grad for p in trainer.held.values() if p.grad is not None]
+        if grads and float(count):
+            torch._foreach_mul_(grads, batch.samples / float(count))
+
+    def _gather(self, lane: _Lane, state: StepState) -> _Report:
+        gathered = self.world.size <= TIMELINE_WORKERS
+        spans = 2 * sum(len(p.actions) for p in lane.programs) if gathered else 0
+        vector = torch.zeros(2 + spans, dtype=torch.float64)
+        for total, count in zip(state.total, state.count, strict=True):
+            vector[0] += total.double().cpu()
+            vector[1] += count.double().cpu() if isinstance(count, Tensor) else count
+        if gathered:
+            begin = sum(len(p.actions) for p in lane.programs[: self.world.rank])
+            place = {action: begin + i for i, action in enumerate(lane.programs[self.world.rank].actions)}
+            numbers: list[float] = [0.0] * spans
+            for span in state.spans:
+                numbers[2 * place[span.action]] = span.start
+                numbers[2 * place[span.action] + 1] = span.end
+            vector[2:] = torch.tensor(numbers, dtype=torch.float64)
+        wire = vector.to(self.world.device)
+        pending = self._transport.all_reduce(wire, range(self.world.size)) if self.world.size > 1 else None
+        return _Report(pending, wire, lane.programs, state.spans)
+
+    def _objective(self, name: str | None) -> str:
+        if name is None:
+            return next(iter(self._trainers))
+        if name not in self._trainers:
+            raise PolylaneError(f"there is no objective {name!r}, known are {', '.join(self._trainers)}")
+        return name
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, batch: Any, objective: str | None = None) -> float:
+        """The loss of a batch in evaluation mode, forward only, through the same stages. Changes nothing."""
+        name = self._objective(objective)
+        own = batch if isinstance(batch, Batch) else Batch.whole(batch)
+        own = Batch(own.samples, to_device(own.leaves, self.world.device), own._offsets)
+        lane = self._lane_for(self._evaluations, name, own, training=False)
+        with torch.no_grad():
+            state = lane.worker.run(own, 0, self._seed, lambda state: None)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for total, count in zip(state.total, state.count, strict=True):
+            sums[0] += total
+            sums[1] += count
+        total, count = self._transport.all_reduce(sums, range(self.world.size)).wait().tolist()
+        return total / count if count else float("nan")
+
+    def _lane_for(self, lanes: dict[Any, _Lane], name: str, batch: Batch, training: bool) -> _Lane:
+        """The lane for batches of this form, captured when the first such batch comes."""
+        key = signature(batch.leaves) if training else (name, signature(batch.leaves))
+        if key not in lanes:
+            few = [leaf[:4] if is_sampled(leaf, sample_count(batch.leaves)) else leaf for leaf in batch.leaves]
+            objective, main = self._prepared.objectives[name], self._prepared.partitions[name]
+            trainable = [n for n, info in main.graph.parameters.items() if info.trainable]
+            graph = capture(
+                self.model,
+                objective.loss,
+                self._rebuild(few),
+                trainable=trainable,
+                training=training,
+                in_float64=self._prepared.in_float64,
+            )
+            partition = aligned(main, graph)
+            self._refuse_moved(partition)
+            lanes[key] = self._lane(partition, programs_of(partition, self.plan, self._holders, training))
+        return lanes[key]
+
+    def _refuse_moved(self, partition: Partition) -> None:
+        for stage in range(self.plan.pipeline):
+            for name in partition.parameters(stage):
+                if name in self._holders and stage not in self._holders[name]:
+                    raise PolylaneError(
+                        f"for batches of this form stage {stage} needs {name}, which stage {min(self._holders[name])} holds: "
+                        "give an example batch of the form that training has"
+                    )
+
+    # ---- data and weights --------------------------------------------------------------------------------------------
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int,
+        epochs: int = 1,
+        *,
+        shuffle: bool = True,
+        collate: data.Collate | None = None,
+        workers: int = 0,
+        first_epoch: int = 0,
+    ) -> Iterator[Batch]:
+        """Batches of a dataset, in an order that depends on the job's seed and the epoch alone.
+
+        Every sample comes once an epoch, the last batch has what is left. Each worker loads only the samples that it
+        computes on.
+
+        Args:
+            dataset: map-style, iterable, or a list of samples.
+            batch_size: samples in a batch, over all workers.
+            epochs: how many times through it.
+            shuffle: in a new order each epoch (iterable datasets keep their own).
+            collate: samples -> batch, default torch's.
+            workers: processes that load ahead.
+            first_epoch: number of the first epoch, for the order.
+
+        Raises:
+            PolylaneError: the batch is smaller than the number of microbatches.
+        """
+        if batch_size < self.plan.microbatches:
+            raise PolylaneError(f"a batch of {batch_size} cannot be divided into {self.plan.microbatches} microbatches")
+        worker = next(iter(next(iter(self._trainers.values())).lanes.values())).worker
+        for epoch in range(first_epoch, first_epoch + epochs):
+            yield from data.batches(
+                dataset,
+                batch_size,
+                shares=worker.shares,
+                epoch=epoch,
+                seed=self._seed,
+                shuffle=shuffle,
+                collate=collate,
+                workers=workers,
+            )
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first objective's optimizer, over the parameters that this worker holds."""
+        return next(iter(self._trainers.values())).optimizer
+
+    def optimizer_of(self, objective: str) -> torch.optim.Optimizer:
+        """The optimizer of one of several objectives."""
+        return self._trainers[self._objective(objective)].optimizer
+
+    def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
+        """Gradients of the last step, of the parameters that this worker holds, after reduction and clipping."""
+        held = self._trainers[self._objective(objective)].held
+        return {name: parameter.grad for name, parameter in held.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's weights and buffers, with its own names, on the CPU of every worker; all workers must call it."""
+        owners = {name: self.plan.stages[min(stages)].devices[0] for name, stages in self._holders.items()}
+        tied: dict[str, str] = {}
+        for partition in self._prepared.partitions.values():
+            tied |= partition.graph.tied
+            for stage in reversed(range(self.plan.pipeline)):
+                owners |= dict.fromkeys(partition.buffers(stage), self.plan.stages[stage].devices[0])
+        return weights.full_state(self.model, owners, tied, self._transport, self.world.device)
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole model's weights as safetensors, loadable into the plain model; all workers must call it."""
+        state = self.state_dict()
+        if self.world.rank == 0:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(path))
+        self._transport.barrier()
+
+    def close(self) -> None:
+        """Wait for all messages and leave the other workers, if this job joined them."""
+        if self._report is not None:
+            self._report.complete()
+        self._transport.close()
+        self.world.leave()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.close()
+
+
+def _holders(prepared: Prepared) -> dict[str, tuple[int, ...]]:
+    """Stages that use a parameter in any objective: all of them keep it up to date."""
+    result: dict[str, set[int]] = {}
+    for partition in prepared.partitions.values():
+        for stage in range(partition.stages):
+            for name in partition.parameters(stage):
+                result.setdefault(name, set()).add(stage)
+    return {name: tuple(sorted(stages)) for name, stages in result.items()}
+
+
+def parallelize(
+    model: nn.Module,
+    loss: Loss | Mapping[str, Loss],
+    optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
+    *,
+    example: Any,
+    plan: str | Spec | Plan = "data=1",
+    scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None = None,
+    batch_size: int | None = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+) -> Job:
+    """Split the training of a plain model over the workers that torchrun started.
+
+    Alone, without torchrun, the same training runs on one worker, with the plan's microbatches.
+
+    Args:
+        model: an ordinary ``nn.Module``. If workers built it with different weights, those of rank 0 count.
+        loss: ``loss(model, batch)`` -> a scalar mean over the batch, or :class:`polylane.Mean`; or several by name.
+        optimizer: (name, parameter) pairs -> a torch.optim optimizer; or one for each loss.
+        example: a batch, for its form and size.
+        plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`.
+        scheduler: optimizer -> learning-rate scheduler, which is stepped after every step; leave it out to step your own.
+        batch_size: of the training, if it is another than the example's.
+        clip_norm: bound on the gradients' 2-norm over the whole model.
+        seed: of the order of samples and of all random numbers.
+
+    Raises:
+        PolylaneError: the plan does not fit the workers or the model; one sentence says how.
+    """
+    world = World.join()
+    objectives = objectives_of(loss, optimizer, scheduler)
+    if world.size == 1:
+        chosen = prepare(model, objectives, example, alone(plan), batch_size=batch_size)
+        return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
+    from polylane.runtime.agreement import prepare_together
+
+    together = prepare_together(world, model, objectives, example, plan, batch_size)
+    return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)

@@ -1,0 +1,97 @@
+"""A lane: one objective's graph, lowered and bound to the tensors of one worker, ready to run steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.graph.dtypes import dtypes_under_autocast
+from polylane.graph.partition import Partition
+from polylane.plan.plan import Plan
+from polylane.program.check import check
+from polylane.program.lower import lower, lower_evaluation
+from polylane.program.program import Program
+from polylane.runtime.stage import StageRunner, extract, wires
+from polylane.runtime.sync.all_reduce import Reducer
+from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.worker import Worker
+
+OWN_PYTHON = ("leaf", "function")  # operators that may leave a parameter without a gradient
+
+
+@dataclass
+class Tensors:
+    """A worker's view of the user's model: parameters and buffers by name, on the worker's device once it holds them."""
+
+    model: nn.Module
+    losses: Sequence[Any]
+    device: torch.device
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by canonical name."""
+        return dict(self._named("parameters"))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers by canonical name."""
+        return dict(self._named("buffers"))
+
+    def _named(self, what: str) -> list[tuple[str, Any]]:
+        named = list(getattr(self.model, f"named_{what}")())
+        for loss in self.losses:
+            if isinstance(loss, nn.Module):
+                named += [(f"loss.{name}", tensor) for name, tensor in getattr(loss, f"named_{what}")()]
+        return named
+
+    def hold(self, names: Collection[str]) -> None:
+        """Move parameters and buffers to the worker's device; the rest stays where the user built it."""
+        for name, parameter in self.parameters().items():
+            if name in names and parameter.device != self.device:
+                parameter.data = parameter.data.to(self.device)
+        for root, prefix in [(self.model, ""), *[(m, "loss.") for m in self.losses if isinstance(m, nn.Module)]]:
+            for path, module in root.named_modules():
+                for key, buffer in module._buffers.items():
+                    name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
+                    if name in names and buffer is not None and buffer.device != self.device:
+                        module._buffers[key] = buffer.to(self.device)
+
+
+def programs_of(partition: Partition, plan: Plan, holders: Mapping[str, Collection[int]], training: bool) -> tuple[Program, ...]:
+    """Every worker's checked program for training with, or evaluating, a graph."""
+    programs = lower(partition, plan, holders) if training else lower_evaluation(partition, plan)
+    check(programs)
+    return programs
+
+
+def bind(
+    program: Program,
+    plan: Plan,
+    tensors: Tensors,
+    transport: Transport,
+    statistics: Callable[[Tensor], Tensor] | None,
+) -> Worker:
+    """One worker's program, bound to its tensors."""
+    partition, graph = program.partition, program.partition.graph
+    parameters, buffers = tensors.parameters(), tensors.buffers()
+    table: dict[tuple[str, Any], Any] = {("constant", name): t.to(tensors.device) for name, t in graph.code.constants.items()}
+    for name in partition.parameters(program.stage):
+        # What this objective does not optimize takes part as a constant: no gradient is computed for it.
+        table["parameter", name] = parameters[name] if graph.parameters[name].trainable else parameters[name].detach()
+    for name in partition.buffers(program.stage):
+        table["buffer", name] = buffers[name]
+    autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
+    runner = StageRunner(
+        code=extract(partition, program.stage, tensors.device),
+        tensors=table,
+        gradients=frozenset(c.value for c in program.receives if c.requires_grad),
+        device=tensors.device,
+        autocast=autocast,
+    )
+    dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
+    optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+    held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
+    reducer = Reducer(program.buckets, held, optional, transport)
+    return Worker(program, runner, wires(partition, dtypes), transport, statistics, reducer)

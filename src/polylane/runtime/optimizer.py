@@ -1,0 +1,76 @@
+"""The user's optimizer on the parameters that this worker holds, and clipping by the norm over all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.runtime.prepare import Objective
+
+
+def build(objective: Objective, held: Sequence[tuple[str, nn.Parameter]], every: Sequence[tuple[str, nn.Parameter]]) -> Any:
+    """The optimizer over the held parameters among those that the user's factory takes.
+
+    The factory sees all parameters, so that whatever it decides by name, position or count comes out as on one device; what
+    other workers hold is then left out of the groups. A group may be empty here.
+    """
+    optimizer = objective.optimizer(list(every))
+    mine = {id(parameter) for _, parameter in held}
+    for group in optimizer.param_groups:
+        keep = [i for i, parameter in enumerate(group["params"]) if id(parameter) in mine]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][i] for i in keep]
+        group["params"] = [group["params"][i] for i in keep]
+    for parameter in [p for p in optimizer.state if id(p) not in mine]:
+        del optimizer.state[parameter]  # some optimizers make their state at once
+    return optimizer
+
+
+class Clipper:
+    """Scales gradients so that their norm over the whole model stays within a bound, as torch's clip_grad_norm_ does.
+
+    The norms of single parameters are collected in the model's order before they are combined, so the result does not
+    depend on how the parameters are spread.
+
+    Args:
+        max_norm: the bound on the 2-norm.
+        order: canonical names of all trainable parameters, in the model's order.
+        counted: names whose norm this worker contributes; every name is contributed by one worker of a pipeline.
+        held: this worker's parameters.
+        sum_pipeline: sums a vector over the stages of this replica.
+    """
+
+    def __init__(
+        self,
+        max_norm: float,
+        order: Sequence[str],
+        counted: Sequence[str],
+        held: Mapping[str, nn.Parameter],
+        sum_pipeline: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._max_norm = max_norm
+        self._position = {name: i for i, name in enumerate(order)}
+        self._counted = counted
+        self._held = held
+        self._sum_pipeline = sum_pipeline
+
+    def clip(self) -> None:
+        """Scale the gradients of the held parameters."""
+        grads = [p.grad for p in self._held.values() if p.grad is not None]
+        counted = [(self._position[name], self._held[name].grad) for name in self._counted]
+        present = [(i, grad) for i, grad in counted if grad is not None]
+        like = next(iter(self._held.values()), None)
+        norms = torch.zeros(
+            len(self._position),
+            dtype=torch.float64 if like is None else torch.promote_types(like.dtype, torch.float32),
+            device=None if like is None else like.device,
+        )
+        if present:
+            own = torch._foreach_norm([grad for _, grad in present], 2.0)
+            norms[[i for i, _ in present]] = torch.stack(own).to(norms.dtype)
+        total = torch.linalg.vector_norm(self._sum_pipeline(norms.double()).to(norms.dtype))
+        if grads:
+            torch.nn.utils.clip_grads_with_norm_(list(self._held.values()), self._max_norm, total)

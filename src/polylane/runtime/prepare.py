@@ -1,0 +1,191 @@
+"""From what the user hands over to a graph, a plan and its cuts: all that happens before any worker computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from polylane.cost import compute
+from polylane.errors import PolylaneError
+from polylane.graph.batch import flatten, sample_count, take
+from polylane.graph.capture import capture
+from polylane.graph.export import Loss
+from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition, aligned, balanced
+from polylane.graph.samples import splits_exactly
+from polylane.plan import plan as plans
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec, parse
+
+Parameters = list[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One loss and the optimizer that minimizes it; most trainings have one, a GAN has two."""
+
+    name: str
+    loss: Loss
+    optimizer: OptimizerFactory
+    scheduler: SchedulerFactory | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model ready to be trained by a plan.
+
+    Attributes:
+        model: the user's, unchanged.
+        objectives: by name, the first one is what the plan was made for.
+        partitions: of every objective's graph, by name.
+        plan: how it is split.
+        in_float64: whether casts to lower types inside keep float64 (for proofs).
+    """
+
+    model: nn.Module
+    objectives: dict[str, Objective]
+    partitions: dict[str, Partition]
+    plan: Plan
+    in_float64: bool = False
+
+    @property
+    def main(self) -> Partition:
+        """The partition that the plan was made for."""
+        return next(iter(self.partitions.values()))
+
+
+def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
+    """All parameters by the model's own names, each once; a loss module's own under "loss."."""
+    named = list(model.named_parameters())
+    for loss in losses:
+        if isinstance(loss, nn.Module):
+            named += [(f"loss.{name}", parameter) for name, parameter in loss.named_parameters()]
+    return named
+
+
+def optimized(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
+    """Names of the parameters that an optimizer factory takes out of those it is given.
+
+    Raises:
+        PolylaneError: the factory fails, or takes a parameter that is not the model's.
+    """
+    names = {id(parameter): name for name, parameter in parameters}
+    try:
+        optimizer = factory(list(parameters))
+    except Exception as error:
+        raise PolylaneError(f"optimizer(parameters) fails: {type(error).__name__}: {error}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PolylaneError(f"optimizer(parameters) must return a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PolylaneError("torch.optim.LBFGS evaluates the loss several times a step, which no plan can do: take another optimizer")
+    taken = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in taken):
+        raise PolylaneError("optimizer(parameters) must optimize the parameters it is given, not copies of them")
+    return {names[id(parameter)] for parameter in taken}
+
+
+def objectives_of(
+    loss: Loss | Mapping[str, Loss],
+    optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
+    scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None,
+) -> dict[str, Objective]:
+    """One objective, or one for each name of a mapping.
+
+    Raises:
+        PolylaneError: the mappings do not have the same names.
+    """
+    if not isinstance(loss, Mapping):
+        if isinstance(optimizer, Mapping) or isinstance(scheduler, Mapping):
+            raise PolylaneError("one loss takes one optimizer and one scheduler: give a mapping of losses, or no mapping at all")
+        return {"loss": Objective("loss", loss, optimizer, scheduler)}
+    if not isinstance(optimizer, Mapping) or set(loss) != set(optimizer):
+        raise PolylaneError(f"losses named {sorted(loss)} take a mapping of optimizers with the same names")
+    schedulers = scheduler if isinstance(scheduler, Mapping) else dict.fromkeys(loss, scheduler)
+    return {name: Objective(name, loss[name], optimizer[name], schedulers.get(name)) for name in loss}
+
+
+def prepare(
+    model: nn.Module,
+    objectives: dict[str, Objective],
+    example: Any,
+    plan: str | Spec | Plan,
+    *,
+    batch_size: int | None = None,
+    in_float64: bool = False,
+    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None = None,
+) -> Prepared:
+    """Capture every objective, choose the cuts, and refuse what would not be exact.
+
+    Args:
+        model: as the user built it.
+        objectives: what is minimized.
+        example: a batch.
+        plan: one line, a read plan file, or a Spec.
+        batch_size: of the training, if it is another than the example's.
+        in_float64: for proofs; ``model`` and ``example`` are float64 already.
+        seconds: time of every node of a graph; default: measured here, node by node.
+
+    Raises:
+        PolylaneError: a plan for another model, too many stages, or samples that cannot be split exactly.
+    """
+    leaves, rebuild = flatten(example)
+    total = batch_size or sample_count(leaves)
+    spec = parse(plan) if isinstance(plan, str) else plan
+    microbatches = spec.microbatches if isinstance(spec, Plan) else plans.default_microbatches(spec, total)
+    if microbatches > total:
+        raise PolylaneError(f"microbatches={microbatches}: a batch of {total} samples cannot be divided into so many")
+    # What a worker will have in hand: the sizes that count for time and memory.
+    hand = max(2, -(-total // (microbatches * spec.data)))
+    part = take(leaves, 0, min(hand, sample_count(leaves)))
+    parameters = named_parameters(model, [o.loss for o in objectives.values()])
+    partitions: dict[str, Partition] = {}
+    for objective in objectives.values():
+        trainable = optimized(parameters, objective.optimizer)
+        graph = capture(model, objective.loss, rebuild(part), trainable=trainable, in_float64=in_float64)
+        if spec.data > 1 or microbatches > 1:
+            _refuse_inexact(graph, model, objective.loss, leaves, spec, microbatches)
+        partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, next(iter(partitions.values()), None), seconds)
+    main = next(iter(partitions.values()))
+    chosen = spec if isinstance(spec, Plan) else plans.from_partition(main, spec, microbatches)
+    return Prepared(model, objectives, partitions, chosen, in_float64)
+
+
+def _cut(
+    graph: Graph,
+    model: nn.Module,
+    loss: Loss,
+    leaves: list[Any],
+    plan: Spec | Plan,
+    main: Partition | None,
+    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
+) -> Partition:
+    if main is not None:
+        return aligned(main, graph)
+    if isinstance(plan, Plan):
+        return plans.partition_for(plan, graph)
+    if plan.pipeline == 1:
+        return Partition(graph, ())
+    times = seconds(graph, loss, leaves) if seconds is not None else compute.measure(graph, model, loss, leaves)
+    return balanced(graph, plan.pipeline, times)
+
+
+def _refuse_inexact(graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], plan: Spec | Plan, microbatches: int) -> None:
+    few = take(leaves, 0, min(sample_count(leaves), 6))
+    reason = splits_exactly(graph, model, loss, few)
+    if reason is not None:
+        key = f"data={plan.data}" if plan.data > 1 else f"microbatches={microbatches}"
+        raise PolylaneError(f"{key} would not compute what one device computes: {reason}")
+
+
+def alone(plan: str | Spec | Plan) -> str | Spec | Plan:
+    """The same training on one worker: no stages, no replicas, the same microbatches."""
+    if isinstance(plan, Plan):
+        return Spec(schedule=plan.schedule, microbatches=plan.microbatches, precision=plan.precision)
+    spec = parse(plan) if isinstance(plan, str) else plan
+    return replace(spec, data=1, pipeline=1)

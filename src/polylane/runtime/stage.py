@@ -1,0 +1,225 @@
+"""One stage's part of the graph as a function, with its forward and its backward pass over one microbatch."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.graph.graph import Node
+from polylane.graph.part import Part
+from polylane.graph.partition import Partition
+from polylane.graph.rewrite import size_function
+
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a travelling value looks like: its dtype, and its shape for any number of samples."""
+
+    name: str
+    dtype: torch.dtype
+    sizes: tuple[Callable[[int], int], ...]
+
+    def shape(self, samples: int) -> tuple[int, ...]:
+        """Shape for a part of so many samples."""
+        return tuple(size(samples) for size in self.sizes)
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """The executable part of one stage.
+
+    Attributes:
+        run: the function: roles in, (values that leave ..., loss parts ...) out.
+        roles: what each argument is, as in :class:`polylane.graph.graph.Code`, or ("value", name) for what comes in.
+        outputs: names of the values that leave, in the order of the result.
+        has_loss: whether the loss follows them.
+        lines: line of the generated source -> node.
+        graph: the code as an fx graph, for going through it node by node.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+    roles: tuple[tuple[str, Any], ...]
+    outputs: tuple[str, ...]
+    has_loss: bool
+    lines: dict[int, Node]
+    file: str
+    graph: fx.Graph
+
+
+def wires(partition: Partition, dtypes: Mapping[str, torch.dtype]) -> dict[str, Wire]:
+    """Every crossing value by name; ``dtypes`` overrides what capture saw (autocast changes it)."""
+    values = {n.meta["name"]: n.meta["val"] for n in partition.graph.code.fx.nodes if n.op == "call_function"}
+    return {
+        c.value: Wire(
+            c.value,
+            dtypes.get(c.value, values[c.value].dtype),
+            tuple(size_function(size) for size in values[c.value].shape),
+        )
+        for c in partition.crossings
+    }
+
+
+def extract(partition: Partition, stage: int, device: torch.device) -> StageCode:
+    """The part of the graph that ``stage`` runs, on ``device``."""
+    chosen = {node.name: node for node in partition.nodes(stage)}
+    outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    source = partition.graph.code.fx
+    body = [n for n in source.nodes if n.op == "call_function" and n.meta["name"] in chosen]
+    inside = set(body)
+    loss: list[fx.Node] = []
+    if stage == partition.stages - 1:
+        loss = [n for n in source.output_node().all_input_nodes]
+    wanted = dict.fromkeys(i for n in body for i in n.all_input_nodes if i not in inside)
+    wanted |= dict.fromkeys(n for n in loss if n not in inside)
+    roles: list[tuple[str, Any]] = []
+    for node in source.nodes:  # in the graph's own order
+        if node in wanted:
+            values[node] = graph.placeholder(node.name)
+            roles.append(node.meta["role"] if node.op == "placeholder" else ("value", node.meta["name"]))
+    by_name = {}
+    for node in body:
+        values[node] = copied = graph.node_copy(node, lambda n: values[n])
+        copied.args, copied.kwargs = _on(copied.args, device), _on(copied.kwargs, device)
+        copied.meta = dict(node.meta)
+        by_name[node.meta["name"]] = copied
+    graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
+    run, lines, file = _compiled(graph, stage, chosen)
+    return StageCode(run, tuple(roles), outputs, bool(loss), lines, file, graph)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """The device that capture saw, replaced by the worker's own."""
+    if isinstance(value, torch.device):
+        return value if value.type == "meta" else device
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on(v, device) for v in value)
+    if isinstance(value, dict):
+        return {key: _on(v, device) for key, v in value.items()}
+    return value
+
+
+def _compiled(graph: fx.Graph, stage: int, chosen: Mapping[str, Node]) -> tuple[Callable[..., Any], dict[int, Node], str]:
+    """Python source of a graph, compiled under a file name of its own so that an error's line tells the node."""
+    code = graph.python_code("self")
+    file = f"<stage {stage} ({next(_NUMBERS)})>"
+    scope: dict[str, Any] = dict(code.globals)
+    exec(compile(code.src, file, "exec"), scope)
+    forward = scope["forward"]
+    starts = {f"{n.name} = ": n for n in graph.nodes if n.op == "call_function"}
+    lines = {}
+    for number, text in enumerate(code.src.splitlines(), start=1):
+        node = starts.get(text.strip().partition(" = ")[0] + " = ")
+        if node is not None:
+            lines[number] = chosen[node.meta["name"]]
+    return lambda *args: forward(None, *args), lines, file
+
+
+def node_at_fault(code: StageCode, error: BaseException) -> Node | None:
+    """The node that was running when ``error`` was raised, or None when it was none of this stage's."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == code.file and frame.lineno in code.lines:
+            return code.lines[frame.lineno]
+    return None
+
+
+@dataclass
+class Live:
+    """What a microbatch leaves behind between its forward and its backward pass."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    loss: tuple[Tensor, ...]
+
+
+@dataclass
+class StageRunner:
+    """Runs a stage's code on the tensors that the worker holds.
+
+    Attributes:
+        code: what to run.
+        tensors: parameters, buffers and constants by role.
+        gradients: names of incoming values whose gradient is wanted.
+        autocast: dtype of autocast, or None.
+    """
+
+    code: StageCode
+    tensors: Mapping[tuple[str, Any], Any]
+    gradients: frozenset[str]
+    device: torch.device
+    autocast: torch.dtype | None = None
+    live: dict[int, Live] = field(default_factory=dict)
+
+    def forward(self, microbatch: int, values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part) -> Live:
+        """One forward pass; what the backward pass needs is kept under ``microbatch`` until then.
+
+        Args:
+            values: incoming values by name.
+            leaves: the part's samples, as flat leaves of the batch.
+            part: which samples they are.
+        """
+        inputs = {
+            name: value.requires_grad_() if name in self.gradients and torch.is_grad_enabled() else value
+            for name, value in values.items()
+        }
+        arguments = [self._argument(role, inputs, leaves, part) for role in self.code.roles]
+        context = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
+        with context:
+            result = self.code.run(*arguments)
+        count = len(self.code.outputs)
+        live = Live(inputs, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
+        if torch.is_grad_enabled():
+            self.live[microbatch] = live
+        return live
+
+    def _argument(self, role: tuple[str, Any], values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part) -> Any:
+        kind, key = role
+        if kind == "value":
+            return values[key]
+        if kind == "input":
+            return leaves[key]
+        return part if kind == "part" else self.tensors[role]
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
+        """One backward pass: parameters accumulate their gradients, those of the incoming values are returned.
+
+        Args:
+            gradients: of the values that left, by name, summed over their consumers.
+            seed: gradient of the loss, on the stage that computes it.
+        """
+        live = self.live.pop(microbatch)
+        roots = [(live.outputs[name], grad) for name, grad in gradients.items() if live.outputs[name].requires_grad]
+        if seed is not None and live.loss[0].requires_grad:
+            roots.append((live.loss[0], seed.to(live.loss[0].dtype)))
+        if roots:
+            torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
+        return {
+            name: torch.zeros_like(live.inputs[name]) if live.inputs[name].grad is None else live.inputs[name].grad
+            for name in self.gradients
+            if name in live.inputs
+        }  # type: ignore[return-value]
+
+
+def values_of(runner: StageRunner, values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part) -> dict[str, Tensor]:
+    """Every tensor value of a stage by node name, for finding where two runs part ways."""
+    results: dict[fx.Node, Any] = {}
+    placeholders = iter(runner.code.roles)
+    seen: dict[str, Tensor] = {}
+    for node in runner.code.graph.nodes:
+        if node.op == "placeholder":
+            results[node] = runner._argument(next(placeholders), values, leaves, part)
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
+            results[node] = node.target(*args, **kwargs)
+            if isinstance(results[node], Tensor):
+                seen[node.meta["name"]] = results[node].detach().clone()
+    return seen

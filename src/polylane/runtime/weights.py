@@ -1,0 +1,64 @@
+"""A model's weights across workers: the same at the start, whole at the end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from polylane.runtime.transport.protocol import Transport
+
+
+def digest(tensor: Tensor) -> str:
+    """A number of a tensor's bits."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def same_everywhere(tensors: Mapping[str, Tensor], transport: Transport) -> list[str]:
+    """Let every worker start from the weights of rank 0. Returns the names of those that differed."""
+    ranks = range(transport.size)
+    own = {name: digest(tensor) for name, tensor in tensors.items()}
+    every = transport.all_gather_object(own)
+    different = [name for name in every[0] if any(other.get(name) != every[0][name] for other in every)]
+    for name in different:
+        value = shared(tensors[name], transport.rank == 0, transport, ranks)
+        with torch.no_grad():
+            tensors[name].copy_(value)
+    return different
+
+
+def shared(tensor: Tensor, owner: bool, transport: Transport, ranks: Iterable[int]) -> Tensor:
+    """The owner's tensor on every rank: the others add zeros to it. Tensors of any dtype."""
+    small = tensor.dtype in (torch.bool, torch.uint16, torch.int16)
+    wire = tensor.detach().to(torch.int32) if small else tensor.detach().clone()
+    if not owner:
+        wire = torch.zeros_like(wire)
+    return transport.all_reduce(wire.contiguous(), ranks).wait().to(tensor.dtype)
+
+
+def full_state(
+    model: nn.Module, owners: Mapping[str, int], tied: Mapping[str, str], transport: Transport, device: torch.device
+) -> dict[str, Tensor]:
+    """The whole model's ``state_dict`` on every rank, with its own names, on the CPU.
+
+    Args:
+        model: of which each worker keeps its own part up to date.
+        owners: canonical name of a parameter or buffer -> the rank that has it. Others never change: they are taken as
+            they are here.
+        tied: further names of tied weights.
+    """
+    state = model.state_dict(keep_vars=True)
+    result: dict[str, Tensor] = {}
+    done: dict[str, Tensor] = {}
+    for name, value in state.items():
+        canonical = tied.get(name, name)
+        if canonical not in done:
+            tensor = value.detach()
+            if canonical in owners and transport.size > 1:
+                tensor = shared(tensor.to(device), transport.rank == owners[canonical], transport, range(transport.size))
+            done[canonical] = tensor.cpu()
+        result[name] = done[canonical].clone()
+    return result

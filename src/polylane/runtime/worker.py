@@ -1,0 +1,203 @@
+"""Execute a program: one worker's actions of one step, in order, with its receives posted ahead of time."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from polylane.errors import ActionFailed, PeerLost
+from polylane.graph.part import Part
+from polylane.observe.timeline import Span
+from polylane.program.program import Program
+from polylane.runtime.division import Batch, Share, shares
+from polylane.runtime.stage import StageRunner, Wire, node_at_fault
+from polylane.runtime.sync.all_reduce import Reducer
+from polylane.runtime.transport.protocol import Pending, Transport
+from polylane.schedule.action import Action, Kind
+
+# Compute actions ahead of which receives are posted: gloo moves a message only once its receive is posted.
+LOOKAHEAD = 2
+
+
+@dataclass
+class StepState:
+    """What a worker gathers in the course of one step."""
+
+    shares: dict[int, Share]
+    parts: dict[int, Part]
+    values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    returned: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    outgoing: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    received: dict[Action, Pending] = field(default_factory=dict)
+    sent: list[Pending] = field(default_factory=list)
+    total: list[Tensor] = field(default_factory=list)
+    count: list[Tensor | float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+
+class Worker:
+    """Runs one program, step after step.
+
+    Args:
+        program: what to do.
+        runner: the stage's code on this worker's tensors.
+        wires: how travelling values look.
+        transport: carries values and gradients; declared with the program's channels and groups.
+        statistics: sums batch statistics over the replicas, apart from the gradients.
+        reducer: sums gradients.
+        finish: called by the STEP action, with all gradients complete.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        runner: StageRunner,
+        wires: Mapping[str, Wire],
+        transport: Transport,
+        statistics: Callable[[Tensor], Tensor] | None,
+        reducer: Reducer,
+    ) -> None:
+        self.program = program
+        self.runner = runner
+        self.wires = wires
+        self.transport = transport
+        self.statistics = statistics
+        self.reducer = reducer
+        self._horizon = _horizons(program.actions)
+
+    def shares(self, batch: int) -> tuple[Share, ...]:
+        """What this worker computes of a batch of so many samples."""
+        microbatches = 1 + max((a.microbatch for a in self.program.actions if a.microbatch is not None), default=0)
+        return shares(batch, microbatches, len(self.program.replicas), self.program.replica)
+
+    def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
+        """One step. ``finish`` is what the STEP action does.
+
+        Raises:
+            ActionFailed: from what an action raised, saying which.
+        """
+        own = {share.microbatch: share for share in self.shares(batch.samples)}
+        parts = {
+            i: Part(
+                samples=share.samples,
+                first=share.start,
+                batch=batch.samples,
+                microbatch=i,
+                step=step,
+                seed=seed,
+                weight=share.weight,
+                sum_replicas=self.statistics,
+            )
+            for i, share in own.items()
+        }
+        state = StepState(own, parts)
+        last_backward = max(
+            (i for i, a in enumerate(self.program.actions) if a.kind is Kind.BACKWARD and a.microbatch in own), default=-1
+        )
+        posted = 0
+        for index, action in enumerate(self.program.actions):
+            if action.microbatch is not None and action.microbatch not in own:
+                continue  # a microbatch without samples, skipped by every worker alike
+            try:
+                while posted < self._horizon[index]:
+                    self._post(self.program.actions[posted], state)
+                    posted += 1
+                if index == last_backward:
+                    self.reducer.arm()
+                self._do(action, batch, state, finish)
+                if index == last_backward:
+                    self.reducer.flush()
+            except (ActionFailed, PeerLost):
+                raise
+            except Exception as error:
+                node = node_at_fault(self.runner.code, error)
+                module = None if node is None else (node.module or "the model's own forward")
+                raise ActionFailed(
+                    self.program.rank, action.stage, action.microbatch, module, node.source if node else None
+                ) from error
+        for pending in state.sent:
+            pending.wait()
+        return state
+
+    def _post(self, action: Action, state: StepState) -> None:
+        if action.kind is not Kind.RECEIVE or action.microbatch not in state.shares:
+            return
+        assert action.value is not None and action.peer is not None
+        wire, samples = self.wires[action.value], state.shares[action.microbatch].samples
+        state.received[action] = self.transport.receive(wire.shape(samples), wire.dtype, action.peer)
+
+    def _do(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
+        start = time.perf_counter()
+        if action.kind is Kind.FORWARD:
+            self._forward(action, batch, state)
+        elif action.kind is Kind.BACKWARD:
+            self._backward(action, state)
+        elif action.kind is Kind.SEND:
+            self._send(action, state)
+        elif action.kind is Kind.RECEIVE:
+            self._receive(action, state)
+        elif action.kind is Kind.REDUCE:
+            assert action.value is not None
+            start = self.reducer.wait(action.value)
+        else:
+            finish(state)
+        state.spans.append(Span(self.program.rank, action, start, time.perf_counter()))
+
+    def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
+        i = action.microbatch
+        assert i is not None
+        share, part = state.shares[i], state.parts[i]
+        leaves = batch.of(share)
+        live = self.runner.forward(i, state.values.pop(i, {}), leaves, part)
+        state.outgoing[i] = live.outputs
+        if live.loss:
+            total = live.loss[0].detach()
+            # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
+            state.total.append(total * (share.weight * (1 if len(live.loss) > 1 else share.samples)))
+            state.count.append(live.loss[1].detach() * share.weight if len(live.loss) > 1 else share.weight * share.samples)
+
+    def _backward(self, action: Action, state: StepState) -> None:
+        i = action.microbatch
+        assert i is not None
+        seed = None
+        if self.runner.code.has_loss:
+            share, part = state.shares[i], state.parts[i]
+            mean = len(self.runner.live[i].loss) == 1
+            seed = torch.tensor(share.weight * (share.samples if mean else 1) / part.batch, device=self.runner.device, dtype=torch.float64)
+        state.outgoing.pop(i, None)  # with the autograd graph that hangs on it
+        state.returned[i] = self.runner.backward(i, state.gradients.pop(i, {}), seed)
+
+    def _send(self, action: Action, state: StepState) -> None:
+        i, name = action.microbatch, action.value
+        assert i is not None and name is not None and action.peer is not None
+        value = (state.returned if action.gradient else state.outgoing)[i][name]
+        wire, samples = self.wires[name], state.shares[i].samples
+        if tuple(value.shape) != wire.shape(samples) or value.dtype != wire.dtype:
+            # Checked here because gloo ends the process when sizes disagree.
+            raise RuntimeError(
+                f"the value {name} is {value.dtype} {tuple(value.shape)} where capture saw {wire.dtype} {wire.shape(samples)}"
+            )
+        state.sent.append(self.transport.send(value.detach(), action.peer))
+
+    def _receive(self, action: Action, state: StepState) -> None:
+        i, name = action.microbatch, action.value
+        assert i is not None and name is not None
+        value = state.received.pop(action).wait()
+        if not action.gradient:
+            state.values.setdefault(i, {})[name] = value
+            return
+        sums = state.gradients.setdefault(i, {})
+        sums[name] = value if name not in sums else sums[name] + value
+
+
+def _horizons(actions: tuple[Action, ...]) -> list[int]:
+    """For every action, how far ahead of it receives are posted."""
+    compute = [i for i, a in enumerate(actions) if a.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
+    return [compute[i] if i < len(compute) else len(actions) for i in ahead]

@@ -1,0 +1,57 @@
+"""Workers under torchrun's agent: the same results, messages and errors as forked ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from polylane.errors import PolylaneError, WorkerFailed
+from polylane.runtime.elastic import spawn
+from polylane.runtime.launch import Context
+
+
+def add_up(context: Context) -> torch.Tensor:
+    context.message({"from": context.rank})
+    value = torch.tensor(float(context.rank + 1))
+    dist.all_reduce(value)
+    return value
+
+
+def raise_on_one(context: Context) -> None:
+    if context.rank == 1:
+        raise ValueError("the model is wrong")
+    dist.barrier()
+
+
+def die_on_one(context: Context) -> None:
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_results_and_messages():
+    heard: list[tuple[int, int]] = []
+    handler = signal.getsignal(signal.SIGTERM)
+    assert spawn(add_up, 2, lambda rank, content: heard.append((rank, content["from"]))) == [3.0, 3.0]
+    assert sorted(heard) == [(0, 0), (1, 1)]
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_one_raises_while_the_other_waits():
+    with pytest.raises(WorkerFailed, match="ValueError: the model is wrong") as caught:
+        spawn(raise_on_one, 2)
+    assert caught.value.rank == 1
+
+
+def test_one_is_killed():
+    with pytest.raises(WorkerFailed, match="worker 1 failed: it was killed by SIGKILL"):
+        spawn(die_on_one, 2)
+
+
+def test_what_cannot_be_pickled_is_refused():
+    with pytest.raises(PolylaneError, match="define it in a module"):
+        spawn(lambda context: None, 2)
