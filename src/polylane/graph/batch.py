@@ -111,3 +111,8 @@ def to_device(leaves: Sequence[Any], device: torch.device) -> list[Any]:
 def promoted(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     """Floating-point tensor leaves cast to ``dtype``, the others as they are."""
     return [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
+
+
+def cloned(leaves: Sequence[Any]) -> list[Any]:
+    """A copy of every tensor leaf: a model may write into its batch, and a rehearsal must leave no trace."""
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]

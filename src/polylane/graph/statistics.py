@@ -50,7 +50,7 @@ class _Shared(torch.autograd.Function):
         normal, inverse, weight = ctx.saved_tensors
         grad, part, shape = grads[0], ctx.part, ctx.shape
         own = torch.stack([grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)])
-        sums = own.double()
+        sums = own.to(torch.float64, copy=True)  # own keeps this replica's
         part.sum_replicas(sums)
         means = (sums / ctx.total).to(grad.dtype)
         scale = inverse if weight is None else inverse * weight

@@ -220,13 +220,14 @@ class Job:
             )
         scheduler = objective.scheduler(built) if objective.scheduler is not None else None
         trainer = _Trainer(built, scheduler, held, clipper)
-        trainer.lanes[self._signature] = self._lane(partition, self._programs[name])
+        trainer.lanes[self._signature] = self.lane(partition, self._programs[name])
         return trainer
 
     def _every_parameter(self) -> Parameters:
         return named_parameters(self.model, self._tensors.losses)
 
-    def _lane(self, partition: Partition, programs: tuple[Program, ...]) -> _Lane:
+    def lane(self, partition: Partition, programs: tuple[Program, ...]) -> _Lane:
+        """A partition of one of the model's graphs, with every worker's program, bound to this worker's tensors."""
         worker = bind(programs[self.world.rank], self.plan, self._tensors, self._transport, self._statistics)
         return _Lane(partition, programs, worker)
 
@@ -341,7 +342,7 @@ class Job:
             )
             partition = aligned(main, graph)
             self._refuse_moved(partition)
-            lanes[key] = self._lane(partition, programs_of(partition, self.plan, self._holders, training))
+            lanes[key] = self.lane(partition, programs_of(partition, self.plan, self._holders, training))
         return lanes[key]
 
     def _refuse_moved(self, partition: Partition) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from polylane.cost import compute
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten, sample_count, take
+from polylane.graph.batch import cloned, flatten, sample_count, take
 from polylane.graph.capture import capture
 from polylane.graph.export import Loss
 from polylane.graph.graph import Graph
@@ -147,7 +147,7 @@ def prepare(
     partitions: dict[str, Partition] = {}
     for objective in objectives.values():
         trainable = optimized(parameters, objective.optimizer)
-        graph = capture(model, objective.loss, rebuild(part), trainable=trainable, in_float64=in_float64)
+        graph = capture(model, objective.loss, rebuild(cloned(part)), trainable=trainable, in_float64=in_float64)
         if spec.data > 1 or microbatches > 1:
             _refuse_inexact(graph, model, objective.loss, leaves, spec, microbatches)
         partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, next(iter(partitions.values()), None), seconds)
@@ -171,13 +171,13 @@ def _cut(
         return plans.partition_for(plan, graph)
     if plan.pipeline == 1:
         return Partition(graph, ())
-    times = seconds(graph, loss, leaves) if seconds is not None else compute.measure(graph, model, loss, leaves)
+    times = seconds(graph, loss, leaves) if seconds is not None else compute.measure(graph, model, loss, cloned(leaves))
     return balanced(graph, plan.pipeline, times)
 
 
 def _refuse_inexact(graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], plan: Spec | Plan, microbatches: int) -> None:
     few = take(leaves, 0, min(sample_count(leaves), 6))
-    reason = splits_exactly(graph, model, loss, few)
+    reason = splits_exactly(graph, model, loss, cloned(few))
     if reason is not None:
         key = f"data={plan.data}" if plan.data > 1 else f"microbatches={microbatches}"
         raise PolylaneError(f"{key} would not compute what one device computes: {reason}")

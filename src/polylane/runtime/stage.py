@@ -171,7 +171,7 @@ class StageRunner:
             name: value.requires_grad_() if name in self.gradients and torch.is_grad_enabled() else value
             for name, value in values.items()
         }
-        arguments = [self._argument(role, inputs, leaves, part) for role in self.code.roles]
+        arguments = [self.argument(role, inputs, leaves, part) for role in self.code.roles]
         context = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
         with context:
             result = self.code.run(*arguments)
@@ -181,7 +181,8 @@ class StageRunner:
             self.live[microbatch] = live
         return live
 
-    def _argument(self, role: tuple[str, Any], values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part) -> Any:
+    def argument(self, role: tuple[str, Any], values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part) -> Any:
+        """The tensor that stands for a role in one microbatch."""
         kind, key = role
         if kind == "value":
             return values[key]
@@ -209,17 +210,22 @@ class StageRunner:
         }  # type: ignore[return-value]
 
 
-def values_of(runner: StageRunner, values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part) -> dict[str, Tensor]:
-    """Every tensor value of a stage by node name, for finding where two runs part ways."""
+def values_of(
+    runner: StageRunner, values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part
+) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+    """Run a stage node by node: every tensor value by node name, and the result."""
     results: dict[fx.Node, Any] = {}
     placeholders = iter(runner.code.roles)
     seen: dict[str, Tensor] = {}
+    output: tuple[Any, ...] = ()
     for node in runner.code.graph.nodes:
         if node.op == "placeholder":
-            results[node] = runner._argument(next(placeholders), values, leaves, part)
+            results[node] = runner.argument(next(placeholders), values, leaves, part)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
             results[node] = node.target(*args, **kwargs)
             if isinstance(results[node], Tensor):
                 seen[node.meta["name"]] = results[node].detach().clone()
-    return seen
+        else:
+            output = fx.map_arg(node.args[0], results.__getitem__)
+    return seen, output
