@@ -1,14 +1,18 @@
 """A GAN on handwritten digits: two networks, two losses, two optimizers, in a loop that owns its steps.
 
-python examples/gan.py
+python examples/gan.py                                            one worker
+torchrun --nproc-per-node 2 examples/gan.py                       two replicas, in a loop that owns its steps
+torchrun --nproc-per-node 2 examples/gan.py --plan pipeline=2     two stages, each loss with a graph of its own
 """
+
+import argparse
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import digits  # the recipe next to this one
+import polylane
 
 LATENT = 16
 
@@ -91,23 +95,53 @@ def data(split: str) -> list[Tensor]:
     return list(images.flatten(start_dim=1) * 2 - 1)
 
 
-def main(epochs: int = 20, batch_size: int = 64) -> None:
-    torch.manual_seed(0)
-    gan = model()
+def own_loop(gan: GAN, epochs: int, batch_size: int) -> None:
+    """Data parallelism in a plain training loop: it is told of the replicas, and loops over their batches."""
+    replicas = polylane.data_parallel(gan)
     discriminator_steps = discriminator_optimizer(gan.named_parameters())
     generator_steps = generator_optimizer(gan.named_parameters())
-    for epoch in range(epochs):
-        for images in DataLoader(data("train"), batch_size, shuffle=True):
-            discriminator_steps.zero_grad()
-            discriminator = discriminator_loss(gan, images)
-            discriminator.backward()
-            discriminator_steps.step()
+    for number, images in enumerate(replicas.batches(data("train"), batch_size, epochs), start=1):
+        discriminator_steps.zero_grad()
+        discriminator = discriminator_loss(gan, images)
+        discriminator.backward()
+        discriminator_steps.step()
 
-            generator_steps.zero_grad()
-            generator = generator_loss(gan, images)
-            generator.backward()
-            generator_steps.step()
-        print(f"epoch {epoch + 1:2}  discriminator {discriminator.item():.3f}  generator {generator.item():.3f}")
+        generator_steps.zero_grad()
+        generator = generator_loss(gan, images)
+        generator.backward()
+        generator_steps.step()
+        report(replicas.world.rank, number, replicas.mean(discriminator), replicas.mean(generator))
+    replicas.close()
+
+
+def planned(gan: GAN, epochs: int, batch_size: int, plan: str) -> None:
+    """Any plan: two objectives over one model, each captured, split and stepped on its own."""
+    losses = {"discriminator": discriminator_loss, "generator": generator_loss}
+    optimizers = {"discriminator": discriminator_optimizer, "generator": generator_optimizer}
+    images = data("train")
+    with polylane.parallelize(gan, losses, optimizers, example=torch.stack(images[:batch_size]), plan=plan) as job:
+        for number, batch in enumerate(job.batches(images, batch_size, epochs), start=1):
+            discriminator = job.step(batch, "discriminator")
+            generator = job.step(batch, "generator")
+            report(job.world.rank, number, discriminator.loss, generator.loss)
+
+
+def report(rank: int, number: int, discriminator: float, generator: float) -> None:
+    if rank == 0 and number % 50 == 0:
+        print(f"step {number:4}  discriminator {discriminator:.3f}  generator {generator:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", help="a plan, as in data=2,pipeline=2; default: replicas in a loop of our own")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=64)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    if options.plan is None:
+        own_loop(model(), options.epochs, options.batch_size)
+    else:
+        planned(model(), options.epochs, options.batch_size, options.plan)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+"""The ways of training that are compared: a plain loop, torch's own parallelism, and polylane's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from benchmarks.harness import Contender
+from polylane.runtime.job import Job
+from polylane.runtime.prepare import objectives_of, prepare
+from polylane.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model with one batch, the same for every contender.
+
+    ``halves`` cuts a copy of the model in two by hand, as torch.distributed.pipelining needs it.
+    """
+
+    name: str
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    output_loss: Callable[[Tensor, Tensor], Tensor]
+    batch: tuple[Tensor, Tensor]
+    halves: Callable[[nn.Module], tuple[nn.Module, nn.Module]]
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """The same fused AdamW for everyone: the default one takes nine times as long on CPU."""
+    return torch.optim.AdamW([p for _, p in parameters], lr=1e-3, weight_decay=0.1, fused=True)
+
+
+def plain(task: Task, threads: int) -> Contender:
+    """One process, an ordinary loop."""
+
+    def setup(rank: int) -> Callable[[], None]:
+        model = copy.deepcopy(task.model)
+        steps = optimizer(model.named_parameters())
+
+        def step() -> None:
+            steps.zero_grad()
+            task.loss(model, task.batch).backward()
+            steps.step()
+
+        return step
+
+    return Contender(f"plain loop, {threads} thread{'s' * (threads > 1)}", 1, setup, threads)
+
+
+def ddp(task: Task) -> Contender:
+    """torch's DistributedDataParallel on two workers."""
+
+    def setup(rank: int) -> Callable[[], None]:
+        model = copy.deepcopy(task.model)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        steps = optimizer(model.named_parameters())
+        half = len(task.batch[0]) // 2
+        own = tuple(leaf[rank * half : (rank + 1) * half] for leaf in task.batch)
+
+        def step() -> None:
+            steps.zero_grad()
+            task.loss(wrapped, own).backward()
+            steps.step()
+
+        return step
+
+    return Contender("torch DistributedDataParallel", 2, setup)
+
+
+def pipelining(task: Task, kind: type[ScheduleGPipe] | type[Schedule1F1B], microbatches: int) -> Contender:
+    """torch.distributed.pipelining on two workers, cut by hand in the middle."""
+
+    def setup(rank: int) -> Callable[[], None]:
+        module = task.halves(copy.deepcopy(task.model))[rank]
+        stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+        schedule = kind(stage, microbatches, loss_fn=task.output_loss)
+        steps = optimizer(module.named_parameters())
+        inputs, targets = task.batch
+
+        def step() -> None:
+            steps.zero_grad()
+            if rank == 0:
+                schedule.step(inputs)
+            else:
+                schedule.step(target=targets, losses=[])
+            steps.step()
+
+        return step
+
+    return Contender(f"torch {kind.__name__}, m={microbatches}", 2, setup)
+
+
+def polylane(task: Task, plan: str, workers: int) -> Contender:
+    """This library, by a plan."""
+    model = copy.deepcopy(task.model)
+    prepared = prepare(model, objectives_of(task.loss, optimizer, None), task.batch, plan)
+
+    def setup(rank: int) -> Callable[[], Any]:
+        job = Job(prepared, World.join(), example=task.batch)
+
+        def step() -> None:
+            job.step(task.batch)
+
+        return step
+
+    return Contender(f"polylane {plan}", workers, setup)
+
+
+def gpt() -> Task:
+    """The 6-layer GPT of examples/gpt.py: hidden 256, 8 heads, sequence 128, batch 16."""
+    from polylane.recipe import load
+
+    recipe = load("examples/gpt.py", {"layers": "6", "hidden": "256", "heads": "8", "vocab": "512", "dropout": "0.0"})
+    torch.manual_seed(0)
+    model = recipe.model()
+    batch = torch.utils.data.default_collate([recipe.data("train")[i] for i in range(16)])
+
+    class First(nn.Module):
+        def __init__(self, whole: Any) -> None:
+            super().__init__()
+            self.token, self.position, self.blocks = whole.token, whole.position, whole.blocks[:3]
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def halves(whole: Any) -> tuple[nn.Module, nn.Module]:
+        return First(whole), nn.Sequential(*whole.blocks[3:], whole.norm, whole.head)
+
+    def output_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return Task("GPT, 6 layers, hidden 256, sequence 128, batch 16", model, recipe.loss, output_loss, batch, halves)
+
+
+def mlp() -> Task:
+    """Ten layers of 1024, batch 128: bound by communication."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(10) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    batch = (torch.randn(128, 1024), torch.randn(128, 1024))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    return Task("MLP, 10 layers of 1024, batch 128", model, loss, F.mse_loss, batch, lambda m: (m[:10], m[10:]))

@@ -1,0 +1,144 @@
+"""Contenders that take turns on the same machine: each in processes of its own, which sleep while another one runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from polylane.runtime.launch import die_with
+
+# What one worker of a contender does: given its rank, it sets itself up and returns the function that runs one step.
+Setup = Callable[[int], Callable[[], Any]]
+
+
+@dataclass
+class Contender:
+    """One way of training the same model.
+
+    Attributes:
+        name: as it stands in the table.
+        workers: processes it takes.
+        setup: see :data:`Setup`; runs in each of them, inside a gloo process group when there are several.
+        threads: intra-op threads of each.
+    """
+
+    name: str
+    workers: int
+    setup: Setup
+    threads: int = 1
+    pipes: list[Connection] = field(default_factory=list)
+    processes: list[Any] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    extra: list[Any] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.seconds)
+
+
+def _serve(contender: Contender, rank: int, port: int, pipe: Connection, parent: int) -> None:
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(contender.threads)
+    if contender.workers > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(contender.workers),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(contender.workers),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        torch.distributed.init_process_group("gloo")
+    step = contender.setup(rank)
+    pipe.send("ready")
+    while (count := pipe.recv()) is not None:
+        if contender.workers > 1:
+            torch.distributed.barrier()
+        start = time.perf_counter()
+        result = None
+        for _ in range(count):
+            result = step()
+        pipe.send(((time.perf_counter() - start) / count, result))
+    os._exit(0)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(contenders: Sequence[Contender]) -> Iterator[None]:
+    """Start every contender's processes; end them afterwards."""
+    context = multiprocessing.get_context("fork")
+    try:
+        for contender in contenders:
+            port = _free_port()
+            for rank in range(contender.workers):
+                mine, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(contender, rank, port, theirs, os.getpid()))
+                process.start()
+                theirs.close()
+                contender.pipes.append(mine)
+                contender.processes.append(process)
+            for pipe in contender.pipes:
+                pipe.recv()
+        yield
+    finally:
+        for contender in contenders:
+            for pipe, process in zip(contender.pipes, contender.processes, strict=True):
+                try:
+                    pipe.send(None)
+                except OSError:
+                    process.kill()
+                process.join()
+
+
+def turn(contender: Contender, steps: int) -> float:
+    """Let one contender run some steps: seconds a step, of its slowest worker."""
+    for pipe in contender.pipes:
+        pipe.send(steps)
+    answers = [pipe.recv() for pipe in contender.pipes]
+    contender.extra.append(answers[0][1])
+    return max(seconds for seconds, _ in answers)
+
+
+def race(contenders: Sequence[Contender], rounds: int, steps: int, warm_up: int = 2) -> None:
+    """Rounds in which every contender has its turn, in an order that turns round with the rounds."""
+    with running(contenders):
+        for contender in contenders:
+            turn(contender, warm_up)
+        for number in range(rounds):
+            shift = number % len(contenders)
+            for contender in [*contenders[shift:], *contenders[:shift]]:
+                contender.seconds.append(turn(contender, steps))
+
+
+def table(contenders: Sequence[Contender], base: str) -> str:
+    """Median step, its spread, and the speed-up over ``base`` (median of the rounds' ratios)."""
+    reference = next(c for c in contenders if c.name == base)
+    lines = [f"| {'':34} | step, ms | spread | speed-up |", f"|{'-' * 36}|---------:|-------:|---------:|"]
+    for c in contenders:
+        ratios = [r / s for r, s in zip(reference.seconds, c.seconds, strict=True)]
+        low, high = min(c.seconds), max(c.seconds)
+        spread = (high - low) / 2 / c.median
+        lines.append(
+            f"| {c.name:34} | {c.median * 1e3:8.1f} | {spread:5.0%} | {statistics.median(ratios):7.2f}x |"
+        )
+    return "\n".join(lines)
