@@ -15,6 +15,7 @@ from polylane.graph.batch import bounds, cloned, flatten, promoted, sample_count
 from polylane.graph.export import Whole, snapshot
 from polylane.graph.graph import Code, Graph, Node
 from polylane.graph.part import Part
+from polylane.graph.precision import Promoted
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.job import Job
@@ -117,8 +118,21 @@ def verify(
     if not batches:
         raise PolylaneError("there is no batch to verify with")
     model, objective = copy.deepcopy(model).double(), _in_float64(objective)
-    batches = [_double(batch) for batch in batches]
-    prepared = prepare(model, {objective.name: objective}, batches[0], plan, in_float64=True)
+    example = in_float64(batches[0])
+    prepared = prepare(model, {objective.name: objective}, example, plan, in_float64=True)
+    return prove(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
+
+
+def prove(
+    prepared: Prepared,
+    batches: Sequence[Any],
+    *,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+) -> Verdict:
+    """As :func:`verify`, for a training that is prepared already, in float64; its model is left as it was."""
+    model, batches = prepared.model, [in_float64(batch) for batch in batches]
 
     def work(context: Any) -> tuple[Record, dict[str, str]]:
         job = Job(prepared, World.join(), example=batches[0], clip_norm=clip_norm, seed=seed)
@@ -130,7 +144,7 @@ def verify(
     # Workers are forked: what they do to the model stays with them, and the reference starts from the same weights.
     results = fork(work, prepared.plan.workers)
     restore = snapshot(model)
-    reference, eager = reference_run(prepared, [_double(batch) for batch in batches], clip_norm, seed)
+    reference, eager = reference_run(prepared, [in_float64(batch) for batch in batches], clip_norm, seed)
     restore()
     verdict = _compare(reference, [record for record, _ in results], prepared, tolerance)
     equal = _same_bits([held for _, held in results])
@@ -155,7 +169,8 @@ def _in_float64(objective: Objective) -> Objective:
     return replace(objective, loss=copy.deepcopy(objective.loss).double())
 
 
-def _double(batch: Any) -> Any:
+def in_float64(batch: Any) -> Any:
+    """A copy of a batch with its floating-point numbers in float64."""
     leaves, rebuild = flatten(batch)
     return rebuild(cloned(promoted(leaves, torch.float64)))
 
@@ -173,8 +188,8 @@ def reference_run(prepared: Prepared, batches: Sequence[Any], clip_norm: float |
     """One worker in a plain loop over the plan's microbatches, without any of the runtime's code. Trains the model itself.
 
     Returns:
-        What it gave, and whether the model itself was run: that is so unless it draws random numbers, which the graph draws
-        by key, or casts to a lower type inside, which the graph promotes.
+        What it gave, and whether the model itself was run: that is so unless it draws random numbers, which only the graph
+        draws by key.
     """
     objective, graph, model = next(iter(prepared.objectives.values())), prepared.main.graph, prepared.model
     named = named_parameters(model, [objective.loss])
@@ -202,28 +217,20 @@ Run = Callable[[Sequence[Any], Part], tuple[Tensor, ...]]
 
 
 def _reference_loss(model: nn.Module, objective: Objective, graph: Graph, example: Any) -> tuple[Run, bool]:
-    """How the reference computes a loss: by the model itself wherever that is possible."""
-    leaves, rebuild = flatten(example)
+    """How the reference computes a loss: by the model itself, unless it draws random numbers, which only the graph keys."""
+    _, rebuild = flatten(example)
     whole = Whole(model, objective.loss, rebuild)
     tensors = Tensors(model, [objective.loss], torch.device("cpu"))
 
     def by_graph(leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
         return run_whole(graph.code, tensors, leaves, part)[0]
 
-    if graph.opaque:
-        return lambda leaves, part: whole(*leaves), True
-    if graph.code.random:
-        return by_graph, False
-    few = take(leaves, 0, min(sample_count(leaves), 4))
-    restore = snapshot(whole)
-    with torch.no_grad():
-        eager = whole(*cloned(few))
-        restore()
-        captured = by_graph(cloned(few), Part(sample_count(few), batch=sample_count(few)))
-        restore()
-    if all(torch.allclose(a, b, rtol=1e-12, atol=0.0) for a, b in zip(eager, captured, strict=True)):
-        return lambda leaves, part: whole(*leaves), True
-    return by_graph, False
+    def by_model(leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
+        with Promoted():
+            result: tuple[Tensor, ...] = whole(*leaves)
+        return result
+
+    return (by_graph, False) if graph.code.random else (by_model, True)
 
 
 def run_whole(
@@ -342,15 +349,19 @@ def _first_difference(
         part = Part(stop - start, start, samples, microbatch, 0, seed)
         with torch.no_grad():
             _, seen = run_whole(graph.code, tensors, take(leaves, start, stop), part)
-        for node in graph.nodes:
+        for node in (n for n in graph.nodes if not n.free):  # what sizes alone decide may count a replica's own samples
             parts = [t for t in traces if (microbatch, node.name) in t.values]
             if node.name in seen and parts and not _makes_up(node, seen[node.name], parts, microbatch, tolerance):
                 return _told(node, f"microbatch {microbatch}")
-    for deviation in deviations:
-        if deviation.gradient is not None and not deviation.gradient <= tolerance:
-            node = next((n for n in graph.nodes if deviation.name in n.parameters), None)
-            if node is not None:
-                return f"every forward value agrees; the first gradient that differs is that of {deviation.name}, in {_told(node, '')}"
+    wrong = {d.name for d in deviations if d.gradient is not None and not d.gradient <= tolerance}
+    # A backward pass goes from the loss to the inputs: what goes wrong on its way stays wrong in all that comes after.
+    for node in reversed(graph.nodes):
+        for name in node.parameters:
+            if name in wrong:
+                return (
+                    "every forward value agrees; the first gradient that differs, from the loss backwards, is that of "
+                    f"{name}, in {_told(node, '')}"
+                )
     return "every forward value and gradient of the first step agrees: what differs is an update"
 
 

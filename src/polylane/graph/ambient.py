@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polylane.graph import random as keyed
+from polylane.graph import random_operators as keyed
 from polylane.graph.part import Part
+from polylane.graph.random import salt_of
 from polylane.graph.statistics import batch_norm
 
 _Filler = Callable[[Part, int, int | None, Tensor, Sequence[Any], dict[str, Any]], Tensor]
@@ -29,9 +29,10 @@ def _shape_dim(part: Part, shape: Sequence[int]) -> int | None:
     return 0 if len(shape) and part.samples and shape[0] and shape[0] % part.samples == 0 else None
 
 
-def _bernoulli(part: Part, salt: int, dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    p = args[0] if args else kwargs.get("p", 0.5)
-    return keyed.bernoulli(part, salt, dim, p if isinstance(p, Tensor) else x, None if isinstance(p, Tensor) else p)
+def _bernoulli(
+    part: Part, salt: int, dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Tensor:
+    return keyed.bernoulli(part, salt, dim, x, args[0] if args else kwargs.get("p", 0.5))
 
 
 def _uniform(part: Part, salt: int, dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -45,7 +46,9 @@ def _normal(part: Part, salt: int, dim: int | None, x: Tensor, args: Sequence[An
     return keyed.normal_like(part, salt, dim, x, mean, std)
 
 
-def _exponential(part: Part, salt: int, dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _exponential(
+    part: Part, salt: int, dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Tensor:
     return keyed.exponential(part, salt, dim, x, args[0] if args else kwargs.get("lambd", 1.0))
 
 
@@ -68,11 +71,11 @@ _FRESH = (
 )
 
 
-class _Keyed(TorchDispatchMode):
+class _Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random operators of whatever runs here draw by key; the n-th of a pass has the n-th salt."""
 
     def __init__(self, part: Part, name: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._part, self._name, self._calls = part, name, itertools.count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,13 +88,15 @@ class _Keyed(TorchDispatchMode):
             )
             return target.copy_(numbers)
         if op in _FRESH:
-            shape = args[0].shape if isinstance(args[0], Tensor) else next(a for a in args if isinstance(a, (list, tuple)))
+            shape = (
+                args[0].shape if isinstance(args[0], Tensor) else next(a for a in args if isinstance(a, (list, tuple)))
+            )
             kwargs = {key: value for key, value in _no_generator(kwargs).items() if value is not None}
             return keyed.KEYED[op](self._part, self._salt(), _shape_dim(self._part, shape), *args, **kwargs)
         return func(*args, **kwargs)
 
     def _salt(self) -> int:
-        return keyed.salt_of(f"{self._name}:{next(self._calls)}")
+        return salt_of(f"{self._name}:{next(self._calls)}")
 
 
 def _no_generator(kwargs: dict[str, Any]) -> dict[str, Any]:

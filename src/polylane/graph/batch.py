@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
 
 def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     if isinstance(value, Mapping):
-        keys, kind = list(value), type(value)
+        keys, kind = list(value), cast(Any, type(value))
         return list(value.values()), lambda parts: kind(dict(zip(keys, parts, strict=True)))
     if isinstance(value, tuple):
         named = type(value) if hasattr(value, "_fields") else None
@@ -68,7 +69,9 @@ def sample_count(leaves: Sequence[Any]) -> int:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
-    raise PolylaneError("the batch holds no tensor with a batch dimension: give samples along dimension 0 of its tensors")
+    raise PolylaneError(
+        "the batch holds no tensor with a batch dimension: give samples along dimension 0 of its tensors"
+    )
 
 
 def is_sampled(leaf: Any, samples: int) -> bool:
@@ -94,7 +97,7 @@ def bounds(total: int, parts: int) -> list[tuple[int, int]]:
     """
     size, extra = divmod(total, parts)
     ends = [part * size + min(part, extra) for part in range(parts + 1)]
-    return list(zip(ends[:-1], ends[1:], strict=True))
+    return list(itertools.pairwise(ends))
 
 
 def take(leaves: Sequence[Any], start: int, stop: int) -> list[Any]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from polylane.graph.batch import is_sampled, sample_count
+from polylane.graph.batch import is_sampled, promoted, sample_count
 from polylane.graph.export import Whole, snapshot
 from polylane.graph.part import Part
+from polylane.graph.precision import Promoted, cast
+
+# Two orders of summation differ by rounding; in float64, by less than this.
+ROUNDING = 1e-9
+
+Tables = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -23,61 +30,128 @@ class Difference:
     buffer: str | None = None
 
 
-def run_code(code: Callable[..., Any], graph: fx.Graph, whole: Whole, constants: dict[str, Tensor], leaves: Sequence[Any], part: Part) -> Any:
-    """Run captured code on a model's own parameters and buffers."""
-    parameters = dict(whole.model.named_parameters(remove_duplicate=False))
-    buffers = dict(whole.model.named_buffers(remove_duplicate=False))
-    if isinstance(whole._call, nn.Module):
-        parameters |= {f"loss.{name}": p for name, p in whole._call.named_parameters()}
-        buffers |= {f"loss.{name}": b for name, b in whole._call.named_buffers()}
-    tables: dict[str, Any] = {"parameter": parameters, "buffer": buffers, "constant": constants, "input": leaves, "part": [part]}
-    roles = [node.meta["role"] for node in graph.nodes if node.op == "placeholder"]
-    return code(*[tables[kind][key] for kind, key in roles])
+def tables(whole: Whole, constants: Mapping[str, Tensor], leaves: Sequence[Any]) -> Tables:
+    """What the placeholders of a graph stand for, by role: a model's own parameters and buffers, and a batch."""
+    return {
+        "parameter": dict(whole.named_tensors("parameters")),
+        "buffer": dict(whole.named_tensors("buffers")),
+        "constant": constants,
+        "input": leaves,
+    }
+
+
+def bound(node: fx.Node, table: Tables, part: Part) -> Any:
+    """The value of a placeholder."""
+    kind, key = node.meta["role"]
+    return part if kind == "part" else table[kind][key]
+
+
+def run_code(code: Callable[..., Any], graph: fx.Graph, table: Tables, part: Part) -> Any:
+    """Run captured code on the values of ``table``."""
+    return code(*[bound(node, table, part) for node in graph.nodes if node.op == "placeholder"])
 
 
 def other_batch(leaves: Sequence[Any]) -> list[Any]:
     """A different batch of another size: the samples turned by one, the last one left out where three or more are."""
     samples = sample_count(leaves)
-    keep = samples - 1 if samples > 2 else samples
-    return [leaf.roll(1, 0)[:keep] if is_sampled(leaf, samples) else leaf for leaf in leaves]
+    return resized(leaves, samples - 1 if samples > 2 else samples, turn=1)
 
 
-def first_difference(whole: Whole, graph: fx.Graph, constants: dict[str, Tensor], leaves: Sequence[Any]) -> Difference | None:
-    """Two consecutive steps of the model itself and of its captured code; the first thing that is not the same, or None."""
+def resized(leaves: Sequence[Any], count: int, turn: int = 0) -> list[Any]:
+    """A batch of ``count`` samples, those of ``leaves`` from ``turn`` samples before its first on, over and over."""
+    samples = sample_count(leaves)
+    return [
+        leaf[(torch.arange(count, device=leaf.device) - turn) % samples] if is_sampled(leaf, samples) else leaf
+        for leaf in leaves
+    ]
+
+
+def first_difference(
+    whole: Whole, graph: fx.Graph, constants: dict[str, Tensor], leaves: Sequence[Any], sizes: Collection[int] = ()
+) -> Difference | None:
+    """Two consecutive steps of the model itself and of its captured code; the first thing that is not the same.
+
+    What differs, but in float64 only by rounding, counts as the same: a library that asks whether it is being exported
+    may choose another kernel. None where all is the same.
+
+    Args:
+        whole: the model and its loss, restored afterwards.
+        graph: its captured code; constants: what the code closes over.
+        leaves: an example batch.
+        sizes: further numbers of samples to try; those for which the model itself fails are passed over.
+    """
     code = fx.GraphModule(nn.Module(), graph)
-    restore = snapshot(whole)
-    batches = [list(leaves), other_batch(leaves)]
-
-    def captured(batch: Sequence[Any]) -> Any:
-        return run_code(code, graph, whole, constants, batch, Part(sample_count(batch), batch=sample_count(batch)))
-
-    try:
-        expected = _two_steps(whole, lambda batch: whole(*batch), batches)
-        restore()
-        got = _two_steps(whole, captured, batches)
-    finally:
-        restore()
-    for (difference, a), (_, b) in zip(expected, got, strict=True):
-        if not _same(a, b):
-            return difference
+    found = None
+    runs = [[list(leaves), other_batch(leaves)], *([resized(leaves, size)] for size in sizes)]
+    for batches in runs:
+        found = found or _differs(whole, code, graph, constants, batches, exact=True)
+        if found is not None:
+            break
+    if found is None or not _only_rounding(whole, code, graph, constants, runs):
+        return found
     return None
 
 
-def _two_steps(whole: Whole, run: Callable[[Sequence[Any]], Any], batches: Sequence[Sequence[Any]]) -> list[tuple[Difference, Any]]:
-    seen: list[tuple[Difference, Any]] = []
-    for batch in batches:
+def _only_rounding(whole: Whole, code: Any, graph: fx.Graph, constants: dict[str, Tensor], runs: Sequence[Any]) -> bool:
+    raised = {
+        name: value.double() if value.is_floating_point() and value.dtype != torch.float64 else value
+        for name, value in constants.items()
+    }
+    with ExitStack() as stack:
+        stack.enter_context(cast(whole, torch.float64))
+        stack.enter_context(Promoted())
+        try:
+            return all(
+                _differs(whole, code, graph, raised, [promoted(b, torch.float64) for b in batches], exact=False) is None
+                for batches in runs
+            )
+        except Exception:
+            return False
+
+
+def _differs(
+    whole: Whole, code: Any, graph: fx.Graph, constants: dict[str, Tensor], batches: Sequence[Any], exact: bool
+) -> Difference | None:
+    def captured(batch: Sequence[Any]) -> Any:
+        count = sample_count(batch)
+        return run_code(code, graph, tables(whole, constants, batch), Part(count, batch=count))
+
+    restore = snapshot(whole)
+    try:
+        expected = _steps(whole, lambda batch: whole(*batch), batches)
+        if not expected:  # the model itself fails on a batch of that size
+            return None
+        restore()
+        got = _steps(whole, captured, batches[: len({step for step, _, _ in expected})])
+    finally:
+        restore()
+    same = _same if exact else _close
+    found = next((d for (_, d, a), (_, _, b) in zip(expected, got, strict=False) if not same(a, b)), None)
+    return found or (Difference("the run") if len(got) < len(expected) else None)
+
+
+def _steps(
+    whole: Whole, run: Callable[[Sequence[Any]], Any], batches: Sequence[Sequence[Any]]
+) -> list[tuple[int, Difference, Any]]:
+    """Everything that steps on ``batches`` leave behind, up to the first that fails."""
+    seen: list[tuple[int, Difference, Any]] = []
+    for step, batch in enumerate(batches):
         whole.zero_grad(set_to_none=True)
-        result = run([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in batch])
-        seen += [(Difference("the loss"), value.detach().clone()) for value in result]
-        if result[0].requires_grad:
-            result[0].backward()
+        try:
+            result = run([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in batch])
+            values = [value.detach().clone() for value in result]
+            if result[0].requires_grad:
+                result[0].backward()
+        except Exception:
+            return seen
+        seen += [(step, Difference("the loss"), value) for value in values]
         for name, parameter in whole.named_parameters():
             plain = name.removeprefix("model.")
             grad = None if parameter.grad is None else parameter.grad.clone()
-            seen.append((Difference(f"the gradient of {plain}", parameter=plain), grad))
+            seen.append((step, Difference(f"the gradient of {plain}", parameter=plain), grad))
         for name, buffer in whole.named_buffers():
             plain = name.removeprefix("model.")
-            seen.append((Difference(f"the buffer {plain}", buffer=plain), buffer.detach().clone()))
+            seen.append((step, Difference(f"the buffer {plain}", buffer=plain), buffer.detach().clone()))
     return seen
 
 
@@ -87,5 +161,12 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
         other = a if b is None else b
         return other is None or not bool(other.any())
     if a.device.type == "cpu":
-        return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all() if a.shape == b.shape else False)
+        return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
     return torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)  # atomics on accelerators reorder sums
+
+
+def _close(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or not a.is_floating_point() or a.shape != b.shape:
+        return _same(a, b)
+    scale = float(a.abs().max()) if a.numel() else 0.0
+    return _same(a, b) or bool((a - b).abs().max() <= ROUNDING * (1 + scale))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,30 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.graph import work
 from polylane.graph.graph import Node
-from polylane.graph.opaque import LeafCall
+from polylane.graph.leaf import LeafCall
+from polylane.graph.precision import innermost
+from polylane.graph.rewrite import op_name
+from polylane.graph.sizes import Size, batch_dimension, grows
 from polylane.graph.source import is_users
-from polylane.graph.rewrite import InAutocast, Size, batch_dimension, op_name
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_NO_GRADIENT = ("aten.detach", "aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.new_", "aten.arange", "aten.rand")
+_NO_GRADIENT = (
+    "aten.detach",
+    "aten.zeros",
+    "aten.ones",
+    "aten.full",
+    "aten.empty",
+    "aten.new_",
+    "aten.arange",
+    "aten.rand",
+)
 
 
 def module_of(node: fx.Node) -> str:
     """The user's module path: "" for the model itself, "loss" for what the loss function does outside of it."""
-    stack = [path for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if not key.startswith("_empty")]
+    stack = [
+        path for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if not key.startswith("_empty")
+    ]
     path = stack[-1] if stack else ""
     if path == "model" or path.startswith("model."):
         return str(path.removeprefix("model").removeprefix("."))
@@ -32,11 +45,10 @@ def module_of(node: fx.Node) -> str:
 
 def source_of(node: fx.Node) -> str:
     """The innermost line of the user's that made a node, "file:line"."""
-    target = node.target
-    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+    target = innermost(node.target)
     if isinstance(target, LeafCall):
-        code = getattr(type(target.module).forward, "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+        return target.source
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
     own = [f"{file}:{line}" for file, line in frames if is_users(file)]
     return own[-1] if own else ""
 
@@ -49,40 +61,60 @@ def label_nodes(graph: fx.Graph) -> None:
             continue
         node.meta.setdefault("op", op_name(node))
         operation = node.meta["op"].removeprefix("aten.").split(".")[0]
-        module = node.target.path if isinstance(node.target, LeafCall) else module_of(node)
+        target = innermost(node.target)
+        module = target.path if isinstance(target, LeafCall) else module_of(node)
         node.meta["module"] = module
         base = f"{module}/{operation}" if module else operation
         counts[base] += 1
         node.meta["name"] = base if counts[base] == 1 else f"{base}#{counts[base]}"
 
 
-def gradients(graph: fx.Graph, trainable: set[str]) -> dict[fx.Node, bool]:
-    """Whether a gradient may flow back through a value: a superset of what autograd will find."""
-    flows: dict[fx.Node, bool] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            role = node.meta["role"]
-            flows[node] = role[0] == "parameter" and role[1] in trainable
-            continue
-        floating = any(t.is_floating_point() or t.is_complex() for t in work.tensors_of(node.meta.get("val")))
-        blocked = node.op == "call_function" and node.meta["op"].startswith(_NO_GRADIENT)
-        flows[node] = floating and not blocked and any(flows[n] for n in node.all_input_nodes)
-    return flows
+def gradients(graph: fx.Graph, trainable: set[str], together: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, bool]:
+    """Whether a gradient may flow back through a value: a superset of what autograd will find.
+
+    Nodes that write to the same memory (``together``) share what flows: a view that is written to changes its base.
+    """
+    group_of = {node: i for i, group in enumerate(together) for node in group}
+    flowing: set[int] = set()
+    while True:
+        flows: dict[fx.Node, bool] = {}
+        for node in graph.nodes:
+            flows[node] = _flows(node, flows, trainable, group_of.get(node, -1) in flowing)
+        found = {group_of[node] for node, flow in flows.items() if flow and node in group_of}
+        if found <= flowing:
+            return flows
+        flowing |= found
+
+
+def _flows(node: fx.Node, flows: dict[fx.Node, bool], trainable: set[str], written: bool) -> bool:
+    if node.op == "placeholder":
+        kind, key = node.meta["role"]
+        return kind == "parameter" and key in trainable
+    floating = any(t.is_floating_point() or t.is_complex() for t in work.tensors_of(node.meta.get("val")))
+    blocked = node.op == "call_function" and node.meta["op"].startswith(_NO_GRADIENT)
+    return floating and (written or (not blocked and any(flows[n] for n in node.all_input_nodes)))
 
 
 def free_nodes(graph: fx.Graph, written: set[fx.Node]) -> set[fx.Node]:
-    """Nodes computed from sizes, constants and buffers that nobody writes: cheap to compute anew wherever they are needed."""
+    """Nodes computed from sizes, constants and buffers that nobody writes: cheap to compute anew wherever needed."""
     free: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             role = node.meta["role"][0]
             if role in ("constant", "part") or (role == "buffer" and node not in written):
                 free.add(node)
-        elif node.op == "call_function" and node not in written:
-            own_python = not isinstance(node.target, (torch._ops.OpOverload, Size, InAutocast)) and node.target is not operator.getitem
-            if not own_python and all(n in free for n in node.all_input_nodes):
-                free.add(node)
+            continue
+        own = node.op == "call_function" and node not in written and _repeatable(innermost(node.target))
+        if own and all(n in free for n in node.all_input_nodes):
+            free.add(node)
     return free
+
+
+def _repeatable(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in target.tags
+    own = getattr(target, "__module__", "").startswith("polylane")
+    return isinstance(target, Size) or not own  # operator.getitem, torch.sym_not and their like
 
 
 def _crossable(val: Any) -> bool:
@@ -118,6 +150,7 @@ def describe(graph: fx.Graph, flows: dict[fx.Node, bool], free: set[fx.Node]) ->
                 requires_grad=flows[node],
                 free=node in free,
                 crossable=_crossable(val),
+                fixed=tuple(-1 if grows(s) else int(s) for s in val.shape) if isinstance(val, Tensor) else (),
             )
         )
     return tuple(nodes)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import copy
+import io
+import logging
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
-import torch.fx.experimental._config as symbolic_config
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.fx.experimental import _config
 
+from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
+from polylane.graph.leaf import Tracing
 from polylane.graph.opaque import functions_kept
 from polylane.graph.source import is_users
 from polylane.recipe import Mean
+
+# Filled in by torch's own config machinery, which no type checker sees.
+_SYMBOLIC: Any = _config
 
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -31,30 +38,76 @@ class Whole(nn.Module):
             self.loss = loss  # its buffers (class weights, say) are captured too
         self._call = loss
         self._rebuild = rebuild
-        self.samples: Any = None
+        self.tracing = Tracing()
         self.mean = True
 
     def forward(self, *leaves: Any) -> tuple[Tensor, ...]:
-        self.samples = sample_count(leaves)
+        self.tracing.samples = sample_count(leaves)
+        self.tracing.calls.clear()
         result = self._call(self.model, self._rebuild(leaves))
         if isinstance(result, Mean):
             self.mean = False
-            count = result.count if isinstance(result.count, Tensor) else torch.as_tensor(result.count)
-            return result.total, count.detach().to(result.total.dtype)
+            if isinstance(result.total, Tensor) and result.total.dim() == 0:
+                count = result.count if isinstance(result.count, Tensor) else torch.as_tensor(result.count)
+                return result.total, count.detach().to(result.total.dtype)
+            raise BadLoss("polylane.Mean(total, count) takes scalars: sum the losses of the elements that count")
         self.mean = True
         if not isinstance(result, Tensor) or result.dim() > 0:
-            form = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-            raise TypeError(f"loss(model, batch) must return a scalar tensor or polylane.Mean(total, count), not {form}")
+            shaped = isinstance(result, Tensor)
+            form = f"a tensor of shape {tuple(result.shape)}" if shaped else f"a {type(result).__name__}"
+            raise BadLoss(f"loss(model, batch) must return a scalar tensor or polylane.Mean(total, count), not {form}")
         return (result,)
 
+    @property
+    def loss_function(self) -> Any:
+        """What the user gave as the loss."""
+        return self._call.forward if isinstance(self._call, nn.Module) else self._call
 
-@dataclass(eq=False)
+    @property
+    def tied(self) -> dict[str, str]:
+        """Second and later names of a tensor -> its first."""
+        first: dict[int, str] = {}
+        tied = {}
+        for name, tensor in self.named_tensors("parameters") + self.named_tensors("buffers"):
+            if first.setdefault(id(tensor), name) != name:
+                tied[name] = first[id(tensor)]
+        return tied
+
+    def named_tensors(self, what: str) -> list[tuple[str, Tensor]]:
+        """All "parameters" or "buffers" by the user's own names; those of a loss that is a module begin with "loss"."""
+        every: Callable[..., Any] = getattr(self, f"named_{what}")
+        return [(name.removeprefix("model."), tensor) for name, tensor in every(remove_duplicate=False)]
+
+
+class BadLoss(PolylaneError):
+    """The loss returns something else than a loss."""
+
+
 class NotCaptured(Exception):
-    """Export failed: in which module, at which of the user's lines, and why."""
+    """Export failed: in which module, at which of the user's lines, and why.
 
-    path: str | None  # innermost module whose forward was running; None when none was
-    line: str
-    reason: str
+    Attributes:
+        path: the innermost module whose forward was running; None when none was.
+        line: "file:line", or "".
+        reason: one sentence.
+    """
+
+    def __init__(self, path: str | None, line: str, reason: str) -> None:
+        super().__init__(path, line, reason)
+        self.path, self.line, self.reason = path, line, reason
+
+    @classmethod
+    def of(cls, whole: Whole, error: BaseException) -> NotCaptured:
+        """Whose fault ``error`` is: the innermost module, and the innermost line of the user's, in its traceback."""
+        paths = {id(module): path for path, module in whole.model.named_modules()}
+        path, line = None, ""
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            module = frame.f_locals.get("self")
+            if frame.f_code.co_name == "forward" and id(module) in paths:
+                path = paths[id(module)]
+            if is_users(frame.f_code.co_filename):
+                line = f"{frame.f_code.co_filename}:{number}"
+        return cls(path, line, reason_of(error))
 
 
 def export(whole: Whole, leaves: Sequence[Any]) -> torch.export.ExportedProgram:
@@ -68,16 +121,25 @@ def export(whole: Whole, leaves: Sequence[Any]) -> torch.export.ExportedProgram:
     try:
         # Oblivious sizes: without it a graph would hold for two samples or more, and silently broadcast one.
         with (
-            symbolic_config.patch(backed_size_oblivious=True),
+            _SYMBOLIC.patch(backed_size_oblivious=True),
             functions_kept(),
             _caches_off(whole.model),
+            _lines_kept(),
+            _checkpoints_inlined(whole.tracing),
+            _quiet(),
             torch.enable_grad(),
         ):
             return torch.export.export(
-                whole, tuple(leaves), dynamic_shapes={"leaves": dynamic}, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+                whole,
+                tuple(leaves),
+                dynamic_shapes={"leaves": dynamic},
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
             )
+    except BadLoss:
+        raise
     except Exception as error:
-        raise _not_captured(whole, error) from error
+        raise NotCaptured.of(whole, error) from error
 
 
 @contextmanager
@@ -94,39 +156,110 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _not_captured(whole: Whole, error: BaseException) -> NotCaptured:
-    paths = {id(module): path for path, module in whole.model.named_modules()}
-    path, line = None, ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if frame.f_code.co_name == "forward" and id(module) in paths:
-            path = paths[id(module)]
-        file = frame.f_code.co_filename
-        if is_users(file):
-            line = f"{file}:{number}"
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return NotCaptured(path, line, f"{type(error).__name__}: {text[0]}")
+@contextmanager
+def _lines_kept() -> Iterator[None]:
+    """Let nodes remember every line of the user's in the loss: torch keeps those of functions named "forward" alone."""
+    tracer: Any = torch.fx.proxy.TracerBase
+    original = tracer._filter_traceback_frames
+
+    def of_the_user(_: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
+        frames = list(stack)
+        start = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
+        return traceback.StackSummary.from_list([frame for frame in frames[start + 1 :] if is_users(frame.filename)])
+
+    tracer._filter_traceback_frames = of_the_user
+    try:
+        yield
+    finally:
+        tracer._filter_traceback_frames = original
+
+
+@contextmanager
+def _checkpoints_inlined(tracing: Tracing) -> Iterator[None]:
+    """Let torch.utils.checkpoint be what it runs, gradients and all, and remember the lines that asked for it."""
+    own: Any = torch.utils.checkpoint
+    reentrant, other = own.CheckpointFunction, own._checkpoint_without_reentrant_generator
+
+    class Inlined:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            tracing.recomputed.add(_users_line())
+            return function(*args)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        tracing.recomputed.add(_users_line())
+        return other(*args, **kwargs)
+
+    own.CheckpointFunction, own._checkpoint_without_reentrant_generator = Inlined, noted
+    try:
+        yield
+    finally:
+        own.CheckpointFunction, own._checkpoint_without_reentrant_generator = reentrant, other
+
+
+def _users_line() -> str:
+    frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch.fx")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Export prints and logs its half-finished graph when it fails: here that is a normal event."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something failed, on one line."""
+    name = type(error).__name__
+    if name in ("GuardOnDataDependentSymNode", "UserError") and "data-dependent" in str(error):
+        return "which way it goes, or how much it computes, depends on the data"
+    text = str(error).strip().splitlines() or [""]
+    return f"{name}: {text[0]}" if text[0] else name
+
+
+def at(line: str) -> str:
+    """A source line as the end of a sentence."""
+    return f" ({line})" if line else ""
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
-    """Remember every parameter, buffer and gradient of ``model``, and torch's random state; the result restores them."""
-    parameters = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
-    buffers = [
-        (module, dict(module._buffers), {k: copy.copy(b) if b is None else b.detach().clone() for k, b in module._buffers.items()})
-        for module in model.modules()
-    ]
+    """Remember all that belongs to a model, and torch's random state; the result restores it.
+
+    Parameters, buffers, gradients, train flags, and every attribute of every module (not what attributes hold inside).
+    """
+    tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers())]
+    inner = ("_parameters", "_buffers", "_modules")
+    modules = [(m, dict(m.__dict__), [dict(m.__dict__[name]) for name in inner]) for m in model.modules()]
     random = torch.get_rng_state()
+    devices = {t.device for t, _, _ in tensors if t.device.type == "cuda"}
+    device_random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore() -> None:
+        for module, attributes, contents in modules:
+            for name, content in zip(inner, contents, strict=True):
+                attributes[name].clear()
+                attributes[name].update(content)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
         with torch.no_grad():
-            for parameter, value, grad in parameters:
-                parameter.copy_(value)
-                parameter.grad = grad
-            for module, objects, values in buffers:
-                for name, buffer in objects.items():
-                    if buffer is not None:
-                        buffer.copy_(values[name])
-                    module._buffers[name] = buffer
+            for tensor, value, grad in tensors:
+                tensor.data.copy_(value)
+                tensor.grad = grad
         torch.set_rng_state(random)
+        for device, state in device_random:
+            torch.cuda.set_rng_state(state, device)
 
     return restore

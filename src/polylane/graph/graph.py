@@ -34,6 +34,7 @@ class Node:
         requires_grad: whether a gradient may flow back through its value.
         free: computed from sizes and constants alone, so every stage that needs it computes it anew.
         crossable: whether its value may travel to another stage (its size does not depend on data).
+        fixed: ``shape`` with -1 for every size that follows the samples or the data.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Node:
     requires_grad: bool
     free: bool
     crossable: bool
+    fixed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,7 @@ class Graph:
         """What a plan is made for: operators, wiring and parameter shapes, not their values nor the batch size."""
         digest = hashlib.sha256()
         for node in self.nodes:
-            shape = tuple(-1 if i == node.batch_dim else size for i, size in enumerate(node.shape))
-            digest.update(repr((node.name, node.op, node.inputs, shape, node.parameters)).encode())
+            digest.update(repr((node.name, node.op, node.inputs, node.fixed, node.parameters)).encode())
         digest.update(repr([(name, info.shape) for name, info in self.parameters.items()]).encode())
         return digest.hexdigest()[:16]
 
@@ -112,8 +113,8 @@ class Code:
     """The executable side of a graph.
 
     ``fx`` is flat ATen; each placeholder's ``meta["role"]`` is one of ("parameter", name), ("buffer", name),
-    ("constant", name), ("input", leaf index), ("samples",), ("part",). Each other node's ``meta["node"]`` is the name
-    of its :class:`Node`; ``meta["shape"]`` gives its shape as a function of the number of samples.
+    ("constant", name), ("input", leaf index), ("part", 0). Each other node's ``meta["name"]`` is the name of its
+    :class:`Node`, and ``meta["val"]`` a tensor without data of its dtype and shape (in symbols of the samples).
     """
 
     fx: torch.fx.Graph

@@ -19,8 +19,8 @@ class Part:
         microbatch: which microbatch they belong to.
         step: which step, from 0.
         seed: of all random numbers.
-        weight: 1, or 0 for a stand-in: a replica without samples of its own computes on another's and counts for nothing,
-            so that every collective inside a forward or backward pass finds all its members.
+        weight: 1, or 0 for a stand-in: a replica without samples of its own computes on another's and counts for
+            nothing, so that every collective inside a forward or backward pass finds all its members.
         sum_replicas: sums a tensor over the replicas of this microbatch, in place; None when there is only one.
     """
 

@@ -168,7 +168,9 @@ def balanced(graph: Graph, stages: int, seconds: Sequence[float]) -> Partition:
 def _too_many(graph: Graph, stages: int, most: int) -> str:
     if graph.opaque:
         return f"pipeline={stages}: the model is opaque and cannot be cut ({graph.notes[-1]}); use data parallelism"
-    return f"pipeline={stages}: the graph can be cut into at most {most} stages; lower pipeline, or use data parallelism"
+    return (
+        f"pipeline={stages}: the graph can be cut into at most {most} stages; lower pipeline, or use data parallelism"
+    )
 
 
 def _slowest(work: NDArray[np.float64], stages: int) -> float:
@@ -227,15 +229,21 @@ def aligned(reference: Partition, graph: Graph) -> Partition:
     return Partition(graph, _agreeing_cuts(graph, guesses, weights, reference.stages))
 
 
-def _agreeing_cuts(graph: Graph, guesses: Sequence[int | None], weights: Sequence[float], stages: int) -> tuple[int, ...]:
+def _agreeing_cuts(
+    graph: Graph, guesses: Sequence[int | None], weights: Sequence[float], stages: int
+) -> tuple[int, ...]:
     allowed = cut_positions(graph)
     if len(allowed) < stages - 1:
         raise PolylaneError(_too_many(graph, stages, len(allowed) + 1))
     cuts: list[int] = []
     for stage in range(1, stages):
         # Disagreement of a cut at p: nodes before it that belong later, and nodes after it that belong earlier.
-        late = np.cumsum([0.0] + [w if g is not None and g >= stage else 0.0 for g, w in zip(guesses, weights, strict=True)])
-        early = np.cumsum([0.0] + [w if g is not None and g < stage else 0.0 for g, w in zip(guesses, weights, strict=True)])
+        late = np.cumsum(
+            [0.0] + [w if g is not None and g >= stage else 0.0 for g, w in zip(guesses, weights, strict=True)]
+        )
+        early = np.cumsum(
+            [0.0] + [w if g is not None and g < stage else 0.0 for g, w in zip(guesses, weights, strict=True)]
+        )
         low = cuts[-1] if cuts else 0
         room = [p for p in allowed if p > low][: len([p for p in allowed if p > low]) - (stages - 1 - stage)]
         cuts.append(min(room, key=lambda p: late[p] + early[-1] - early[p]))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parent.parent) + "/", "<", "torch/")
+# Whole folders, with their last slash: a user's own checkout may well be called polylane, or torch.
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/", "<")
 
 
 def is_users(file: str) -> bool:

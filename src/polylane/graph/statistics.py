@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from polylane.errors import PolylaneError
 from polylane.graph.part import Part
 
 
@@ -43,7 +44,12 @@ class _Shared(torch.autograd.Function):
         ctx.part, ctx.dims, ctx.shape, ctx.total, ctx.has_bias = part, dims, shape, total, bias is not None
         out = normal if weight is None else normal * weight.view(shape)
         ctx.mark_non_differentiable(mean, variance, total)
-        return (out.clone() if out is normal else out) if bias is None else out + bias.view(shape), mean, variance, total
+        return (
+            (out.clone() if out is normal else out) if bias is None else out + bias.view(shape),
+            mean,
+            variance,
+            total,
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -78,13 +84,11 @@ def batch_norm(
 ) -> Tensor:
     """aten.batch_norm in training, over all replicas' samples of the microbatch."""
     if part.sum_replicas is None:
-        return torch.batch_norm(
-            x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-        )
+        _require_values(part, x.numel() // max(x.shape[1], 1))
+        return torch.batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
     out, mean, variance, total = _Shared.apply(x, weight, bias, part, eps)  # type: ignore[no-untyped-call]
     if running_mean is not None and running_var is not None:
-        if float(total) < 2:
-            raise ValueError(f"Expected more than 1 value per channel when training, got {int(total)}")
+        _require_values(part, int(total))
         with torch.no_grad():
             running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
             unbiased = variance * (total / (total - 1))
@@ -92,10 +96,20 @@ def batch_norm(
     return out  # type: ignore[no-any-return]
 
 
+def _require_values(part: Part, count: int) -> None:
+    """One value has no variance: torch.nn refuses it in training, and so do we (the operator itself would give nan)."""
+    if count < 2:
+        raise PolylaneError(
+            f"BatchNorm has {count} value per channel in microbatch {part.microbatch} of a batch of {part.batch}: use "
+            "fewer microbatches, or leave out a last batch that is so short"
+        )
+
+
 def share_statistics(graph: fx.Graph, part: fx.Node) -> bool:
     """Let training batch normalizations see all replicas. Returns whether there was any."""
     found = False
     for node in graph.nodes:
+        found = found or getattr(getattr(node.target, "target", None), "normalizes", False)
         if node.op == "call_function" and str(node.target) == "aten.batch_norm.default" and node.args[5]:
             node.meta["op"] = str(node.target)
             node.target, node.args, found = batch_norm, (part, *node.args), True
@@ -104,5 +118,6 @@ def share_statistics(graph: fx.Graph, part: fx.Node) -> bool:
 
 def whole_batch_norm(xs: list[Tensor], *args: Any) -> list[Tensor]:
     """Batch normalization of parts side by side in one process, as replicas would see it."""
-    out = functional.batch_norm(torch.cat(xs), args[2], args[3], args[0], args[1], *args[4:6], args[6])
-    return list(out.split([len(x) for x in xs]))
+    weight, bias, mean, variance, training, momentum, eps = args[:7]
+    out = functional.batch_norm(torch.cat(xs), mean, variance, weight, bias, training, momentum, eps)
+    return list(torch.split(out, [len(x) for x in xs]))

@@ -76,16 +76,21 @@ def _normalisation(node: fx.Node, inputs: Sequence[tuple[int, ...]], out: int) -
 
 
 _SHAPE_ONLY = frozenset(
-    "view reshape permute transpose t flatten unflatten squeeze unsqueeze expand split chunk slice select narrow detach "
-    "contiguous alias unbind movedim view_as expand_as to size arange zeros ones full empty".split()
-) | {"size", "getitem"}
+    (
+        *("view", "reshape", "permute", "transpose", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "movedim"),
+        *("expand", "expand_as", "view_as", "split", "chunk", "unbind", "slice", "select", "narrow", "getitem", "size"),
+        *("detach", "contiguous", "alias", "to", "arange", "zeros", "ones", "full", "empty"),
+    )
+)
 _RULES: dict[str, Any] = {
     **dict.fromkeys(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm"), _matmul),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed),
     **dict.fromkeys(("scaled_dot_product_attention", "attention"), _attention),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
-    **dict.fromkeys(("layer_norm", "batch_norm", "group_norm", "rms_norm", "softmax", "cross_entropy_loss", "gelu"), _normalisation),
+    **dict.fromkeys(
+        ("layer_norm", "batch_norm", "group_norm", "rms_norm", "softmax", "cross_entropy_loss", "gelu"), _normalisation
+    ),
 }
 
-DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+DTYPE_NAMES = {kind: str(kind).removeprefix("torch.") for kind in vars(torch).values() if isinstance(kind, torch.dtype)}

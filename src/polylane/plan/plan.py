@@ -36,7 +36,7 @@ class Stage(_Strict):
 
     nodes: tuple[str, str]
     devices: tuple[int, ...]
-    mesh: dict[Literal["data"], int] = {"data": 1}
+    mesh: dict[Literal["data"], pydantic.PositiveInt] = {"data": 1}
 
 
 class Sync(_Strict):
@@ -81,8 +81,9 @@ class Plan(_Strict):
 
     @property
     def spec(self) -> str:
-        """The plan in one line."""
-        return f"data={self.data},pipeline={self.pipeline},schedule={self.schedule},microbatches={self.microbatches}"
+        """The plan in one line; the stages' bounds are left out."""
+        line = f"data={self.data},pipeline={self.pipeline},schedule={self.schedule},microbatches={self.microbatches}"
+        return line if self.precision == "float32" else f"{line},precision={self.precision}"
 
 
 def fingerprint(graph: Graph) -> Fingerprint:

@@ -22,7 +22,7 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.program.check import channels
 from polylane.program.program import Program
-from polylane.runtime import data, optimizer, weights
+from polylane.runtime import clock, data, optimizer, weights
 from polylane.runtime.division import Batch
 from polylane.runtime.lane import Tensors, bind, programs_of
 from polylane.runtime.prepare import (
@@ -170,6 +170,7 @@ class Job:
             for name, partition in prepared.partitions.items()
         }
         self._transport, self._statistics = self._connect(connect)
+        self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
         self._hold(same_weights)
         self._evaluations: dict[Any, _Lane] = {}
         self._trainers = {name: self._trainer(name, clip_norm) for name in prepared.objectives}
@@ -294,8 +295,8 @@ class Job:
             place = {action: begin + i for i, action in enumerate(lane.programs[self.world.rank].actions)}
             numbers: list[float] = [0.0] * spans
             for span in state.spans:
-                numbers[2 * place[span.action]] = span.start
-                numbers[2 * place[span.action] + 1] = span.end
+                numbers[2 * place[span.action]] = span.start - self._ahead
+                numbers[2 * place[span.action] + 1] = span.end - self._ahead
             vector[2:] = torch.tensor(numbers, dtype=torch.float64)
         wire = vector.to(self.world.device)
         pending = self._transport.all_reduce(wire, range(self.world.size)) if self.world.size > 1 else None

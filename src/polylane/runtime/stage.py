@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from polylane.graph.graph import Node
 from polylane.graph.part import Part
 from polylane.graph.partition import Partition
-from polylane.graph.rewrite import size_function
+from polylane.graph.sizes import size_function
 
 _NUMBERS = itertools.count()
 

@@ -1,0 +1,60 @@
+"""python -m benchmarks.utilization: the 2-stage GPT pipeline's measured utilization against theory for its stage times."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+
+from benchmarks import contenders
+from polylane.cost.simulate import play
+from polylane.observe.timeline import Span, Timeline
+from polylane.runtime.job import Job
+from polylane.runtime.launch import fork
+from polylane.runtime.prepare import objectives_of, prepare
+from polylane.runtime.world import World
+from polylane.schedule.action import Kind
+from polylane.schedule.synchronous import schedule_lanes
+
+
+def passes(timeline: Timeline) -> Timeline:
+    """Only the forward and backward passes: what theory draws."""
+    kept = [span for span in timeline.spans if span.action.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    return Timeline(tuple(kept), timeline.ranks).from_zero()
+
+
+def stage_seconds(timelines: list[Timeline], kind: Kind, stage: int) -> float:
+    """Mean duration of a stage's passes of one kind, over all steps."""
+    spans: list[Span] = [s for t in timelines for s in t.spans if s.action.kind is kind and s.action.stage == stage]
+    return statistics.fmean(span.end - span.start for span in spans)
+
+
+def main() -> None:
+    """Measure, play the same schedule with the measured stage times, and print both."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.utilization", description=__doc__)
+    parser.add_argument("--steps", type=int, default=12)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    task = contenders.gpt()
+    print("| schedule, m | measured | theory for its stage times | difference |\n|---|---|---|---|")
+    for schedule in ("afab", "1f1b"):
+        for m in (2, 4, 8):
+            plan = f"pipeline=2,schedule={schedule},microbatches={m}"
+            prepared = prepare(task.model, objectives_of(task.loss, contenders.optimizer, None), task.batch, plan)
+
+            def work(_: Any, prepared: Any = prepared) -> list[Timeline]:
+                job = Job(prepared, World.join(), example=task.batch)
+                return [passes(job.step(task.batch).timeline) for _ in range(options.steps)][2:]
+
+            timelines = fork(work, 2)[0]
+            forward = [stage_seconds(timelines, Kind.FORWARD, s) for s in range(2)]
+            backward = [stage_seconds(timelines, Kind.BACKWARD, s) for s in range(2)]
+            theory = play(schedule_lanes(schedule, 2, m), forward, backward).utilization()
+            measured = statistics.median(t.utilization() for t in timelines)
+            print(f"| {schedule}, {m} | {measured:.1%} | {theory:.1%} | {measured / theory - 1:+.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""The command line, thin: parse, call, print."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from polylane import __version__
+from polylane.errors import PolylaneError, WorkerFailed
+
+# Only the standard library, typer and what imports no torch stands above: `polylane --help` must not wait for it. Each
+# command imports its own module.
+
+# What click raises where the command line itself is wrong; typer brings its own copy of click, or none.
+_CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+class _Sentences(TyperGroup):
+    """A group of commands in which every error is one sentence and an exit code, never a traceback.
+
+    2: what the user gave is wrong. 1: a worker failed, or a proof did. 130: Ctrl-C. Mistakes of our own keep theirs.
+    """
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Run one command line and exit."""
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except _CommandLineError as error:
+            code = _say(error.format_message(), 2)  # type: ignore[attr-defined]
+        except PolylaneError as error:
+            code = _say(str(error), 2)
+        except WorkerFailed as error:
+            code = _say(str(error), 1)
+        except (typer.Abort, KeyboardInterrupt):
+            code = INTERRUPTED
+        if code == INTERRUPTED:
+            _say("interrupted; what was written so far is kept", INTERRUPTED)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _say(message: str, code: int) -> int:
+    """The message on stderr; under torchrun, where all workers have the same to say, once a host."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"polylane: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+app = typer.Typer(
+    cls=_Sentences,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console entry point.
+
+    Args:
+        arguments: the command line without the program's name; default: this process's own.
+    """
+    app(args=None if arguments is None else list(arguments), prog_name="polylane")
+
+
+@app.callback(invoke_without_command=True)
+def _polylane(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Split the training of an ordinary PyTorch model over workers, with the same numbers as one device.
+
+    A RECIPE is a Python file, or a package.module, with the functions model(), loss(model, batch),
+    optimizer(parameters) and data(split); scheduler(optimizer) and collate(samples) if you like.
+
+    A SPEC is a plan in one line, data=2,pipeline=2,schedule=1f1b,microbatches=8 (and precision=bfloat16 for autocast),
+    or a plan file, such as the plan.yaml of an earlier run.
+
+    \b
+    Example:
+      polylane train examples/digits.py --workers 4 --plan data=2,pipeline=2
+    """
+    if version:
+        typer.echo(__version__)
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+# The options that several commands have ------------------------------------------------------------------------------
+
+_Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A Python file, or a package.module.", show_default=False)
+]
+_Plan = Annotated[
+    str | None, typer.Option("--plan", metavar="SPEC", help="How to split: one line, or a plan file. Default: data=N.")
+]
+_Workers = Annotated[
+    int | None,
+    typer.Option("--workers", metavar="N", min=1, help="How many workers: what the plan takes, which is the default."),
+]
+_Batch = Annotated[int, typer.Option("--batch", metavar="B", min=1, help="Samples in a batch, over all workers.")]
+_Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A keyword argument of the recipe's functions. Repeatable."),
+]
+_Seed = Annotated[
+    int,
+    typer.Option(
+        "--seed", metavar="S", min=0, max=2**32 - 1, help="Of the weights, the samples' order and all dropout."
+    ),
+]
+_ClipNorm = Annotated[
+    float | None, typer.Option("--clip-norm", metavar="X", help="Bound on the 2-norm of all gradients together.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+
+
+# The commands --------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def train(
+    recipe: _Recipe,
+    workers: _Workers = None,
+    plan: _Plan = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", metavar="E", min=1, help="Times through the data. Default: 1.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="S", min=1, help="Optimizer steps, in place of --epochs.")
+    ] = None,
+    batch: _Batch = 64,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="Where the files go. Default: a new run/NAME, run/NAME-2, ..."),
+    ] = None,
+    seed: _Seed = 0,
+    set_: _Set = None,
+    clip_norm: _ClipNorm = None,
+    stop_on_nan: Annotated[
+        bool, typer.Option("--stop-on-nan", help="Stop, with exit code 2, when the loss is not a finite number.")
+    ] = False,
+    json: _Json = False,
+) -> None:
+    """Train a recipe's model on N workers.
+
+    DIR gets plan.yaml, metrics.jsonl (a line a step), model.safetensors (loads into the plain model), and one late
+    step's timeline.json, swimlane.html and trace.json (for ui.perfetto.dev); these replace an earlier run's.
+
+    \b
+    Examples:
+      polylane train examples/digits.py --workers 4 --plan data=2,pipeline=2
+      torchrun --nproc-per-node 4 -m polylane train examples/digits.py
+    """
+    from polylane.commands import train as command
+
+    command.run(
+        recipe,
+        workers=workers,
+        plan=plan,
+        epochs=epochs,
+        steps=steps,
+        batch=batch,
+        folder=run,
+        seed=seed,
+        settings=set_ or [],
+        clip_norm=clip_norm,
+        stop_on_nan=stop_on_nan,
+        json=json,
+    )
+
+
+@app.command()
+def verify(
+    recipe: _Recipe,
+    workers: _Workers = None,
+    plan: _Plan = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps to train.")] = 3,
+    batch: _Batch = 64,
+    seed: _Seed = 0,
+    set_: _Set = None,
+    clip_norm: _ClipNorm = None,
+    json: _Json = False,
+) -> None:
+    """Prove a plan equal to one worker, in float64.
+
+    Trains K steps twice, on one worker and by the plan, with the same microbatches, and compares the losses, every
+    gradient of step 1, and every weight and buffer after step K. Exit code 1 where any differs by more than 1e-9,
+    relative; then the first operator whose value differs is named.
+
+    \b
+    Example:
+      polylane verify examples/digits.py --workers 4 --plan data=2,pipeline=2
+    """
+    from polylane.commands import verify as command
+
+    passed = command.run(
+        recipe,
+        workers=workers,
+        plan=plan,
+        steps=steps,
+        batch=batch,
+        seed=seed,
+        settings=set_ or [],
+        clip_norm=clip_norm,
+        json=json,
+    )
+    if not passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    recipe: _Recipe,
+    plan: Annotated[
+        str | None, typer.Option("--plan", metavar="SPEC", help="Show its stages and crossings, too.")
+    ] = None,
+    batch: _Batch = 64,
+    set_: _Set = None,
+    json: _Json = False,
+) -> None:
+    """Show what is captured of a model, and how a plan cuts it.
+
+    Per module: operators, parameters, FLOPs of a forward pass, bytes of all values; and what could not be captured,
+    with the reason. With a plan: its stages, and every value that crosses from one stage to another.
+
+    \b
+    Example:
+      polylane inspect examples/unet.py --plan pipeline=4
+    """
+    from polylane.commands import inspect as command
+
+    command.run(recipe, plan=plan, batch=batch, settings=set_ or [], json=json)
+
+
+class _Schedule(StrEnum):
+    """The schedules, by the names that plans give them."""
+
+    NAIVE = "naive"
+    AFAB = "afab"
+    ONE_F_ONE_B = "1f1b"
+
+
+@app.command()
+def lanes(
+    schedule: Annotated[_Schedule, typer.Argument(help="Which schedule.", show_default=False)],
+    stages: Annotated[int, typer.Option("--stages", metavar="K", min=1, help="Pipeline stages.")],
+    microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", min=1, help="Microbatches in a batch.")],
+    forward: Annotated[
+        str, typer.Option("--forward", metavar="TICKS", help="Of one forward; 1,2,1 for stages that differ.")
+    ] = "1",
+    backward: Annotated[str, typer.Option("--backward", metavar="TICKS", help="Of one backward, likewise.")] = "2",
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page of its own.")] = None,
+    json: _Json = False,
+) -> None:
+    """Draw a schedule's swimlane from theory.
+
+    Who runs which microbatch when, the utilization (coloured over total area), the makespan in ticks, and the most
+    microbatches that each stage holds at once.
+
+    \b
+    Example:
+      polylane lanes 1f1b --stages 4 --microbatches 8
+    """
+    from polylane.commands import lanes as command
+
+    command.run(
+        schedule.value,
+        stages=stages,
+        microbatches=microbatches,
+        forward=forward,
+        backward=backward,
+        svg=svg,
+        html=html,
+        json=json,
+    )

@@ -1,0 +1,237 @@
+"""What commands are given: a recipe, a plan, a number of workers; and one sentence where one of them is wrong."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polylane import recipe as recipes
+from polylane.errors import PolylaneError
+from polylane.plan import spec as specs
+from polylane.plan.spec import Spec
+from polylane.recipe import Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from polylane.plan.plan import Plan
+
+
+# The plan ------------------------------------------------------------------------------------------------------------
+
+
+def choose_plan(text: str | None, workers: int | None) -> Spec | Plan:
+    """The plan that a command line asks for: one line or a file; without either, replicas on all workers.
+
+    Raises:
+        PolylaneError: the plan cannot be read, or takes another number of workers.
+    """
+    if text is None:
+        return Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1")))
+    plan = read_plan(text)
+    if workers is not None and plan.workers != workers:
+        raise PolylaneError(
+            f"--workers {workers}, but the plan takes {plan.workers} ({_product(plan)}): they must be equal"
+        )
+    return plan
+
+
+def read_plan(text: str) -> Spec | Plan:
+    """A plan from one line or from a file.
+
+    Raises:
+        PolylaneError: naming the key at fault.
+    """
+    if not text.endswith((".yaml", ".yml")) and not Path(text).exists():
+        return specs.parse(text)
+    from polylane.plan import plan as plans
+
+    return plans.load(text)
+
+
+def _product(plan: Spec | Plan) -> str:
+    return f"data={plan.data} times pipeline={plan.pipeline}"
+
+
+def positive(option: str, value: float | None) -> None:
+    """Refuse a bound that is not above zero.
+
+    Raises:
+        PolylaneError: naming the option.
+    """
+    if value is not None and not value > 0:
+        raise PolylaneError(f"{option} must be above 0, not {value:g}")
+
+
+# The recipe ----------------------------------------------------------------------------------------------------------
+
+
+def open_recipe(path: str, settings: Sequence[str]) -> Recipe:
+    """A recipe whose functions turn what they raise into one sentence.
+
+    The loss stays as it is: it is captured, and capture has its own words for what fails inside. `open_data` calls data.
+
+    Raises:
+        RecipeError: the recipe or a setting is wrong.
+    """
+    recipe = recipes.load(path, recipes.assignments(settings))
+    scheduler, collate = recipe.scheduler, recipe.collate
+    return replace(
+        recipe,
+        model=_guarded(recipe, "model()", recipe.model),
+        optimizer=_guarded(recipe, "optimizer(parameters)", recipe.optimizer),
+        scheduler=scheduler and _guarded(recipe, "scheduler(optimizer)", scheduler),
+        collate=collate and _guarded(recipe, "collate(samples)", collate),
+    )
+
+
+def _guarded(recipe: Recipe, call: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(*args: Any) -> Any:
+        with blamed_on(recipe, call):
+            return function(*args)
+
+    return guarded
+
+
+@contextmanager
+def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
+    """Turn what is raised inside into one sentence that says which function, at which of the user's lines, and what."""
+    try:
+        yield
+    except PolylaneError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split()) or "no message"
+        raise RecipeError(f"{_line(error, recipe.path)}: {call} raised {type(error).__name__}: {said}") from error
+
+
+def _line(error: BaseException, path: Path) -> str:
+    """The deepest of the user's own lines that led to an error; an environment in the recipe's folder is not theirs."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(path.parent) and "site-packages" not in frame.filename
+    ]
+    file, line = (Path(frames[-1].filename), f":{frames[-1].lineno}") if frames else (path, "")
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}{line}"
+
+
+def build_model(recipe: Recipe, seed: int) -> nn.Module:
+    """The model with the weights that the seed gives it on one device, and an optimizer that is known to take them.
+
+    Raises:
+        RecipeError: a function of the recipe raised, or did not return what it should.
+    """
+    import torch
+
+    torch.manual_seed(seed)
+    model = recipe.model()
+    if not isinstance(model, torch.nn.Module):
+        raise RecipeError(f"model() must return a torch.nn.Module, not a {type(model).__name__}")
+    return model
+
+
+def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
+    """Make an optimizer and a scheduler once and forget them: what is wrong with them is told before any worker starts.
+
+    Raises:
+        RecipeError: one of them raised.
+    """
+    from polylane.runtime.prepare import named_parameters
+
+    optimizer = recipe.optimizer(named_parameters(model, [recipe.loss]))
+    if recipe.scheduler is not None:
+        recipe.scheduler(optimizer)
+
+
+# The data ------------------------------------------------------------------------------------------------------------
+
+
+def open_data(recipe: Recipe, split: str) -> Any:
+    """The dataset of a split, None for a test split that the recipe does not have (None, or no samples).
+
+    Raises:
+        PolylaneError: data(split) raised, or what it returned is no dataset.
+    """
+    with blamed_on(recipe, f"data({split!r})"):
+        dataset = recipe.data(split)
+    if split != "train" and (dataset is None or (hasattr(dataset, "__len__") and len(dataset) == 0)):
+        return None
+    if not is_mapped(dataset) and not isinstance(dataset, Iterable):
+        raise PolylaneError(
+            f"data({split!r}) must return a dataset, map-style or iterable, or a list of samples, not a "
+            f"{type(dataset).__name__}" + ("" if split == "train" else "; or None, where there is nothing to test on")
+        )
+    return dataset
+
+
+def is_mapped(dataset: Any) -> bool:
+    """Whether samples have numbers: a map-style dataset or a list."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def example_batch(recipe: Recipe, dataset: Any, size: int) -> Any:
+    """A batch of the first samples of the training data, for the form and the size of what is to come.
+
+    Raises:
+        PolylaneError: there are no samples, or they do not make a batch.
+    """
+    with blamed_on(recipe, "data('train')"):
+        indices = range(min(size, len(dataset))) if is_mapped(dataset) else None
+        samples = list(itertools.islice(dataset, size)) if indices is None else [dataset[i] for i in indices]
+    return collated(recipe, samples)
+
+
+def collated(recipe: Recipe, samples: list[Any]) -> Any:
+    """Samples as a batch, by the recipe's own function or torch's.
+
+    Raises:
+        PolylaneError: there are none, or they do not fit together.
+    """
+    from torch.utils.data import default_collate
+
+    if not samples:
+        raise PolylaneError("data('train') has no samples")
+    if recipe.collate is not None:
+        return recipe.collate(samples)
+    try:
+        return default_collate(samples)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise RecipeError(
+            f"the samples of data('train') do not make a batch ({said}): give the recipe a collate(samples)"
+        ) from error
+
+
+def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]:
+    """The batches that a training begins with, whole: as many as there are steps, over epochs as training counts them.
+
+    Raises:
+        PolylaneError: there are no samples, or they do not make a batch.
+    """
+    from polylane.runtime.data import order
+
+    dataset = open_data(recipe, "train")
+    found: list[Any] = []
+    for epoch in range(count):  # an epoch has one batch at least
+        if len(found) == count:
+            break
+        with blamed_on(recipe, "data('train')"):
+            indices = order(len(dataset), epoch, seed) if is_mapped(dataset) else None
+            wanted = size * (count - len(found))
+            stream = itertools.islice(dataset, wanted) if indices is None else (dataset[i] for i in indices[:wanted])
+            samples = list(stream)
+        found += [collated(recipe, samples[at : at + size]) for at in range(0, len(samples), size)] or [
+            collated(recipe, [])
+        ]
+        if indices is None and isinstance(dataset, Iterator):
+            dataset = open_data(recipe, "train")
+    return found

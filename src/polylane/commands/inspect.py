@@ -1,0 +1,280 @@
+"""``polylane inspect``: what was captured of a model, per module, and how a plan cuts it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from polylane.commands import inputs
+from polylane.commands.output import count, plural, print_json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from polylane.graph.graph import Graph, Node
+    from polylane.graph.partition import Partition
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import Spec
+    from polylane.recipe import Recipe
+    from polylane.runtime.prepare import Objective
+
+ROWS = 40  # modules in a table; --json has all
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module, or several alike.
+
+    Attributes:
+        module: the user's module path; a ``*`` in it stands for several numbers.
+        modules: how many modules of the graph it sums up.
+        nodes: operators.
+        parameters: elements of the parameters that it reads, each once.
+        flops: of a forward pass.
+        bytes: of all values that it computes.
+    """
+
+    module: str
+    modules: int
+    nodes: int
+    parameters: int
+    flops: int
+    bytes: int
+
+
+def run(path: str, *, plan: str | None, batch: int, settings: Sequence[str], json: bool) -> None:
+    """Capture, cut where there is a plan, and print.
+
+    Raises:
+        PolylaneError: what was given is wrong.
+    """
+    chosen = None if plan is None else inputs.read_plan(plan)
+    recipe = inputs.open_recipe(path, settings)
+    from polylane.runtime.launch import single_threaded
+
+    single_threaded()
+    from polylane.runtime.prepare import Objective
+
+    model = inputs.build_model(recipe, seed=0)
+    inputs.rehearse_optimizer(recipe, model)
+    example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), batch)
+    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
+    found = {"recipe": path}
+    if chosen is None:
+        graph = _captured(recipe, model, objective, example)
+        found |= describe(graph)
+    else:
+        graph, cut = _cut(model, objective, example, chosen, batch)
+        found |= {**describe(graph), **cut}
+    if json:
+        print_json(found)
+    else:
+        _show(graph, found)
+
+
+def _captured(recipe: Recipe, model: nn.Module, objective: Objective, example: Any) -> Graph:
+    from polylane.graph.capture import capture
+    from polylane.runtime.prepare import named_parameters, optimized
+
+    trainable = optimized(named_parameters(model, [recipe.loss]), objective.optimizer)
+    return capture(model, recipe.loss, example, trainable=trainable)
+
+
+def _cut(
+    model: nn.Module, objective: Objective, example: Any, plan: Spec | Plan, batch: int
+) -> tuple[Graph, dict[str, Any]]:
+    """The graph for what one worker has in hand of a microbatch, and the plan's stages and crossings as plain data."""
+    from polylane.cost import compute
+    from polylane.graph.batch import cloned, flatten, take
+    from polylane.runtime.prepare import prepare
+
+    measured: list[tuple[float, ...]] = []
+
+    def measure(graph: Graph, loss: Any, leaves: list[Any]) -> tuple[float, ...]:
+        measured.append(compute.measure(graph, model, loss, cloned(leaves)))
+        return measured[0]
+
+    prepared = prepare(model, {objective.name: objective}, example, plan, batch_size=batch, seconds=measure)
+    graph = prepared.main.graph
+    if not measured:  # nothing had to be balanced
+        leaves, _ = flatten(example)
+        measure(graph, objective.loss, take(leaves, 0, graph.samples))
+    return graph, {
+        "plan": prepared.plan.spec,
+        "workers": prepared.plan.workers,
+        "stages": _stages(prepared.main, prepared.plan, measured[0]),
+        "crossings": _crossings(prepared.main),
+    }
+
+
+# Plain data ----------------------------------------------------------------------------------------------------------
+
+
+def describe(graph: Graph) -> dict[str, Any]:
+    """What was captured, as plain data: totals, every module, and what could not be captured."""
+    return {
+        "samples": graph.samples,
+        "nodes": len(graph.nodes),
+        "parameters": _elements(graph, graph.parameters),
+        "trainable": _elements(graph, [name for name, info in graph.parameters.items() if info.trainable]),
+        "flops": sum(node.flops for node in graph.nodes),
+        "bytes": _bytes(graph.nodes),
+        "loss": "a mean over samples" if graph.mean else "polylane.Mean",
+        "opaque": graph.opaque,
+        "tied": graph.tied,
+        "notes": list(graph.notes),
+        "modules": [asdict(row) for row in rows(graph)],
+    }
+
+
+def rows(graph: Graph, depth: int | None = None, alike: bool = False) -> list[Row]:
+    """A row for every module with operators, in order of first use.
+
+    Args:
+        graph: what was captured.
+        depth: sum up what lies deeper than so many names of a path; default: nothing.
+        alike: sum up modules whose paths differ in numbers alone.
+    """
+    groups: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        path = ".".join(node.module.split(".")[:depth])
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) if alike else path, []).append(node)
+    return [
+        Row(
+            module,
+            len({".".join(node.module.split(".")[:depth]) for node in nodes}),
+            len(nodes),
+            _elements(graph, {name for node in nodes for name in node.parameters}),
+            sum(node.flops for node in nodes),
+            _bytes(nodes),
+        )
+        for module, nodes in groups.items()
+    ]
+
+
+def readable_rows(graph: Graph, most: int = ROWS) -> list[Row]:
+    """As many details as a screen holds: all modules, or alike ones together, or only the upper ones."""
+    deepest = max(node.module.count(".") + 1 for node in graph.nodes)
+    for depth in range(deepest, 0, -1):
+        for alike in (False, True):
+            found = rows(graph, depth, alike)
+            if len(found) <= most:
+                return found
+    return found
+
+
+def _elements(graph: Graph, names: Any) -> int:
+    return sum(prod(graph.parameters[name].shape) for name in names)
+
+
+def _bytes(nodes: Sequence[Node]) -> int:
+    return sum(node.bytes for node in nodes if not node.free)
+
+
+def _stages(partition: Partition, plan: Plan, measured: Sequence[float]) -> list[dict[str, Any]]:
+    graph = partition.graph
+    seconds = dict(zip((node.name for node in graph.nodes), measured, strict=True))
+    whole = sum(measured) or 1.0
+    found = []
+    for stage in range(partition.stages):
+        own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
+        found.append(
+            {
+                "stage": stage,
+                "devices": list(plan.stages[stage].devices),
+                "first": own[0].name,
+                "last": own[-1].name,
+                "nodes": len(own),
+                "parameters": _elements(graph, partition.parameters(stage)),
+                "flops": sum(node.flops for node in own),
+                "time_share": sum(seconds[node.name] for node in own) / whole,
+            }
+        )
+    return found
+
+
+def _crossings(partition: Partition) -> list[dict[str, Any]]:
+    by_name = {node.name: node for node in partition.graph.nodes}
+    return [
+        {
+            "value": crossing.value,
+            "shape": list(by_name[crossing.value].shape),
+            "dtype": by_name[crossing.value].dtype,
+            "bytes": crossing.bytes,
+            "from": crossing.producer,
+            "to": list(crossing.consumers),
+            "gradient": crossing.requires_grad,
+        }
+        for crossing in partition.crossings
+    ]
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def _table(title: str, *columns: str, left: int = 1) -> Table:
+    """The first columns to the left, the numbers to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right", overflow="fold")
+    return table
+
+
+def _show(graph: Graph, found: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    of = f"for {plural(graph.samples, 'sample')}" + (": a replica's part of a microbatch" if "plan" in found else "")
+    table = _table(f"{found['recipe']}, forward, {of}", "module", "nodes", "parameters", "FLOPs", "activations")
+    for row in readable_rows(graph):
+        name = row.module or "(the model itself)"
+        table.add_row(name + (f"  ({row.modules} of them)" if "*" in name else ""), *_numbers(asdict(row)))
+    table.add_section()
+    table.add_row("all", *_numbers(found))
+    console.print(table)
+    for alias, name in graph.tied.items():
+        print(f"{alias} is tied to {name}")
+    for note in graph.notes:
+        print(f"note: {note}")
+    if not graph.notes:
+        print("everything was captured")
+    if "plan" in found:
+        print()
+        _show_cut(console, found)
+
+
+def _numbers(data: dict[str, Any]) -> list[str]:
+    return [str(data["nodes"]), count(data["parameters"]), count(data["flops"]), count(data["bytes"], "B")]
+
+
+def _show_cut(console: Console, found: dict[str, Any]) -> None:
+    stages = _table(found["plan"], "stage", "workers", "first node", "last node", "nodes", "parameters", "time", left=4)
+    for stage in found["stages"]:
+        stages.add_row(
+            str(stage["stage"]),
+            ", ".join(map(str, stage["devices"])),
+            stage["first"],
+            stage["last"],
+            str(stage["nodes"]),
+            count(stage["parameters"]),
+            f"{stage['time_share']:.1%}",
+        )
+    console.print(stages)
+    if not found["crossings"]:
+        print("no value crosses between stages")
+        return
+    crossings = _table("What crosses, each microbatch", "value", "shape", "stages", "gradient", "bytes", left=4)
+    for crossing in found["crossings"]:
+        crossings.add_row(
+            crossing["value"],
+            f"{crossing['dtype']} {' x '.join(map(str, crossing['shape']))}",
+            f"{crossing['from']} -> {', '.join(map(str, crossing['to']))}",
+            "comes back" if crossing["gradient"] else "none",
+            count(crossing["bytes"], "B"),
+        )
+    console.print(crossings)

@@ -1,0 +1,142 @@
+"""How a training goes, as it goes: a live bar on a terminal, now and then a line anywhere else."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from polylane.commands.output import seconds
+
+LINE_SECONDS = 5.0  # between the lines of a log
+RATE_STEPS = 20  # over which samples/s are averaged
+_WORDS = ("step", "loss", "rate", "left")
+
+
+class _Pace:
+    """Throughput over the last steps, and the time left at that pace."""
+
+    def __init__(self, steps: int | None) -> None:
+        self._steps = steps
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)
+
+    def words(self, step: dict[str, Any]) -> dict[str, str]:
+        """The step as words: which of how many, the loss, samples/s, the time left."""
+        self._recent.append((step["samples"], step["seconds"]))
+        elapsed = sum(each for _, each in self._recent)
+        left = (
+            "" if self._steps is None else seconds(elapsed / len(self._recent) * (self._steps - step["step"])) + " left"
+        )
+        return {
+            "step": f"step {step['step']}" + ("" if self._steps is None else f"/{self._steps}"),
+            "loss": f"loss {step['loss']:.4f}",
+            "rate": f"{sum(samples for samples, _ in self._recent) / elapsed:,.0f} samples/s",
+            "left": left,
+        }
+
+
+class Lines:
+    """Lines for a log: the first step, one every few seconds, and one an epoch."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._last = -math.inf
+
+    def begin(self, message: dict[str, Any]) -> None:
+        """The workers are there."""
+        self._epochs = message["epochs"]
+        self._pace = _Pace(message["steps"])
+        self.say(_headline(message))
+
+    def step(self, message: dict[str, Any]) -> None:
+        """One step was done."""
+        words = self._pace.words(message)
+        if time.monotonic() - self._last >= LINE_SECONDS:
+            self._last = time.monotonic()
+            self.say("  ".join(filter(None, [_of("epoch", message["epoch"], self._epochs), *words.values()])))
+
+    def testing(self, message: dict[str, Any]) -> None:
+        """The test data is next."""
+
+    def epoch(self, message: dict[str, Any]) -> None:
+        """An epoch was done."""
+        self.say(_epoch(message, self._epochs))
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+class Bar:
+    """A live bar. It has a thread of its own, so it starts at the first message: after the workers were forked."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+
+    def begin(self, message: dict[str, Any]) -> None:
+        """The workers are there: start drawing."""
+        self._epochs = message["epochs"]
+        self._pace = _Pace(message["steps"])
+        self.say(_headline(message))
+        columns = [TextColumn("{task.description}"), BarColumn(bar_width=24)]
+        columns += [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in _WORDS]
+        self._progress = Progress(*columns, console=self._console, transient=True)
+        empty: dict[str, Any] = dict.fromkeys(_WORDS, "")
+        self._task: TaskID = self._progress.add_task("starting", total=message["steps"], **empty)
+        self._progress.start()
+
+    def step(self, message: dict[str, Any]) -> None:
+        """One step was done."""
+        self._update(_of("epoch", message["epoch"], self._epochs), message["step"], self._pace.words(message))
+
+    def testing(self, message: dict[str, Any]) -> None:
+        """The test data is next."""
+        self._update(f"testing after {_of('epoch', message['epoch'], self._epochs)}", None, {})
+
+    def epoch(self, message: dict[str, Any]) -> None:
+        """An epoch was done."""
+        self.say(_epoch(message, self._epochs))
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bar where there is one."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _update(self, description: str, completed: int | None, words: dict[str, Any]) -> None:
+        assert self._progress is not None
+        self._progress.update(self._task, description=description, completed=completed, **words)
+
+
+def display(to_stderr: bool) -> Bar | Lines:
+    """A bar where a person looks on, lines elsewhere."""
+    console = Console(stderr=to_stderr)
+    return Bar(console) if console.is_terminal else Lines(sys.stderr if to_stderr else sys.stdout)
+
+
+def _of(word: str, number: int, total: int | None) -> str:
+    return f"{word} {number}" + ("" if total is None else f"/{total}")
+
+
+def _headline(message: dict[str, Any]) -> str:
+    workers = f"{message['workers']} worker{'' if message['workers'] == 1 else 's'}"
+    notes = [f"note: {note}" for note in message["notes"]]
+    return "\n".join([f"{workers} on {message['device']}, {message['spec']}", *notes])
+
+
+def _epoch(message: dict[str, Any], epochs: int | None) -> str:
+    test = "" if message["test_loss"] is None else f", test loss {message['test_loss']:.4f}"
+    head = f"{_of('epoch', message['epoch'], epochs)}: mean loss {message['train_loss']:.4f}{test}"
+    return f"{head}, {seconds(message['seconds'])}"

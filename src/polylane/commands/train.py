@@ -1,0 +1,197 @@
+"""``polylane train``: start the workers, show how it goes, write what comes of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from polylane.commands import inputs
+from polylane.commands.output import plural, print_json, seconds
+from polylane.commands.progress import display
+from polylane.commands.run_folder import MODEL, RunFolder, unused
+from polylane.errors import PolylaneError
+
+if TYPE_CHECKING:
+    from polylane.commands.training import Outcome, Request
+
+
+def run(
+    path: str,
+    *,
+    workers: int | None,
+    plan: str | None,
+    epochs: int | None,
+    steps: int | None,
+    batch: int,
+    folder: Path | None,
+    seed: int,
+    settings: Sequence[str],
+    clip_norm: float | None,
+    stop_on_nan: bool,
+    json: bool,
+) -> None:
+    """Train, and print how it ended.
+
+    Raises:
+        PolylaneError: what was given is wrong, or the loss is no number and ``stop_on_nan`` is set.
+        WorkerFailed: a worker raised.
+    """
+    if epochs is not None and steps is not None:
+        raise PolylaneError("--epochs and --steps exclude each other: give one of them")
+    inputs.positive("--clip-norm", clip_norm)
+    chosen = inputs.choose_plan(plan, workers)
+    inputs.open_recipe(path, settings)  # before torch is imported, where the recipe itself does not
+    place = RunFolder(folder or unused(Path("run") / _name(path)))
+    from polylane.commands.training import Request
+
+    request = Request(
+        recipe=path,
+        settings=tuple(settings),
+        plan=chosen,
+        batch=batch,
+        epochs=epochs if steps is not None or epochs is not None else 1,
+        steps=steps,
+        seed=seed,
+        clip_norm=clip_norm,
+        stop_on_nan=stop_on_nan,
+        model_path=place.path / MODEL,
+    )
+    if "RANK" in os.environ:
+        _under_torchrun(request, place, json)
+        return
+    with _Reporter(place, to_stderr=json) as reporter:
+        outcome = _start(request, reporter)
+    _finish(request, place, outcome, json)
+
+
+def _name(recipe: str) -> str:
+    """A recipe's name: its file's, or the last of its module's."""
+    return Path(recipe).stem if recipe.endswith(".py") else recipe.rpartition(".")[2]
+
+
+class _Reporter:
+    """Where rank 0's messages arrive: to the run's folder and to the screen."""
+
+    def __init__(self, place: RunFolder, to_stderr: bool) -> None:
+        self._place = place
+        self._display = display(to_stderr)
+
+    def __call__(self, rank: int, message: dict[str, Any]) -> None:
+        content = {key: value for key, value in message.items() if key != "kind"}
+        if message["kind"] == "begin":
+            self._place.make()
+            self._place.plan(message["plan"])
+            self._display.begin(message)
+        elif message["kind"] == "testing":
+            self._display.testing(message)
+        elif message["kind"] == "step":
+            self._place.metric(content)
+            self._display.step(message)
+        else:
+            self._place.metric(content)
+            self._display.epoch(message)
+
+    def __enter__(self) -> _Reporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._display.close()
+        self._place.close()
+
+
+# Three ways to start -------------------------------------------------------------------------------------------------
+
+
+def _start(request: Request, reporter: _Reporter) -> Outcome:
+    """On this host: forked workers on the CPU, new processes where there are accelerators."""
+    from polylane.runtime.world import accelerator_type
+
+    if accelerator_type() is not None:
+        from polylane.commands.training import spawned
+        from polylane.runtime.elastic import spawn
+
+        return spawn(partial(spawned, request), request.plan.workers, reporter)[0]
+    from polylane.commands.training import forked, gather, prepare_once
+    from polylane.runtime.launch import fork, single_threaded
+
+    single_threaded()
+    materials = gather(request)
+    prepared = prepare_once(request, materials)
+    return fork(partial(forked, request, materials, prepared), request.plan.workers, reporter)[0]
+
+
+def _under_torchrun(request: Request, place: RunFolder, json: bool) -> None:
+    """This process is one of the workers already; rank 0 writes and prints."""
+    from polylane.commands.training import apart
+    from polylane.runtime.failure import Failure
+    from polylane.runtime.launch import ECHO_GRACE_SECONDS, single_threaded
+    from polylane.runtime.world import World
+
+    single_threaded()
+    world = World.join()
+    try:
+        if world.rank != 0:
+            outcome = apart(request, world, lambda message: None)
+            _refuse_stopped(request, place, outcome)
+            return
+        with _Reporter(place, to_stderr=json) as reporter:
+            outcome = apart(request, world, partial(reporter, 0))
+    except PolylaneError:
+        raise
+    except Exception as error:
+        failure = Failure.of_exception(world.rank, error)
+        if failure.echo:  # another worker failed, and says why; torchrun ends all when one ends
+            time.sleep(ECHO_GRACE_SECONDS)
+            sys.exit(1)
+        print(f"polylane: {failure.error()}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    _finish(request, place, outcome, json)
+
+
+# The end -------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_stopped(request: Request, place: RunFolder, outcome: Outcome) -> None:
+    if outcome.stopped is not None:
+        step, epoch = outcome.stopped
+        raise PolylaneError(
+            f"the loss was {outcome.loss} at step {step} (epoch {epoch}): training stopped, and no weights were saved; "
+            f"the metrics are in {place.path / 'metrics.jsonl'}"
+        )
+
+
+def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) -> None:
+    place.timeline(outcome.timeline)
+    _refuse_stopped(request, place, outcome)
+    files = place.files()
+    summary = {
+        "recipe": request.recipe,
+        "plan": outcome.plan,
+        "workers": request.plan.workers,
+        "steps": outcome.steps,
+        "samples": outcome.samples,
+        "seconds": outcome.seconds,
+        "loss": outcome.loss,
+        "train_loss": outcome.train_loss,
+        "test_loss": outcome.test_loss,
+        "samples_per_second": outcome.samples_per_second,
+        "utilization": outcome.timeline.utilization(),
+        "run": str(place.path),
+        "files": files,
+    }
+    if json:
+        print_json(summary)
+        return
+    test = "" if outcome.test_loss is None else f", test loss {outcome.test_loss:.4f}"
+    print(f"{plural(outcome.steps, 'step')} in {seconds(outcome.seconds)}: final loss {outcome.loss:.4f}{test}")
+    print(
+        f"{outcome.samples_per_second:,.0f} samples/s; step {outcome.timeline.notes['step']} kept the workers busy "
+        f"{outcome.timeline.utilization():.1%} of the time, see {place.path / 'swimlane.html'}"
+    )
+    print(f"{place.path}/: {', '.join(Path(file).name for file in files.values())}")

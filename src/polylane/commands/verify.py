@@ -1,0 +1,131 @@
+"""``polylane verify``: a plan against one worker, in float64, as a table and a verdict."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from polylane.commands import inputs
+from polylane.commands.output import plural, print_json
+from polylane.errors import PolylaneError
+
+if TYPE_CHECKING:
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import Spec
+    from polylane.verify import Deviation, Verdict
+
+ROWS = 20  # of the table; --json has all
+
+
+def run(
+    path: str,
+    *,
+    workers: int | None,
+    plan: str | None,
+    steps: int,
+    batch: int,
+    seed: int,
+    settings: Sequence[str],
+    clip_norm: float | None,
+    json: bool,
+) -> bool:
+    """Prove it, and print the outcome; whether it holds.
+
+    Raises:
+        PolylaneError: what was given is wrong.
+        WorkerFailed: a worker raised.
+    """
+    if "RANK" in os.environ:
+        raise PolylaneError("verify starts its own workers: run it without torchrun")
+    chosen = inputs.choose_plan(plan, workers)
+    inputs.positive("--clip-norm", clip_norm)
+    note = f"{path}: {plural(steps, 'step')} in float64, on one worker and on {chosen.workers} ({_line(chosen)})"
+    print(note, file=sys.stderr if json else sys.stdout, flush=True)
+    verdict = _prove(path, chosen, steps, batch, seed, settings, clip_norm)
+    if json:
+        print_json({"recipe": path, **verdict.to_dict()})
+    else:
+        _show(verdict)
+    return verdict.passed
+
+
+def _line(plan: Spec | Plan) -> str:
+    return f"data={plan.data},pipeline={plan.pipeline},schedule={plan.schedule}"
+
+
+def _prove(
+    path: str,
+    plan: Spec | Plan,
+    steps: int,
+    batch: int,
+    seed: int,
+    settings: Sequence[str],
+    clip_norm: float | None,
+) -> Verdict:
+    recipe = inputs.open_recipe(path, settings)
+    from polylane.runtime.launch import single_threaded
+
+    single_threaded()
+    from polylane.runtime.prepare import Objective
+    from polylane.verify import verify
+
+    model = inputs.build_model(recipe, seed)
+    inputs.rehearse_optimizer(recipe, model)
+    batches = inputs.whole_batches(recipe, batch, steps, seed)
+    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
+    return verify(model, objective, batches, plan, clip_norm=clip_norm, seed=seed)
+
+
+def _show(verdict: Verdict) -> None:
+    console = Console(highlight=False)
+    worst_first = sorted(verdict.deviations, key=_error, reverse=True)
+    table = Table("parameter or buffer", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("gradient, step 1", justify="right")
+    table.add_column(f"value, step {verdict.steps}", justify="right")
+    for deviation in worst_first[:ROWS]:
+        gradient = "" if deviation.gradient is None else _number(deviation.gradient)
+        style = "" if _error(deviation) <= verdict.tolerance else "red"
+        table.add_row(deviation.name, gradient, _number(deviation.value), style=style)
+    console.print("Relative errors, the worst first", style="bold")
+    console.print(table)
+    if len(worst_first) > ROWS:
+        print(f"... and {len(worst_first) - ROWS} more, no worse than these (--json has all)")
+    for step, (reference, plan) in enumerate(verdict.losses, start=1):
+        print(f"loss of step {step}: {reference:.12g} on one worker, {plan:.12g} by the plan")
+    print(f"the reference: {verdict.reference}, with the plan's microbatches")
+    console.print(
+        _sentence(verdict), style="bold green" if verdict.passed else "bold red", soft_wrap=True, markup=False
+    )
+
+
+def _error(deviation: Deviation) -> float:
+    """The larger of both; NaN counts as the worst of all."""
+    errors = (deviation.value, deviation.gradient or 0.0)
+    return max(float("inf") if error != error else error for error in errors)
+
+
+def _number(error: float) -> str:
+    return "0" if error == 0 else f"{error:.1e}"
+
+
+def _sentence(verdict: Verdict) -> str:
+    plan = f"{plural(verdict.workers, 'worker')} ({verdict.plan})"
+    if verdict.passed:
+        return (
+            f"Equal: {plan} and one worker agree in every loss, gradient, weight and buffer; worst relative error "
+            f"{_number(verdict.worst)}, {verdict.tolerance:.0e} is allowed."
+        )
+    reasons = []
+    if not verdict.worst <= verdict.tolerance:
+        reasons.append(f"worst relative error {_number(verdict.worst)}, {verdict.tolerance:.0e} is allowed")
+    if not verdict.replicas_equal:
+        reasons.append("workers that hold the same weight hold different bits of it")
+    if verdict.culprit is not None:
+        reasons.append(f"the first that differs is {verdict.culprit}")
+    return f"NOT equal: {plan} and one worker differ; {'; '.join(reasons)}."

@@ -1,0 +1,261 @@
+"""A first version of a graph: exported, what cannot be captured made a leaf, and held against the model itself."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from polylane.errors import PolylaneError
+from polylane.graph import rewrite
+from polylane.graph.batch import sample_count
+from polylane.graph.check import Difference, first_difference, other_batch, resized
+from polylane.graph.describe import module_of, source_of
+from polylane.graph.export import BadLoss, NotCaptured, Whole, at, export, reason_of, snapshot
+from polylane.graph.inplace import values_not_places
+from polylane.graph.leaf import Normalizing, leaves_kept, line_of, observe, opaque_call
+from polylane.graph.opaque import FunctionCall, forget_sites
+from polylane.graph.precision import unwrap_autocast, wrap_autocast
+from polylane.graph.sizes import free_the_sizes, refused_sizes
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Captured code before anything is keyed or described.
+
+    Attributes:
+        graph: flat code; constants: what it closes over.
+        together: groups of nodes that share memory somebody writes.
+        refused: numbers of samples that it does not hold for, with the node that says so.
+        opaque: it is a single leaf.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Tensor]
+    together: list[list[fx.Node]]
+    refused: dict[int, fx.Node]
+    opaque: bool = False
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One eager run of the loss: what it returned, and whether it drew random numbers or used batch statistics."""
+
+    results: tuple[Tensor, ...]
+    random: bool
+    normalizes: bool
+    mean: bool
+    leaves: int
+
+
+def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool) -> DryRun:
+    """Run the loss once as it is. A loss that fails by itself is the user's error, not a limit of capture."""
+    restore = snapshot(whole)
+    before = torch.get_rng_state()
+    try:
+        with torch.no_grad(), Normalizing() as normalizing:
+            results = whole(*leaves)
+        drawn = not torch.equal(before, torch.get_rng_state())
+        dry = DryRun(results, drawn, normalizing.seen, whole.mean, len(leaves))
+    except BadLoss as error:
+        raise BadLoss(f"{error}{at(line_of(whole.loss_function))}") from None
+    except Exception as error:
+        fault = NotCaptured.of(whole, error)
+        where = "on the meta device " if abstract else ""
+        within = f" in {fault.path}" if fault.path else ""
+        raise PolylaneError(
+            f"loss(model, batch) fails {where}on the example batch{within}: {reason_of(error)}{at(fault.line)}"
+        ) from error
+    finally:
+        restore()
+    return dry
+
+
+def draft_with_leaves(whole: Whole, leaves: Sequence[Any], dry: DryRun, abstract: bool) -> tuple[Draft, list[str]]:
+    """Export, turning what cannot be captured into leaves, until the self-check holds; and a sentence for each leaf."""
+    kept: dict[str, str] = {}
+    while True:
+        try:
+            draft = _draft(whole, leaves, kept)
+        except NotCaptured as fault:
+            path, why = fault.path, f"{fault.reason}{at(fault.line)}"
+            if abstract:
+                raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
+        else:
+            if abstract:
+                return draft, _notes(whole, kept)
+            difference = _difference(whole, draft, leaves)
+            if difference is None:
+                return draft, _notes(whole, kept)
+            path, why = _at_fault(whole, draft, leaves, kept, difference)
+        while path and path in kept:  # as a leaf it still fails: then what contains it
+            path = path.rpartition(".")[0]
+        if not path:
+            return _opaque_draft(whole, leaves, dry), [f"the model is opaque, without a graph: {why}"]
+        kept = {other: note for other, note in kept.items() if not other.startswith(f"{path}.")}
+        kept[path] = f"{path} is a leaf, kept whole: {why}"
+
+
+def _notes(whole: Whole, kept: dict[str, str]) -> list[str]:
+    lines = ", ".join(sorted(whole.tracing.recomputed))
+    recomputed = f"torch.utils.checkpoint has no effect: all activations are kept ({lines})"
+    return [*kept.values(), *([recomputed] if lines else [])]
+
+
+def _difference(whole: Whole, draft: Draft, leaves: Sequence[Any]) -> Difference | None:
+    # One sample, and sizes of which capture itself says that they go another way.
+    sizes = sorted({1, *sorted(draft.refused)[:3]})
+    wrap_autocast(draft.graph)
+    noted = _noting_random(draft.graph)
+    try:
+        return first_difference(whole, draft.graph, draft.constants, leaves, sizes)
+    finally:
+        for node, target in noted.items():
+            node.target = target
+        unwrap_autocast(draft.graph)
+
+
+def _noting_random(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """Let custom functions notice, while the self-check runs, whether they draw random numbers."""
+    noted: dict[fx.Node, Any] = {}
+
+    def noting(function: FunctionCall) -> Any:
+        def run(part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+            before = torch.get_rng_state()
+            result = function(part, tensors)
+            function.random = function.random or not torch.equal(before, torch.get_rng_state())
+            return result
+
+        run.__module__ = "polylane"
+        return run
+
+    for node in graph.nodes:
+        if isinstance(node.target, FunctionCall):
+            noted[node] = node.target
+            node.target = noting(node.target)
+    return noted
+
+
+def _draft(whole: Whole, leaves: Sequence[Any], paths: Sequence[str] | dict[str, str]) -> Draft:
+    with ExitStack() as stack:
+        stack.callback(forget_sites)
+        stack.callback(snapshot(whole))
+        if paths:
+            modules = {path: whole.model.get_submodule(path) for path in paths}
+            samples = sample_count(leaves)
+            other = other_batch(leaves) if samples > 2 else resized(leaves, 2 * samples)
+            observed = (_observed(whole, modules, leaves), _observed(whole, modules, other))
+            stack.enter_context(leaves_kept(modules, observed, (samples, sample_count(other)), whole.tracing))
+        program = export(whole, leaves)
+        graph, constants = rewrite.copy_with_roles(program)
+        part = rewrite.add_part(graph)
+        rewrite.open_the_sites(graph, part)
+    refused = refused_sizes(graph, 2 * sample_count(leaves))
+    rewrite.drop_assertions(graph)
+    free_the_sizes(graph, part)
+    rewrite.merge_tied(graph, whole.tied)
+    together = values_not_places(graph)
+    graph.lint()
+    return Draft(graph, constants, together, refused)
+
+
+def _observed(whole: Whole, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> Any:
+    restore = snapshot(whole)
+    try:
+        return observe(modules, lambda: whole(*leaves))
+    except Exception as error:
+        raise NotCaptured.of(whole, error) from error
+    finally:
+        restore()
+
+
+def _at_fault(
+    whole: Whole, draft: Draft, leaves: Sequence[Any], kept: dict[str, str], difference: Difference
+) -> tuple[str, str]:
+    """The module to keep whole, and why."""
+    why = f"captured, {difference.what} came out different"
+    if difference.buffer is not None and (owner := difference.buffer.rpartition(".")[0]) and owner not in kept:
+        return owner, f"{why}{at(line_of(type(whole.model.get_submodule(owner)).forward))}"
+    if draft.refused:
+        check = draft.refused[min(draft.refused)]
+        path = module_of(check)
+        if path != "loss" and path not in kept and _holds(whole, leaves, [*kept, path] if path else []):
+            return path, f"what it computes depends on the number of samples{at(source_of(check))}"
+    path = next(iter(_culprits(whole, leaves, list(kept), "")), "")
+    line = line_of(type(whole.model.get_submodule(path)).forward) if path else ""
+    return path, f"{why}{at(line)}"
+
+
+def _holds(whole: Whole, leaves: Sequence[Any], paths: Sequence[str]) -> bool:
+    if not paths:
+        return False
+    try:
+        return _difference(whole, _draft(whole, leaves, paths), leaves) is None
+    except NotCaptured:
+        return False
+
+
+def _culprits(whole: Whole, leaves: Sequence[Any], kept: list[str], prefix: str) -> list[str]:
+    """The innermost modules within ``prefix`` that must be leaves for the self-check to hold; [prefix] if it is one."""
+    children = [path for path in _called_children(whole, leaves, prefix) if path not in kept]
+    if not children or not _holds(whole, leaves, [*kept, *children]):
+        return [prefix]
+    few = _fewest(whole, leaves, kept, children)
+    found: list[str] = []
+    for path in few:
+        found += _culprits(whole, leaves, [*kept, *(other for other in few if other != path)], path)
+    return found
+
+
+def _fewest(whole: Whole, leaves: Sequence[Any], kept: list[str], candidates: list[str]) -> list[str]:
+    """The few among ``candidates`` that are needed as leaves, by halving (Zeller's delta debugging)."""
+    if len(candidates) == 1:
+        return candidates
+    half = len(candidates) // 2
+    first, second = candidates[:half], candidates[half:]
+    for part in (first, second):
+        if _holds(whole, leaves, [*kept, *part]):
+            return _fewest(whole, leaves, kept, part)
+    needed = _fewest(whole, leaves, [*kept, *second], first)
+    return needed + _fewest(whole, leaves, [*kept, *needed], second)
+
+
+def _called_children(whole: Whole, leaves: Sequence[Any], prefix: str) -> list[str]:
+    """The nearest modules within ``prefix`` that are called in a run: containers such as a ModuleList are not."""
+    inside = {
+        path: m for path, m in whole.model.named_modules() if path and path.startswith(f"{prefix}." if prefix else "")
+    }
+    called = [path for path, calls in _observed(whole, inside, leaves).items() if calls]
+    return [path for path in called if not any(path.startswith(f"{other}.") for other in called)]
+
+
+def _opaque_draft(whole: Whole, leaves: Sequence[Any], dry: DryRun) -> Draft:
+    """The whole model and loss as one leaf: the user's Python runs on every worker."""
+    call = opaque_call(whole, leaves, dry.results, dry)
+    call.source = line_of(whole.loss_function)
+    graph = fx.Graph()
+    part = graph.placeholder("part")
+    part.meta["role"] = ("part", 0)
+    inputs: list[fx.Node] = []
+    for kind in ("parameter", "buffer"):
+        first_names = {name for name, _ in whole.named_tensors(f"{kind}s")} - set(whole.tied)
+        for name, tensor in whole.named_tensors(f"{kind}s"):
+            if name in first_names:
+                inputs.append(graph.placeholder(f"{kind[0]}_{name.replace('.', '_')}"))
+                inputs[-1].meta |= {"role": (kind, name), "val": tensor.detach().to("meta")}
+    for i in call.tensor_at:
+        inputs.append(graph.placeholder(f"leaves_{i}"))
+        inputs[-1].meta |= {"role": ("input", i), "val": leaves[i].detach().to("meta")}
+    node = graph.call_function(call, (part, inputs))
+    node.meta["val"] = [value.detach().to("meta") for value in dry.results]
+    outputs = []
+    for i, value in enumerate(dry.results):
+        outputs.append(graph.call_function(operator.getitem, (node, i)))
+        outputs[-1].meta["val"] = value.detach().to("meta")
+    graph.output(tuple(outputs))
+    return Draft(graph, {}, values_not_places(graph), {}, opaque=True)

@@ -1,0 +1,155 @@
+"""Give every random operator of a graph its key, and name those that have none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from polylane.graph.ambient import as_part
+from polylane.graph.describe import source_of
+from polylane.graph.export import at
+from polylane.graph.inplace import functional_name
+from polylane.graph.leaf import LeafCall
+from polylane.graph.opaque import FunctionCall
+from polylane.graph.precision import innermost
+from polylane.graph.random import salt_of, seed_of
+from polylane.graph.random_operators import KEYED
+from polylane.graph.rewrite import op_name
+from polylane.graph.sizes import batch_dimension
+
+
+class AsPart:
+    """The user's own Python on one part: random numbers by key, as far as their shape tells, and shared statistics."""
+
+    __module__ = "polylane"
+
+    def __init__(self, target: Any, name: str) -> None:
+        self.target, self.name, self.salt = target, name, salt_of(name)
+        self.__name__ = target.__name__
+
+    def __call__(self, part: Any, tensors: Sequence[Tensor]) -> Any:
+        devices = {t.device for t in tensors if t.device.type == "cuda"}
+        with torch.random.fork_rng(devices=[device.index for device in devices]):
+            torch.manual_seed(seed_of(part, self.salt))  # for operators that have no key
+            with as_part(part, self.name):
+                return self.target(part, tensors)
+
+
+class InPlace:
+    """A keyed operator that writes its value over its first argument."""
+
+    __module__ = "polylane"
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        self.__name__ = function.__name__ + "_"
+
+    def __call__(self, part: Any, salt: int, batch_dim: int | None, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x.copy_(self.function(part, salt, batch_dim, x, *args, **kwargs))
+
+
+class PerPart:
+    """A keyed operator on a value whose size depends on data: each part draws numbers of its own."""
+
+    __module__ = "polylane"
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+
+    def __call__(self, part: Any, salt: int, *args: Any, **kwargs: Any) -> Any:
+        return self.function(dataclasses.replace(part, seed=seed_of(part, salt)), salt, *args, **kwargs)
+
+
+def key_the_random(graph: fx.Graph, part: fx.Node, name: Callable[[fx.Node], str]) -> tuple[bool, list[str]]:
+    """Replace random operators by those with a key.
+
+    Args:
+        graph: changed in place.
+        part: its placeholder of the part in hand.
+        name: gives a node's own name: the same in every plan, so that the numbers are the same too.
+
+    Returns:
+        Whether there was any, and a sentence for each whose numbers depend on how the samples are divided all the same.
+    """
+    notes, found = [], False
+    for node in [n for n in graph.nodes if isinstance(innermost(n.target), (LeafCall, FunctionCall))]:
+        if innermost(node.target).random or getattr(innermost(node.target), "normalizes", False):
+            node.target = AsPart(node.target, name(node))
+    for node in [n for n in graph.nodes if n.op == "call_function" and _is_random(n)]:
+        found = True
+        salt = salt_of(name(node))
+        reason = _keyed(node, part, salt)
+        if reason:
+            line = at(source_of(node))
+            notes.append(
+                f"the random numbers of {name(node)} may depend on how the samples are divided: {reason}{line}"
+            )
+    return found, notes
+
+
+def _keyed(node: fx.Node, part: fx.Node, salt: int) -> str:
+    """Give one random node its key; why its numbers depend on the layout nevertheless, or ""."""
+    if isinstance(node.target, AsPart):
+        return "they are drawn by the user's own Python"
+    plain = op_name(node)
+    function = KEYED.get(plain)
+    if function is None and functional_name(node) in KEYED:
+        function = InPlace(KEYED[functional_name(node)])
+    if function is None or "generator" in node.kwargs:
+        return "torch draws them from its own generator"
+    of = node.args[0] if plain in _LIKE_THEIR_INPUT else node
+    val = of.meta.get("val") if isinstance(of, fx.Node) else None
+    node.meta["op"] = plain
+    ragged = _ragged(val)
+    node.target = PerPart(function) if ragged else function
+    node.args = (part, salt, None if ragged else batch_dimension(val), *node.args)
+    return "their number depends on the data" if ragged else ""
+
+
+# Drawn in the form of the first argument; all others in that of their value.
+_LIKE_THEIR_INPUT = frozenset(
+    (
+        "aten.scaled_dot_product_attention.default",
+        "aten.lstm.input",
+        "aten.gru.input",
+        "aten.rnn_tanh.input",
+        "aten.rnn_relu.input",
+    )
+)
+
+
+def _ragged(val: Any) -> bool:
+    sizes = val.shape if isinstance(val, Tensor) else ()
+    return any(isinstance(s, torch.SymInt) and bool(free_unbacked_symbols(s.node.expr)) for s in sizes)
+
+
+def _is_random(node: fx.Node) -> bool:
+    target: Any = innermost(node.target)
+    if isinstance(target, AsPart):
+        target = innermost(target.target)
+    if isinstance(target, (LeafCall, FunctionCall)):
+        return target.random
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    base = op_name(node).split(".")[1]
+    if base in _PROBABILITY_AT:
+        schema = [argument.name for argument in target._schema.arguments]
+        given = {**dict(zip(schema, node.args, strict=False)), **node.kwargs}
+        return all(bool(given.get(key, False)) for key in _PROBABILITY_AT[base])
+    return base in _UNTAGGED or torch.Tag.nondeterministic_seeded in target.tags
+
+
+_PROBABILITY_AT = {
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), ("p", "train")),
+    **dict.fromkeys(("dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_"), ("p", "train")),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), ("dropout", "train")),
+    **dict.fromkeys(("rrelu", "rrelu_"), ("training",)),
+    "scaled_dot_product_attention": ("dropout_p",),
+}
+_UNTAGGED = frozenset(("multinomial", "normal_functional"))

@@ -1,0 +1,157 @@
+"""Floating types inside a graph: the user's autocast regions, and everything in float64 for a proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from polylane.graph.rewrite import op_name
+
+LOWER = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Within:
+    """An operator that runs under a setting of its own."""
+
+    __module__ = "polylane"
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.target = target
+        self.__name__ = str(getattr(target, "__name__", target)).replace(".", "_")
+
+
+def innermost(target: Any) -> Any:
+    """An operator without the settings that it runs under."""
+    while isinstance(target, Within):
+        target = target.target
+    return target
+
+
+class InAutocast(Within):
+    """An operator of a region that the user put under (or out of) autocast."""
+
+    def __init__(self, target: Callable[..., Any], setting: Sequence[Any]) -> None:
+        super().__init__(target)
+        self.device_type, self.dtype, self.enabled, self.cache = setting
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache):
+            return self.target(*args, **kwargs)
+
+
+class InFloat64(Within):
+    """The user's own Python with all its casts to lower floating types promoted."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with Promoted():
+            return self.target(*args, **kwargs)
+
+
+class Promoted(TorchFunctionMode):
+    """Casts to, and new tensors of, a lower floating type keep float64."""
+
+    _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._CASTS:
+            return Tensor.double(*args)
+        result = func(*_promoted(args), **_promoted(kwargs or {}))
+        made = isinstance(result, Tensor) and result.dtype in LOWER and not any(isinstance(a, Tensor) for a in args)
+        return result.double() if made else result
+
+
+def wrap_autocast(graph: fx.Graph) -> None:
+    """Give operators captured under autocast their setting back."""
+    for node in graph.nodes:
+        if (
+            node.op == "call_function"
+            and "autocast" in node.meta
+            and isinstance(node.meta.get("val"), (Tensor, list, tuple))
+        ):
+            node.meta.setdefault("op", op_name(node))
+            node.target = InAutocast(node.target, node.meta["autocast"])
+
+
+def unwrap_autocast(graph: fx.Graph) -> None:
+    """Undo :func:`wrap_autocast`."""
+    for node in graph.nodes:
+        if isinstance(node.target, InAutocast):
+            node.target = node.target.target
+
+
+def promote(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
+    """Let all that a graph captured in float32 computes be float64, so that a proof in float64 is one throughout."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args = _promoted(node.args)
+            node.kwargs = _promoted(node.kwargs)
+            node.meta.pop("autocast", None)
+            own_python = hasattr(node.target, "fake")
+            if own_python:
+                node.meta["op"] = op_name(node)
+                node.target = InFloat64(node.target)
+            elif not own_python and _makes_lower(node):
+                node.kwargs = {**node.kwargs, "dtype": torch.float64}
+        node.meta["val"] = _double(node.meta.get("val"))
+    for name, value in constants.items():
+        if value.dtype in LOWER:
+            constants[name] = value.double()
+
+
+def _makes_lower(node: fx.Node) -> bool:
+    """Whether an operator makes a new tensor of the default floating type."""
+    val = node.meta.get("val")
+    made = isinstance(val, Tensor) and val.dtype in LOWER and not any(_is_tensor(n) for n in node.all_input_nodes)
+    schema = getattr(node.target, "_schema", None)
+    return made and schema is not None and any(argument.name == "dtype" for argument in schema.arguments)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _double(val: Any) -> Any:
+    if isinstance(val, Tensor):
+        if val.dtype not in LOWER:
+            return val
+        mode = getattr(val, "fake_mode", None)
+        if mode is None:
+            return val.to("meta").double()
+        with mode:
+            return val.detach().double()
+    return type(val)(_double(v) for v in val) if isinstance(val, (list, tuple)) else val
+
+
+def _promoted(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in LOWER else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_promoted(v) for v in value) if type(value) in (list, tuple) else value
+    if type(value) is dict:
+        return {k: _promoted(v) for k, v in value.items()}
+    return value
+
+
+@contextmanager
+def cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """For the while, let all floating parameters and buffers of a module be of another type; the objects stay the same.
+
+    What is written to buffers inside is forgotten.
+    """
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() and t.dtype != dtype]
+    originals = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+        tensor.data = tensor.data.to(dtype)
+    try:
+        yield
+    finally:
+        for tensor, data, grad in originals:
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = grad

@@ -1,0 +1,252 @@
+"""Is the loss a mean over samples? Found by computing a batch whole and in two unequal parts, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from polylane.graph.batch import promoted, sample_count, take
+from polylane.graph.check import Tables, bound, resized, tables
+from polylane.graph.export import Loss, Whole, at, reason_of
+from polylane.graph.graph import Graph, Node
+from polylane.graph.keying import AsPart
+from polylane.graph.part import Part
+from polylane.graph.precision import LOWER, Promoted, innermost
+from polylane.graph.statistics import batch_norm
+
+# Of an example batch; fewer than the fewest cannot be split unequally.
+FEWEST, MOST = 5, 32
+TOLERANCE = 1e-9
+
+
+@dataclass
+class _Run:
+    """One of three runs side by side: the whole batch, or one of its two parts."""
+
+    part: Part
+    table: Tables
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        return tuple(args), dict(kwargs)
+
+
+class _PartFails(Exception):
+    pass
+
+
+def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> str | None:
+    """Whether the batch may be split: its parts' losses make up the whole's, and its buffers end the same.
+
+    Args:
+        graph: captured from ``model`` and ``loss``.
+        model: with its values; unchanged by this.
+        loss: the user's.
+        leaves: an example batch, flat.
+
+    Returns:
+        None where splitting is exact (or cannot be tried, on the meta device); else one sentence for the user, that
+        names the first node whose parts do not make up the whole.
+    """
+    whole = Whole(model, loss, lambda flat: flat)
+    if any(parameter.is_meta for parameter in whole.parameters()):
+        return None
+    count = min(max(sample_count(leaves), FEWEST), MOST)
+    batch = promoted(resized(leaves, count), torch.float64)
+    at_sample = count // 2 + 1
+    parts = [(0, count), (0, at_sample), (at_sample, count)]
+    runs = [
+        _Run(Part(stop - start, first=start, batch=count), _in_float64(whole, graph, take(batch, start, stop)))
+        for start, stop in parts
+    ]
+    nodes = {node.id: node for node in graph.nodes}
+    differing: list[Node] = []
+    with torch.no_grad(), Promoted():
+        try:
+            outputs = _side_by_side(graph, runs, nodes, differing)
+        except _PartFails as failure:
+            return str(failure)
+    if not _makes_up(graph.mean, outputs, [run.part.samples for run in runs[1:]]):
+        return _not_a_mean(graph, next((n for n in differing if not n.free), (differing or [graph.nodes[-1]])[0]))
+    for name, buffer in runs[0].table["buffer"].items():
+        if not all(_equal(buffer, run.table["buffer"][name]) for run in runs[1:]):
+            writer = next((n for n in reversed(graph.nodes) if name in n.buffers), graph.nodes[-1])
+            return (
+                f"the buffer {name} depends on how the samples are divided: {writer.name} writes it{at(writer.source)}, "
+                "and replicas would disagree; use data=1"
+            )
+    return None
+
+
+def _in_float64(whole: Whole, graph: Graph, leaves: Sequence[Any]) -> Tables:
+    """Values of its own for a run: nothing that it writes is seen elsewhere."""
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(torch.float64 if tensor.dtype in LOWER else tensor.dtype, copy=True)
+
+    table = dict(tables(whole, graph.code.constants, leaves))
+    for kind in ("parameter", "buffer", "constant"):
+        first = {name: own(tensor) for name, tensor in table[kind].items()}
+        table[kind] = {name: first.get(graph.tied.get(name, name), tensor) for name, tensor in first.items()}
+    table["input"] = [own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return table
+
+
+def _side_by_side(graph: Graph, runs: list[_Run], nodes: dict[str, Node], differing: list[Node]) -> list[list[Tensor]]:
+    """Run the code node by node in all runs; each one's outputs. Notes where two parts do not make up the whole."""
+    code = graph.code.fx
+    last_use = {used: node for node in code.nodes for used in node.all_input_nodes}
+    sizes = [run.part.samples for run in runs[1:]]
+    for node in code.nodes:
+        if node.op == "placeholder":
+            for run in runs:
+                run.values[node] = bound(node, run.table, run.part)
+        elif node.op == "output":
+            return [[run.values[value] for value in node.args[0]] for run in runs]
+        else:
+            described = nodes[node.name]
+            _run_node(node, runs, described)
+            value, *parts = (run.values[node] for run in runs)
+            if not _related(value, parts, sizes):
+                differing.append(described)
+            for used in node.all_input_nodes:
+                if last_use[used] is node:
+                    for run in runs:
+                        del run.values[used]
+    raise AssertionError("code without an output")
+
+
+def _run_node(node: fx.Node, runs: list[_Run], described: Node) -> None:
+    whole, *parts = runs
+    whole.values[node] = _call(node, whole, whole.part)
+    try:
+        if innermost(node.target) is batch_norm or isinstance(node.target, AsPart):
+            _as_replicas(node, parts)
+            return
+        for run in parts:
+            run.values[node] = _call(node, run, run.part)
+    except Exception as error:
+        raise _PartFails(
+            f"the samples cannot be split: {described.name} fails on a part of the batch{at(described.source)}: "
+            f"{reason_of(error)}; use data=1 and microbatches=1"
+        ) from error
+
+
+def _call(node: fx.Node, run: _Run, part: Part) -> Any:
+    args, kwargs = run.arguments(node)
+    args = tuple(part if isinstance(arg, Part) else arg for arg in args)
+    target: Any = innermost(node.target)
+    if not isinstance(target, AsPart):
+        return target(*args, **kwargs)
+    with _Still():  # which numbers the user's own Python draws is no question of samples
+        return target(*args, **kwargs)
+
+
+def _as_replicas(node: fx.Node, parts: list[_Run]) -> None:
+    """Run a node on all parts at once, each in a thread of its own: they wait for each other's statistics."""
+    barrier = threading.Barrier(len(parts))
+    given: list[Tensor] = [torch.empty(0)] * len(parts)
+
+    def sums(i: int) -> Callable[[Tensor], Tensor]:
+        def add(tensor: Tensor) -> Tensor:
+            given[i] = tensor.clone()
+            barrier.wait()
+            tensor.copy_(torch.stack(given).sum(0))
+            barrier.wait()
+            return tensor
+
+        return add
+
+    def work(i: int) -> Any:
+        try:
+            with torch.no_grad(), Promoted():
+                return _call(node, parts[i], dataclasses.replace(parts[i].part, sum_replicas=sums(i)))
+        except threading.BrokenBarrierError:
+            return None  # the other part says why
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        values = list(pool.map(work, range(len(parts))))
+    for run, value in zip(parts, values, strict=True):
+        run.values[node] = value
+
+
+class _Still(TorchFunctionMode):
+    """Dropout that drops nothing, and random numbers that are all the same."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if name in ("rand", "rand_like", "uniform_"):
+            return result.fill_(0.5)
+        return result.fill_(0.0) if name in ("randn", "randn_like", "normal_") else result
+
+
+def _makes_up(mean: bool, outputs: list[list[Tensor]], sizes: list[int]) -> bool:
+    if mean:
+        (value,), *parts = outputs
+        return _equal(value, sum(n * part[0] for n, part in zip(sizes, parts, strict=True)) / sum(sizes))
+    (total, count), *parts = outputs
+    return _equal(total / count, sum(part[0] for part in parts) / sum(part[1] for part in parts))
+
+
+def _related(value: Any, parts: list[Any], sizes: list[int]) -> bool:
+    """Whether parts make up the whole: one after another, all alike, in sum, in mean, or in another order."""
+    if isinstance(value, (list, tuple)):
+        return all(_related(v, list(each), sizes) for v, *each in zip(value, *parts, strict=False))
+    if not isinstance(value, Tensor) or not all(isinstance(part, Tensor) for part in parts):
+        return True
+    if all(part.shape == value.shape for part in parts):
+        number = value.dtype != torch.bool
+        return (
+            all(_equal(value, part) for part in parts)
+            or (number and _equal(value, sum(parts)))
+            or (number and _equal(value, sum(n * p for n, p in zip(sizes, parts, strict=True)) / sum(sizes)))
+        )
+    along = [d for d in range(value.dim()) if any(p.shape[d] != value.shape[d] for p in parts)]
+    if len(along) == 1 and sum(p.shape[along[0]] for p in parts) == value.shape[along[0]]:
+        return _equal(value, torch.cat(parts, along[0])) or _same_elements(value, parts)
+    return False
+
+
+def _same_elements(value: Tensor, parts: list[Tensor]) -> bool:
+    if value.is_complex():
+        return False
+    return _equal(value.flatten().sort().values, torch.cat([p.flatten() for p in parts]).sort().values)
+
+
+def _equal(a: Tensor, b: Any) -> bool:
+    b = torch.as_tensor(b)
+    if a.shape != b.shape:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b.to(a.dtype))
+    scale = float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if a.numel() else 0.0
+    return torch.allclose(a, b.to(a.dtype), rtol=TOLERANCE, atol=TOLERANCE * max(scale, 1e-30), equal_nan=True)
+
+
+def _not_a_mean(graph: Graph, node: Node) -> str:
+    line = at(node.source)
+    where = f"in {node.module}" if node.module not in ("", "loss") else "in the loss" if node.module else "in the model"
+    if not node.shape and node.op not in ("leaf", "function"):
+        return (
+            f"the loss is not a mean over samples: {node.name} {where}{line} averages over what does not count alike "
+            "in every part of a batch; return polylane.Mean(total, count) from loss, or use data=1 and microbatches=1"
+        )
+    return (
+        f"the loss is not a mean over samples: {node.name} {where}{line} makes each sample depend on the others "
+        "of its batch; use data=1 and microbatches=1"
+    )

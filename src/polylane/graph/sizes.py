@@ -1,0 +1,112 @@
+"""Sizes that follow the number of samples: as functions, as nodes, and the batch sizes for which a graph holds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+
+def size_function(expression: Any) -> Callable[[int], Any]:
+    """A size of the graph (an expression of the batch's symbols) as a function of the number of samples.
+
+    Raises:
+        ValueError: the size depends on data.
+    """
+    if isinstance(expression, (int, float)):
+        return lambda samples: expression
+    node = getattr(expression, "node", None)
+    expr = sympy.sympify(node.expr if node is not None else expression)
+    if expr.is_number:
+        fixed = int(expr)
+        return lambda samples: fixed
+    if free_unbacked_symbols(expr):
+        raise ValueError(f"{expr} is known at run time only")
+    samples = sympy.Symbol("samples", integer=True)
+    single = expr.subs(dict.fromkeys(expr.free_symbols, samples))
+    if single == samples:
+        return lambda n: n
+    function: Callable[[int], Any] = sympy.lambdify([samples], single, modules=[_FUNCTIONS, "math"])
+    return function
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv,
+    "ToFloat": float,
+    "TruncToInt": int,
+    "FloatPow": operator.pow,
+    "PowByNatural": operator.pow,
+    "Max": max,
+    "Min": min,
+}
+
+
+class Size:
+    """A size as a node of the graph: reads the number of samples off the part in hand."""
+
+    __name__ = "size"
+    __module__ = "polylane"
+
+    def __init__(self, of: Callable[[int], Any], like: Any) -> None:
+        self.of = of
+        truth, real = (bool, torch.SymBool), (float, torch.SymFloat)
+        self.convert = bool if isinstance(like, truth) else float if isinstance(like, real) else int
+
+    def __call__(self, part: Any) -> Any:
+        return self.convert(self.of(part.samples))
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
+
+
+def free_the_sizes(graph: fx.Graph, part: fx.Node) -> None:
+    """Let sizes that follow from the batch's be computed from the part in hand, so that no cut has to carry them."""
+    for node in list(graph.nodes):
+        val = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(val, _NUMBERS):
+            continue
+        try:
+            of = size_function(val)
+        except ValueError:
+            continue
+        node.target, node.args, node.kwargs = Size(of, val), (part,), {}
+
+
+def batch_dimension(val: Any) -> int | None:
+    """The first dimension that grows with the samples."""
+    if not isinstance(val, Tensor):
+        return None
+    return next((i for i, size in enumerate(val.shape) if grows(size)), None)
+
+
+def grows(size: Any) -> bool:
+    """Whether a size is not fixed: it follows the samples, or the data."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def refused_sizes(graph: fx.Graph, most: int) -> dict[int, fx.Node]:
+    """Numbers of samples from 1 to ``most`` for which a captured graph does not hold, and the check that says so."""
+    refused: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not str(node.target).startswith("aten._assert_scalar"):
+            continue
+        condition = node.args[0]
+        val = condition.meta.get("val") if isinstance(condition, fx.Node) else condition
+        try:
+            holds = size_function(val)
+        except ValueError:  # about sizes that depend on data
+            continue
+        for samples in range(1, most + 1):
+            if not holds(samples):
+                refused.setdefault(samples, node)
+    return refused

@@ -1,0 +1,114 @@
+"""Steps of a model itself and of its captured graph, side by side; both draw from torch's own generator."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from polylane.graph.batch import flatten
+from polylane.graph.check import run_code, tables
+from polylane.graph.export import Whole
+from polylane.graph.graph import Graph
+from polylane.graph.keying import AsPart, InPlace, PerPart
+from polylane.graph.part import Part
+from polylane.graph.precision import Within
+
+SIZES = (1, 2, 3, 5, 7)
+
+
+def executable(graph: Graph) -> Callable[..., Any]:
+    return fx.GraphModule(nn.Module(), graph.code.fx)
+
+
+def run(graph: Graph, whole: Whole, leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
+    """The graph's outputs, with keys."""
+    result: tuple[Tensor, ...] = run_code(
+        executable(graph), graph.code.fx, tables(whole, graph.code.constants, leaves), part
+    )
+    return result
+
+
+def unkeyed(graph: Graph) -> fx.Graph:
+    """A copy of the code whose random operators are torch's own again, so that it can be held against eager."""
+    code = fx.Graph()
+    copied: dict[fx.Node, Any] = {}
+    output = code.graph_copy(graph.code.fx, copied)
+    code.output(output)
+    for node in code.nodes:
+        if node.op != "call_function":
+            continue
+        holder: Any = node
+        if isinstance(node.target, Within):
+            node.target = holder = copy.copy(node.target)
+        target: Any = holder.target
+        if isinstance(target, AsPart):
+            holder.target = target.target
+        elif target.__module__ == "polylane.graph.random_operators" or isinstance(target, (InPlace, PerPart)):
+            _, name, overload = node.meta["op"].split(".")
+            holder.target = getattr(getattr(torch.ops.aten, name), overload)
+            node.args = node.args[3:]
+    return code
+
+
+def steps(whole: Whole, run: Callable[[Sequence[Any]], Any], batches: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Losses, gradients and buffers of consecutive steps, by name."""
+    seen: dict[str, Any] = {}
+    for step, batch in enumerate(batches):
+        whole.zero_grad(set_to_none=True)
+        result = run([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in batch])
+        seen |= {f"loss {step}.{i}": value.detach().clone() for i, value in enumerate(result)}
+        if result[0].requires_grad:
+            result[0].backward()
+        for name, parameter in whole.named_parameters():
+            # A parameter that the loss does not reach: eager leaves no gradient, captured code may leave zeros.
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            seen[f"gradient {step} {name}"] = grad
+        seen |= {f"buffer {step} {name}": buffer.clone() for name, buffer in whole.named_buffers()}
+    return seen
+
+
+def compare(
+    graph: Graph,
+    model: nn.Module,
+    loss: Any,
+    batch: Callable[[int, int], Any],
+    samples: int,
+    same: Callable[[Any, Any], bool] = torch.equal,
+) -> bool:
+    """Two steps, eager against captured. Returns whether eager works with so many samples at all.
+
+    Raises:
+        AssertionError: naming what differs.
+    """
+    flat = [flatten(batch(samples, seed)) for seed in (11, 12)]
+    batches = [leaves for leaves, _ in flat]
+    whole = Whole(model, loss, flat[0][1])
+    code = unkeyed(graph)
+    module = fx.GraphModule(nn.Module(), code)
+    state = copy.deepcopy(whole.state_dict())
+
+    def captured(leaves: Sequence[Any]) -> Any:
+        return run_code(module, code, tables(whole, graph.code.constants, leaves), Part(samples, batch=samples))
+
+    torch.manual_seed(5)
+    try:
+        expected = steps(whole, lambda leaves: whole(*leaves), batches)
+    except Exception:
+        return False
+    finally:
+        whole.load_state_dict(state)
+    torch.manual_seed(5)
+    got = steps(whole, captured, batches)
+    whole.load_state_dict(state)
+    for name, value in expected.items():
+        assert same(value, got[name]), f"{samples} samples: {name} differs by {(value - got[name]).abs().max():.3g}"
+    return True
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to the rounding of float32."""
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-6)

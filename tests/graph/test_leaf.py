@@ -1,0 +1,399 @@
+"""What cannot be captured: leaves and opaque models, found by export's errors or by the self-check, and named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from eager_and_captured import SIZES, compare, run
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import models
+from polylane.graph.batch import flatten, take
+from polylane.graph.capture import capture
+from polylane.graph.export import Whole
+from polylane.graph.part import Part
+
+
+class Whichever(nn.Module):
+    """Its way depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, power: int = 1, *, bias: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        y = self.fc(x)
+        if y.abs().max() > 1e3:
+            y = y / 2
+        return y**power + (0 if bias is None else bias)
+
+
+class Reassigned(nn.Module):
+    """A buffer that becomes a new tensor at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.register_buffer("last", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x) + self.last
+        self.last = y.detach().mean(0)
+        return y
+
+
+class Scaled(nn.Module):
+    """A module whose gradient somebody changes by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.register_full_backward_hook(lambda module, into, out: tuple(g if g is None else g * 3 for g in into))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y.tanh()
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 0.5)
+        return y
+
+
+class BySize(nn.Module):
+    """It computes something else for many samples than for few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y * 2 if x.shape[0] > 2 else y
+
+
+class OnlyOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y.squeeze(0).unsqueeze(0).tanh() if x.shape[0] == 1 else y
+
+
+class Numpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.from_numpy(x.detach().numpy().mean(1, keepdims=True) * 2.0)
+        y: Tensor = self.fc(x) * scale
+        return y
+
+
+@dataclasses.dataclass
+class Outputs:
+    hidden: Tensor
+    extra: tuple[Tensor, int]
+
+
+class Structured(nn.Module):
+    """A leaf that returns a dataclass with a tuple inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Whichever()
+
+    def forward(self, x: Tensor) -> Outputs:
+        y = self.inner(x)
+        if bool((y != y).any()):
+            y = torch.zeros_like(y)
+        return Outputs(y, (y.mean(1), 7))
+
+
+class Packed(nn.Module):
+    """Sequences of lengths that depend on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, batch_first=True)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.unflatten(1, (4, 4))
+        lengths = 1 + (words[:, :, 0] > 0).sum(1).clamp(max=3)
+        packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
+        padded, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=4)
+        y: Tensor = self.out(padded)
+        return y.flatten(1)
+
+
+class Dropping(nn.Module):
+    """Layers dropped at random, as in LayerDrop: random numbers and data-dependent ways at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(()).item() < 0.3:
+            return x
+        y: Tensor = F.dropout(self.fc(x), 0.5, self.training)
+        return y
+
+
+def between(inner: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16), inner, nn.Linear(16, 4))
+
+
+class Around(nn.Module):
+    """Passes sizes, numbers and tensors by keyword to a leaf, and reads a dataclass from another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Parameter(torch.randn(16))
+        self.one, self.two = Whichever(), Structured()
+        self.head = nn.Linear(17, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x, 2, bias=self.shared)
+        x = self.one(x, power=1)
+        out = self.two(x)
+        logits: Tensor = self.head(torch.cat([out.hidden, out.extra[0][:, None] * out.extra[1]], 1))
+        return logits
+
+
+LEAVES: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
+    "data-dependent": (lambda: between(Whichever()), ["1"], "depends on the data"),
+    "reassigned buffer": (lambda: between(Reassigned()), ["1"], ""),
+    "module hook": (lambda: between(Scaled()), ["1"], "gradient of 0.weight came out different"),
+    "tensor hook": (lambda: between(Hooked()), ["1"], "gradient of 0.weight came out different"),
+    "many or few": (lambda: between(BySize()), ["1"], ""),
+    "one or more": (lambda: between(OnlyOne()), ["1"], ""),
+    "numpy": (lambda: between(Numpy()), ["1"], ""),
+    "structured": (Around, ["one", "two"], "depends on the data"),
+    "packed": (lambda: between(Packed()), ["1"], ""),
+    "nested": (lambda: between(nn.Sequential(nn.Linear(16, 16), Whichever())), ["1.1"], "depends on the data"),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_cannot_be_captured_is_a_leaf(name: str) -> None:
+    torch.manual_seed(0)
+    make, paths, why = LEAVES[name]
+    model = make()
+    graph = capture(model, models.classify, models.vectors(5, 0))
+    assert [note.split()[0] for note in graph.notes] == paths
+    assert all("is a leaf, kept whole: " in note and why in note for note in graph.notes)
+    assert all("test_leaf.py:" in note or "numpy" in name for note in graph.notes), graph.notes
+    assert sorted({node.module for node in graph.nodes if node.op == "leaf"}) == paths
+    held = [compare(graph, make_like(model), models.classify, models.vectors, size) for size in SIZES]
+    assert all(held)
+    assert [compare(graph, model, models.classify, models.vectors, size) for size in SIZES] == held
+
+
+def make_like(model: nn.Module) -> nn.Module:
+    """The same model with tensors of its own: what a worker that rebuilt it would have."""
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def test_a_leaf_knows_its_parameters_and_buffers() -> None:
+    graph = capture(between(Whichever()), models.classify, models.vectors(5, 0))
+    leaf = next(node for node in graph.nodes if node.op == "leaf")
+    assert leaf.parameters == ("1.fc.weight", "1.fc.bias")
+    assert leaf.buffers == ("1.calls",)
+    assert leaf.requires_grad
+    assert next(node for node in graph.nodes if leaf.name in node.inputs).shape == (5, 16)
+
+
+OPAQUE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "branching": (models.Branching, "depends on the data"),
+    "hooked": (lambda: HookedRoot(), "gradient"),
+    "reassigned": (lambda: ReassignedRoot(), "came out different"),
+}
+
+
+class HookedRoot(Hooked):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, :4]
+
+
+class ReassignedRoot(Reassigned):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, :4]
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_a_root_at_fault_is_opaque(name: str) -> None:
+    torch.manual_seed(0)
+    make, why = OPAQUE[name]
+    model = make()
+    graph = capture(model, models.classify, models.vectors(5, 0))
+    assert graph.opaque
+    assert len(graph.notes) == 1
+    assert graph.notes[0].startswith("the model is opaque, without a graph: ")
+    assert why in graph.notes[0]
+    assert all(compare(graph, model, models.classify, models.vectors, size) for size in SIZES)
+    leaf = graph.nodes[0]
+    assert set(leaf.parameters) == {name for name, _ in model.named_parameters()}
+    assert "models.py:" in leaf.source
+
+
+def test_leaves_run_in_the_mode_of_the_capture() -> None:
+    torch.manual_seed(0)
+    model = between(Dropping())
+    batch = models.vectors(5, 0)
+    graph = capture(model, models.classify, batch, training=False)
+    leaves, rebuild = flatten(batch)
+    assert model.training
+    whole = Whole(model, models.classify, rebuild)
+    losses = {float(run(graph, whole, leaves, Part(5, batch=5, step=step))[0]) for step in range(5)}
+    assert len(losses) == 1
+    assert all(module.training for module in model.modules())
+
+
+def test_random_leaves_depend_on_step_and_part_alone() -> None:
+    torch.manual_seed(0)
+    model = between(Dropping())
+    batch = models.vectors(6, 0)
+    graph = capture(model, models.classify, batch)
+    assert any("random numbers of 1/leaf" in note and "user's own Python" in note for note in graph.notes)
+    assert graph.code.random
+    leaves, rebuild = flatten(batch)
+    whole = Whole(model, models.classify, rebuild)
+    before = torch.get_rng_state()
+
+    def loss(step: int, first: int = 0, samples: int = 6) -> float:
+        part = Part(samples, first=first, batch=6, step=step)
+        return float(run(graph, whole, take(leaves, first, first + samples), part)[0].detach())
+
+    assert loss(0) == loss(0)
+    assert len({loss(step) for step in range(6)}) > 2
+    for step in range(6):
+        assert loss(step) == pytest.approx((4 * loss(step, 0, 4) + 2 * loss(step, 4, 2)) / 6, rel=1e-5)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_leaves_with_batch_statistics_share_them() -> None:
+    model = between(nn.Sequential(Whichever(), Normalized()))
+    graph = capture(model, models.classify, models.vectors(6, 0))
+    assert graph.code.batch_statistics
+    assert not graph.code.random
+    assert not capture(model, models.classify, models.vectors(6, 0), training=False).code.batch_statistics
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        return y if y.abs().sum() >= 0 else x
+
+
+# Custom functions ----------------------------------------------------------------------------------------------------
+
+
+class Two(torch.autograd.Function):
+    """Two outputs, a number among its arguments, nothing where an output might be, and a wrong backward on purpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, power: int, y: Tensor) -> tuple[Tensor, None, Tensor]:
+        ctx.save_for_backward(x)
+        return x**power + y, None, x.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, Tensor]:
+        (x,) = ctx.saved_tensors
+        return 5 * grads[0] + grads[2][:, None] * x, None, grads[0] * 7
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        a, nothing, b = Two.apply(y, 2, x)
+        assert nothing is None
+        logits: Tensor = self.head(a * b[:, None])
+        return logits
+
+
+def test_custom_functions_keep_their_own_backward() -> None:
+    torch.manual_seed(0)
+    model = Custom()
+    graph = capture(model, models.classify, models.vectors(5, 0))
+    assert not graph.notes
+    function = next(node for node in graph.nodes if node.op == "function")
+    assert "test_leaf.py:" in function.source
+    assert all(compare(graph, model, models.classify, models.vectors, size) for size in SIZES)
+
+
+def test_custom_functions_that_draw_are_named() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = Noisy.apply(self.fc(x))
+            return y
+
+    graph = capture(Model(), models.classify, models.vectors(5, 0))
+    assert [note.split(" may depend")[0] for note in graph.notes] == ["the random numbers of function"]
+    assert graph.code.random
+
+
+def test_several_faults_are_all_found() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Hooked(),
+        nn.Tanh(),
+        Whichever(),
+        nn.Sequential(nn.Linear(16, 16), Scaled(), nn.Tanh()),
+        Reassigned(),
+        nn.Linear(16, 4),
+    )
+    graph = capture(model, models.classify, models.vectors(5, 0))
+    assert sorted(note.split()[0] for note in graph.notes) == ["0", "2", "3.1", "4"]
+    assert all(compare(graph, model, models.classify, models.vectors, size) for size in SIZES)
+
+
+def test_notes_name_the_line_that_goes_its_own_way() -> None:
+    graph = capture(between(Whichever()), models.classify, models.vectors(5, 0))
+    file, _, line = graph.notes[0].rpartition("(")[2].rstrip(")").rpartition(":")
+    assert Path(file).name == "test_leaf.py"
+    assert "y.abs().max() > 1e3" in Path(file).read_text().splitlines()[int(line) - 1]

@@ -1,0 +1,53 @@
+"""One-line plans: what they say, and one sentence naming the key for everything that is wrong with one."""
+
+import pytest
+
+from polylane.errors import PolylaneError
+from polylane.plan.spec import Spec, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("", Spec()),
+        ("data=2", Spec(data=2)),
+        ("data=2,pipeline=3", Spec(data=2, pipeline=3)),
+        (" pipeline = 4 , schedule = afab ,", Spec(pipeline=4, schedule="afab")),
+        ("microbatches=8,precision=bfloat16", Spec(microbatches=8, precision="bfloat16")),
+        ("data=2,pipeline=2,schedule=naive,microbatches=1", Spec(2, 2, "naive", 1)),
+    ],
+)
+def test_what_a_line_says(text: str, spec: Spec) -> None:
+    assert parse(text) == spec
+
+
+def test_workers_are_the_product() -> None:
+    assert parse("data=3,pipeline=4").workers == 12 and Spec().workers == 1
+
+
+def test_microbatches_are_left_open() -> None:
+    assert parse("pipeline=2").microbatches is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("data", "'data' is not of the form key=value"),
+        ("dat=2", "unknown key 'dat', known are data, pipeline, microbatches, schedule, precision; did you mean data?"),
+        ("tensor=2", "unknown key 'tensor'"),
+        ("data=2,data=3", "data is given twice"),
+        ("data=0", "data=0 must be a whole number of at least 1"),
+        ("pipeline=-1", "pipeline=-1 must be a whole number"),
+        ("pipeline=two", "pipeline=two must be a whole number"),
+        ("microbatches=1.5", "microbatches=1.5 must be a whole number"),
+        ("data=²", "data=² must be a whole number"),
+        ("data=", "data= must be a whole number"),
+        ("schedule=gpipe", "schedule=gpipe is not known, known are naive, afab, 1f1b"),
+        ("precision=float16", "precision=float16 is not known, known are float32, bfloat16"),
+    ],
+)
+def test_what_is_wrong_with_a_line(text: str, says: str) -> None:
+    with pytest.raises(PolylaneError) as caught:
+        parse(text)
+    assert says in str(caught.value)
+    assert str(caught.value).startswith(f"plan {text!r}: ") and "\n" not in str(caught.value)

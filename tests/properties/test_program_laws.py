@@ -1,0 +1,212 @@
+"""Laws of lowering, for any graph with skips, any cuts, schedule, number of microbatches and replicas."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition, cut_positions
+from polylane.plan.plan import Plan, from_partition
+from polylane.plan.spec import Spec
+from polylane.program.check import check, matched
+from polylane.program.lower import lower, lower_evaluation
+from polylane.program.program import Program
+from polylane.schedule.action import Action, Kind
+from polylane.schedule.synchronous import SCHEDULES
+from synthetic import graph
+
+
+@dataclass(frozen=True)
+class Lowered:
+    partition: Partition
+    plan: Plan
+    programs: tuple[Program, ...]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """Every node reads some earlier ones; weights are used at one place or several; some nodes are free or constants."""
+    size = draw(st.integers(2, 12))
+    free = draw(st.sets(st.integers(0, size - 2), max_size=2))
+    inputs = []
+    for i in range(size):
+        # A free node reads only free ones, for it needs no data.
+        earlier = [j for j in range(i) if i not in free or j in free]
+        inputs.append(draw(st.lists(st.sampled_from(earlier), max_size=3, unique=True)) if earlier else [])
+    users = st.sets(st.sampled_from([i for i in range(size) if i not in free]), min_size=1, max_size=3)
+    parameters = {f"w{i}": sorted(draw(users)) for i in range(draw(st.integers(0, 5)))}
+    return graph(
+        inputs,
+        parameters,
+        free=free,
+        without_gradient=draw(st.sets(st.integers(0, size - 1), max_size=2)) | free,
+        frozen=draw(st.sets(st.sampled_from(sorted(parameters)), max_size=2)) if parameters else (),
+        parameter_bytes=draw(st.sampled_from([64, 3 << 20])),
+    )
+
+
+@st.composite
+def lowereds(draw: st.DrawFn) -> Lowered:
+    made = draw(graphs())
+    allowed = cut_positions(made)
+    cuts = tuple(sorted(draw(st.sets(st.sampled_from(allowed), max_size=4)))) if allowed else ()
+    partition = Partition(made, cuts)
+    spec = Spec(draw(st.integers(1, 3)), len(cuts) + 1, draw(st.sampled_from(sorted(SCHEDULES))))
+    plan = from_partition(partition, spec, draw(st.integers(1, 6)))
+    return Lowered(partition, plan, lower(partition, plan))
+
+
+def played(programs: tuple[Program, ...], seed: int = 0) -> int:
+    """Run the programs on FIFO channels, in one of many possible timings; how many actions were done before all stood."""
+    queues: dict[tuple[int, int], deque[Action]] = {}
+    at = [0] * len(programs)
+    done, moved = 0, True
+    while moved:
+        moved = False
+        order = sorted(range(len(programs)), key=lambda r: hash((seed, done, r)))
+        for rank in order:
+            program = programs[rank]
+            while at[rank] < len(program.actions):
+                action = program.actions[at[rank]]
+                if action.kind is Kind.RECEIVE:
+                    assert action.peer is not None
+                    queue = queues.get((action.peer, rank))
+                    if not queue:
+                        break
+                    sent = queue.popleft()
+                    what = (sent.value, sent.microbatch, sent.gradient)
+                    assert what == (action.value, action.microbatch, action.gradient)
+                elif action.kind is Kind.SEND:
+                    assert action.peer is not None
+                    queues.setdefault((rank, action.peer), deque()).append(action)
+                at[rank] += 1
+                done += 1
+                moved = True
+                if seed:  # another worker's turn
+                    break
+    assert not any(queues.values()), "messages that nobody received"
+    return done
+
+
+@given(lowereds(), st.integers(0, 3))
+@settings(deadline=None)
+def test_every_program_runs_to_its_end(made: Lowered, seed: int) -> None:
+    check(made.programs)
+    assert played(made.programs, seed) == sum(len(p.actions) for p in made.programs)
+
+
+@given(lowereds())
+@settings(deadline=None)
+def test_evaluation_runs_to_its_end(made: Lowered) -> None:
+    programs = lower_evaluation(made.partition, made.plan)
+    check(programs)
+    assert played(programs) == sum(len(p.actions) for p in programs)
+    assert {a.kind for p in programs for a in p.actions} <= {Kind.FORWARD, Kind.SEND, Kind.RECEIVE}
+
+
+@given(lowereds())
+@settings(deadline=None)
+def test_values_go_straight_and_gradients_come_back(made: Lowered) -> None:
+    """For each microbatch and replica: one message from producer to each consumer, and one back if it has a gradient."""
+    stage_of, plan = made.partition.stage_of, made.plan
+    needed = Counter[tuple[int, str, int, int]]()  # microbatch, value, from, to
+    for stage in range(plan.pipeline):
+        for name in {n for node in made.partition.nodes(stage) for n in node.inputs}:
+            node = made.partition.graph.nodes[made.partition.graph.positions[name]]
+            if not node.free and stage_of[name] != stage:
+                for i in range(plan.microbatches):
+                    for replica in range(plan.data):
+                        ends = plan.stages[stage_of[name]].devices[replica], plan.stages[stage].devices[replica]
+                        needed[i, name, *ends] += 1
+                        if node.requires_grad:
+                            needed[i, f"d {name}", ends[1], ends[0]] += 1
+    sent = Counter(
+        (a.microbatch, f"d {a.value}" if a.gradient else a.value, p.rank, a.peer)
+        for p in made.programs
+        for a in p.actions
+        if a.kind is Kind.SEND
+    )
+    assert sent == needed
+    assert len(matched(made.programs)) == sum(needed.values())
+
+
+@given(lowereds())
+@settings(deadline=None)
+def test_a_stage_has_what_it_reads_before_it_computes(made: Lowered) -> None:
+    for program in made.programs:
+        has: set[tuple[str | None, int | None, bool, int | None]] = set()
+        ready: set[tuple[Kind, int | None]] = set()
+        for action in program.actions:
+            if action.kind is Kind.RECEIVE:
+                has.add((action.value, action.microbatch, action.gradient, action.peer))
+            elif action.kind is Kind.FORWARD:
+                for crossing in program.receives:
+                    source = made.plan.stages[crossing.producer].devices[program.replica]
+                    assert (crossing.value, action.microbatch, False, source) in has
+            elif action.kind is Kind.BACKWARD:
+                assert (Kind.FORWARD, action.microbatch) in ready
+                for crossing in program.sends:
+                    for consumer in crossing.consumers if crossing.requires_grad else ():
+                        source = made.plan.stages[consumer].devices[program.replica]
+                        assert (crossing.value, action.microbatch, True, source) in has
+            elif action.kind is Kind.SEND:
+                made_by = Kind.BACKWARD if action.gradient else Kind.FORWARD
+                assert (made_by, action.microbatch) in ready
+            ready.add((action.kind, action.microbatch))
+
+
+@given(lowereds())
+@settings(deadline=None)
+def test_every_trainable_parameter_is_in_one_bucket_of_each_holder(made: Lowered) -> None:
+    graph = made.partition.graph
+    for program in made.programs:
+        counted = Counter(name for bucket in program.buckets for name in bucket.parameters)
+        held = [n for n in made.partition.parameters(program.stage) if graph.parameters[n].trainable]
+        assert counted == Counter(held)
+        for bucket in program.buckets:
+            assert program.rank in bucket.ranks
+            for name in bucket.parameters:
+                holders = [s for s in range(made.plan.pipeline) if name in made.partition.parameters(s)]
+                ranks = {rank for stage in holders for rank in made.plan.stages[stage].devices}
+                assert set(bucket.ranks) == ranks
+
+
+@given(lowereds())
+@settings(deadline=None)
+def test_all_ranks_reduce_in_the_same_order(made: Lowered) -> None:
+    """Collectives over the same group, and over groups that overlap, meet in one global order: no deadlock."""
+    order = list(dict.fromkeys(b.name for p in made.programs for b in p.buckets))
+    position: dict[str, set[str]] = {name: set() for name in order}
+    for program in made.programs:
+        mine = [bucket.name for bucket in program.buckets]
+        reduced = [a.value for a in program.actions if a.kind is Kind.REDUCE]
+        assert reduced == [bucket.name for bucket in program.buckets if len(bucket.ranks) > 1]
+        for i, name in enumerate(mine):
+            position[name] |= set(mine[:i])
+    assert all(a not in position[b] for b in order for a in order if b in position[a])
+    same = {b.name: b for p in made.programs for b in p.buckets}
+    assert all(bucket == same[bucket.name] for p in made.programs for bucket in p.buckets)
+
+
+@given(lowereds(), st.data())
+@settings(deadline=None)
+def test_a_program_that_lacks_a_message_is_refused(made: Lowered, data: st.DataObject) -> None:
+    places = [
+        (p.rank, i) for p in made.programs for i, a in enumerate(p.actions) if a.kind in (Kind.SEND, Kind.RECEIVE)
+    ]
+    assume(places)
+    rank, at = data.draw(st.sampled_from(places))
+    wrong = [replace(p, actions=p.actions[:at] + p.actions[at + 1 :]) if p.rank == rank else p for p in made.programs]
+    with pytest.raises(RuntimeError):
+        check(wrong)
+
+
+@given(lowereds())
+@settings(deadline=None)
+def test_lowering_is_a_function(made: Lowered) -> None:
+    assert lower(made.partition, made.plan) == made.programs

@@ -1,0 +1,74 @@
+"""Graphs without code, for laws that need only nodes, values and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import fx
+
+from polylane.graph.graph import Code, Graph, Node, TensorInfo
+
+
+def graph(
+    inputs: Sequence[Sequence[int]],
+    parameters: Mapping[str, Sequence[int]] | None = None,
+    *,
+    free: Collection[int] = (),
+    without_gradient: Collection[int] = (),
+    frozen: Collection[str] = (),
+    uncut: Sequence[tuple[int, int]] = (),
+    parameter_bytes: int = 64,
+) -> Graph:
+    """A graph of ``len(inputs)`` nodes.
+
+    Args:
+        inputs: for every node the positions of the nodes it reads.
+        parameters: name -> the positions of the nodes that use it; a tied weight has several.
+        free: nodes that every stage computes anew.
+        without_gradient: nodes through which no gradient flows.
+        frozen: parameters that are not trained.
+        uncut: pairs of nodes that must stay together.
+    """
+    parameters = parameters or {}
+    nodes = tuple(
+        Node(
+            name=f"layer{i}/op",
+            id=f"op_{i}",
+            op="aten.op.default",
+            inputs=tuple(f"layer{j}/op" for j in dict.fromkeys(read)),
+            shape=(4, 8),
+            batch_dim=0,
+            dtype="float32",
+            flops=8,
+            bytes=128,
+            parameters=tuple(name for name, users in parameters.items() if i in users),
+            buffers=(),
+            module=f"layer{i}",
+            source="",
+            requires_grad=i not in without_gradient,
+            free=i in free,
+            crossable=True,
+            fixed=(-1, 8),
+        )
+        for i, read in enumerate(inputs)
+    )
+    return Graph(
+        nodes=nodes,
+        parameters={name: TensorInfo((4, 4), "float32", parameter_bytes, name not in frozen) for name in parameters},
+        tied={},
+        buffers={},
+        samples=4,
+        uncut=tuple(uncut),
+        notes=(),
+        mean=True,
+        opaque=False,
+        code=Code(fx.Graph(), {}, 1, False, False),
+    )
+
+
+def chain(length: int, skips: Sequence[tuple[int, int]] = ()) -> Graph:
+    """Nodes in a row, each with a weight of its own ("w3"), and skips from one node to a later one."""
+    inputs: list[list[int]] = [[i - 1] if i else [] for i in range(length)]
+    for source, target in skips:
+        inputs[target].append(source)
+    return graph(inputs, {f"w{i}": [i] for i in range(length)})
