@@ -267,7 +267,7 @@ def test_leaves_run_in_the_mode_of_the_capture() -> None:
     leaves, rebuild = flatten(batch)
     assert model.training
     whole = Whole(model, models.classify, rebuild)
-    losses = {float(run(graph, whole, leaves, Part(5, batch=5, step=step))[0]) for step in range(5)}
+    losses = {float(run(graph, whole, leaves, Part(5, batch=5, step=step))[0].detach()) for step in range(5)}
     assert len(losses) == 1
     assert all(module.training for module in model.modules())
 

@@ -19,25 +19,30 @@ _WORDS = ("step", "loss", "rate", "left")
 
 
 class _Pace:
-    """Throughput over the last steps, and the time left at that pace."""
+    """Throughput over the last steps, and the time left at the pace so far, tests included."""
 
     def __init__(self, steps: int | None) -> None:
         self._steps = steps
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)
+        self._first: tuple[int, float] | None = None  # a step, and when it was told
 
     def words(self, step: dict[str, Any]) -> dict[str, str]:
         """The step as words: which of how many, the loss, samples/s, the time left."""
         self._recent.append((step["samples"], step["seconds"]))
-        elapsed = sum(each for _, each in self._recent)
-        left = (
-            "" if self._steps is None else seconds(elapsed / len(self._recent) * (self._steps - step["step"])) + " left"
-        )
+        samples, elapsed = (sum(column) for column in zip(*self._recent, strict=True))
         return {
-            "step": f"step {step['step']}" + ("" if self._steps is None else f"/{self._steps}"),
+            "step": _of("step", step["step"], self._steps),
             "loss": f"loss {step['loss']:.4f}",
-            "rate": f"{sum(samples for samples, _ in self._recent) / elapsed:,.0f} samples/s",
-            "left": left,
+            "rate": f"{samples / elapsed:,.0f} samples/s",
+            "left": self._left(step["step"]),
         }
+
+    def _left(self, step: int) -> str:
+        now = time.monotonic()
+        first, since = self._first = self._first or (step, now)
+        if self._steps is None or step in (first, self._steps):
+            return ""
+        return f"{seconds((now - since) / (step - first) * (self._steps - step))} left"
 
 
 class Lines:

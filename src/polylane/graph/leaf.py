@@ -127,7 +127,7 @@ def _mode(training: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 @dataclass
 class Observed:
-    """Result of one call of a leaf in a dry run, whether it drew random numbers, and whether it used batch statistics."""
+    """Result of a leaf in a dry run, whether it drew random numbers, and whether it used statistics of the batch."""
 
     result: list[Any]
     rebuild_result: Rebuild

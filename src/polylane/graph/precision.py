@@ -130,9 +130,11 @@ def _double(val: Any) -> Any:
 def _promoted(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float64 if value in LOWER else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_promoted(v) for v in value) if type(value) in (list, tuple) else value
-    if type(value) is dict:
+    if isinstance(value, list):  # fx has lists and dictionaries of its own
+        return [_promoted(v) for v in value]
+    if type(value) is tuple:
+        return tuple(_promoted(v) for v in value)
+    if isinstance(value, dict):
         return {k: _promoted(v) for k, v in value.items()}
     return value
 

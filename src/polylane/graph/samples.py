@@ -20,7 +20,7 @@ from polylane.graph.graph import Graph, Node
 from polylane.graph.keying import AsPart
 from polylane.graph.part import Part
 from polylane.graph.precision import LOWER, Promoted, innermost
-from polylane.graph.statistics import batch_norm
+from polylane.graph.statistics import batch_norm, whole_batch_norm
 
 # Of an example batch; fewer than the fewest cannot be split unequally.
 FEWEST, MOST = 5, 32
@@ -70,7 +70,7 @@ def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[
     ]
     nodes = {node.id: node for node in graph.nodes}
     differing: list[Node] = []
-    with torch.no_grad(), Promoted():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), Promoted():
         try:
             outputs = _side_by_side(graph, runs, nodes, differing)
         except _PartFails as failure:
@@ -81,8 +81,8 @@ def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[
         if not all(_equal(buffer, run.table["buffer"][name]) for run in runs[1:]):
             writer = next((n for n in reversed(graph.nodes) if name in n.buffers), graph.nodes[-1])
             return (
-                f"the buffer {name} depends on how the samples are divided: {writer.name} writes it{at(writer.source)}, "
-                "and replicas would disagree; use data=1"
+                f"the buffer {name} depends on how the samples are divided: {writer.name} writes it"
+                f"{at(writer.source)}, and replicas would disagree; use data=1"
             )
     return None
 
@@ -129,7 +129,10 @@ def _run_node(node: fx.Node, runs: list[_Run], described: Node) -> None:
     whole, *parts = runs
     whole.values[node] = _call(node, whole, whole.part)
     try:
-        if innermost(node.target) is batch_norm or isinstance(node.target, AsPart):
+        if innermost(node.target) is batch_norm:
+            _normalize_together(node, parts)
+            return
+        if isinstance(node.target, AsPart):
             _as_replicas(node, parts)
             return
         for run in parts:
@@ -149,6 +152,16 @@ def _call(node: fx.Node, run: _Run, part: Part) -> Any:
         return target(*args, **kwargs)
     with _Still():  # which numbers the user's own Python draws is no question of samples
         return target(*args, **kwargs)
+
+
+def _normalize_together(node: fx.Node, parts: list[_Run]) -> None:
+    given = [run.arguments(node)[0][1:] for run in parts]  # without the part in hand
+    outs = whole_batch_norm([x for x, *_ in given], *given[0][1:])
+    for run, args, out in zip(parts, given, outs, strict=True):
+        run.values[node] = out
+        for own, first in zip(args[3:5], given[0][3:5], strict=True):  # running mean and variance
+            if own is not None and own is not first:
+                own.copy_(first)
 
 
 def _as_replicas(node: fx.Node, parts: list[_Run]) -> None:
