@@ -188,11 +188,11 @@ def test_html_holds_every_span() -> None:
     assert data["values"] == ["relu"]
     assert data["extent"] == pytest.approx(1.0)
     kinds = list(Kind)
-    assert data["lanes"][0]["main"][:16] == [
-        *(0, 0.2, kinds.index(Kind.FORWARD), 0, 0, -1, -1, 0),
-        *(0.2, 0.3, kinds.index(Kind.SEND), 0, 0, 0, 1, 0),
+    assert data["lanes"][0]["main"][:18] == [
+        *(0, 0.2, kinds.index(Kind.FORWARD), 0, 0, -1, -1, 0, 0),
+        *(0.2, 0.3, kinds.index(Kind.SEND), 0, 0, 0, 1, 0, 0),
     ]
-    assert data["lanes"][1]["thin"] == [0.7, 1.0, kinds.index(Kind.REDUCE), 1, -1, 0, -1, 0]
+    assert data["lanes"][1]["thin"] == [0.7, 1.0, kinds.index(Kind.REDUCE), 1, -1, 0, -1, 0, 0]
 
 
 # --- Perfetto ---

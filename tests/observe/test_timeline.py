@@ -137,9 +137,17 @@ def test_the_schema() -> None:
         "unit": "ticks",
         "ranks": 2,
         "notes": {},
-        "columns": ["rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end"],
-        "spans": [[1, "forward", 2, 3, None, None, False, 0, 1]],
+        "columns": ["rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited"],
+        "spans": [[1, "forward", 2, 3, None, None, False, 0, 1, 0]],
     }
+
+
+def test_waiting_inside_an_action_is_communication() -> None:
+    timeline = Timeline((Span(0, Action(Kind.FORWARD, 0, 0), 0, 10, waited=4),), ranks=1)
+    assert timeline.busy() == (6,)
+    assert timeline.exposed_communication() == (4,)
+    assert timeline.utilization() == 0.6
+    assert Timeline.from_dict(timeline.to_dict()) == timeline
 
 
 def test_columns_are_read_by_name() -> None:
@@ -158,7 +166,7 @@ def test_columns_are_read_by_name() -> None:
         ({"columns": ["rank"]}, "this timeline lacks columns: kind, columns: stage"),
         ({"spans": [[0, "nap", 0, 0, None, None, False, 0, 1]]}, "span 0 of this timeline cannot be read.*'nap'"),
         ({"spans": [[0, "step"]]}, "span 0 of this timeline cannot be read"),
-        ({"spans": [[7, "step", 0, None, None, None, False, 0, 1]]}, "outside the timeline's 3 ranks"),
+        ({"spans": [[7, "step", 0, None, None, None, False, 0, 1, 0]]}, "outside the timeline's 3 ranks"),
     ],
 )
 def test_files_that_are_not_timelines_are_refused(change: dict[str, object], message: str) -> None:

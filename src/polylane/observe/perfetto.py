@@ -64,6 +64,7 @@ def _complete(span: Span, thread: int, first: float, scale: float) -> dict[str, 
         "value": action.value,
         "peer": action.peer,
         "gradient": action.gradient or None,
+        "waited": span.waited or None,
     }
     return {
         "ph": "X",

@@ -60,7 +60,7 @@ def _line(label: str, cells: Sequence[str]) -> str:
 
 
 def _data(timeline: Timeline, lanes: Sequence[Row]) -> dict[str, Any]:
-    """What the page's script reads; a span is eight numbers in a row, see FIELDS there."""
+    """What the page's script reads; a span is nine numbers in a row, see FIELDS there."""
     kinds = list(Kind)
     values: dict[str, int] = {}
     first = timeline.start()
@@ -80,6 +80,7 @@ def _data(timeline: Timeline, lanes: Sequence[Row]) -> dict[str, Any]:
                 value,
                 -1 if action.peer is None else action.peer,
                 int(action.gradient),
+                round(span.waited, 9),
             ]
         return numbers
 

@@ -95,6 +95,7 @@ def details(span: Span, timeline: Timeline) -> str:
     said += [f"rank {span.rank}"]
     said += [f"peer {action.peer}"] if action.peer is not None else []
     long, at = span.end - span.start, span.start - timeline.start()
+    said += [f"{duration(span.waited, timeline.unit)} of it in collectives"] if span.waited else []
     return f"{', '.join(said)}: {duration(long, timeline.unit)} from {duration(at, timeline.unit, digits=8)}"
 
 

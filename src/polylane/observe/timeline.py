@@ -10,17 +10,21 @@ from typing import Any
 from polylane.schedule.action import COMMUNICATION, COMPUTE, Action, Kind
 
 # What a span is in a file, in this order; `from_dict` goes by these names, so that a later version may add more.
-COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end")
+COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action of one rank, from ``start`` to ``end`` (seconds, or ticks when the timeline is theory)."""
+    """One action of one rank, from ``start`` to ``end`` (seconds, or ticks when the timeline is theory).
+
+    ``waited`` is how much of it went by in collectives inside the action, such as the batch statistics of a forward pass.
+    """
 
     rank: int
     action: Action
     start: float
     end: float
+    waited: float = 0
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,12 @@ class Timeline:
         return tuple(tuple(sorted(lane, key=lambda span: (span.start, -span.end))) for lane in lanes)
 
     def busy(self) -> tuple[float, ...]:
-        """Per rank, the time in which it computes; overlapping spans count once."""
-        return tuple(_length(union(_only(lane, COMPUTE))) for lane in self.lanes())
+        """Per rank, the time in which it computes, less what it waited inside; overlapping spans count once."""
+        compute = (_only(lane, COMPUTE) for lane in self.lanes())
+        return tuple(max(0, _length(union(spans)) - sum(span.waited for span in spans)) for spans in compute)
 
     def exposed_communication(self) -> tuple[float, ...]:
-        """Per rank, the time in which it sends, receives or reduces and does not compute."""
+        """Per rank, the time in which it sends, receives, reduces or waits inside an action, and does not compute."""
         either = (_length(union(_only(lane, COMPUTE | COMMUNICATION))) for lane in self.lanes())
         return tuple(max(0, both - busy) for both, busy in zip(either, self.busy(), strict=True))
 
@@ -97,12 +102,12 @@ class Timeline:
     def from_zero(self) -> Timeline:
         """The same timeline, shifted so that its first span starts at 0."""
         first = self.start()
-        return replace(self, spans=tuple(Span(s.rank, s.action, s.start - first, s.end - first) for s in self.spans))
+        return replace(self, spans=tuple(replace(s, start=s.start - first, end=s.end - first) for s in self.spans))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, a row per span under the names of the columns; `from_dict` reads it back exactly."""
         rows = [
-            [s.rank, str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, s.start, s.end]
+            [s.rank, str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, s.start, s.end, s.waited]
             for s in self.spans
             for a in (s.action,)
         ]
@@ -207,7 +212,7 @@ def _peak(lives: Iterable[tuple[float, float]]) -> int:
 def _span(number: int, row: Sequence[Any], at: Sequence[int]) -> Span:
     """The span of one row; ``at`` is where each of `COLUMNS` stands in it."""
     try:
-        rank, kind, stage, microbatch, value, peer, gradient, start, end = (row[place] for place in at)
-        return Span(rank, Action(Kind(kind), stage, microbatch, value, peer, gradient), start, end)
+        rank, kind, stage, microbatch, value, peer, gradient, start, end, waited = (row[place] for place in at)
+        return Span(rank, Action(Kind(kind), stage, microbatch, value, peer, gradient), start, end, waited)
     except (ValueError, TypeError, IndexError) as error:
         raise ValueError(f"span {number} of this timeline cannot be read, {row!r}: {error}") from error

@@ -94,10 +94,10 @@ class _Report:
         at = 0
         for program in self.programs:
             for action in program.actions:
-                start, end = numbers[at], numbers[at + 1]
-                at += 2
+                start, end, waited = numbers[at : at + 3]
+                at += 3
                 if end > 0:
-                    spans.append(Span(program.rank, action, start, end))
+                    spans.append(Span(program.rank, action, start, end, waited))
         return Timeline(tuple(spans), len(self.programs), title="measured").from_zero()
 
 
@@ -285,7 +285,7 @@ class Job:
 
     def _gather(self, lane: _Lane, state: StepState) -> _Report:
         gathered = self.world.size <= TIMELINE_WORKERS
-        spans = 2 * sum(len(p.actions) for p in lane.programs) if gathered else 0
+        spans = 3 * sum(len(p.actions) for p in lane.programs) if gathered else 0
         vector = torch.zeros(2 + spans, dtype=torch.float64)
         for total, count in zip(state.total, state.count, strict=True):
             vector[0] += total.double().cpu()
@@ -295,8 +295,8 @@ class Job:
             place = {action: begin + i for i, action in enumerate(lane.programs[self.world.rank].actions)}
             numbers: list[float] = [0.0] * spans
             for span in state.spans:
-                numbers[2 * place[span.action]] = span.start - self._ahead
-                numbers[2 * place[span.action] + 1] = span.end - self._ahead
+                at = 3 * place[span.action]
+                numbers[at : at + 3] = span.start - self._ahead, span.end - self._ahead, span.waited
             vector[2:] = torch.tensor(numbers, dtype=torch.float64)
         wire = vector.to(self.world.device)
         pending = self._transport.all_reduce(wire, range(self.world.size)) if self.world.size > 1 else None
@@ -490,7 +490,8 @@ def parallelize(
     world = World.join()
     objectives = objectives_of(loss, optimizer, scheduler)
     if world.size == 1:
-        chosen = prepare(model, objectives, example, alone(plan), batch_size=batch_size)
+        samples = batch_size or sample_count(flatten(example)[0])
+        chosen = prepare(model, objectives, example, alone(plan, samples), batch_size=batch_size)
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
     from polylane.runtime.agreement import prepare_together
 

@@ -70,6 +70,7 @@ class Worker:
         self.statistics = statistics
         self.reducer = reducer
         self._horizon = _horizons(program.actions)
+        self._waited = 0.0  # seconds in collectives inside the action under way
 
     def shares(self, batch: int) -> tuple[Share, ...]:
         """What this worker computes of a batch of so many samples."""
@@ -92,7 +93,7 @@ class Worker:
                 step=step,
                 seed=seed,
                 weight=share.weight,
-                sum_replicas=self.statistics,
+                sum_replicas=self._sum_replicas if self.statistics is not None else None,
             )
             for i, share in own.items()
         }
@@ -132,8 +133,15 @@ class Worker:
         wire, samples = self.wires[action.value], state.shares[action.microbatch].samples
         state.received[action] = self.transport.receive(wire.shape(samples), wire.dtype, action.peer)
 
-    def _do(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
+    def _sum_replicas(self, tensor: Tensor) -> Tensor:
+        assert self.statistics is not None
         start = time.perf_counter()
+        result = self.statistics(tensor)
+        self._waited += time.perf_counter() - start
+        return result
+
+    def _do(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
+        start, self._waited = time.perf_counter(), 0.0
         if action.kind is Kind.FORWARD:
             self._forward(action, batch, state)
         elif action.kind is Kind.BACKWARD:
@@ -147,7 +155,7 @@ class Worker:
             start = self.reducer.wait(action.value)
         else:
             finish(state)
-        state.spans.append(Span(self.program.rank, action, start, time.perf_counter()))
+        state.spans.append(Span(self.program.rank, action, start, time.perf_counter(), self._waited))
 
     def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
         i = action.microbatch
@@ -157,7 +165,7 @@ class Worker:
         live = self.runner.forward(i, state.values.pop(i, {}), leaves, part)
         state.outgoing[i] = live.outputs
         if live.loss:
-            total = live.loss[0].detach()
+            total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
             # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
             state.total.append(total * (share.weight * (1 if len(live.loss) > 1 else share.samples)))
             state.count.append(live.loss[1].detach() * share.weight if len(live.loss) > 1 else share.weight * share.samples)
