@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +23,7 @@ from polylane.errors import PolylaneError, WorkerFailed
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
+ECHO_SECONDS = 2.0  # torchrun ends the others within a fraction of it, once one has ended
 
 
 class _Sentences(TyperGroup):
@@ -43,14 +45,15 @@ class _Sentences(TyperGroup):
         except (typer.Abort, KeyboardInterrupt):
             code = INTERRUPTED
         if code == INTERRUPTED:
-            _say("interrupted; what was written so far is kept", INTERRUPTED)
+            _say("interrupted", INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def _say(message: str, code: int) -> int:
-    """The message on stderr; under torchrun, where all workers have the same to say, once a host."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"polylane: {message}", file=sys.stderr, flush=True)
+    """The message on stderr. Under torchrun all workers mostly have the same to say: the first of each host says it."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(ECHO_SECONDS)
+    print(f"polylane: {message}", file=sys.stderr, flush=True)
     return code
 
 
@@ -159,7 +162,7 @@ def train(
     \b
     Examples:
       polylane train examples/digits.py --workers 4 --plan data=2,pipeline=2
-      torchrun --nproc-per-node 4 -m polylane train examples/digits.py
+      torchrun --nproc-per-node 4 -m -- polylane train examples/digits.py
     """
     from polylane.commands import train as command
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import bounds, cloned, flatten, promoted, sample_count, take
+from polylane.graph.batch import bounds, cloned, flatten, promoted, sample_count, sampled_leaves, take
 from polylane.graph.export import Whole, snapshot
 from polylane.graph.graph import Code, Graph, Node
 from polylane.graph.part import Part
@@ -184,7 +184,9 @@ def _train(job: Job, batches: Sequence[Any]) -> Record:
     return Record(losses, gradients, job.state_dict())
 
 
-def reference_run(prepared: Prepared, batches: Sequence[Any], clip_norm: float | None, seed: int) -> tuple[Record, bool]:
+def reference_run(
+    prepared: Prepared, batches: Sequence[Any], clip_norm: float | None, seed: int
+) -> tuple[Record, bool]:
     """One worker in a plain loop over the plan's microbatches, without any of the runtime's code. Trains the model itself.
 
     Returns:
@@ -197,12 +199,13 @@ def reference_run(prepared: Prepared, batches: Sequence[Any], clip_norm: float |
     scheduler = objective.scheduler(optimizer) if objective.scheduler else None
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     run, eager = _reference_loss(model, objective, graph, batches[0])
+    sampled = sampled_leaves(flatten(batches[0])[0])
     losses: list[float] = []
     gradients: dict[str, Tensor | None] = {}
     for step, batch in enumerate(batches):
         for _, parameter in named:
             parameter.grad = None
-        losses.append(_accumulate(run, prepared, batch, step, seed, named))
+        losses.append(_accumulate(run, prepared, batch, sampled, step, seed, named))
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in named if id(p) in optimized], clip_norm)
         if step == 0:
@@ -210,7 +213,9 @@ def reference_run(prepared: Prepared, batches: Sequence[Any], clip_norm: float |
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-    return Record(losses, gradients, {name: value.detach().clone() for name, value in model.state_dict().items()}), eager
+    return Record(
+        losses, gradients, {name: value.detach().clone() for name, value in model.state_dict().items()}
+    ), eager
 
 
 Run = Callable[[Sequence[Any], Part], tuple[Tensor, ...]]
@@ -262,18 +267,24 @@ def run_whole(
 
 
 def _accumulate(
-    run: Run, prepared: Prepared, batch: Any, step: int, seed: int, named: Sequence[tuple[str, nn.Parameter]]
+    run: Run,
+    prepared: Prepared,
+    batch: Any,
+    sampled: Sequence[bool],
+    step: int,
+    seed: int,
+    named: Sequence[tuple[str, nn.Parameter]],
 ) -> float:
     """Gradients of the mean over the whole batch, microbatch by microbatch; its value."""
     graph, microbatches = prepared.main.graph, prepared.plan.microbatches
     leaves, _ = flatten(batch)
-    samples = sample_count(leaves)
+    samples, split = sample_count(leaves), sampled if len(sampled) == len(leaves) else None
     total, count = 0.0, 0.0
     for microbatch, (start, stop) in enumerate(bounds(samples, microbatches)):
         if start == stop:
             continue
         part = Part(stop - start, start, samples, microbatch, step, seed)
-        result = run(take(leaves, start, stop), part)
+        result = run(take(leaves, start, stop, split), part)
         if graph.mean:
             (result[0] * ((stop - start) / samples)).backward()
             total, count = total + result[0].item() * (stop - start), count + (stop - start)
@@ -308,7 +319,9 @@ def _compare(reference: Record, plan: Sequence[Record], prepared: Prepared, tole
             error = relative_error(grads.get(name, zero), zero if grad is None else grad, grad_floor)
         floor = FLOOR * largest if name in parameters else 0.0
         deviations.append(Deviation(name, error, relative_error(reference.state[name], plan[0].state[name], floor)))
-    worst = max([loss_error, *(d.value for d in deviations), *(d.gradient for d in deviations if d.gradient is not None)])
+    worst = max(
+        [loss_error, *(d.value for d in deviations), *(d.gradient for d in deviations if d.gradient is not None)]
+    )
     return {
         "passed": worst <= tolerance,  # not so for NaN
         "losses": losses,

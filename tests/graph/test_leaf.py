@@ -79,13 +79,13 @@ class Hooked(nn.Module):
 class BySize(nn.Module):
     """It computes something else for many samples than for few."""
 
-    def __init__(self) -> None:
+    def __init__(self, many: int = 2) -> None:
         super().__init__()
-        self.fc = nn.Linear(16, 16)
+        self.fc, self.many = nn.Linear(16, 16), many
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.fc(x)
-        return y * 2 if x.shape[0] > 2 else y
+        return y * 2 if x.shape[0] > self.many else y
 
 
 class OnlyOne(nn.Module):
@@ -96,6 +96,18 @@ class OnlyOne(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.fc(x)
         return y.squeeze(0).unsqueeze(0).tanh() if x.shape[0] == 1 else y
+
+
+class Counting(nn.Module):
+    """It makes a number of its number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x) / sum(1 for _ in range(int(x.shape[0])))
+        return y
 
 
 class Numpy(nn.Module):
@@ -186,8 +198,10 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
     "reassigned buffer": (lambda: between(Reassigned()), ["1"], ""),
     "module hook": (lambda: between(Scaled()), ["1"], "gradient of 0.weight came out different"),
     "tensor hook": (lambda: between(Hooked()), ["1"], "gradient of 0.weight came out different"),
-    "many or few": (lambda: between(BySize()), ["1"], ""),
-    "one or more": (lambda: between(OnlyOne()), ["1"], ""),
+    "many or few": (lambda: between(BySize()), ["1"], "depends on the number of samples"),
+    "one or more": (lambda: between(OnlyOne()), ["1"], "depends on the number of samples"),
+    "very many": (lambda: between(BySize(40)), ["1"], "depends on the number of samples"),
+    "counting": (lambda: between(Counting()), ["1"], "fixes the number of samples"),
     "numpy": (lambda: between(Numpy()), ["1"], ""),
     "structured": (Around, ["one", "two"], "depends on the data"),
     "packed": (lambda: between(Packed()), ["1"], ""),

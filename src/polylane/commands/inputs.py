@@ -76,7 +76,8 @@ def positive(option: str, value: float | None) -> None:
 def open_recipe(path: str, settings: Sequence[str]) -> Recipe:
     """A recipe whose functions turn what they raise into one sentence.
 
-    The loss stays as it is: it is captured, and capture has its own words for what fails inside. `open_data` calls data.
+    The loss stays as it is: it is captured, and capture has its own words for what fails inside.
+    `open_data` does the same for data(split).
 
     Raises:
         RecipeError: the recipe or a setting is wrong.

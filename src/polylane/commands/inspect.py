@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from polylane.commands import inputs
-from polylane.commands.output import count, plural, print_json
+from polylane.commands.output import console, count, plural, print_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,18 +134,20 @@ def describe(graph: Graph) -> dict[str, Any]:
     }
 
 
-def rows(graph: Graph, depth: int | None = None, alike: bool = False) -> list[Row]:
+def rows(graph: Graph, depth: int | None = None, stars: int | None = None) -> list[Row]:
     """A row for every module with operators, in order of first use.
 
     Args:
         graph: what was captured.
         depth: sum up what lies deeper than so many names of a path; default: nothing.
-        alike: sum up modules whose paths differ in numbers alone.
+        stars: sum up modules whose paths differ in no more than so many of their first numbers, as in blocks.*.mlp.0;
+            0: in all of them.
     """
     groups: dict[str, list[Node]] = {}
     for node in graph.nodes:
         path = ".".join(node.module.split(".")[:depth])
-        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) if alike else path, []).append(node)
+        name = path if stars is None else re.sub(r"(?<![^.])\d+(?![^.])", "*", path, count=stars)
+        groups.setdefault(name, []).append(node)
     return [
         Row(
             module,
@@ -163,8 +165,8 @@ def readable_rows(graph: Graph, most: int = ROWS) -> list[Row]:
     """As many details as a screen holds: all modules, or alike ones together, or only the upper ones."""
     deepest = max(node.module.count(".") + 1 for node in graph.nodes)
     for depth in range(deepest, 0, -1):
-        for alike in (False, True):
-            found = rows(graph, depth, alike)
+        for stars in (None, 1, 0):
+            found = rows(graph, depth, stars)
             if len(found) <= most:
                 return found
     return found
@@ -228,15 +230,15 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 
 def _show(graph: Graph, found: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    out = console()
     of = f"for {plural(graph.samples, 'sample')}" + (": a replica's part of a microbatch" if "plan" in found else "")
     table = _table(f"{found['recipe']}, forward, {of}", "module", "nodes", "parameters", "FLOPs", "activations")
     for row in readable_rows(graph):
         name = row.module or "(the model itself)"
-        table.add_row(name + (f"  ({row.modules} of them)" if "*" in name else ""), *_numbers(asdict(row)))
+        table.add_row(name + (f"  x {row.modules}" if "*" in name else ""), *_numbers(asdict(row)))
     table.add_section()
     table.add_row("all", *_numbers(found))
-    console.print(table)
+    out.print(table)
     for alias, name in graph.tied.items():
         print(f"{alias} is tied to {name}")
     for note in graph.notes:
@@ -245,14 +247,14 @@ def _show(graph: Graph, found: dict[str, Any]) -> None:
         print("everything was captured")
     if "plan" in found:
         print()
-        _show_cut(console, found)
+        _show_cut(out, found)
 
 
 def _numbers(data: dict[str, Any]) -> list[str]:
     return [str(data["nodes"]), count(data["parameters"]), count(data["flops"]), count(data["bytes"], "B")]
 
 
-def _show_cut(console: Console, found: dict[str, Any]) -> None:
+def _show_cut(out: Console, found: dict[str, Any]) -> None:
     stages = _table(found["plan"], "stage", "workers", "first node", "last node", "nodes", "parameters", "time", left=4)
     for stage in found["stages"]:
         stages.add_row(
@@ -264,7 +266,7 @@ def _show_cut(console: Console, found: dict[str, Any]) -> None:
             count(stage["parameters"]),
             f"{stage['time_share']:.1%}",
         )
-    console.print(stages)
+    out.print(stages)
     if not found["crossings"]:
         print("no value crosses between stages")
         return
@@ -277,4 +279,4 @@ def _show_cut(console: Console, found: dict[str, Any]) -> None:
             "comes back" if crossing["gradient"] else "none",
             count(crossing["bytes"], "B"),
         )
-    console.print(crossings)
+    out.print(crossings)

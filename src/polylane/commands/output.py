@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from polylane.errors import PolylaneError
 
@@ -31,6 +34,11 @@ def _finite(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return [_finite(value) for value in data]
     return data
+
+
+def console() -> Console:
+    """Rich's, on stdout: as wide as the terminal, 120 characters where it is piped."""
+    return Console(highlight=False, width=shutil.get_terminal_size((120, 24)).columns)
 
 
 def write(path: Path, text: str) -> None:

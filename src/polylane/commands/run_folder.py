@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,14 @@ class RunFolder:
     def model(self) -> Path:
         """Where the weights go."""
         return self.path / MODEL
+
+    def check(self) -> None:
+        """Refuse a place where nothing can be written, without making anything yet."""
+        existing = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+        if not existing.is_dir():
+            raise PolylaneError(f"--run {self.path}: {existing} is not a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PolylaneError(f"--run {self.path}: {existing} cannot be written to")
 
     def make(self) -> None:
         """Make the folder, and forget what an earlier run of this name left: a mixture of two runs is no run."""

@@ -48,6 +48,7 @@ def run(
     chosen = inputs.choose_plan(plan, workers)
     inputs.open_recipe(path, settings)  # before torch is imported, where the recipe itself does not
     place = RunFolder(folder or unused(Path("run") / _name(path)))
+    place.check()
     from polylane.commands.training import Request
 
     request = Request(
@@ -65,8 +66,13 @@ def run(
     if "RANK" in os.environ:
         _under_torchrun(request, place, json)
         return
-    with _Reporter(place, to_stderr=json) as reporter:
-        outcome = _start(request, reporter)
+    try:
+        with _Reporter(place, to_stderr=json) as reporter:
+            outcome = _start(request, reporter)
+    except KeyboardInterrupt:
+        if place.path.exists():
+            print(f"{place.path}/ keeps what was written so far", file=sys.stderr)
+        raise
     _finish(request, place, outcome, json)
 
 

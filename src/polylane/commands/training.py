@@ -122,7 +122,14 @@ def gather(request: Request) -> Materials:
 
 def prepare_once(request: Request, materials: Materials) -> Prepared:
     """In the parent, for workers that are forked from it."""
-    return prepare(materials.model, materials.objectives, materials.example, request.plan, batch_size=request.batch)
+    return prepare(
+        materials.model,
+        materials.objectives,
+        materials.example,
+        request.plan,
+        batch_size=request.batch,
+        evaluation=materials.test is not None,
+    )
 
 
 def forked(request: Request, materials: Materials, prepared: Prepared, context: Context) -> Outcome:
@@ -221,15 +228,15 @@ def _learning_rate(job: Job) -> float | None:
 
 
 def _test_loss(job: Job, request: Request, materials: Materials) -> float:
-    """Mean over all test samples. A batch weighs as its samples do."""
+    """Mean over all test samples, or over what a ``polylane.Mean`` counts."""
     test = materials.test
     if isinstance(test, Iterator):
         test = inputs.open_data(materials.recipe, "test")
-    total, samples = 0.0, 0
+    total = count = 0.0
     for batch in job.batches(test, request.batch, shuffle=False, collate=materials.recipe.collate):
-        total += job.evaluate(batch) * batch.samples
-        samples += batch.samples
-    return total / samples
+        sums = job.evaluate_sums(batch)
+        total, count = total + sums[0], count + sums[1]
+    return total / count if count else math.nan
 
 
 class _Log:
@@ -279,10 +286,14 @@ class _Log:
             self._waiting()
             self._waiting = None
 
+    def _mean(self) -> float:
+        return self._sum / self._count if self._count else math.nan
+
     def _read(self, result: StepResult, step: int, epoch: int, seconds: float, learning_rate: float | None) -> None:
         self.loss = result.loss
-        self._sum += self.loss * result.samples
-        self._count += result.samples
+        total, count = result.sums
+        self._sum += total
+        self._count += count
         if self.stopped is None and not math.isfinite(self.loss):
             self.stopped = (step, epoch)
         self._tell(
@@ -300,7 +311,7 @@ class _Log:
 
     def epoch_means(self) -> dict[str, float]:
         """Mean loss over the samples of the epoch so far, and the time its steps took."""
-        return {"train_loss": self._sum / self._count, "seconds": self._epoch_seconds}
+        return {"train_loss": self._mean(), "seconds": self._epoch_seconds}
 
     def outcome(self, plan: str, test_loss: float | None, stopped: bool) -> Outcome:
         """How it ended."""
@@ -312,7 +323,7 @@ class _Log:
             samples=self.samples,
             seconds=self.seconds,
             loss=self.loss,
-            train_loss=self._sum / self._count,
+            train_loss=self._mean(),
             test_loss=test_loss,
             samples_per_second=samples / seconds,
             timeline=_representative(self._late),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from polylane.commands import inputs
-from polylane.commands.output import plural, print_json
+from polylane.commands.output import console, plural, print_json
 from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def run(
     chosen = inputs.choose_plan(plan, workers)
     inputs.positive("--clip-norm", clip_norm)
     note = f"{path}: {plural(steps, 'step')} in float64, on one worker and on {chosen.workers} ({_line(chosen)})"
-    print(note, file=sys.stderr if json else sys.stdout, flush=True)
-    verdict = _prove(path, chosen, steps, batch, seed, settings, clip_norm)
+    say = partial(print, note, file=sys.stderr if json else sys.stdout, flush=True)
+    verdict = _prove(path, chosen, steps, batch, seed, settings, clip_norm, say)
     if json:
         print_json({"recipe": path, **verdict.to_dict()})
     else:
@@ -67,6 +67,7 @@ def _prove(
     seed: int,
     settings: Sequence[str],
     clip_norm: float | None,
+    say: Callable[[], None],
 ) -> Verdict:
     recipe = inputs.open_recipe(path, settings)
     from polylane.runtime.launch import single_threaded
@@ -79,11 +80,12 @@ def _prove(
     inputs.rehearse_optimizer(recipe, model)
     batches = inputs.whole_batches(recipe, batch, steps, seed)
     objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
+    say()
     return verify(model, objective, batches, plan, clip_norm=clip_norm, seed=seed)
 
 
 def _show(verdict: Verdict) -> None:
-    console = Console(highlight=False)
+    out = console()
     worst_first = sorted(verdict.deviations, key=_error, reverse=True)
     table = Table("parameter or buffer", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("gradient, step 1", justify="right")
@@ -92,16 +94,14 @@ def _show(verdict: Verdict) -> None:
         gradient = "" if deviation.gradient is None else _number(deviation.gradient)
         style = "" if _error(deviation) <= verdict.tolerance else "red"
         table.add_row(deviation.name, gradient, _number(deviation.value), style=style)
-    console.print("Relative errors, the worst first", style="bold")
-    console.print(table)
+    out.print("Relative errors, the worst first", style="bold")
+    out.print(table)
     if len(worst_first) > ROWS:
         print(f"... and {len(worst_first) - ROWS} more, no worse than these (--json has all)")
     for step, (reference, plan) in enumerate(verdict.losses, start=1):
         print(f"loss of step {step}: {reference:.12g} on one worker, {plan:.12g} by the plan")
     print(f"the reference: {verdict.reference}, with the plan's microbatches")
-    console.print(
-        _sentence(verdict), style="bold green" if verdict.passed else "bold red", soft_wrap=True, markup=False
-    )
+    out.print(_sentence(verdict), style="bold green" if verdict.passed else "bold red", soft_wrap=True, markup=False)
 
 
 def _error(deviation: Deviation) -> float:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from polylane.graph.batch import sample_count
+from polylane.graph.check import bound, tables
 from polylane.graph.export import Loss, Whole, snapshot
 from polylane.graph.graph import Graph
+from polylane.graph.inplace import writes
 from polylane.graph.part import Part
 
 REPEATS = 3
@@ -26,7 +28,7 @@ OVERHEAD_SECONDS = 5e-6
 def estimate(graph: Graph) -> tuple[float, ...]:
     """Seconds of every node, forward and backward, by the roofline: operations or bytes, whichever takes longer.
 
-    A backward pass computes two products for each one of the forward pass.
+    A backward pass computes two products for each one of the forward pass. (Roofline: Williams et al., CACM 2009.)
     """
     by_name = {node.name: node for node in graph.nodes}
     result = []
@@ -38,10 +40,12 @@ def estimate(graph: Graph) -> tuple[float, ...]:
 
 
 def measure(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> tuple[float, ...]:
-    """Seconds of every node of ``graph``, forward and backward, on the batch ``leaves``; falls back on :func:`estimate`.
+    """Seconds of every node of ``graph``, forward and backward, on the batch ``leaves``.
 
-    Each node runs on real values, :data:`REPEATS` times after a warm-up, and so does its backward pass with respect to all
-    that it reads; the median counts. Weights, buffers and the random state stay as they were.
+    Each kind of node (the same operator on the same shapes) runs :data:`REPEATS` times after a warm-up, and so does its
+    backward pass with respect to all that it reads; the median counts, for all nodes of the kind. Weights, buffers,
+    gradients and the random state stay as they were. Where nothing can be measured, on the meta device, or where there
+    is nothing to choose, in an opaque graph: :func:`estimate`.
     """
     if graph.opaque or any(p.is_meta for p in model.parameters()):
         return estimate(graph)
@@ -55,37 +59,81 @@ def measure(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -
 
 def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any]) -> tuple[float, ...]:
     samples = sample_count(leaves)
-    tables: dict[str, Any] = {
-        "parameter": {n.removeprefix("model."): p for n, p in whole.named_parameters(remove_duplicate=False)},
-        "buffer": {n.removeprefix("model."): b for n, b in whole.named_buffers(remove_duplicate=False)},
-        "constant": graph.code.constants,
-        "input": leaves,
-        "part": [Part(samples, batch=samples)],
-    }
-    last_use = {n: node for node in graph.code.fx.nodes for n in node.all_input_nodes}
+    own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    table, part = tables(whole, graph.code.constants, own), Part(samples, batch=samples)
+    wait = _wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
+    last_use = {used: node for node in graph.code.fx.nodes for used in node.all_input_nodes}
     values: dict[fx.Node, Any] = {}
     seconds: dict[str, float] = {}
+    kinds: dict[Any, float] = {}
     for node in graph.code.fx.nodes:
         if node.op == "placeholder":
-            kind, key = node.meta["role"]
-            values[node] = tables[kind][key]
+            values[node] = bound(node, table, part)
         elif node.op == "call_function":
-            values[node], seconds[node.meta["name"]] = _timed(node, values)
-            for done in [n for n in node.all_input_nodes if last_use[n] is node]:
-                values.pop(done, None)
-    return tuple(seconds[node.name] for node in graph.nodes)
+            kind = _kind(node, values)
+            if kind not in kinds:
+                kinds[kind] = _written(node, values, wait) if _writes_memory(node) else _timed(node, values, wait)
+            seconds[node.name] = kinds[kind]
+            if node not in values:
+                values[node] = _once(node, values)
+            for done in [used for used in node.all_input_nodes if last_use[used] is node]:
+                del values[done]
+    return tuple(seconds[node.id] for node in graph.nodes)
 
 
-def _timed(node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, float]:
+def _wait_for(device: torch.device) -> Callable[[], None]:
+    """Accelerators compute on their own: what to call before reading the clock."""
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def _writes_memory(node: fx.Node) -> bool:
+    return bool(writes(node)) and isinstance(node.target, torch._ops.OpOverload)
+
+
+def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """What a node's time depends on; the user's own Python is of a kind of its own."""
+    if node.meta["op"] in ("leaf", "function"):
+        return node
+    shapes = tuple(
+        (tuple(v.shape), v.stride(), v.dtype, v.requires_grad) if isinstance(v, Tensor) else None
+        for v in (values[used] for used in node.all_input_nodes)
+    )
+    constants = fx.map_arg((node.args, dict(node.kwargs)), lambda used: None)
+    keyless = constants[0][3:] if len(constants[0]) > 3 and constants[0][0] is None else constants[0]
+    return node.meta["op"], shapes, repr((keyless, constants[1]))
+
+
+def _once(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _leaf(values[used]))
+    return _detached(node.target(*args, **kwargs))  # type: ignore[operator]
+
+
+def _timed(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]) -> float:
     times = []
     for _ in range(REPEATS + 1):
-        fresh = {n: _leaf(values[n]) for n in node.all_input_nodes}
+        fresh = {used: _leaf(values[used]) for used in node.all_input_nodes}
         args, kwargs = fx.map_arg((node.args, node.kwargs), fresh.__getitem__)
+        wait()
         start = time.perf_counter()
         result = node.target(*args, **kwargs)  # type: ignore[operator]
-        middle = time.perf_counter()
-        times.append(middle - start + _backward_seconds(result, list(fresh.values())))
-    return _detached(result), statistics.median(times[1:])
+        wait()
+        forward = time.perf_counter() - start
+        times.append(forward + _backward_seconds(result, list(fresh.values()), wait))
+    values[node] = _detached(result)
+    return statistics.median(times[1:])
+
+
+def _written(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]) -> float:
+    """A write in place happens once, and without autograd, which would not let us write to what it must remember."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    flows = any(isinstance(values[used], Tensor) and values[used].requires_grad for used in node.all_input_nodes)
+    with torch.no_grad():
+        start = time.perf_counter()
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        wait()
+        seconds = time.perf_counter() - start
+    values[node] = result.detach().requires_grad_(flows) if isinstance(result, Tensor) else result
+    return seconds * (2 if flows else 1)
 
 
 def _leaf(value: Any) -> Any:
@@ -100,12 +148,15 @@ def _detached(result: Any) -> Any:
     return [_detached(r) for r in result] if isinstance(result, (list, tuple)) else result
 
 
-def _backward_seconds(result: Any, inputs: Sequence[Any]) -> float:
-    outputs = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(r, Tensor) and r.requires_grad]
-    wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
+def _backward_seconds(result: Any, inputs: Sequence[Any], wait: Callable[[], None]) -> float:
+    every = result if isinstance(result, (list, tuple)) else [result]
+    outputs = [out for out in every if isinstance(out, Tensor) and out.requires_grad]
+    wanted = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.requires_grad]
     if not outputs or not wanted:
         return 0.0
     seeds = [torch.ones_like(out) for out in outputs]
+    wait()
     start = time.perf_counter()
     torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+    wait()
     return time.perf_counter() - start

@@ -79,14 +79,24 @@ def is_sampled(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
 
 
-def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What a captured graph depends on: everything about the leaves but the number of samples and the tensors' data."""
+def sampled_leaves(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Of every leaf, whether it is split with the samples."""
     samples = sample_count(leaves)
+    return tuple(is_sampled(leaf, samples) for leaf in leaves)
+
+
+def signature(leaves: Sequence[Any], sampled: Sequence[bool] | None = None) -> tuple[Any, ...]:
+    """What a captured graph depends on: everything about the leaves but the number of samples and the tensors' data.
+
+    Args:
+        leaves: of a batch.
+        sampled: which of them are split, where that is known better than by their sizes.
+    """
     return tuple(
-        (str(leaf.dtype), ("samples", *leaf.shape[1:]) if is_sampled(leaf, samples) else tuple(leaf.shape))
+        (str(leaf.dtype), ("samples", *leaf.shape[1:]) if split else tuple(leaf.shape))
         if isinstance(leaf, Tensor)
         else ("constant", repr(leaf))
-        for leaf in leaves
+        for leaf, split in zip(leaves, sampled or sampled_leaves(leaves), strict=True)
     )
 
 
@@ -100,10 +110,23 @@ def bounds(total: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
-def take(leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
+def take(leaves: Sequence[Any], start: int, stop: int, sampled: Sequence[bool] | None = None) -> list[Any]:
     """The samples ``start:stop`` of every sampled leaf; the other leaves whole."""
-    samples = sample_count(leaves)
-    return [leaf[start:stop] if is_sampled(leaf, samples) else leaf for leaf in leaves]
+    split = sampled or sampled_leaves(leaves)
+    return [leaf[start:stop] if is_split else leaf for leaf, is_split in zip(leaves, split, strict=True)]
+
+
+def few(leaves: Sequence[Any], count: int, sampled: Sequence[bool] | None = None) -> list[Any]:
+    """The first samples, about ``count`` of them: so many that no leaf of the batch as a whole has the same size."""
+    split = sampled or sampled_leaves(leaves)
+    taken = {
+        len(leaf)
+        for leaf, own in zip(leaves, split, strict=True)
+        if isinstance(leaf, Tensor) and leaf.dim() and not own
+    }
+    while count in taken:
+        count += 1
+    return take(leaves, 0, count, split)
 
 
 def to_device(leaves: Sequence[Any], device: torch.device) -> list[Any]:

@@ -102,6 +102,7 @@ def _finish(
     statistics = share_statistics(graph, part)
     wrap_autocast(graph)
     graph.lint()
+    results: Any = graph.output_node().args[0]
     tied = whole.tied
     info = {name: _info(p) for name, p in whole.named_tensors("parameters") if name not in tied}
     if trainable is not None:
@@ -118,6 +119,7 @@ def _finish(
         mean=dry.mean,
         opaque=draft.opaque,
         code=Code(graph, constants, dry.leaves, random, statistics),
+        outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),
     )
 
 

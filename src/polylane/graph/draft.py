@@ -15,13 +15,12 @@ from polylane.errors import PolylaneError
 from polylane.graph import rewrite
 from polylane.graph.batch import sample_count
 from polylane.graph.check import Difference, first_difference, other_batch, resized
-from polylane.graph.describe import module_of, source_of
 from polylane.graph.export import BadLoss, NotCaptured, Whole, at, export, reason_of, snapshot
 from polylane.graph.inplace import values_not_places
 from polylane.graph.leaf import Normalizing, leaves_kept, line_of, observe, opaque_call
 from polylane.graph.opaque import FunctionCall, forget_sites
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
-from polylane.graph.sizes import free_the_sizes, refused_sizes
+from polylane.graph.sizes import allowed_sizes, free_the_sizes, refused_sizes
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,16 @@ class Draft:
     Attributes:
         graph: flat code; constants: what it closes over.
         together: groups of nodes that share memory somebody writes.
-        refused: numbers of samples that it does not hold for, with the node that says so.
+        refused: numbers of samples that it does not hold for, with the check that says so, where there is one.
+        fixed: it holds for the example's number of samples alone.
         opaque: it is a single leaf.
     """
 
     graph: fx.Graph
     constants: dict[str, Tensor]
     together: list[list[fx.Node]]
-    refused: dict[int, fx.Node]
+    refused: dict[int, fx.Node | None]
+    fixed: bool = False
     opaque: bool = False
 
 
@@ -109,7 +110,7 @@ def _notes(whole: Whole, kept: dict[str, str]) -> list[str]:
 
 def _difference(whole: Whole, draft: Draft, leaves: Sequence[Any]) -> Difference | None:
     # One sample, and sizes of which capture itself says that they go another way.
-    sizes = sorted({1, *sorted(draft.refused)[:3]})
+    sizes = sorted({1, *sorted(draft.refused)[:3], *sorted(draft.refused)[-1:]})
     wrap_autocast(draft.graph)
     noted = _noting_random(draft.graph)
     try:
@@ -155,13 +156,15 @@ def _draft(whole: Whole, leaves: Sequence[Any], paths: Sequence[str] | dict[str,
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_part(graph)
         rewrite.open_the_sites(graph, part)
-    refused = refused_sizes(graph, 2 * sample_count(leaves))
+    lowest, highest = allowed_sizes(program)
+    refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves))
+    fixed = lowest == highest
     rewrite.drop_assertions(graph)
     free_the_sizes(graph, part)
     rewrite.merge_tied(graph, whole.tied)
     together = values_not_places(graph)
     graph.lint()
-    return Draft(graph, constants, together, refused)
+    return Draft(graph, constants, together, refused, fixed)
 
 
 def _observed(whole: Whole, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> Any:
@@ -179,13 +182,12 @@ def _at_fault(
 ) -> tuple[str, str]:
     """The module to keep whole, and why."""
     why = f"captured, {difference.what} came out different"
+    if draft.fixed:  # int() or range() of a size
+        why = f"it fixes the number of samples to the example's, and {difference.what} came out different"
+    elif draft.refused:
+        why = f"what it computes depends on the number of samples, and {difference.what} came out different with some"
     if difference.buffer is not None and (owner := difference.buffer.rpartition(".")[0]) and owner not in kept:
         return owner, f"{why}{at(line_of(type(whole.model.get_submodule(owner)).forward))}"
-    if draft.refused:
-        check = draft.refused[min(draft.refused)]
-        path = module_of(check)
-        if path != "loss" and path not in kept and _holds(whole, leaves, [*kept, path] if path else []):
-            return path, f"what it computes depends on the number of samples{at(source_of(check))}"
     path = next(iter(_culprits(whole, leaves, list(kept), "")), "")
     line = line_of(type(whole.model.get_submodule(path)).forward) if path else ""
     return path, f"{why}{at(line)}"

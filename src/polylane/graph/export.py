@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import logging
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config
 
 from polylane.errors import PolylaneError
@@ -48,7 +50,9 @@ class Whole(nn.Module):
         if isinstance(result, Mean):
             self.mean = False
             if isinstance(result.total, Tensor) and result.total.dim() == 0:
-                count = result.count if isinstance(result.count, Tensor) else torch.as_tensor(result.count)
+                count = result.count
+                if not isinstance(count, Tensor):  # a number of samples stays one under capture, not the example's
+                    return result.total, result.total.detach().new_ones(()) * count
                 return result.total, count.detach().to(result.total.dtype)
             raise BadLoss("polylane.Mean(total, count) takes scalars: sum the losses of the elements that count")
         self.mean = True
@@ -125,6 +129,7 @@ def export(whole: Whole, leaves: Sequence[Any]) -> torch.export.ExportedProgram:
             functions_kept(),
             _caches_off(whole.model),
             _lines_kept(),
+            _lengths_open(),
             _checkpoints_inlined(whole.tracing),
             _quiet(),
             torch.enable_grad(),
@@ -172,6 +177,21 @@ def _lines_kept() -> Iterator[None]:
         yield
     finally:
         tracer._filter_traceback_frames = original
+
+
+@contextmanager
+def _lengths_open() -> Iterator[None]:
+    """Let ``len(tensor)`` be a size that follows the samples: Python's own would fix it to the example's."""
+    length = builtins.len
+
+    def open_length(of: Any) -> Any:
+        return of.shape[0] if isinstance(of, FakeTensor) and of.dim() else length(of)
+
+    builtins.len = open_length
+    try:
+        yield
+    finally:
+        builtins.len = length
 
 
 @contextmanager

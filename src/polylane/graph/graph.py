@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Graph:
         notes: one sentence for everything that could not be captured, and why.
         mean: True when the loss is a scalar mean over the batch, False when it is a ``polylane.Mean``.
         code: the executable graph.
+        outputs: names of the nodes that give the loss (or its total and count); the last node where it is not said.
     """
 
     nodes: tuple[Node, ...]
@@ -92,8 +94,9 @@ class Graph:
     mean: bool
     opaque: bool
     code: Code = field(compare=False, repr=False)
+    outputs: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """What a plan is made for: operators, wiring and parameter shapes, not their values nor the batch size."""
         digest = hashlib.sha256()
@@ -102,7 +105,7 @@ class Graph:
         digest.update(repr([(name, info.shape) for name, info in self.parameters.items()]).encode())
         return digest.hexdigest()[:16]
 
-    @property
+    @cached_property
     def positions(self) -> dict[str, int]:
         """Position of every node by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}

@@ -32,6 +32,15 @@ class AsPart:
         self.target, self.name, self.salt = target, name, salt_of(name)
         self.__name__ = target.__name__
 
+    @property
+    def normalizes(self) -> bool:
+        """Whether it uses statistics of the batch."""
+        return bool(getattr(innermost(self.target), "normalizes", False))
+
+    def copied(self) -> AsPart:
+        """The same on a copy of the user's module."""
+        return AsPart(innermost(self.target).copied(), self.name)
+
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> Any:
         devices = {t.device for t in tensors if t.device.type == "cuda"}
         with torch.random.fork_rng(devices=[device.index for device in devices]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
 from collections import Counter
@@ -80,6 +82,12 @@ class LeafCall:
             for out in self.outputs
         ]
         return [like.new_empty(shape, dtype=out.dtype) for shape, out in zip(shapes, self.outputs, strict=True)]
+
+    def copied(self) -> LeafCall:
+        """The same call of a copy of the module: one module cannot run on two sets of tensors at once."""
+        module = copy.deepcopy(self.module)
+        flags = [flag for _, flag in self.training]
+        return dataclasses.replace(self, module=module, training=list(zip(module.modules(), flags, strict=True)))
 
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the user's module: ``tensors`` are its parameters and buffers, then the tensors among its arguments."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +47,7 @@ class Partition:
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
-        """The stage of every node, by name; nodes that are free belong where they stand, and are computed anew elsewhere."""
+        """The stage of every node, by name; free ones belong where they stand, and are computed anew elsewhere."""
         ends = [*self.cuts, len(self.graph.nodes)]
         stage, result = 0, {}
         for position, node in enumerate(self.graph.nodes):
@@ -55,32 +56,40 @@ class Partition:
             result[node.name] = stage
         return result
 
+    @cached_property
+    def _outputs(self) -> tuple[str, ...]:
+        return self.graph.outputs or tuple(node.name for node in self.graph.nodes[-1:])
+
+    @cached_property
+    def _nodes(self) -> tuple[tuple[Node, ...], ...]:
+        position, nodes = self.graph.positions, self.graph.nodes
+        result = []
+        for stage in range(self.stages):
+            needed = {i for i, n in enumerate(nodes) if not n.free and self.stage_of[n.name] == stage}
+            reads = [name for i in needed for name in nodes[i].inputs]
+            reads += self._outputs if stage == self.stages - 1 else ()
+            while reads:
+                at = position[reads.pop()]
+                if nodes[at].free and at not in needed:
+                    needed.add(at)
+                    reads += nodes[at].inputs
+            result.append(tuple(nodes[i] for i in sorted(needed)))
+        return tuple(result)
+
     def nodes(self, stage: int) -> tuple[Node, ...]:
-        """The nodes a stage runs, in order, with the free ones it needs from elsewhere; without those that only others need."""
-        own = [n for n in self.graph.nodes if self.stage_of[n.name] == stage and not n.free]
-        by_name = {n.name: n for n in self.graph.nodes}
-        needed = {n.name for n in own}
-        pending = list(own)
-        if stage == self.stages - 1:
-            pending += [n for n in self.graph.nodes[-1:] if n.free]  # a loss that depends on nothing
-        while pending:
-            for name in pending.pop().inputs:
-                if by_name[name].free and name not in needed:
-                    needed.add(name)
-                    pending.append(by_name[name])
-        needed |= {n.name for n in pending}
-        return tuple(n for n in self.graph.nodes if n.name in needed)
+        """The nodes a stage runs, in order, with the free ones it needs; without free ones that only others need."""
+        return self._nodes[stage]
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
-        """Every value that crosses between stages, in graph order."""
-        consumers: dict[str, set[int]] = {}
+        """Every value that crosses between stages, in graph order; what gives the loss goes to the last stage."""
         free = {n.name for n in self.graph.nodes if n.free}
-        for stage in range(self.stages):
-            for node in self.nodes(stage):
-                for name in node.inputs:
-                    if name not in free and self.stage_of[name] != stage:
-                        consumers.setdefault(name, set()).add(stage)
+        reads = [(stage, name) for stage in range(self.stages) for n in self.nodes(stage) for name in n.inputs]
+        reads += [(self.stages - 1, name) for name in self._outputs]
+        consumers: dict[str, set[int]] = {}
+        for stage, name in reads:
+            if name not in free and self.stage_of[name] != stage:
+                consumers.setdefault(name, set()).add(stage)
         return tuple(
             Crossing(n.name, self.stage_of[n.name], tuple(sorted(consumers[n.name])), n.bytes, n.requires_grad)
             for n in self.graph.nodes
@@ -101,45 +110,47 @@ class Partition:
 def cut_positions(graph: Graph) -> list[int]:
     """Where a graph may be cut: before which nodes.
 
-    Never inside a group that shares written memory, never where a value would have to travel whose size depends on data,
-    and only before nodes that do work of their own.
+    Never inside a group that shares written memory, never where a value would have to travel whose size depends on
+    data, and only before nodes that do work of their own.
     """
-    count = len(graph.nodes)
-    allowed = [True] * (count + 1)
-    for first, last in graph.uncut:
-        for position in range(first + 1, last + 1):
-            allowed[position] = False
-    last_use = {}
-    for position, node in enumerate(graph.nodes):
-        for name in node.inputs:
-            last_use[name] = position
-    for position, node in enumerate(graph.nodes):
-        if not node.crossable and not node.free:
-            for inside in range(position + 1, last_use.get(node.name, position) + 1):
-                allowed[inside] = False
-    return [p for p in range(1, count) if allowed[p] and not graph.nodes[p].free]
+    closed = np.zeros(len(graph.nodes) + 1, dtype=np.int64)  # changes from one position to the next
+    last = _last_uses(graph)
+    spans = [*graph.uncut]
+    spans += [(i, last.get(n.name, i)) for i, n in enumerate(graph.nodes) if not n.crossable and not n.free]
+    for first, end in spans:
+        closed[first + 1] += 1
+        closed[end + 1] -= 1
+    inside = np.cumsum(closed)
+    work = [p for p, node in enumerate(graph.nodes) if not node.free]
+    return [p for p in work[1:] if not inside[p]]  # a stage of nothing but free nodes would be none
+
+
+def _last_uses(graph: Graph) -> dict[str, int]:
+    """Position of the last node that reads each value; what gives the loss is read at the very end."""
+    last = {name: position for position, node in enumerate(graph.nodes) for name in node.inputs}
+    return last | dict.fromkeys(graph.outputs, len(graph.nodes) - 1)
 
 
 def _live_bytes(graph: Graph) -> NDArray[np.float64]:
-    """For every position, the bytes that a cut there makes travel: values still needed, and tied weights in use on both sides."""
-    count = len(graph.nodes)
-    delta = np.zeros(count + 1)
-    position = graph.positions
-    last: dict[str, int] = {}
-    for i, node in enumerate(graph.nodes):
-        for name in node.inputs:
-            last[name] = i
-    for name, end in last.items():
-        node = graph.nodes[position[name]]
-        if not node.free:
-            delta[position[name] + 1] += node.bytes * (2 if node.requires_grad else 1)
-            delta[end + 1] -= node.bytes * (2 if node.requires_grad else 1)
-    for name, info in graph.parameters.items():
-        users = [i for i, node in enumerate(graph.nodes) if name in node.parameters]
-        if len(users) > 1:
-            delta[users[0] + 1] += 2 * info.bytes
-            delta[users[-1] + 1] -= 2 * info.bytes
-    return np.cumsum(delta)[: count + 1]
+    """For every position, the bytes that a cut there makes travel: values still needed, tied weights in use after."""
+    delta = np.zeros(len(graph.nodes) + 1)
+    for name, end in _last_uses(graph).items():
+        start = graph.positions[name]
+        node = graph.nodes[start]
+        if not node.free and end > start:
+            moved = node.bytes * (2 if node.requires_grad else 1)  # there, and its gradient back
+            delta[start + 1] += moved
+            delta[end + 1] -= moved
+    first, final = dict[str, int](), dict[str, int]()
+    for position, node in enumerate(graph.nodes):
+        for name in node.parameters:
+            first.setdefault(name, position)
+            final[name] = position
+    for name, start in first.items():
+        if final[name] > start:
+            delta[start + 1] += 2 * graph.parameters[name].bytes
+            delta[final[name] + 1] -= 2 * graph.parameters[name].bytes
+    return np.cumsum(delta)
 
 
 def balanced(graph: Graph, stages: int, seconds: Sequence[float]) -> Partition:
@@ -161,8 +172,23 @@ def balanced(graph: Graph, stages: int, seconds: Sequence[float]) -> Partition:
     ends = np.array([0, *positions, len(graph.nodes)])
     work = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])[ends]
     live = _live_bytes(graph)[ends]
-    limit = _slowest(work, stages) * (1 + SLACK)
-    return Partition(graph, tuple(int(ends[i]) for i in _fewest_bytes(work, live, stages, limit)))
+    return Partition(graph, tuple(int(ends[i]) for i in _best(work, live, stages)))
+
+
+def _best(work: NDArray[np.float64], live: NDArray[np.float64], stages: int) -> list[int]:
+    """The cuts with the fewest bytes that the slack allows; among those the ones with the fastest slowest stage."""
+    low = _slowest(work, stages)
+    high = low * (1 + SLACK)
+    cuts = _fewest_bytes(work, live, stages, high)
+    fewest = live[cuts].sum()
+    for _ in range(6):
+        middle = (low + high) / 2
+        tighter = _fewest_bytes(work, live, stages, middle)
+        if live[tighter].sum() <= fewest:
+            cuts, high = tighter, middle
+        else:
+            low = middle
+    return cuts
 
 
 def _too_many(graph: Graph, stages: int, most: int) -> str:
@@ -174,28 +200,48 @@ def _too_many(graph: Graph, stages: int, most: int) -> str:
 
 
 def _slowest(work: NDArray[np.float64], stages: int) -> float:
-    """The smallest possible time of the slowest stage: best[j] = min over i of max(best of the first i, work i..j)."""
-    best = work.copy()
-    for _ in range(stages - 1):
-        previous, best = best, np.full_like(best, np.inf)
-        for j in range(1, len(work)):
-            best[j] = np.min(np.maximum(previous[:j], work[j] - work[:j]))
-    return float(best[-1])
+    """The smallest possible time of the slowest stage, by halving: a limit holds if filling greedily takes so many."""
+    low, high = work[-1] / stages, work[-1]
+    best = float(high)
+    for _ in range(64):
+        limit = (low + high) / 2
+        reached, slowest, taken = 0, 0.0, 0
+        while reached < len(work) - 1 and taken < stages:
+            start, reached = reached, int(np.searchsorted(work, work[reached] + limit, side="right")) - 1
+            if reached == start:
+                break
+            slowest, taken = max(slowest, float(work[reached] - work[start])), taken + 1
+        if reached == len(work) - 1:
+            best, high = min(best, slowest), limit
+        else:
+            low = limit
+    return best
 
 
 def _fewest_bytes(work: NDArray[np.float64], live: NDArray[np.float64], stages: int, limit: float) -> list[int]:
-    """Indices of the cuts with the fewest bytes among those whose stages all stay within ``limit``."""
+    """Indices of the cuts with the fewest bytes among those whose stages all stay within ``limit``.
+
+    Dynamic programming over stages; the best start of a stage that ends at j is a minimum over a window that slides.
+    """
     count = len(work)
-    cost = np.where(work <= limit, 0.0, np.inf)
+    earliest = np.searchsorted(work, work - limit - 1e-12 * work[-1], side="left")
+    cost = np.where(earliest == 0, 0.0, np.inf)
     cost[0] = np.inf
     choices = []
     for _ in range(stages - 1):
         previous, cost = cost + live, np.full(count, np.inf)
         choice = np.zeros(count, dtype=np.int64)
+        window: deque[int] = deque()
         for j in range(1, count):
-            candidates = np.where(work[j] - work[:j] <= limit, previous[:j], np.inf)
-            choice[j] = int(np.argmin(candidates))
-            cost[j] = candidates[choice[j]]
+            while window and previous[window[-1]] > previous[j - 1]:
+                window.pop()
+            window.append(j - 1)
+            while window[0] < earliest[j]:
+                window.popleft()
+                if not window:
+                    break
+            if window:
+                choice[j], cost[j] = window[0], previous[window[0]]
         choices.append(choice)
     cuts, at = [], count - 1
     for choice in reversed(choices):
@@ -207,25 +253,29 @@ def _fewest_bytes(work: NDArray[np.float64], live: NDArray[np.float64], stages: 
 def aligned(reference: Partition, graph: Graph) -> Partition:
     """Cut another graph of the same model (evaluation, another loss, other shapes) where ``reference`` was cut.
 
-    Nodes correspond by module path, operator and number; a parameter is worth a thousand other nodes, so that it stays on
-    the stage that holds it.
+    Nodes correspond by module path, operator and number; a parameter is worth a thousand other nodes, so that it stays
+    on the stage that holds it.
     """
     if reference.stages == 1:
         return Partition(graph, ())
     stage_of = reference.stage_of
+    known = {node.name: node for node in reference.graph.nodes}
     holder: dict[str, int] = {}
-    for node in reference.graph.nodes:
-        for parameter in node.parameters:
-            holder.setdefault(parameter, stage_of[node.name])
     modules: dict[str, int] = {}
     for node in reference.graph.nodes:
         modules.setdefault(node.module, stage_of[node.name])
+        for parameter in node.parameters:
+            holder.setdefault(parameter, stage_of[node.name])
     guesses: list[int | None] = []
     weights = []
     for node in graph.nodes:
         held = [holder[p] for p in node.parameters if p in holder]
+        same = known.get(node.name)
         weights.append(1000.0 if held else 0.0 if node.free else 1.0)
-        guesses.append(held[0] if held else stage_of.get(node.name, modules.get(node.module)))
+        if same is not None and same.parameters == node.parameters:  # a tied weight lives on several stages
+            guesses.append(stage_of[node.name])
+        else:
+            guesses.append(held[0] if held else modules.get(node.module))
     return Partition(graph, _agreeing_cuts(graph, guesses, weights, reference.stages))
 
 
@@ -238,13 +288,11 @@ def _agreeing_cuts(
     cuts: list[int] = []
     for stage in range(1, stages):
         # Disagreement of a cut at p: nodes before it that belong later, and nodes after it that belong earlier.
-        late = np.cumsum(
-            [0.0] + [w if g is not None and g >= stage else 0.0 for g, w in zip(guesses, weights, strict=True)]
-        )
-        early = np.cumsum(
-            [0.0] + [w if g is not None and g < stage else 0.0 for g, w in zip(guesses, weights, strict=True)]
-        )
+        pairs = [(weight, guess) for weight, guess in zip(weights, guesses, strict=True)]
+        late = np.cumsum([0.0] + [w if g is not None and g >= stage else 0.0 for w, g in pairs])
+        early = np.cumsum([0.0] + [w if g is not None and g < stage else 0.0 for w, g in pairs])
         low = cuts[-1] if cuts else 0
-        room = [p for p in allowed if p > low][: len([p for p in allowed if p > low]) - (stages - 1 - stage)]
+        room = [p for p in allowed if p > low]
+        room = room[: len(room) - (stages - 1 - stage)]
         cuts.append(min(room, key=lambda p: late[p] + early[-1] - early[p]))
     return tuple(cuts)

@@ -1,8 +1,8 @@
 """Random operators with a key: every number is a function of (seed, step, node, sample, element), never of the rank.
 
 A counter-based generator in the manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11), here
-with the 32-bit integer mixer "lowbias32" (Wellons, hash prospector), keyed twice. A worker draws just the numbers of its
-own samples, and two workers that hold the same value draw the same ones.
+with the 32-bit integer mixer "lowbias32" (Wellons, hash prospector), keyed twice. A worker draws just the numbers of
+its own samples, and two workers that hold the same value draw the same ones.
 """
 
 from __future__ import annotations

@@ -65,6 +65,9 @@ def _copy_node(
         return
     copied = graph.node_copy(node, lambda n: values[n])
     copied.meta = {**node.meta, **extra}
+    if name.startswith("aten.randint_like"):  # torch takes it for differentiable, and then has no derivative
+        with graph.inserting_before(copied):
+            copied.args = (_detached(graph, copied.args[0]), *copied.args[1:])  # type: ignore[arg-type]
     values[node] = copied
 
 

@@ -127,16 +127,16 @@ def _side_by_side(graph: Graph, runs: list[_Run], nodes: dict[str, Node], differ
 
 def _run_node(node: fx.Node, runs: list[_Run], described: Node) -> None:
     whole, *parts = runs
-    whole.values[node] = _call(node, whole, whole.part)
+    whole.values[node] = _call(node, whole)
     try:
         if innermost(node.target) is batch_norm:
             _normalize_together(node, parts)
             return
-        if isinstance(node.target, AsPart):
+        if getattr(node.target, "normalizes", False):
             _as_replicas(node, parts)
             return
         for run in parts:
-            run.values[node] = _call(node, run, run.part)
+            run.values[node] = _call(node, run)
     except Exception as error:
         raise _PartFails(
             f"the samples cannot be split: {described.name} fails on a part of the batch{at(described.source)}: "
@@ -144,9 +144,8 @@ def _run_node(node: fx.Node, runs: list[_Run], described: Node) -> None:
         ) from error
 
 
-def _call(node: fx.Node, run: _Run, part: Part) -> Any:
+def _call(node: fx.Node, run: _Run) -> Any:
     args, kwargs = run.arguments(node)
-    args = tuple(part if isinstance(arg, Part) else arg for arg in args)
     target: Any = innermost(node.target)
     if not isinstance(target, AsPart):
         return target(*args, **kwargs)
@@ -165,9 +164,11 @@ def _normalize_together(node: fx.Node, parts: list[_Run]) -> None:
 
 
 def _as_replicas(node: fx.Node, parts: list[_Run]) -> None:
-    """Run a node on all parts at once, each in a thread of its own: they wait for each other's statistics."""
+    """Run the user's own Python on all parts at once, a thread and a copy each: they share statistics."""
     barrier = threading.Barrier(len(parts))
     given: list[Tensor] = [torch.empty(0)] * len(parts)
+    target: Any = node.target
+    copies = [target.copied() for _ in parts]
 
     def sums(i: int) -> Callable[[Tensor], Tensor]:
         def add(tensor: Tensor) -> Tensor:
@@ -181,8 +182,10 @@ def _as_replicas(node: fx.Node, parts: list[_Run]) -> None:
 
     def work(i: int) -> Any:
         try:
-            with torch.no_grad(), Promoted():
-                return _call(node, parts[i], dataclasses.replace(parts[i].part, sum_replicas=sums(i)))
+            with torch.no_grad(), Promoted(), _Still():
+                args, kwargs = parts[i].arguments(node)
+                part = dataclasses.replace(parts[i].part, sum_replicas=sums(i))
+                return copies[i](*(part if isinstance(arg, Part) else arg for arg in args), **kwargs)
         except threading.BrokenBarrierError:
             return None  # the other part says why
         except BaseException:

@@ -94,9 +94,37 @@ def grows(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
-def refused_sizes(graph: fx.Graph, most: int) -> dict[int, fx.Node]:
-    """Numbers of samples from 1 to ``most`` for which a captured graph does not hold, and the check that says so."""
-    refused: dict[int, fx.Node] = {}
+# Beyond so many samples nothing is tried out.
+MOST = 1024
+
+
+def allowed_sizes(program: torch.export.ExportedProgram) -> tuple[int, int]:
+    """The fewest and the most samples that an exported program holds for (at most :data:`MOST`), as capture found out."""
+    symbols = {
+        symbol
+        for node in program.graph.nodes
+        if node.op == "placeholder" and isinstance(val := node.meta.get("val"), Tensor)
+        for size in val.shape
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols
+    }
+    ranges = [span for symbol, span in program.range_constraints.items() if symbol in symbols]
+    lowest = max((int(span.lower) for span in ranges), default=1)
+    highest = min((int(span.upper) for span in ranges if span.upper <= MOST), default=MOST)
+    return max(lowest, 1), highest
+
+
+def refused_sizes(graph: fx.Graph, lowest: int, highest: int, most: int) -> dict[int, fx.Node | None]:
+    """Numbers of samples from 1 to ``most`` for which captured code does not hold, and the check that says so.
+
+    Args:
+        graph: the code, with its checks.
+        lowest, highest: what :func:`allowed_sizes` says.
+        most: how far to look.
+    """
+    refused: dict[int, fx.Node | None] = {n: None for n in range(1, most + 1) if not lowest <= n <= highest}
+    if highest < MOST:
+        refused[highest + 1] = None
     for node in graph.nodes:
         if node.op != "call_function" or not str(node.target).startswith("aten._assert_scalar"):
             continue

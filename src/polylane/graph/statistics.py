@@ -109,7 +109,7 @@ def share_statistics(graph: fx.Graph, part: fx.Node) -> bool:
     """Let training batch normalizations see all replicas. Returns whether there was any."""
     found = False
     for node in graph.nodes:
-        found = found or getattr(getattr(node.target, "target", None), "normalizes", False)
+        found = found or getattr(node.target, "normalizes", False)  # the user's own Python, as one part of several
         if node.op == "call_function" and str(node.target) == "aten.batch_norm.default" and node.args[5]:
             node.meta["op"] = str(node.target)
             node.target, node.args, found = batch_norm, (part, *node.args), True

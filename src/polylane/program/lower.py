@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from polylane.graph.graph import TensorInfo
+from polylane.graph.graph import Graph, TensorInfo
 from polylane.graph.partition import Crossing, Partition
 from polylane.plan.plan import Plan
 from polylane.program.program import Bucket, Program
@@ -98,11 +98,12 @@ def _with_communication(
 def _buckets(partition: Partition, plan: Plan, others: Mapping[str, Collection[int]]) -> tuple[Bucket, ...]:
     """Gradients grouped by who holds them, in reverse order of first use, as a backward pass finishes them."""
     graph = partition.graph
+    differentiated = _differentiated(graph)
     held = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
     order = {name: i for i, name in reversed(list(enumerate(p for node in graph.nodes for p in node.parameters)))}
     by_holders: dict[tuple[int, ...], list[str]] = {}
     for name in sorted(order, key=order.__getitem__, reverse=True):
-        if graph.parameters[name].trainable:
+        if name in differentiated:
             holders = tuple(stage for stage in range(plan.pipeline) if name in held[stage] or stage in others.get(name, ()))
             by_holders.setdefault(holders, []).append(name)
     buckets = []
@@ -112,6 +113,22 @@ def _buckets(partition: Partition, plan: Plan, others: Mapping[str, Collection[i
         for number, names in enumerate(_filled(graph.parameters, by_holders[holders])):
             buckets.append(Bucket(f"{label}.{number}", ranks, names))
     return tuple(buckets)
+
+
+def _differentiated(graph: Graph) -> set[str]:
+    """Trainable parameters from which a gradient's path leads to the loss.
+
+    The others (behind a ``detach``, say) have no gradient on one device and must not get zeros here: weight decay and
+    momentum would move them.
+    """
+    read = {name for node in graph.nodes for name in node.inputs}
+    reached = {node.name for node in graph.nodes if node.name not in read}
+    parameters: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.name in reached and node.requires_grad:
+            reached.update(node.inputs)
+            parameters.update(node.parameters)
+    return {name for name in parameters if graph.parameters[name].trainable}
 
 
 def _filled(parameters: Mapping[str, TensorInfo], names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -46,7 +46,9 @@ def batches(
     elif isinstance(dataset, Iterable):
         yield from _streamed(dataset, batch_size, shares, collate or default_collate)
     else:
-        raise PolylaneError(f"data must be a dataset, map-style or iterable, or a list of samples, not a {type(dataset).__name__}")
+        raise PolylaneError(
+            f"data must be a dataset, map-style or iterable, or a list of samples, not a {type(dataset).__name__}"
+        )
 
 
 def order(samples: int, epoch: int, seed: int) -> list[int]:

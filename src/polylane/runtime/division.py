@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polylane.graph.batch import bounds, flatten, sample_count, take
+import torch
+from torch import Tensor
+
+from polylane.graph.batch import bounds, flatten, sample_count, sampled_leaves, take, to_device
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,23 @@ def shares(batch: int, microbatches: int, replicas: int, replica: int) -> tuple[
 class Batch:
     """A batch of which this worker may hold only the samples that it computes on."""
 
-    def __init__(self, samples: int, leaves: Sequence[Any], offsets: dict[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        samples: int,
+        leaves: Sequence[Any],
+        offsets: dict[int, int] | None = None,
+        sampled: Sequence[bool] | None = None,
+    ) -> None:
         """
         Args:
             samples: in the whole batch.
             leaves: flat leaves; of the whole batch, or of this worker's samples in the order of its shares.
             offsets: where in ``leaves`` each microbatch's share begins; None when they hold the whole batch.
+            sampled: which leaves are split with the samples; default: those that have as many rows as the first.
         """
         self.samples = samples
         self.leaves = leaves
+        self.sampled = sampled_leaves(leaves) if sampled is None else tuple(sampled)
         self._offsets = offsets
 
     @classmethod
@@ -62,7 +73,19 @@ class Batch:
     def of(self, share: Share) -> list[Any]:
         """The leaves of one share."""
         start = share.start if self._offsets is None else self._offsets[share.microbatch]
-        return take(self.leaves, start, start + share.samples)
+        return take(self.leaves, start, start + share.samples, self.sampled)
+
+    def as_in(self, sampled: Sequence[bool], device: torch.device) -> Batch:
+        """This batch on a device, its leaves split as those of an example were if it has that many of them.
+
+        Their sizes alone do not tell: a worker may happen to have as many samples as there are class weights.
+        """
+        tensors = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in self.leaves]
+        known = len(sampled) == len(tensors) and all(
+            t for t, is_split in zip(tensors, sampled, strict=True) if is_split
+        )
+        own = sampled if known else self.sampled
+        return Batch(self.samples, to_device(self.leaves, device), self._offsets, own)
 
     def __len__(self) -> int:
         return self.samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import Rebuild, flatten, is_sampled, sample_count, signature, to_device
-from polylane.graph.capture import capture
+from polylane.graph.batch import Rebuild, few, flatten, sample_count, sampled_leaves, signature
 from polylane.graph.export import Loss
-from polylane.graph.partition import Partition, aligned
+from polylane.graph.partition import Partition
 from polylane.observe.timeline import Span, Timeline
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
@@ -25,6 +24,7 @@ from polylane.program.program import Program
 from polylane.runtime import clock, data, optimizer, weights
 from polylane.runtime.division import Batch
 from polylane.runtime.lane import Tensors, bind, programs_of
+from polylane.runtime.optimizer import Clipper
 from polylane.runtime.prepare import (
     OptimizerFactory,
     Parameters,
@@ -34,6 +34,7 @@ from polylane.runtime.prepare import (
     named_parameters,
     objectives_of,
     prepare,
+    recaptured,
 )
 from polylane.runtime.transport import c10d
 from polylane.runtime.transport.protocol import Pending, Transport
@@ -60,6 +61,11 @@ class StepResult:
         return self._report.loss()
 
     @property
+    def sums(self) -> tuple[float, float]:
+        """The loss as (total, count), for means over several batches: sum of the totals over sum of the counts."""
+        return self._report.sums()
+
+    @property
     def timeline(self) -> Timeline:
         """What every worker did and when, in seconds from the step's start."""
         return self._report.timeline()
@@ -80,9 +86,13 @@ class _Report:
             self.vector = self.pending.wait()
             self.pending = None
 
-    def loss(self) -> float:
+    def sums(self) -> tuple[float, float]:
         self.complete()
         total, count = self.vector[:2].tolist()
+        return total, count
+
+    def loss(self) -> float:
+        total, count = self.sums()
         return total / count if count else float("nan")
 
     def timeline(self) -> Timeline:
@@ -117,7 +127,7 @@ class _Trainer:
     optimizer: torch.optim.Optimizer
     scheduler: Any
     held: dict[str, nn.Parameter]
-    clipper: optimizer.Clipper | None
+    clipper: Clipper | None
     lanes: dict[Any, _Lane] = field(default_factory=dict)
 
 
@@ -150,18 +160,22 @@ class Job:
             prepared: the same on every worker.
             world: this worker among all.
             example: a batch, for its form.
-            clip_norm: bound on the gradients' 2-norm over the whole model, or None.
+            clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes, or None.
             seed: of the order of samples and of all random numbers.
             same_weights: every worker's model has the same weights already (workers forked from one process do).
             connect: makes the transport.
         """
         self.plan, self.world, self.model = prepared.plan, world, prepared.model
         if world.size != self.plan.workers:
-            raise PolylaneError(f"the plan takes {self.plan.workers} workers ({self.plan.spec}), there are {world.size}")
+            raise PolylaneError(
+                f"the plan takes {self.plan.workers} workers ({self.plan.spec}), there are {world.size}"
+            )
         self._prepared, self._seed, self._step = prepared, seed, 0
         self._rebuild: Rebuild
         leaves, self._rebuild = flatten(example)
-        self._signature = signature(leaves)
+        self._sampled = sampled_leaves(leaves)
+        self._signature = signature(leaves, self._sampled)
+        self._compared = False
         self._tensors = Tensors(prepared.model, [o.loss for o in prepared.objectives.values()], world.device)
         self._stage, self._replica = self.plan.place(world.rank)
         self._holders = _holders(prepared)
@@ -214,12 +228,23 @@ class Job:
         built = optimizer.build(objective, list(held.items()), self._every_parameter())
         clipper = None
         if clip_norm is not None:
-            counted = [n for n in held if self._stage == min(self._holders[n])]
+            reduced = {p for program in self._programs[name] for bucket in program.buckets for p in bucket.parameters}
+            counted = [n for n in held if n in reduced and self._stage == min(self._holders[n])]
             column = tuple(stage.devices[self._replica] for stage in self.plan.stages)
-            clipper = optimizer.Clipper(
-                clip_norm, order, counted, held, lambda v: self._transport.all_reduce(v, column).wait()
+            clipper = Clipper(
+                clip_norm,
+                [n for n in order if n in reduced],
+                counted,
+                held,
+                self.world.device,
+                lambda v: self._transport.all_reduce(v, column).wait(),
             )
         scheduler = objective.scheduler(built) if objective.scheduler is not None else None
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise PolylaneError(
+                "scheduler(optimizer): ReduceLROnPlateau steps on a metric, not on steps: leave it out here, make it of "
+                "job.optimizer, and step it after each evaluation"
+            )
         trainer = _Trainer(built, scheduler, held, clipper)
         trainer.lanes[self._signature] = self.lane(partition, self._programs[name])
         return trainer
@@ -247,10 +272,7 @@ class Job:
         """
         name = self._objective(objective)
         trainer = self._trainers[name]
-        own = batch if isinstance(batch, Batch) else Batch.whole(batch)
-        own = Batch(own.samples, to_device(own.leaves, self.world.device), own._offsets)
-        if own.samples == 0:
-            raise PolylaneError("the batch has no samples")
+        own = self._own(batch)
         lane = self._lane_for(trainer.lanes, name, own, training=True)
         if self._report is not None:
             self._report.complete()  # at most one step's report is under way
@@ -259,6 +281,30 @@ class Job:
         self._report = self._gather(lane, state)
         self._step += 1
         return StepResult(self._step - 1, own.samples, self._report)
+
+    def _own(self, batch: Any) -> Batch:
+        """A batch as this worker has it, on its device."""
+        own: Batch = batch if isinstance(batch, Batch) else Batch.whole(batch)
+        if not isinstance(batch, Batch):
+            self._refuse_different(own)
+        if own.samples == 0:
+            raise PolylaneError("the batch has no samples")
+        return own.as_in(self._sampled, self.world.device)
+
+    def _refuse_different(self, batch: Batch) -> None:
+        """See once, at the first whole batch, that it is the same on every worker.
+
+        Elsewhere the habit is a batch of its own for each; here they would take their parts out of different wholes.
+        """
+        if self._compared or self.world.size == 1:
+            return
+        self._compared = True
+        own = [weights.digest(leaf) for leaf in batch.leaves if isinstance(leaf, Tensor)]
+        if any(other != own for other in self._transport.all_gather_object(own)):
+            raise PolylaneError(
+                "workers gave step() different batches: give each of them the same whole batch, of which it takes its own "
+                "samples, or let job.batches(dataset, batch_size) load only those"
+            )
 
     def _zero_grad(self, trainer: _Trainer) -> None:
         for parameter in trainer.held.values():
@@ -313,9 +359,13 @@ class Job:
 
     def evaluate(self, batch: Any, objective: str | None = None) -> float:
         """The loss of a batch in evaluation mode, forward only, through the same stages. Changes nothing."""
+        total, count = self.evaluate_sums(batch, objective)
+        return total / count if count else float("nan")
+
+    def evaluate_sums(self, batch: Any, objective: str | None = None) -> tuple[float, float]:
+        """As :meth:`evaluate`, the loss as (total, count): over a data set, sum of the totals over sum of the counts."""
         name = self._objective(objective)
-        own = batch if isinstance(batch, Batch) else Batch.whole(batch)
-        own = Batch(own.samples, to_device(own.leaves, self.world.device), own._offsets)
+        own = self._own(batch)
         lane = self._lane_for(self._evaluations, name, own, training=False)
         with torch.no_grad():
             state = lane.worker.run(own, 0, self._seed, lambda state: None)
@@ -324,27 +374,24 @@ class Job:
             sums[0] += total
             sums[1] += count
         total, count = self._transport.all_reduce(sums, range(self.world.size)).wait().tolist()
-        return total / count if count else float("nan")
+        return total, count
 
     def _lane_for(self, lanes: dict[Any, _Lane], name: str, batch: Batch, training: bool) -> _Lane:
         """The lane for batches of this form, captured when the first such batch comes."""
-        key = signature(batch.leaves) if training else (name, signature(batch.leaves))
+        form = signature(batch.leaves, batch.sampled)
+        key = form if training else (name, form)
         if key not in lanes:
-            few = [leaf[:4] if is_sampled(leaf, sample_count(batch.leaves)) else leaf for leaf in batch.leaves]
-            objective, main = self._prepared.objectives[name], self._prepared.partitions[name]
-            trainable = [n for n, info in main.graph.parameters.items() if info.trainable]
-            graph = capture(
-                self.model,
-                objective.loss,
-                self._rebuild(few),
-                trainable=trainable,
-                training=training,
-                in_float64=self._prepared.in_float64,
-            )
-            partition = aligned(main, graph)
+            ahead = self._prepared.evaluations.get(name) if not training and form == self._signature else None
+            partition = ahead or self._captured(name, self._rebuild(few(batch.leaves, 4, batch.sampled)), training)
             self._refuse_moved(partition)
             lanes[key] = self.lane(partition, programs_of(partition, self.plan, self._holders, training))
         return lanes[key]
+
+    def _captured(self, name: str, batch: Any, training: bool) -> Partition:
+        prepared = self._prepared
+        return recaptured(
+            self.model, prepared.objectives[name], prepared.partitions[name], batch, training, prepared.in_float64
+        )
 
     def _refuse_moved(self, partition: Partition) -> None:
         for stage in range(self.plan.pipeline):
@@ -430,6 +477,9 @@ class Job:
         if self.world.rank == 0:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(path))
+            os.chmod(
+                path, 0o666 & ~_umask()
+            )  # safetensors keeps its files to their owner; these are the user's to share
         self._transport.barrier()
 
     def close(self) -> None:
@@ -445,6 +495,12 @@ class Job:
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
             self.close()
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def _holders(prepared: Prepared) -> dict[str, tuple[int, ...]]:
@@ -481,7 +537,7 @@ def parallelize(
         plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`.
         scheduler: optimizer -> learning-rate scheduler, which is stepped after every step; leave it out to step your own.
         batch_size: of the training, if it is another than the example's.
-        clip_norm: bound on the gradients' 2-norm over the whole model.
+        clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes.
         seed: of the order of samples and of all random numbers.
 
     Raises:

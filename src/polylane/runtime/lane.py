@@ -15,12 +15,10 @@ from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
-from polylane.runtime.stage import StageRunner, extract, wires
+from polylane.runtime.stage import OWN_PYTHON, StageRunner, extract, wires
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.worker import Worker
-
-OWN_PYTHON = ("leaf", "function")  # operators that may leave a parameter without a gradient
 
 
 @dataclass
@@ -59,7 +57,9 @@ class Tensors:
                         module._buffers[key] = buffer.to(self.device)
 
 
-def programs_of(partition: Partition, plan: Plan, holders: Mapping[str, Collection[int]], training: bool) -> tuple[Program, ...]:
+def programs_of(
+    partition: Partition, plan: Plan, holders: Mapping[str, Collection[int]], training: bool
+) -> tuple[Program, ...]:
     """Every worker's checked program for training with, or evaluating, a graph."""
     programs = lower(partition, plan, holders) if training else lower_evaluation(partition, plan)
     check(programs)
@@ -76,7 +76,9 @@ def bind(
     """One worker's program, bound to its tensors."""
     partition, graph = program.partition, program.partition.graph
     parameters, buffers = tensors.parameters(), tensors.buffers()
-    table: dict[tuple[str, Any], Any] = {("constant", name): t.to(tensors.device) for name, t in graph.code.constants.items()}
+    table: dict[tuple[str, Any], Any] = {
+        ("constant", name): t.to(tensors.device) for name, t in graph.code.constants.items()
+    }
     for name in partition.parameters(program.stage):
         # What this objective does not optimize takes part as a constant: no gradient is computed for it.
         table["parameter", name] = parameters[name] if graph.parameters[name].trainable else parameters[name].detach()
@@ -91,6 +93,7 @@ def bind(
         autocast=autocast,
     )
     dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
+    # The user's own Python may leave a parameter without a gradient.
     optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
     reducer = Reducer(program.buckets, held, optional, transport)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from polylane.runtime.prepare import Objective
 
 
-def build(objective: Objective, held: Sequence[tuple[str, nn.Parameter]], every: Sequence[tuple[str, nn.Parameter]]) -> Any:
+def build(
+    objective: Objective, held: Sequence[tuple[str, nn.Parameter]], every: Sequence[tuple[str, nn.Parameter]]
+) -> Any:
     """The optimizer over the held parameters among those that the user's factory takes.
 
     The factory sees all parameters, so that whatever it decides by name, position or count comes out as on one device; what
@@ -37,9 +39,10 @@ class Clipper:
 
     Args:
         max_norm: the bound on the 2-norm.
-        order: canonical names of all trainable parameters, in the model's order.
+        order: canonical names of all parameters that get a gradient, in the model's order.
         counted: names whose norm this worker contributes; every name is contributed by one worker of a pipeline.
         held: this worker's parameters.
+        device: where this worker computes.
         sum_pipeline: sums a vector over the stages of this replica.
     """
 
@@ -49,12 +52,14 @@ class Clipper:
         order: Sequence[str],
         counted: Sequence[str],
         held: Mapping[str, nn.Parameter],
+        device: torch.device,
         sum_pipeline: Callable[[Tensor], Tensor],
     ) -> None:
         self._max_norm = max_norm
         self._position = {name: i for i, name in enumerate(order)}
         self._counted = counted
         self._held = held
+        self._device = device
         self._sum_pipeline = sum_pipeline
 
     def clip(self) -> None:
@@ -66,7 +71,7 @@ class Clipper:
         norms = torch.zeros(
             len(self._position),
             dtype=torch.float64 if like is None else torch.promote_types(like.dtype, torch.float32),
-            device=None if like is None else like.device,
+            device=self._device,
         )
         if present:
             own = torch._foreach_norm([grad for _, grad in present], 2.0)

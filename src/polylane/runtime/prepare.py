@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from polylane.cost import compute
 from polylane.errors import PolylaneError
-from polylane.graph.batch import cloned, flatten, sample_count, take
+from polylane.graph.batch import cloned, few, flatten, sample_count
 from polylane.graph.capture import capture
 from polylane.graph.export import Loss
 from polylane.graph.graph import Graph
@@ -46,6 +46,7 @@ class Prepared:
         partitions: of every objective's graph, by name.
         plan: how it is split.
         in_float64: whether casts to lower types inside keep float64 (for proofs).
+        evaluations: of the graphs in evaluation mode, as far as they were asked for; others are captured when needed.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class Prepared:
     partitions: dict[str, Partition]
     plan: Plan
     in_float64: bool = False
+    evaluations: dict[str, Partition] = field(default_factory=dict)
 
     @property
     def main(self) -> Partition:
@@ -70,7 +72,7 @@ def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
 
 
 def optimized(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
-    """Names of the parameters that an optimizer factory takes out of those it is given.
+    """Names of the parameters that an optimizer factory takes out of those it is given, without the frozen ones.
 
     Raises:
         PolylaneError: the factory fails, or takes a parameter that is not the model's.
@@ -81,13 +83,17 @@ def optimized(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
     except Exception as error:
         raise PolylaneError(f"optimizer(parameters) fails: {type(error).__name__}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PolylaneError(f"optimizer(parameters) must return a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+        raise PolylaneError(
+            f"optimizer(parameters) must return a torch.optim.Optimizer, not a {type(optimizer).__name__}"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise PolylaneError("torch.optim.LBFGS evaluates the loss several times a step, which no plan can do: take another optimizer")
+        raise PolylaneError(
+            "torch.optim.LBFGS evaluates the loss several times a step, which no plan can do: take another optimizer"
+        )
     taken = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in taken):
         raise PolylaneError("optimizer(parameters) must optimize the parameters it is given, not copies of them")
-    return {names[id(parameter)] for parameter in taken}
+    return {names[id(parameter)] for parameter in taken if parameter.requires_grad}
 
 
 def objectives_of(
@@ -102,7 +108,9 @@ def objectives_of(
     """
     if not isinstance(loss, Mapping):
         if isinstance(optimizer, Mapping) or isinstance(scheduler, Mapping):
-            raise PolylaneError("one loss takes one optimizer and one scheduler: give a mapping of losses, or no mapping at all")
+            raise PolylaneError(
+                "one loss takes one optimizer and one scheduler: give a mapping of losses, or no mapping at all"
+            )
         return {"loss": Objective("loss", loss, optimizer, scheduler)}
     if not isinstance(optimizer, Mapping) or set(loss) != set(optimizer):
         raise PolylaneError(f"losses named {sorted(loss)} take a mapping of optimizers with the same names")
@@ -118,6 +126,7 @@ def prepare(
     *,
     batch_size: int | None = None,
     in_float64: bool = False,
+    evaluation: bool = False,
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None = None,
 ) -> Prepared:
     """Capture every objective, choose the cuts, and refuse what would not be exact.
@@ -129,6 +138,7 @@ def prepare(
         plan: one line, a read plan file, or a Spec.
         batch_size: of the training, if it is another than the example's.
         in_float64: for proofs; ``model`` and ``example`` are float64 already.
+        evaluation: capture the evaluation mode here too, once for all workers that are forked from this process.
         seconds: time of every node of a graph; default: measured here, node by node.
 
     Raises:
@@ -142,7 +152,7 @@ def prepare(
         raise PolylaneError(f"microbatches={microbatches}: a batch of {total} samples cannot be divided into so many")
     # What a worker will have in hand: the sizes that count for time and memory.
     hand = max(2, -(-total // (microbatches * spec.data)))
-    part = take(leaves, 0, min(hand, sample_count(leaves)))
+    part = few(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
     partitions: dict[str, Partition] = {}
     for objective in objectives.values():
@@ -150,10 +160,27 @@ def prepare(
         graph = capture(model, objective.loss, rebuild(cloned(part)), trainable=trainable, in_float64=in_float64)
         if spec.data > 1 or microbatches > 1:
             _refuse_inexact(graph, model, objective.loss, leaves, spec, microbatches)
-        partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, next(iter(partitions.values()), None), seconds)
+        partitions[objective.name] = _cut(
+            graph, model, objective.loss, part, spec, next(iter(partitions.values()), None), seconds
+        )
     main = next(iter(partitions.values()))
     chosen = spec if isinstance(spec, Plan) else plans.from_partition(main, spec, microbatches)
-    return Prepared(model, objectives, partitions, chosen, in_float64)
+    evaluations = {}
+    if evaluation:
+        evaluations = {
+            name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
+            for name, partition in partitions.items()
+        }
+    return Prepared(model, objectives, partitions, chosen, in_float64, evaluations)
+
+
+def recaptured(
+    model: nn.Module, objective: Objective, main: Partition, batch: Any, training: bool, in_float64: bool
+) -> Partition:
+    """Capture an objective in another mode, or for batches of another form, and cut it where ``main`` is cut."""
+    trainable = [name for name, info in main.graph.parameters.items() if info.trainable]
+    graph = capture(model, objective.loss, batch, trainable=trainable, training=training, in_float64=in_float64)
+    return aligned(main, graph)
 
 
 def _cut(
@@ -175,17 +202,18 @@ def _cut(
     return balanced(graph, plan.pipeline, times)
 
 
-def _refuse_inexact(graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], plan: Spec | Plan, microbatches: int) -> None:
-    few = take(leaves, 0, min(sample_count(leaves), 6))
-    reason = splits_exactly(graph, model, loss, cloned(few))
+def _refuse_inexact(
+    graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], plan: Spec | Plan, microbatches: int
+) -> None:
+    reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))))
     if reason is not None:
         key = f"data={plan.data}" if plan.data > 1 else f"microbatches={microbatches}"
         raise PolylaneError(f"{key} would not compute what one device computes: {reason}")
 
 
-def alone(plan: str | Spec | Plan) -> str | Spec | Plan:
-    """The same training on one worker: no stages, no replicas, the same microbatches."""
+def alone(plan: str | Spec | Plan, samples: int) -> Spec:
+    """The same training, of batches of so many samples, on one worker: no stages, no replicas, the same microbatches."""
     if isinstance(plan, Plan):
         return Spec(schedule=plan.schedule, microbatches=plan.microbatches, precision=plan.precision)
     spec = parse(plan) if isinstance(plan, str) else plan
-    return replace(spec, data=1, pipeline=1)
+    return replace(spec, data=1, pipeline=1, microbatches=plans.default_microbatches(spec, samples))

@@ -46,7 +46,11 @@ class Replicas:
         self._earlier: dict[int, Tensor | None] = {}
         self._seeded = False
         if self.world.size > 1:
-            named = {f"{i}.{name}": t for i, m in enumerate(models) for name, t in [*m.named_parameters(), *m.named_buffers()]}
+            named = {
+                f"{i}.{name}": t
+                for i, m in enumerate(models)
+                for name, t in [*m.named_parameters(), *m.named_buffers()]
+            }
             weights.same_everywhere(named, self._transport)
             for index, parameter in enumerate(self._parameters):
                 if parameter.requires_grad:
@@ -146,7 +150,9 @@ class Replicas:
 
     def _refuse_unseeded(self, _: Tensor) -> None:
         if not self._seeded:
-            raise PolylaneError("replicas: call loss.backward() inside the loop over batches(); nothing else is summed over them")
+            raise PolylaneError(
+                "replicas: call loss.backward() inside the loop over batches(); nothing else is summed over them"
+            )
 
     def _reduce(self) -> None:
         """At the end of a backward pass: sum what it gave over all replicas."""
@@ -162,7 +168,10 @@ class Replicas:
             own = [i for i in which if str(self._parameters[i].dtype) == dtype]
             grads = [self._parameters[i].grad if i in earlier else None for i in own]
             flat = torch.cat(
-                [torch.zeros_like(self._parameters[i]).flatten() if g is None else g.flatten() for i, g in zip(own, grads, strict=True)]
+                [
+                    torch.zeros_like(self._parameters[i]).flatten() if g is None else g.flatten()
+                    for i, g in zip(own, grads, strict=True)
+                ]
             )
             pending.append((own, self._transport.all_reduce(flat, everyone)))
         for own, transfer in pending:
@@ -211,4 +220,3 @@ def data_parallel(*models: nn.Module, seed: int = 0) -> Replicas:
     if not models or not all(isinstance(model, nn.Module) for model in models):
         raise PolylaneError("data_parallel takes one nn.Module or several")
     return Replicas(models, seed)
-

@@ -19,6 +19,8 @@ from polylane.graph.sizes import size_function
 
 _NUMBERS = itertools.count()
 
+OWN_PYTHON = ("leaf", "function")  # operators that run the user's own Python
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -33,6 +35,58 @@ class Wire:
         return tuple(size(samples) for size in self.sizes)
 
 
+class Watch:
+    """Which of the nodes that run the user's own Python is in its backward pass.
+
+    Autograd's traceback does not say it: no frame of the stage's code is on the stack in a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.current: Node | None = None
+
+    def begins(self, node: Node) -> Callable[[Any], None]:
+        """What to call before the backward pass of ``node``."""
+
+        def hook(_: Any) -> None:
+            self.current = node
+
+        return hook
+
+    def has_ended(self, node: Node) -> Callable[[Any], None]:
+        """What to call before the backward pass of what ``node`` read."""
+
+        def hook(_: Any) -> None:
+            if self.current is node:
+                self.current = None
+
+        return hook
+
+
+class Watched:
+    """The callable of a node whose backward pass is watched."""
+
+    __module__ = "polylane"
+
+    def __init__(self, target: Callable[..., Any], node: Node, watch: Watch) -> None:
+        self.target, self.node, self.watch = target, node, watch
+        self.__name__ = str(getattr(target, "__name__", "watched"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.target(*args, **kwargs)
+        fx.node.map_aggregate(result, self._hooker(self.watch.begins(self.node)))
+        fx.node.map_aggregate((args, kwargs), self._hooker(self.watch.has_ended(self.node)))
+        return result
+
+    @staticmethod
+    def _hooker(hook: Callable[[Any], None]) -> Callable[[Any], Any]:
+        def register(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                value.grad_fn.register_prehook(hook)
+            return value
+
+        return register
+
+
 @dataclass(frozen=True)
 class StageCode:
     """The executable part of one stage.
@@ -44,6 +98,7 @@ class StageCode:
         has_loss: whether the loss follows them.
         lines: line of the generated source -> node.
         graph: the code as an fx graph, for going through it node by node.
+        watch: over the backward passes of the user's own Python.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -53,6 +108,7 @@ class StageCode:
     lines: dict[int, Node]
     file: str
     graph: fx.Graph
+    watch: Watch
 
 
 def wires(partition: Partition, dtypes: Mapping[str, torch.dtype]) -> dict[str, Wire]:
@@ -86,15 +142,18 @@ def extract(partition: Partition, stage: int, device: torch.device) -> StageCode
         if node in wanted:
             values[node] = graph.placeholder(node.name)
             roles.append(node.meta["role"] if node.op == "placeholder" else ("value", node.meta["name"]))
-    by_name = {}
+    by_name, watch = {}, Watch()
     for node in body:
         values[node] = copied = graph.node_copy(node, lambda n: values[n])
         copied.args, copied.kwargs = _on(copied.args, device), _on(copied.kwargs, device)
         copied.meta = dict(node.meta)
+        described = chosen[node.meta["name"]]
+        if described.op in OWN_PYTHON:
+            copied.target = Watched(node.target, described, watch)
         by_name[node.meta["name"]] = copied
     graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
     run, lines, file = _compiled(graph, stage, chosen)
-    return StageCode(run, tuple(roles), outputs, bool(loss), lines, file, graph)
+    return StageCode(run, tuple(roles), outputs, bool(loss), lines, file, graph, watch)
 
 
 def _on(value: Any, device: torch.device) -> Any:
@@ -108,7 +167,9 @@ def _on(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _compiled(graph: fx.Graph, stage: int, chosen: Mapping[str, Node]) -> tuple[Callable[..., Any], dict[int, Node], str]:
+def _compiled(
+    graph: fx.Graph, stage: int, chosen: Mapping[str, Node]
+) -> tuple[Callable[..., Any], dict[int, Node], str]:
     """Python source of a graph, compiled under a file name of its own so that an error's line tells the node."""
     code = graph.python_code("self")
     file = f"<stage {stage} ({next(_NUMBERS)})>"
@@ -125,11 +186,11 @@ def _compiled(graph: fx.Graph, stage: int, chosen: Mapping[str, Node]) -> tuple[
 
 
 def node_at_fault(code: StageCode, error: BaseException) -> Node | None:
-    """The node that was running when ``error`` was raised, or None when it was none of this stage's."""
+    """The node that was running, forward or backward, when ``error`` was raised; None when it was none of this stage's."""
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == code.file and frame.lineno in code.lines:
             return code.lines[frame.lineno]
-    return None
+    return code.watch.current
 
 
 @dataclass
@@ -197,17 +258,15 @@ class StageRunner:
             gradients: of the values that left, by name, summed over their consumers.
             seed: gradient of the loss, on the stage that computes it.
         """
-        live = self.live.pop(microbatch)
+        live, self.code.watch.current = self.live.pop(microbatch), None
         roots = [(live.outputs[name], grad) for name, grad in gradients.items() if live.outputs[name].requires_grad]
         if seed is not None and live.loss[0].requires_grad:
             roots.append((live.loss[0], seed.to(live.loss[0].dtype)))
         if roots:
             torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
-        return {
-            name: torch.zeros_like(live.inputs[name]) if live.inputs[name].grad is None else live.inputs[name].grad
-            for name in self.gradients
-            if name in live.inputs
-        }  # type: ignore[return-value]
+        self.code.watch.current = None
+        inputs = {name: live.inputs[name] for name in self.gradients if name in live.inputs}
+        return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
 
 
 def values_of(

@@ -58,7 +58,9 @@ def full_state(
         if canonical not in done:
             tensor = value.detach()
             if canonical in owners and transport.size > 1:
-                tensor = shared(tensor.to(device), transport.rank == owners[canonical], transport, range(transport.size))
+                tensor = shared(
+                    tensor.to(device), transport.rank == owners[canonical], transport, range(transport.size)
+                )
             done[canonical] = tensor.cpu()
         result[name] = done[canonical].clone()
     return result

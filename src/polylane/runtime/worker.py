@@ -99,7 +99,8 @@ class Worker:
         }
         state = StepState(own, parts)
         last_backward = max(
-            (i for i, a in enumerate(self.program.actions) if a.kind is Kind.BACKWARD and a.microbatch in own), default=-1
+            (i for i, a in enumerate(self.program.actions) if a.kind is Kind.BACKWARD and a.microbatch in own),
+            default=-1,
         )
         posted = 0
         for index, action in enumerate(self.program.actions):
@@ -168,7 +169,9 @@ class Worker:
             total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
             # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
             state.total.append(total * (share.weight * (1 if len(live.loss) > 1 else share.samples)))
-            state.count.append(live.loss[1].detach() * share.weight if len(live.loss) > 1 else share.weight * share.samples)
+            state.count.append(
+                live.loss[1].detach() * share.weight if len(live.loss) > 1 else share.weight * share.samples
+            )
 
     def _backward(self, action: Action, state: StepState) -> None:
         i = action.microbatch
@@ -177,7 +180,11 @@ class Worker:
         if self.runner.code.has_loss:
             share, part = state.shares[i], state.parts[i]
             mean = len(self.runner.live[i].loss) == 1
-            seed = torch.tensor(share.weight * (share.samples if mean else 1) / part.batch, device=self.runner.device, dtype=torch.float64)
+            seed = torch.tensor(
+                share.weight * (share.samples if mean else 1) / part.batch,
+                device=self.runner.device,
+                dtype=torch.float64,
+            )
         state.outgoing.pop(i, None)  # with the autograd graph that hangs on it
         state.returned[i] = self.runner.backward(i, state.gradients.pop(i, {}), seed)
 

@@ -110,7 +110,13 @@ class Reducer:
 
     def _unpack(self, bucket: Bucket, flat: Tensor, flags: int) -> None:
         at = 0
-        had = dict(zip([n for n in bucket.parameters if n in self._optional], flat[flat.numel() - flags :].tolist(), strict=True))
+        had = dict(
+            zip(
+                [n for n in bucket.parameters if n in self._optional],
+                flat[flat.numel() - flags :].tolist(),
+                strict=True,
+            )
+        )
         for name in bucket.parameters:
             parameter = self._parameters[name]
             piece = flat[at : at + parameter.numel()].view_as(parameter)

@@ -88,7 +88,11 @@ class Transport:
     """
 
     def __init__(
-        self, world: World, channels: Iterable[Channel] = (), groups: Iterable[Iterable[int]] = (), tag: int = 0,
+        self,
+        world: World,
+        channels: Iterable[Channel] = (),
+        groups: Iterable[Iterable[int]] = (),
+        tag: int = 0,
         own_groups: bool = False,
     ) -> None:
         self.rank = world.rank

@@ -1,0 +1,283 @@
+"""Cuts: who sends which value to whom, how evenly, with how few bytes; and stages run by hand give equal numbers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+import models
+from polylane.cost.compute import estimate
+from polylane.errors import PolylaneError
+from polylane.graph.batch import flatten
+from polylane.graph.capture import capture
+from polylane.graph.check import bound, tables
+from polylane.graph.export import Whole
+from polylane.graph.graph import Code, Graph, Node
+from polylane.graph.part import Part
+from polylane.graph.partition import SLACK, Partition, aligned, balanced, cut_positions
+from polylane.recipe import Mean
+
+
+def node(i: int, inputs: Sequence[int] = (), size: int = 4, free: bool = False, crossable: bool = True) -> Node:
+    return Node(
+        name=f"n{i}", id=f"n{i}", op="op", inputs=tuple(f"n{j}" for j in inputs), shape=(2, size), batch_dim=0,
+        dtype="float32", flops=0, bytes=size, parameters=(), buffers=(), module="", source="", requires_grad=True,
+        free=free, crossable=crossable,
+    )  # fmt: skip
+
+
+def graph_of(nodes: Sequence[Node], uncut: Sequence[tuple[int, int]] = (), outputs: tuple[str, ...] = ()) -> Graph:
+    code = Code(fx.Graph(), {}, 1, False, False)
+    return Graph(tuple(nodes), {}, {}, {}, 2, tuple(uncut), (), True, False, code, outputs)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    size = draw(st.integers(2, 9))
+    nodes: list[Node] = []
+    for i in range(size):
+        earlier = st.lists(st.integers(0, i - 1), max_size=3, unique=True) if i else st.just([])
+        inputs = sorted({*draw(earlier), *([i - 1] if i else [])})
+        free = i < size - 1 and all(nodes[j].free for j in inputs) and draw(st.integers(0, 3)) == 0
+        nodes.append(node(i, inputs, draw(st.integers(1, 50)), free, draw(st.integers(0, 9)) > 0))
+    first = draw(st.integers(0, size - 1))
+    uncut = [(first, draw(st.integers(first, size - 1)))] if draw(st.booleans()) else []
+    return graph_of(nodes, uncut)
+
+
+@given(graphs(), st.data())
+@settings(deadline=None, max_examples=200)
+def test_every_value_comes_straight_from_its_stage(graph: Graph, data: st.DataObject) -> None:
+    allowed = cut_positions(graph)
+    cuts = tuple(sorted(data.draw(st.sets(st.sampled_from(allowed))))) if allowed else ()
+    partition = Partition(graph, cuts)
+    position = graph.positions
+    crossing = {c.value: c for c in partition.crossings}
+    for each in graph.nodes:
+        on = [stage for stage in range(partition.stages) if each in partition.nodes(stage)]
+        assert on == [partition.stage_of[each.name]] if not each.free else True
+    for stage in range(partition.stages):
+        own = {n.name for n in partition.nodes(stage)}
+        assert any(not n.free for n in partition.nodes(stage))
+        assert list(partition.nodes(stage)) == sorted(partition.nodes(stage), key=lambda n: position[n.name])
+        for name in {name for n in partition.nodes(stage) for name in n.inputs} - own:
+            assert crossing[name].producer < stage
+            assert stage in crossing[name].consumers
+    for c in partition.crossings:
+        assert graph.nodes[position[c.value]].crossable
+        assert c.producer == partition.stage_of[c.value]
+        assert all(any(c.value in n.inputs for n in partition.nodes(stage)) for stage in c.consumers)
+    for cut, (first, last) in itertools.product(cuts, graph.uncut):
+        assert not first < cut <= last
+
+
+def times(seconds: Sequence[float], cuts: Sequence[int]) -> list[float]:
+    ends = [0, *cuts, len(seconds)]
+    return [float(sum(seconds[a:b])) for a, b in itertools.pairwise(ends)]
+
+
+def travelling(graph: Graph, cuts: Sequence[int]) -> float:
+    """Bytes that stand at the cuts, there and back, each value once for every cut that it passes."""
+    last = {name: i for i, n in enumerate(graph.nodes) for name in n.inputs}
+    return sum(
+        2 * n.bytes for cut in cuts for i, n in enumerate(graph.nodes) if not n.free and i < cut <= last.get(n.name, -1)
+    )
+
+
+@given(graphs(), st.integers(2, 4), st.data())
+@settings(deadline=None, max_examples=300)
+def test_the_slowest_stage_is_as_fast_as_can_be_and_few_bytes_travel(graph: Graph, stages: int, data: Any) -> None:
+    seconds = data.draw(st.lists(st.floats(0.0, 9.0), min_size=len(graph.nodes), max_size=len(graph.nodes)))
+    allowed = cut_positions(graph)
+    every = list(itertools.combinations(allowed, stages - 1))
+    if not every:
+        with pytest.raises(PolylaneError, match=rf"pipeline={stages}: the graph can be cut into at most \d+ stage"):
+            balanced(graph, stages, seconds)
+        return
+    best = min(max(times(seconds, cuts)) for cuts in every)
+    limit = best * (1 + SLACK)
+    fewest = min(travelling(graph, cuts) for cuts in every if max(times(seconds, cuts)) <= limit + 1e-12)
+    found = balanced(graph, stages, seconds).cuts
+    assert max(times(seconds, found)) <= limit + 1e-9
+    assert travelling(graph, found) <= fewest
+
+
+def test_one_stage_is_the_whole() -> None:
+    graph = graph_of([node(0), node(1, [0])])
+    assert balanced(graph, 1, [1, 1]).cuts == ()
+    assert Partition(graph, ()).nodes(0) == graph.nodes
+    assert Partition(graph, ()).crossings == ()
+
+
+def test_what_gives_the_loss_reaches_the_last_stage() -> None:
+    graph = graph_of([node(0), node(1), node(2, [1]), node(3, [2])], outputs=("n3", "n0"))
+    (early, skip) = Partition(graph, (2,)).crossings
+    assert (early.value, early.producer, early.consumers) == ("n0", 0, (1,))
+    assert skip.value == "n1"
+    free = graph_of([node(0, free=True), node(1), node(2, [1])], outputs=("n2", "n0"))
+    assert [n.name for n in Partition(free, (2,)).nodes(1)] == ["n0", "n2"]
+    assert [n.name for n in Partition(free, (2,)).nodes(0)] == ["n1"]
+
+
+def test_an_opaque_model_is_not_cut() -> None:
+    graph = capture(models.Branching(), models.classify, models.vectors(4, 0))
+    with pytest.raises(PolylaneError, match="the model is opaque and cannot be cut") as caught:
+        balanced(graph, 2, estimate(graph))
+    assert "models.py" in str(caught.value)
+
+
+# By hand -------------------------------------------------------------------------------------------------------------
+
+
+def in_stages(partition: Partition, whole: Whole, leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
+    """Forward and backward one stage after another, each with tensors of its own; gradients stay behind."""
+    graph, code = partition.graph, partition.graph.code.fx
+    by_name = {n.meta["name"]: n for n in code.nodes if n.op == "call_function"}
+    table = tables(whole, graph.code.constants, leaves)
+    sent: dict[str, Tensor] = {}
+    incoming: list[dict[str, Tensor]] = []
+    values: dict[fx.Node, Any] = {}
+    for stage in range(partition.stages):
+        values = {n: bound(n, table, part) for n in code.nodes if n.op == "placeholder"}
+        mine = [c for c in partition.crossings if stage in c.consumers]
+        incoming.append({c.value: sent[c.value].detach().clone().requires_grad_(c.requires_grad) for c in mine})
+        values |= {by_name[name]: tensor for name, tensor in incoming[-1].items()}
+        for each in partition.nodes(stage):
+            at = by_name[each.name]
+            args, kwargs = fx.map_arg((at.args, at.kwargs), values.__getitem__)
+            values[at] = at.target(*args, **kwargs)
+        sent |= {c.value: values[by_name[c.value]] for c in partition.crossings if c.producer == stage}
+    result = tuple(values[n] for n in code.output_node().args[0])
+    result[0].backward()
+    for stage in reversed(range(partition.stages - 1)):
+        for c in partition.crossings:
+            if c.producer == stage and c.requires_grad and sent[c.value].requires_grad:
+                grads = [g for s in c.consumers if (g := incoming[s][c.value].grad) is not None]
+                if grads:
+                    sent[c.value].backward(sum(grads), retain_graph=True)
+    return result
+
+
+CUTTABLE = [name for name in (*models.CASES, *models.TINY) if name != "branching"]
+
+
+def captured(name: str, samples: int = 4) -> tuple[Graph, nn.Module, models.Case]:
+    torch.manual_seed(0)
+    case = models.CASES[name]() if name in models.CASES else models.example_case(name)
+    model = case.model()
+    return capture(model, case.loss, case.batch(samples, 1)), model, case
+
+
+@pytest.mark.parametrize("name", CUTTABLE)
+def test_stages_by_hand_give_the_same_numbers(name: str) -> None:
+    graph, model, case = captured(name)
+    model, case = model.double(), case
+    batch = models_in_float64(case.batch(3, 2))
+    graph = capture(model, case.loss, batch, in_float64=True)
+    leaves, rebuild = flatten(batch)
+    whole = Whole(model, case.loss, rebuild)
+    part = Part(3, first=2, batch=7, step=4, seed=9)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    seen: list[list[Tensor]] = []
+    for stages in (1, 2, 4):
+        model.load_state_dict(state)
+        model.zero_grad()
+        if stages > len(cut_positions(graph)) + 1:
+            continue
+        result = in_stages(balanced(graph, stages, estimate(graph)), whole, leaves, part)
+        seen.append([*result, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
+        seen[-1] = [tensor.detach().clone() for tensor in seen[-1]]
+    for other in seen[1:]:
+        assert len(other) == len(seen[0])
+        for a, b in zip(seen[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert len(seen) > 1
+
+
+def models_in_float64(batch: Any) -> Any:
+    leaves, rebuild = flatten(batch)
+    return rebuild([t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in leaves])
+
+
+def test_a_count_made_early_crosses_to_the_loss() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
+        x, y = batch
+        count = (y > 0).sum()
+        return Mean((F.cross_entropy(model(x), y, reduction="none") * (y > 0)).sum(), count)
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    batch = models.vectors(6, 0)
+    graph = capture(model, loss, batch)
+    partition = balanced(graph, 2, estimate(graph))
+    whole = Whole(model, loss, flatten(batch)[1])
+    result = in_stages(partition, whole, list(batch), Part(6, batch=6))
+    expected = loss(model, batch)
+    assert torch.equal(result[0], expected.total)
+    assert int(result[1]) == int(expected.count)
+
+
+def test_a_count_of_samples_is_made_anew() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
+        count = len(batch[1])
+        return Mean(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), count)
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    graph = capture(model, loss, models.vectors(6, 0))
+    partition = balanced(graph, 2, estimate(graph))
+    batch = models.vectors(3, 1)
+    result = in_stages(partition, Whole(model, loss, flatten(batch)[1]), list(batch), Part(3, batch=3))
+    assert int(result[1]) == 3
+
+
+# Elsewhere -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CUTTABLE)
+def test_other_graphs_of_the_model_are_cut_where_the_first_was(name: str) -> None:
+    graph, model, case = captured(name)
+    others = [
+        capture(model, case.loss, case.batch(3, 1), training=False),
+        capture(model, case.loss, case.batch(7, 2)),
+    ]
+    for stages in (2, 3):
+        if stages > min(len(cut_positions(g)) for g in (graph, *others)) + 1:
+            continue
+        reference = balanced(graph, stages, estimate(graph))
+        assert aligned(reference, others[1]).cuts == reference.cuts
+        for other in others:
+            partition = aligned(reference, other)
+            assert partition.stages == stages
+            assert set(partition.cuts) <= set(cut_positions(other))
+            for stage in range(stages):
+                assert set(partition.parameters(stage)) <= set(reference.parameters(stage))
+
+
+def test_a_deep_graph_is_cut_quickly() -> None:
+    width, layers, per_layer = 8, 48, 45
+    nodes: list[Node] = []
+    for i in range(layers * per_layer):
+        inputs = [i - 1] if i else []
+        if i > 20 and i % 9 == 0:
+            inputs.append(i - 20)
+        nodes.append(node(i, inputs, width, free=False))
+    graph = graph_of(nodes)
+    seconds = np.random.default_rng(0).random(len(nodes))
+    start = time.perf_counter()
+    partition = balanced(graph, 8, seconds)
+    cut = time.perf_counter() - start
+    assert [len(partition.nodes(stage)) > 100 for stage in range(8)] == [True] * 8
+    assert len(partition.crossings) >= 7
+    described = time.perf_counter() - start - cut
+    assert cut < 0.3
+    assert described < 0.1
+    assert max(times(seconds, partition.cuts)) < sum(seconds) / 8 * 1.05

@@ -1,0 +1,161 @@
+"""Batches: an order that seed and epoch decide alone, every sample once, each worker loading its own samples only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from polylane.errors import PolylaneError
+from polylane.runtime.data import batches, order
+from polylane.runtime.division import Batch, Share, shares
+
+
+class Counting(torch.utils.data.Dataset[int]):
+    """Sample i is the number i; notes which were loaded."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.loaded = samples, list[int]()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.samples)
+
+
+def own(microbatches: int, replicas: int, replica: int) -> Any:
+    return lambda samples: shares(samples, microbatches, replicas, replica)
+
+
+def global_batches(dataset: Any, size: int, microbatches: int, replicas: int, **options: Any) -> list[list[int]]:
+    """The batches that all replicas see together, from the parts that count."""
+    wholes: list[list[int]] = []
+    for replica in range(replicas):
+        mine = own(microbatches, replicas, replica)
+        for i, batch in enumerate(batches(dataset, size, shares=mine, **options)):
+            if replica == 0:
+                wholes.append([-1] * batch.samples)
+            for share in mine(batch.samples):
+                if share.weight:
+                    wholes[i][share.start : share.stop] = values(batch, share)
+    return wholes
+
+
+def values(batch: Batch, share: Share) -> list[int]:
+    return batch.of(share)[0].tolist()
+
+
+# Order
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    torch.manual_seed(1)
+    first = order(20, epoch=0, seed=0)
+    torch.manual_seed(2)
+    assert order(20, epoch=0, seed=0) == first
+    others = [order(20, epoch=1, seed=0), order(20, epoch=0, seed=1), order(20, epoch=1, seed=1)]
+    assert len({tuple(o) for o in [first, *others]}) == 4
+    assert all(sorted(o) == list(range(20)) for o in others)
+
+
+def test_asking_for_an_order_leaves_torchs_generator_alone() -> None:
+    before = torch.get_rng_state()
+    order(20, 0, 0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_negative_and_huge_seeds() -> None:
+    assert all(sorted(order(5, 3, seed)) == list(range(5)) for seed in (-1, 2**63, 2**80))
+
+
+# Every sample once, the same batches whatever the layout
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 4), st.integers(1, 4))
+@settings(deadline=None, max_examples=50)
+def test_the_same_batches_whatever_the_layout(samples: int, size: int, microbatches: int, replicas: int) -> None:
+    whole = global_batches(Counting(samples), size, 1, 1, epoch=2, seed=5)
+    assert [len(batch) for batch in whole[:-1]] == [size] * (len(whole) - 1) and 1 <= len(whole[-1]) <= size
+    assert [i for batch in whole for i in batch] == order(samples, 2, 5)
+    assert global_batches(Counting(samples), size, microbatches, replicas, epoch=2, seed=5) == whole
+
+
+@pytest.mark.parametrize("dataset", [Stream(11), list(range(11)), Counting(11)], ids=["iterable", "list", "map"])
+def test_kinds_of_datasets(dataset: Any) -> None:
+    for replicas in (1, 3):
+        whole = global_batches(dataset, 4, 2, replicas, shuffle=False)
+        assert whole == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+
+
+def test_a_generator_is_a_stream_too() -> None:
+    whole = list(batches((i for i in range(5)), 2, shares=own(1, 1, 0)))
+    assert [batch.leaves[0].tolist() for batch in whole] == [[0, 1], [2, 3], [4]]
+
+
+def test_streams_are_not_shuffled() -> None:
+    assert global_batches(Stream(6), 4, 1, 1, shuffle=True) == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_worker_loads_its_own_samples_only() -> None:
+    datasets = [Counting(24), Counting(24)]
+    for replica, dataset in enumerate(datasets):
+        assert len(list(batches(dataset, 8, shares=own(2, 2, replica), seed=3))) == 3
+    assert sorted(datasets[0].loaded + datasets[1].loaded) == list(range(24))
+    assert len(datasets[0].loaded) == 12
+
+
+def test_a_stand_in_loads_one_sample_of_another() -> None:
+    dataset = Counting(1)
+    (batch,) = batches(dataset, 4, shares=own(1, 2, 1))
+    assert (batch.samples, dataset.loaded) == (1, [0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loading_processes_change_nothing(workers: int) -> None:
+    whole = global_batches(Counting(13), 4, 2, 2, workers=workers, seed=1)
+    assert [i for batch in whole for i in batch] == order(13, 0, 1)
+
+
+def test_samples_of_any_form() -> None:
+    samples = [{"x": torch.full((2,), float(i)), "pair": (i, [i, i])} for i in range(5)]
+    (first, second) = batches(samples, 3, shares=own(1, 1, 0), shuffle=False)
+    assert [leaf.shape[0] for leaf in first.leaves] == [3] * 4
+    assert second.leaves[1].tolist() == [3, 4]
+
+
+def test_the_users_own_collate() -> None:
+    (batch,) = batches(
+        ["a", "bc"], 2, shares=own(1, 1, 0), shuffle=False, collate=lambda s: torch.tensor([len(t) for t in s])
+    )
+    assert batch.leaves[0].tolist() == [1, 2]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("dataset", [[], Counting(0), Stream(0), iter(())], ids=["list", "map", "iterable", "iterator"])
+def test_no_samples(dataset: Any) -> None:
+    with pytest.raises(PolylaneError, match="the dataset has no samples"):
+        list(batches(dataset, 4, shares=own(1, 1, 0)))
+
+
+def test_no_dataset() -> None:
+    with pytest.raises(
+        PolylaneError, match="data must be a dataset, map-style or iterable, or a list of samples, not a int"
+    ):
+        list(batches(7, 4, shares=own(1, 1, 0)))

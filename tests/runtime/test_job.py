@@ -1,0 +1,465 @@
+"""A job from the user's side: what every worker sees is what one device would have given."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import polylane
+from polylane.errors import PolylaneError
+from polylane.observe.timeline import Timeline
+from polylane.recipe import Mean
+from polylane.runtime import data
+from polylane.runtime.job import Job
+from polylane.runtime.prepare import objectives_of, prepare
+from polylane.runtime.world import World
+from polylane.schedule.action import Kind
+from training import adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers
+
+PLANS = ["data=2", "pipeline=2,microbatches=2", "data=2,pipeline=2,microbatches=2"]
+BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
+
+
+class Regular(nn.Module):
+    """BatchNorm, dropout, and a weight tied between the ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.second, self.last = nn.Linear(8, 6), nn.Linear(6, 8, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.second(self.dropout(self.norm(self.first(x))))))
+
+
+def regular() -> Regular:
+    torch.manual_seed(0)
+    return Regular().double()
+
+
+# One worker
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_alone_it_is_a_plain_loop_bit_by_bit(microbatches: int) -> None:
+    model = mlp(6, 8, 4).float()
+    batches = [(x.float(), y) for x, y in BATCHES]
+    reference = plainly(model, batches, microbatches=microbatches, clip_norm=0.1)
+    job = polylane.parallelize(
+        model, classify, sgd, example=batches[0], plan=f"microbatches={microbatches}", clip_norm=0.1
+    )
+    losses = [job.step(batch).loss for batch in batches]
+    if microbatches == 1:
+        assert losses == reference.losses
+        assert all(torch.equal(value, reference.state[name]) for name, value in job.state_dict().items())
+    else:  # the loop above scales each loss, the job the start of its backward pass: the same but for rounding
+        assert_same(type(reference)(losses, job.state_dict()), reference, 1e-6)
+    assert job.model is model and not torch.distributed.is_initialized()
+
+
+def test_alone_a_plan_for_many_keeps_its_microbatches() -> None:
+    """BatchNorm sees microbatches, so the reference for a plan has the same ones."""
+    job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan="data=2,pipeline=2")
+    assert job.plan.workers == 1 and job.plan.microbatches == 4
+    job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan="data=2,pipeline=2", batch_size=64)
+    assert job.plan.microbatches == 8
+    job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan="pipeline=2,microbatches=3")
+    assert job.plan.microbatches == 3
+
+
+# Results
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_worker_sees_the_same_result(plan: str) -> None:
+    def work(job: Job) -> Any:
+        results = [job.step(batch) for batch in BATCHES]
+        # Read late and out of order: each result stays what it was.
+        return [(r.step, r.samples, r.loss, r.timeline) for r in reversed(results)][::-1]
+
+    first, *others = workers(work, mlp(6, 8, 8, 4), plan)
+    assert [(step, samples) for step, samples, _, _ in first] == [(0, 8), (1, 7), (2, 5)]
+    for other in others:
+        assert [r[:3] for r in other] == [r[:3] for r in first]
+        assert [r[3].spans for r in other] == [r[3].spans for r in first]
+    reference = plainly(mlp(6, 8, 8, 4), BATCHES)
+    assert [loss for _, _, loss, _ in first] == pytest.approx(reference.losses, rel=1e-12)
+
+
+def test_the_timeline_has_all_that_all_workers_did() -> None:
+    def work(job: Job) -> tuple[Timeline, list[int]]:
+        return job.step(BATCHES[0]).timeline, [len(p.actions) for p in job._programs["loss"]]
+
+    (timeline, counts), *_ = workers(work, mlp(6, 8, 8, 4), "data=2,pipeline=2,microbatches=2")
+    assert timeline.ranks == 4 and min(span.start for span in timeline.spans) == 0.0
+    for rank, count in enumerate(counts):
+        own = sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: s.end)
+        assert len(own) == count
+        compute = [s for s in own if s.action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)]
+        assert all(a.end <= b.start for a, b in pairwise(compute))
+        assert all(span.end >= span.start for span in own)
+
+
+def test_microbatches_without_samples_leave_no_span() -> None:
+    def work(job: Job) -> set[int | None]:
+        return {span.action.microbatch for span in job.step(batch_of(2)).timeline.spans}
+
+    assert workers(work, mlp(6, 8, 4), "pipeline=2,microbatches=4") == [{0, 1, None}] * 2
+
+
+# Batches
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_whole_batches_and_the_jobs_own_are_the_same(plan: str) -> None:
+    inputs, labels = batch_of(19)
+    dataset = torch.utils.data.TensorDataset(inputs, labels)
+
+    def work(job: Job) -> Any:
+        own = [job.step(batch).loss for batch in job.batches(dataset, 7, epochs=2)]
+        return own, job.state_dict()
+
+    def whole(job: Job) -> Any:
+        losses = []
+        for epoch in range(2):
+            order = data.order(19, epoch, 0)
+            for start in range(0, 19, 7):
+                chosen = order[start : start + 7]
+                losses.append(job.step((inputs[chosen], labels[chosen])).loss)
+        return losses, job.state_dict()
+
+    for (own, state), (losses, reference) in zip(
+        workers(work, regular(), plan), workers(whole, regular(), plan), strict=True
+    ):
+        assert len(own) == 6 and own == losses
+        assert all(torch.equal(state[name], reference[name]) for name in reference)
+
+
+def test_batches_of_another_form_later() -> None:
+    """Sequences of another length: captured when the first of them comes, and cut at the same places."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.mix, self.out = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 9)
+
+        def forward(self, text: Tensor) -> Tensor:
+            x = self.token(text)
+            return self.out(torch.tanh(self.mix(x) + x.mean(1, keepdim=True)))
+
+    def loss(model: nn.Module, text: Tensor) -> Tensor:
+        return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+    torch.manual_seed(0)
+    model = Reader().double()
+    random = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 9, (6, length), generator=random) for length in (5, 9, 5, 3, 9)]
+    reference = plainly(model, batches, loss=loss)
+    for plan in PLANS:
+        for worker in trained(model, plan, batches, loss=loss):
+            assert_same(worker, reference)
+
+
+def test_a_mean_over_parts_that_do_not_count_alike() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
+        inputs, labels = batch
+        return Mean(F.cross_entropy(model(inputs), labels, ignore_index=3, reduction="sum"), (labels != 3).sum())
+
+    reference = plainly(mlp(6, 8, 8, 4), BATCHES, loss=loss, clip_norm=0.1)
+    for plan in PLANS:
+        for worker in trained(mlp(6, 8, 8, 4), plan, BATCHES, loss=loss, clip_norm=0.1):
+            assert_same(worker, reference)
+
+
+def test_a_part_in_which_nothing_counts() -> None:
+    """All tokens of one replica are ignored, then all of a whole batch."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
+        inputs, labels = batch
+        return Mean(F.cross_entropy(model(inputs), labels, ignore_index=3, reduction="sum"), (labels != 3).sum())
+
+    inputs, labels = batch_of(4)
+    half = (inputs, torch.tensor([3, 3, 0, 1]))
+    reference = plainly(mlp(6, 8, 4), [half], loss=loss)
+    for worker in trained(mlp(6, 8, 4), "data=2", [half], loss=loss, example=(inputs, labels)):
+        assert_same(worker, reference)
+    none = (inputs, torch.full((4,), 3))
+    for worker in trained(mlp(6, 8, 4), "data=2", [none], loss=loss, example=(inputs, labels)):
+        assert math.isnan(worker.losses[0]) and all(v.isfinite().all() for v in worker.state.values())
+
+
+def test_a_leaf_that_belongs_to_the_whole_batch() -> None:
+    """Class weights of which there happen to be as many as a worker has samples are not split."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Mean:
+        weight = batch["weight"]
+        total = F.cross_entropy(model(batch["x"]), batch["y"], weight, reduction="sum")
+        return Mean(total, weight[batch["y"]].sum())
+
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples]), "weight": weight}
+
+    samples = list(zip(*batch_of(12), strict=True))
+
+    def work(job: Job) -> list[float]:
+        return [job.step(b).loss for b in job.batches(samples, 8, shuffle=False, collate=collate)]
+
+    def plain_loop(model: nn.Module) -> list[float]:
+        optimizer, losses = sgd(model.named_parameters()), []
+        for batch in (collate(samples[:8]), collate(samples[8:])):  # the last has four samples, as there are weights
+            optimizer.zero_grad()
+            value = loss(model, batch).value
+            value.backward()
+            optimizer.step()
+            losses.append(value.item())
+        return losses
+
+    expected = plain_loop(mlp(6, 8, 4))
+    for plan in ("microbatches=2", "data=2", "data=2,microbatches=2", "data=2,pipeline=2,microbatches=2"):
+        for losses in workers(work, mlp(6, 8, 4), plan, loss=loss, example=collate(samples[:8])):
+            assert losses == pytest.approx(expected, rel=1e-12)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_evaluation_is_that_of_the_plain_model(plan: str) -> None:
+    batches = [batch_of(samples, 10 + samples) for samples in (8, 5, 2, 1)]
+
+    def work(job: Job) -> Any:
+        job.step(BATCHES[0])
+        before = job.state_dict()
+        losses = [job.evaluate(batch) for batch in batches]
+        after = job.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return losses, before
+
+    for losses, state in workers(work, regular(), plan):
+        model = regular()
+        model.load_state_dict(state)
+        model.eval()
+        with torch.no_grad():
+            assert losses == pytest.approx([float(classify(model, batch)) for batch in batches], rel=1e-12)
+
+
+def test_evaluation_leaves_training_as_it_was() -> None:
+    def work(job: Job, evaluate: bool) -> Any:
+        for batch in BATCHES:
+            job.step(batch)
+            if evaluate:
+                job.evaluate(batch)
+        return job.state_dict()
+
+    for plan in ("data=2", "pipeline=2,microbatches=2"):
+        with_evaluation = workers(lambda job: work(job, True), regular(), plan)
+        without = workers(lambda job: work(job, False), regular(), plan)
+        assert all(torch.equal(a[n], b[n]) for a, b in zip(with_evaluation, without, strict=True) for n in a)
+
+
+def test_evaluation_of_the_jobs_own_batches() -> None:
+    dataset = list(zip(*batch_of(11), strict=True))
+
+    def work(job: Job) -> list[float]:
+        return [job.evaluate(batch) for batch in job.batches(dataset, 8, shuffle=False)]
+
+    model = mlp(6, 8, 8, 4)
+    x, y = batch_of(11)
+    expected = [float(classify(model, (x[a:b], y[a:b]))) for a, b in ((0, 8), (8, 11))]
+    for plan in PLANS:
+        for losses in workers(work, model, plan):
+            assert losses == pytest.approx(expected, rel=1e-12)
+
+
+# Weights
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_weights_load_into_the_plain_model(plan: str, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "model.safetensors"
+
+    def work(job: Job) -> dict[str, Tensor]:
+        job.step(BATCHES[0])
+        job.save(path)
+        return job.state_dict()
+
+    states = workers(work, regular(), plan)
+    fresh = regular()
+    fresh.load_state_dict(load_file(path), strict=True)
+    assert fresh.first.weight is fresh.last.weight
+    for state in states:
+        assert_state(dict(fresh.state_dict()), state, 0.0)
+    assert not torch.equal(fresh.first.weight, regular().first.weight)
+
+
+# Which parameters are trained
+
+
+class Partly(nn.Module):
+    """Some parameters are frozen, one reaches the loss only through detach, one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.aside, self.unused = nn.Linear(6, 8), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.frozen(torch.tanh(self.first(x)))
+        return self.last(torch.tanh(y) + self.aside(x).detach())
+
+
+def partly() -> Partly:
+    torch.manual_seed(0)
+    return Partly().double()
+
+
+def only_last(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for name, p in parameters if name.startswith("last")], lr=0.01, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, only_last])
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_gets_no_gradient_is_left_alone(plan: str, optimizer: Any) -> None:
+    """Weight decay would move a parameter whose gradient is zero, and not one that has none."""
+    reference = plainly(partly(), BATCHES, optimizer=optimizer)
+    for name in ("frozen.weight", "aside.weight", "unused.weight"):
+        assert torch.equal(reference.state[name], partly().state_dict()[name])
+    for worker in trained(partly(), plan, BATCHES, optimizer=optimizer):
+        assert_same(worker, reference)
+
+
+def test_a_parameter_that_some_batches_do_not_reach() -> None:
+    """Which expert runs is decided by the data: in some steps, on some workers, one gets no gradient."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for i, expert in enumerate(self.experts):
+                rows = ((x[:, 0] * 10).long().abs() % 3 == i).nonzero().squeeze(1)
+                if rows.numel():
+                    out = out.index_add(0, rows, expert(x[rows]))
+            return out
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Chosen(), nn.Linear(6, 4)).double()
+    inputs, labels = batch_of(6)
+    inputs[:, 0] = torch.tensor([0.0, 0.0, 0.0, 0.11, 0.11, 0.11])  # expert 0, then expert 1, never 2
+    later = inputs.clone()
+    later[:, 0] = 0.0
+    batches = [(inputs, labels), (later, labels), (inputs, labels)]
+    reference = plainly(model, batches, optimizer=adamw)
+    assert torch.equal(reference.state["0.experts.2.weight"], model.state_dict()["0.experts.2.weight"])
+    for plan in ("data=2", "pipeline=2,microbatches=2", "data=2,pipeline=2,microbatches=3"):
+        for worker in trained(model, plan, batches, optimizer=adamw):
+            assert_same(worker, reference)
+
+
+# Precision
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_bfloat16_is_close(plan: str) -> None:
+    class Mixed(nn.Module):
+        """Values of both precisions cross between stages: a residual in float32, linear layers in bfloat16."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+            self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            return self.head(self.norm(x))
+
+    torch.manual_seed(0)
+    model = Mixed()
+    batches = [(x.float(), y) for x, y in BATCHES]
+
+    def under_autocast(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return classify(model, batch)
+
+    reference = plainly(model, batches, loss=under_autocast)
+    for worker in trained(copy.deepcopy(model), f"{plan},precision=bfloat16", batches):
+        assert_same(worker, reference, 2e-2)
+        assert all(value.dtype == torch.float32 for value in worker.state.values())
+
+
+# What is refused
+
+
+def test_the_workers_must_be_those_of_the_plan() -> None:
+    prepared = prepare(mlp(6, 4), objectives_of(classify, sgd, None), BATCHES[0], "data=2")
+    with pytest.raises(PolylaneError, match=r"the plan takes 2 workers \(data=2,.*\), there are 1"):
+        Job(prepared, World.join(), example=BATCHES[0])
+
+
+def test_what_a_single_job_refuses() -> None:
+    job = polylane.parallelize(mlp(6, 8, 4), classify, sgd, example=BATCHES[0], plan="microbatches=4")
+    with pytest.raises(PolylaneError, match="there is no objective 'generator', known are loss"):
+        job.step(BATCHES[0], "generator")
+    with pytest.raises(PolylaneError, match="no samples"):
+        job.step((BATCHES[0][0][:0], BATCHES[0][1][:0]))
+    with pytest.raises(PolylaneError, match="a batch of 3 cannot be divided into 4 microbatches"):
+        next(iter(job.batches(list(zip(*batch_of(8), strict=True)), 3)))
+    with pytest.raises(PolylaneError, match="a batch of 8 samples cannot be divided"):
+        polylane.parallelize(mlp(6, 8, 4), classify, sgd, example=BATCHES[0], plan="microbatches=9")
+
+
+def test_batches_that_differ_between_workers_are_noticed() -> None:
+    """A whole batch is the same on every worker: one of its own for each is a habit from elsewhere, and wrong here."""
+
+    def work(job: Job) -> str:
+        with pytest.raises(PolylaneError) as caught:
+            job.step(batch_of(8, seed=job.world.rank))
+        return str(caught.value)
+
+    for plan in PLANS:
+        for said in workers(work, mlp(6, 8, 8, 4), plan):
+            assert "same whole batch" in said and "job.batches" in said
+
+
+def test_a_scheduler_that_wants_a_metric_is_refused() -> None:
+    with pytest.raises(PolylaneError, match="ReduceLROnPlateau"):
+        polylane.parallelize(
+            mlp(6, 4), classify, sgd, example=BATCHES[0], scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau
+        )
+
+
+# Leaks
+
+
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=3,schedule=1f1b"])
+def test_nothing_grows(plan: str) -> None:
+    def work(job: Job) -> tuple[int, int]:
+        counts = []
+        for step in range(40):
+            job.step(BATCHES[0])
+            if step in (9, 39):
+                gc.collect()
+                counts.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
+                if step == 9:
+                    objects = len(gc.get_objects())
+        return counts[1] - counts[0], len(gc.get_objects()) - objects
+
+    for tensors, objects in workers(work, mlp(6, 8, 8, 4), plan):
+        assert tensors <= 0 and objects < 100

@@ -1,0 +1,571 @@
+"""The command line: what it prints and writes, its exit codes, and one sentence for everything that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import polylane
+from polylane import verify as verification
+from polylane.cli import app
+from polylane.observe.timeline import Timeline
+from polylane.plan import plan as plans
+
+RECIPE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width, depth, fault):
+        super().__init__()
+        self.inward = nn.Linear(4, width)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
+        self.outward = nn.Linear(width, 2)
+        self.fault = fault
+
+    def forward(self, x):
+        x = first = F.relu(self.inward(x))
+        for layer in self.layers:
+            x = layer(x)
+        if self.fault == "forward":
+            raise ValueError("forward is broken")
+        return self.outward(x + first)
+
+def model(width=8, depth=3, fault=""):
+    if fault == "model":
+        raise ValueError("no model\\ntoday")
+    return 3 if fault == "no module" else Net(width, depth, fault)
+
+def loss(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+def optimizer(parameters, lr=0.1, fault=""):
+    if fault == "optimizer":
+        raise KeyError("momentum")
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+def scheduler(optimizer, decay=0.9, fault=""):
+    if fault == "scheduler":
+        raise RuntimeError("no schedule")
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+
+def collate(samples, fault=""):
+    if fault == "collate":
+        raise RuntimeError("no batch")
+    return torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
+
+class Samples(list):
+    broken = None
+    def __getitem__(self, i):
+        if i == self.broken:
+            raise OSError("bad sector")
+        return super().__getitem__(i)
+
+def data(split, samples=22, fault=""):
+    if fault == "data":
+        raise FileNotFoundError("no such data")
+    if fault == "empty":
+        return []
+    if fault == "no data":
+        return 3
+    if split == "test" and fault == "no test":
+        return None
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(int(split == "test")))
+    rows = Samples((row, int(row.sum() > 0)) for row in x)
+    if split == "train" and fault == "nan":
+        rows = Samples((row * float("nan") if i == 3 else row, y) for i, (row, y) in enumerate(rows))
+    if split == "train" and fault == "sample":
+        rows.broken = samples - 1
+    return iter(rows) if fault == "iterator" else rows
+"""
+FILES = {"plan.yaml", "metrics.jsonl", "timeline.json", "swimlane.html", "trace.json", "model.safetensors"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the recipe, to run in."""
+    path = tmp_path_factory.mktemp("cli")
+    (path / "tiny.py").write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The same folder, for commands in this process: recipes are imported, and go when the test ends."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    sys.modules.pop("tiny", None)
+
+
+def call(*arguments: str | Path) -> Any:
+    """A command in this process: what starts no worker."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="polylane")
+
+
+def start(folder: Path, line: str, program: tuple[str, ...] = ("-m", "polylane")) -> subprocess.Popen[str]:
+    source = str(Path(polylane.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, *program, *shlex.split(line)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def execute(folder: Path, line: str, code: int = 0, **options: Any) -> tuple[str, str]:
+    """A command in a process of its own; what it printed on stdout and stderr."""
+    process = start(folder, line, **options)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    wait_for(lambda: not alive(process.pid))
+    return out, err
+
+
+def alive(group: int) -> bool:
+    """Whether a process of the group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The lines of the steps, and those of the epochs."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line], [line for line in lines if "train_loss" in line]
+
+
+# The surface ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_and_lanes_do_not_import_torch() -> None:
+    code = """
+import sys
+import polylane.cli
+for line in (["--help"], ["train", "--help"], ["lanes", "1f1b", "--stages", "2", "--microbatches", "2"]):
+    try:
+        polylane.cli.main(line)
+    except SystemExit as leaving:
+        assert not leaving.code
+assert not {"torch", "numpy", "sklearn"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "inspect", "lanes"])
+def test_help_of_every_command_has_an_example(command: str) -> None:
+    assert f"  {command} " in call("--help").stdout
+    assert call("-h").stdout == call("--help").stdout == call().stdout
+    told = call(command, "--help")
+    assert told.exit_code == 0
+    assert f"polylane {command} " in told.stdout
+    assert "--json" in told.stdout
+
+
+def test_version() -> None:
+    assert call("--version").stdout == f"{polylane.__version__}\n"
+
+
+# What is wrong with a command line, before anything is computed -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("bogus", "No such command 'bogus'"),
+        ("--bogus", "No such option"),
+        ("train", "Missing argument 'RECIPE'"),
+        ("train tiny.py --bogus", "No such option"),
+        ("train tiny.py --workers 0", "'--workers'"),
+        ("train tiny.py --workers two", "'--workers'"),
+        ("train tiny.py --steps 0", "'--steps'"),
+        ("train tiny.py --epochs 0", "'--epochs'"),
+        ("train tiny.py --batch 0", "'--batch'"),
+        ("train tiny.py --seed -1", "'--seed'"),
+        ("verify tiny.py --steps 0", "'--steps'"),
+        ("inspect tiny.py --batch -3", "'--batch'"),
+        ("train tiny.py --epochs 1 --steps 2", "--epochs and --steps exclude each other"),
+        ("train tiny.py --clip-norm 0", "--clip-norm must be above 0, not 0"),
+        ("verify tiny.py --clip-norm nan", "--clip-norm must be above 0"),
+        ("train tiny.py --workers 3 --plan data=2", "--workers 3, but the plan takes 2 (data=2 times pipeline=1)"),
+        ("verify tiny.py --workers 1 --plan pipeline=2", "--workers 1, but the plan takes 2"),
+        ("train tiny.py --plan dta=2", "unknown key 'dta'"),
+        ("inspect tiny.py --plan none.yaml", "plan none.yaml: No such file"),
+        ("train tiny.py --plan tiny.py", "plan tiny.py is not"),
+        ("train none.py", "There is no recipe at none.py"),
+        ("train tiny.py --set bogus=1", "has no setting 'bogus'; it has model.width = 8"),
+        ("verify tiny.py --set width", "--set takes name=value"),
+        ("inspect tiny.py --set width=wide", "takes a whole number"),
+        ("train tiny.py --run tiny.py", "--run tiny.py: "),
+        ("train tiny.py --run tiny.py/run", "tiny.py is not a folder"),
+        ("lanes 1f1b --stages 2", "Missing option '--microbatches'"),
+        ("lanes bogus --stages 2 --microbatches 2", "'1f1b'"),
+        ("lanes afab --stages 0 --microbatches 2", "'--stages'"),
+        ("lanes afab --stages 2 --microbatches 2 --forward fast", "--forward takes a number of ticks"),
+        ("lanes afab --stages 2 --microbatches 2 --forward 1,2,3", "3 durations for 2 stages"),
+        ("lanes afab --stages 2 --microbatches 2 --backward=-1", "at least 0 ticks"),
+        ("lanes afab --stages 2 --microbatches 2 --svg tiny.py/a.svg", "tiny.py/a.svg cannot be written"),
+    ],
+)
+def test_bad_command_lines(here: Path, line: str, sentence: str) -> None:
+    result = call(*line.split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("polylane: ")
+    assert result.stderr.count("\n") == 1
+    assert sentence in result.stderr
+
+
+def test_a_folder_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    result = call("train", "tiny.py", "--run", "locked/run")
+    assert result.exit_code == 2
+    assert "cannot be written to" in result.stderr
+    assert not Path("locked").exists()
+
+
+# What is wrong with a recipe or a plan, found before workers start ----------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "inspect"])
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("model", "tiny.py:24: model() raised ValueError: no model today"),
+        ("no module", "model() must return a torch.nn.Module, not a int"),
+        ("optimizer", "tiny.py:33: optimizer(parameters) raised KeyError: 'momentum'"),
+        ("scheduler", "tiny.py:38: scheduler(optimizer) raised RuntimeError: no schedule"),
+        ("collate", "tiny.py:43: collate(samples) raised RuntimeError: no batch"),
+        ("data", "tiny.py:55: data('train') raised FileNotFoundError: no such data"),
+        ("no data", "data('train') must return a dataset"),
+        ("empty", "data('train') has no samples"),
+        ("forward", "forward is broken"),
+    ],
+)
+def test_bad_recipes(here: Path, command: str, fault: str, sentence: str) -> None:
+    result = call(command, "tiny.py", "--set", f"fault={fault}")
+    assert result.exit_code == 2, result.exception
+    assert (result.stdout == "") or (command, fault) == ("verify", "forward")  # it has said what it is about to do
+    assert result.stderr.startswith("polylane: ")
+    assert result.stderr.count("\n") == 1
+    assert sentence in result.stderr
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--batch 8 --plan pipeline=2,microbatches=16", "a batch of 8 samples cannot be divided"),
+        ("--plan pipeline=99", "at most"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "verify", "inspect"])
+def test_plans_that_do_not_fit(here: Path, command: str, line: str, sentence: str) -> None:
+    result = call(command, "tiny.py", *line.split())
+    assert result.exit_code == 2, result.exception
+    assert result.stderr.count("\n") == 1
+    assert sentence in result.stderr
+
+
+# lanes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_lanes_as_json_and_pictures(tmp_path: Path) -> None:
+    svg, html = tmp_path / "pictures" / "lanes.svg", tmp_path / "lanes.html"
+    line = ("lanes", "1f1b", "--stages", "4", "--microbatches", "8")
+    result = json.loads(call(*line, "--json", "--svg", svg, "--html", html).stdout)
+    assert (result["busy"], result["area"], result["makespan"]) == (96, 132, 33)
+    assert result["utilization"] == pytest.approx(96 / 132)
+    assert result["peak_live_microbatches"] == [4, 3, 2, 1]
+    assert svg.read_text().startswith("<svg")
+    assert "<html" in html.read_text()
+
+
+def test_lanes_as_text() -> None:
+    shown = call("lanes", "afab", "--stages", "2", "--microbatches", "2", "--forward", "1,2", "--backward", "2").stdout
+    assert "utilization" in shown
+    assert "stage 1 │" in shown
+    assert "peak live microbatches: 2 on stage 0, 2 on stage 1" in shown
+    assert "\x1b" not in shown
+
+
+# inspect -------------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_as_json(here: Path) -> None:
+    result = json.loads(call("inspect", "tiny.py", "--batch", "6", "--json").stdout)
+    assert result["samples"] == 6
+    assert result["parameters"] == result["trainable"] == 4 * 8 + 8 + 3 * (8 * 8 + 8) + 8 * 2 + 2
+    modules = {row["module"]: row for row in result["modules"]}
+    assert modules["layers.1.0"]["parameters"] == 72
+    assert modules["layers.1.0"]["flops"] == 2 * 6 * 8 * 8
+    assert sum(row["nodes"] for row in result["modules"]) == result["nodes"]
+    assert result["notes"] == []
+    assert "stages" not in result
+
+
+def test_inspect_with_a_plan(here: Path) -> None:
+    result = json.loads(call("inspect", "tiny.py", "--plan", "data=2,pipeline=3,microbatches=4", "--json").stdout)
+    assert [stage["devices"] for stage in result["stages"]] == [[0, 3], [1, 4], [2, 5]]
+    assert sum(stage["time_share"] for stage in result["stages"]) == pytest.approx(1)
+    skip = next(crossing for crossing in result["crossings"] if crossing["value"] == "relu")
+    assert skip["to"][-1] == 2  # straight from its producer, past the stage between
+    assert skip["shape"] == [result["samples"], 8]
+    assert skip["bytes"] == result["samples"] * 8 * 4
+    assert skip["gradient"]
+    shown = call("inspect", "tiny.py", "--plan", "pipeline=3").stdout
+    assert "relu" in shown
+    assert "comes back" in shown
+
+
+def test_inspect_sums_up_deep_models(here: Path) -> None:
+    shown = call("inspect", "tiny.py", "--set", "depth=30").stdout
+    assert "layers.*.0  x 30" in shown
+    assert "layers.7.0" not in shown
+
+
+# train ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> tuple[dict[str, Any], str, Path]:
+    """One training on four workers: the JSON that it printed, what it said meanwhile, and its folder."""
+    line = "train tiny.py --workers 4 --plan data=2,pipeline=2,microbatches=4 --epochs 2 --batch 9 --run run/four"
+    out, err = execute(folder, f"{line} --set width=12 --json")
+    return json.loads(out), err, folder / "run/four"
+
+
+def test_train_says_how_it_went(trained: tuple[dict[str, Any], str, Path]) -> None:
+    result, said, run = trained
+    assert result["steps"] == 6
+    assert result["samples"] == 44
+    assert result["workers"] == 4
+    assert 0 < result["utilization"] <= 1
+    assert result["samples_per_second"] > 0
+    assert {Path(file).name for file in result["files"].values()} == FILES
+    assert "epoch 2/2: mean loss" in said
+    steps, epochs = metrics(run)
+    assert result["loss"] == steps[-1]["loss"]
+    assert result["test_loss"] == epochs[-1]["test_loss"]
+
+
+def test_train_writes_a_line_a_step(trained: tuple[dict[str, Any], str, Path]) -> None:
+    _, _, run = trained
+    steps, epochs = metrics(run)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert [line["epoch"] for line in steps] == [1, 1, 1, 2, 2, 2]
+    assert [line["samples"] for line in steps] == [9, 9, 4, 9, 9, 4]
+    assert steps[1]["learning_rate"] == pytest.approx(0.09)
+    assert steps[0]["samples_per_second"] == pytest.approx(9 / steps[0]["seconds"])
+    assert [line["epoch"] for line in epochs] == [1, 2]
+    mean = sum(line["loss"] * line["samples"] for line in steps[:3]) / 22
+    assert epochs[0]["train_loss"] == pytest.approx(mean)
+
+
+def test_trained_weights_load_into_the_plain_model(trained: tuple[dict[str, Any], str, Path], here: Path) -> None:
+    recipe = polylane_recipe("tiny.py", {"width": "12"})
+    model = recipe.model()
+    model.load_state_dict(load_file(trained[2] / "model.safetensors"), strict=True)
+    test = recipe.collate(list(recipe.data("test")))
+    with torch.no_grad():
+        assert float(recipe.loss(model, test)) == pytest.approx(trained[0]["test_loss"], rel=1e-5)
+
+
+def polylane_recipe(path: str, settings: dict[str, str]) -> Any:
+    from polylane.recipe import load
+
+    return load(path, settings)
+
+
+def test_the_timeline_is_of_a_late_full_step(trained: tuple[dict[str, Any], str, Path]) -> None:
+    run = trained[2]
+    timeline = Timeline.from_dict(json.loads((run / "timeline.json").read_text()))
+    assert timeline.ranks == 4
+    assert timeline.utilization() == trained[0]["utilization"]
+    assert int(timeline.notes["step"]) in (1, 2, 4, 5)
+    assert json.loads((run / "trace.json").read_text())["traceEvents"]
+    assert "<html" in (run / "swimlane.html").read_text()
+
+
+def test_a_written_plan_is_a_plan_to_use(trained: tuple[dict[str, Any], str, Path], here: Path) -> None:
+    file = trained[2] / "plan.yaml"
+    plan = plans.load(file)
+    assert plan.spec == trained[0]["plan"] == "data=2,pipeline=2,schedule=1f1b,microbatches=4"
+    result = call("inspect", "tiny.py", "--set", "width=12", "--plan", file, "--json")
+    assert [stage["first"] for stage in json.loads(result.stdout)["stages"]] == [
+        stage.nodes[0] for stage in plan.stages
+    ]
+    other = call("train", "tiny.py", "--set", "width=12", "--set", "depth=2", "--plan", file)
+    assert other.exit_code == 2
+    assert "the plan is for another model" in other.stderr
+    fewer = call("train", "tiny.py", "--set", "width=12", "--workers", "2", "--plan", file)
+    assert "--workers 2, but the plan takes 4" in fewer.stderr
+
+
+def test_one_worker_trains_to_the_same_weights(trained: tuple[dict[str, Any], str, Path], folder: Path) -> None:
+    line = "train tiny.py --set width=12 --epochs 2 --batch 9 --run run/one --plan microbatches=4"
+    out, err = execute(folder, line)
+    assert "final loss" in out
+    assert "samples/s" in out
+    assert "run/one/swimlane.html" in out
+    assert err == ""
+    one, four = (load_file(run / "model.safetensors") for run in (folder / "run/one", trained[2]))
+    for name, value in one.items():
+        torch.testing.assert_close(value, four[name])
+
+
+def test_steps_go_through_as_many_epochs_as_they_need(folder: Path) -> None:
+    """And iterators are asked for anew, a missing test split is none, and the folder is one that was not there."""
+    line = "train tiny.py --steps 4 --batch 8 --workers 2 --json"
+    for fault, name in (("iterator", "tiny"), ("no test", "tiny-2")):
+        result = json.loads(execute(folder, f"{line} --set 'fault={fault}'")[0])
+        assert result["run"] == f"run/{name}"
+        assert (result["steps"], result["samples"]) == (4, 8 + 8 + 6 + 8)
+        steps, epochs = metrics(folder / "run" / name)
+        assert [line["epoch"] for line in steps] == [1, 1, 1, 2]
+        assert [line["epoch"] for line in epochs] == [1, 2]
+        assert (result["test_loss"] is None) == (fault == "no test")
+
+
+def test_stop_on_nan(folder: Path) -> None:
+    line = "train tiny.py --set fault=nan --stop-on-nan --batch 4 --workers 2 --epochs 9 --run run/nan"
+    _, err = execute(folder, line, code=2)
+    steps, epochs = metrics(folder / "run/nan")
+    bad = next(line["step"] for line in steps if line["loss"] is None)
+    assert f"polylane: the loss was nan at step {bad} (epoch 1): training stopped" in err
+    assert len(steps) <= bad + 1
+    assert epochs == []
+    assert not (folder / "run/nan/model.safetensors").exists()
+
+
+def test_a_worker_that_raises(folder: Path) -> None:
+    _, err = execute(folder, "train tiny.py --set fault=sample --batch 8 --workers 2 --run run/raises", code=1)
+    assert err.startswith("polylane: worker ")
+    assert "bad sector" in err
+    assert err.count("Traceback") == 1
+
+
+def test_ctrl_c_ends_all_and_keeps_what_was_written(folder: Path) -> None:
+    run = folder / "run/interrupted"
+    process = start(folder, "train tiny.py --workers 2 --epochs 100000 --run run/interrupted")
+    file = run / "metrics.jsonl"
+    wait_for(lambda: file.exists() and file.read_text().count("\n") > 3, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert err == "run/interrupted/ keeps what was written so far\npolylane: interrupted\n"
+    wait_for(lambda: not alive(process.pid))
+    assert len(metrics(run)[0]) > 2
+    plans.load(run / "plan.yaml")
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def test_the_same_command_under_torchrun(folder: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "polylane")
+    line = "train tiny.py --plan pipeline=2,microbatches=4 --steps 3 --batch 9 --run run/torchrun --json"
+    out, _ = execute(folder, line, program=torchrun)
+    result = json.loads(out)
+    assert (result["steps"], result["workers"]) == (3, 2)
+    assert {file.name for file in (folder / "run/torchrun").iterdir()} == FILES
+    again, _ = execute(folder, line.replace("torchrun", "forked"))
+    assert json.loads(again)["loss"] == pytest.approx(result["loss"], rel=1e-5)
+
+
+ACCELERATED = """
+import sys
+import polylane.runtime.world
+from polylane.cli import main
+
+if __name__ == "__main__":  # new processes import this file again, and find no accelerator
+    polylane.runtime.world.accelerator_type = lambda: "pretended"
+    main(sys.argv[1:])
+"""
+
+
+def test_new_processes_where_there_are_accelerators(folder: Path) -> None:
+    (folder / "accelerated.py").write_text(ACCELERATED)
+    line = "train tiny.py --plan data=2,microbatches=2 --steps 3 --batch 9 --run run/spawned --json"
+    result = json.loads(execute(folder, line, program=("accelerated.py",))[0])
+    again = json.loads(execute(folder, line.replace("spawned", "as_forked"))[0])
+    assert {file.name for file in (folder / "run/spawned").iterdir()} == FILES
+    assert again["loss"] == pytest.approx(result["loss"], rel=1e-5)
+
+
+# verify --------------------------------------------------------------------------------------------------------------
+
+
+def test_verify(folder: Path) -> None:
+    line = "verify tiny.py --workers 2 --plan pipeline=2 --batch 9 --steps 4 --clip-norm 0.1 --json"
+    result = json.loads(execute(folder, line)[0])
+    assert result["passed"]
+    assert len(result["losses"]) == 4  # one more than an epoch has
+    assert result["worst"] < 1e-9
+    assert {one["name"] for one in result["deviations"]} >= {"inward.weight", "layers.2.0.bias"}
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_verdicts_are_told(here: Path, monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
+    names = [f"layer{number}.weight" for number in range(30)]
+    deviations = [verification.Deviation(name, 1e-16, 1e-16) for name in names]
+    verdict = verification.Verdict(
+        passed=True,
+        plan="pipeline=2",
+        workers=2,
+        steps=1,
+        tolerance=1e-9,
+        reference="the plain model",
+        losses=((1.0, 1.0),),
+        loss_error=0.0,
+        deviations=tuple(deviations),
+        worst=1e-16,
+        replicas_equal=True,
+        culprit=None,
+    )
+    if not passed:
+        wrong = (*deviations[:-1], verification.Deviation("layer29.weight", None, float("nan")))
+        verdict = replace(verdict, passed=False, deviations=wrong, worst=float("nan"), culprit="layer29/linear")
+    monkeypatch.setattr(verification, "verify", lambda *args, **kwargs: verdict)
+    told = call("verify", "tiny.py", "--plan", "pipeline=2")
+    assert told.exit_code == (0 if passed else 1)
+    assert ("Equal:" in told.stdout, "NOT equal:" in told.stdout) == (passed, not passed)
+    assert ("layer29/linear" in told.stdout) == (not passed)
+    first = told.stdout.index("layer29.weight" if not passed else "layer0.weight")
+    assert first < told.stdout.index("layer1.weight")  # the worst first
+    assert "and 10 more" in told.stdout
+    as_json = call("verify", "tiny.py", "--plan", "pipeline=2", "--json")
+    assert as_json.exit_code == told.exit_code
+    assert len(json.loads(as_json.stdout)["deviations"]) == 30
+
+
+def test_verify_starts_its_own_workers(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert "run it without torchrun" in call("verify", "tiny.py").stderr

@@ -1,0 +1,153 @@
+"""Train small models by a plan on forked workers, and by a plain loop: what the tests of the runtime compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polylane.graph.batch import bounds, flatten, sample_count, take
+from polylane.recipe import Mean
+from polylane.runtime.job import Job
+from polylane.runtime.launch import fork
+from polylane.runtime.prepare import objectives_of, prepare
+from polylane.runtime.world import World
+
+Pairs = Iterable[tuple[str, nn.Parameter]]
+
+
+def sgd(parameters: Pairs) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters), lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Pairs) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(parameters), lr=0.01, weight_decay=0.1)
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    """Linear layers with tanh in between, the same weights every time, in float64."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for a, b in pairwise(sizes):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def batch_of(samples: int, seed: int = 0, features: int = 6, classes: int = 4) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, features, generator=random, dtype=torch.float64)
+    return inputs, torch.randint(0, classes, (samples,), generator=random)
+
+
+@dataclass
+class Trained:
+    """What one worker, or a plain loop, saw."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+    extra: Any = None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+def workers(
+    work: Callable[[Job], Any],
+    model: nn.Module,
+    plan: str,
+    *,
+    loss: Any = classify,
+    optimizer: Any = sgd,
+    scheduler: Any = None,
+    example: Any = None,
+    **options: Any,
+) -> list[Any]:
+    """What ``work(job)`` returns on every worker of ``plan``."""
+    example = batch_of(8) if example is None else example
+    prepared = prepare(model, objectives_of(loss, optimizer, scheduler), example, plan)
+
+    def run(_: Any) -> Any:
+        with Job(prepared, World.join(), example=example, **options) as job:
+            return work(job)
+
+    return fork(run, prepared.plan.workers)
+
+
+def trained(
+    model: nn.Module, plan: str, batches: Sequence[Any], after: Callable[[Job], Any] = lambda job: None, **options: Any
+) -> list[Trained]:
+    """Train by ``plan`` on whole batches; what every worker saw."""
+
+    def work(job: Job) -> Trained:
+        losses = [job.step(batch).loss for batch in batches]
+        gradients = {name: None if g is None else g.clone() for name, g in job.gradients().items()}
+        return Trained(losses, job.state_dict(), after(job), gradients)
+
+    return workers(work, model, plan, example=options.pop("example", batches[0]), **options)
+
+
+def plainly(
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    loss: Any = classify,
+    optimizer: Any = sgd,
+    scheduler: Any = None,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+) -> Trained:
+    """The same on one device, as anybody would write it, on a copy of the model."""
+    model = copy.deepcopy(model)
+    parameters = list(model.named_parameters())
+    steps = optimizer(parameters)
+    schedule = scheduler(steps) if scheduler is not None else None
+    losses = []
+    for batch in batches:
+        steps.zero_grad()
+        leaves, rebuild = flatten(batch)
+        samples, total, count = sample_count(leaves), 0.0, 0.0
+        for start, stop in bounds(samples, microbatches):
+            if start == stop:
+                continue
+            value = loss(model, rebuild(take(leaves, start, stop)))
+            if isinstance(value, Mean):
+                value.total.backward()
+                total, count = total + value.total.item(), count + float(value.count)
+            else:
+                (value * ((stop - start) / samples)).backward()
+                total, count = total + value.item() * (stop - start), count + (stop - start)
+            is_mean = isinstance(value, Mean)
+        if is_mean:
+            for _, parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad /= count
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_([p for group in steps.param_groups for p in group["params"]], clip_norm)
+        steps.step()
+        if schedule is not None:
+            schedule.step()
+        losses.append(total / count)
+    gradients = {name: p.grad for name, p in parameters}
+    return Trained(losses, dict(model.state_dict()), None, gradients)
+
+
+def assert_same(plan: Trained, reference: Trained, tolerance: float = 1e-10) -> None:
+    """Losses and weights agree."""
+    torch.testing.assert_close(plan.losses, reference.losses, rtol=tolerance, atol=tolerance)
+    assert_state(plan.state, reference.state, tolerance)
+
+
+def assert_state(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: float = 1e-10) -> None:
+    assert list(state) == list(reference)
+    for name, value in reference.items():
+        torch.testing.assert_close(
+            state[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
