@@ -1,4 +1,4 @@
-"""python -m benchmarks [gpt mlp] [--rounds R]: two workers against one, against two threads, and against torch's own."""
+"""python -m benchmarks [gpt mlp] [--rounds R]: two workers against one, two threads and torch's own."""
 
 from __future__ import annotations
 

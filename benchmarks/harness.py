@@ -138,7 +138,5 @@ def table(contenders: Sequence[Contender], base: str) -> str:
         ratios = [r / s for r, s in zip(reference.seconds, c.seconds, strict=True)]
         low, high = min(c.seconds), max(c.seconds)
         spread = (high - low) / 2 / c.median
-        lines.append(
-            f"| {c.name:34} | {c.median * 1e3:8.1f} | {spread:5.0%} | {statistics.median(ratios):7.2f}x |"
-        )
+        lines.append(f"| {c.name:34} | {c.median * 1e3:8.1f} | {spread:5.0%} | {statistics.median(ratios):7.2f}x |")
     return "\n".join(lines)

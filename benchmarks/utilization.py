@@ -1,4 +1,4 @@
-"""python -m benchmarks.utilization: the 2-stage GPT pipeline's measured utilization against theory for its stage times."""
+"""python -m benchmarks.utilization: measured utilization of the 2-stage GPT against theory."""
 
 from __future__ import annotations
 

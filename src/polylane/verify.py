@@ -28,9 +28,9 @@ from polylane.runtime.world import World
 
 TOLERANCE = 1e-9
 
-# A gradient that is zero in truth (a convolution's bias before BatchNorm, a key's bias before softmax) is rounding noise in
-# any order of summation: errors are taken relative to a tensor's largest entry, but at least to this share of the largest
-# entry of all tensors of its kind.
+# A gradient that is zero in truth (a convolution's bias before BatchNorm, a key's bias before softmax) is rounding
+# noise in any order of summation: errors are taken relative to a tensor's largest entry, but at least to this share of
+# the largest entry of all tensors of its kind.
 FLOOR = 1e-3
 
 
@@ -187,11 +187,12 @@ def _train(job: Job, batches: Sequence[Any]) -> Record:
 def reference_run(
     prepared: Prepared, batches: Sequence[Any], clip_norm: float | None, seed: int
 ) -> tuple[Record, bool]:
-    """One worker in a plain loop over the plan's microbatches, without any of the runtime's code. Trains the model itself.
+    """One worker in a plain loop over the plan's microbatches, without any of the runtime's code. Trains the model
+    itself.
 
     Returns:
-        What it gave, and whether the model itself was run: that is so unless it draws random numbers, which only the graph
-        draws by key.
+        What it gave, and whether the model itself was run: that is so unless it draws random numbers, which only the
+        graph draws by key.
     """
     objective, graph, model = next(iter(prepared.objectives.values())), prepared.main.graph, prepared.model
     named = named_parameters(model, [objective.loss])
@@ -222,7 +223,7 @@ Run = Callable[[Sequence[Any], Part], tuple[Tensor, ...]]
 
 
 def _reference_loss(model: nn.Module, objective: Objective, graph: Graph, example: Any) -> tuple[Run, bool]:
-    """How the reference computes a loss: by the model itself, unless it draws random numbers, which only the graph keys."""
+    """How the reference computes a loss: by the model itself, unless it draws random numbers, which the graph keys."""
     _, rebuild = flatten(example)
     whole = Whole(model, objective.loss, rebuild)
     tensors = Tensors(model, [objective.loss], torch.device("cpu"))
@@ -332,7 +333,7 @@ def _compare(reference: Record, plan: Sequence[Record], prepared: Prepared, tole
 
 
 def relative_error(expected: Tensor, got: Tensor, floor: float = 0.0) -> float:
-    """Largest difference over the largest entry of ``expected``, or over ``floor`` if that is larger; nan counts as inf."""
+    """Largest difference over the largest entry of ``expected``, or over ``floor`` if larger; nan counts as inf."""
     if expected.numel() == 0:
         return 0.0
     a, b = expected.double(), got.double()
@@ -384,7 +385,7 @@ def _told(node: Node, where: str) -> str:
 
 
 def _makes_up(node: Node, expected: Tensor, traces: Sequence[Trace], microbatch: int, tolerance: float) -> bool:
-    """Whether the replicas' values are the whole's: its samples side by side, equal to it, or parts of a sum or mean."""
+    """Whether the replicas' values are the whole's: side by side, equal, or parts of a sum or mean."""
     by_replica = {t.replica: t for t in traces if t.weights[microbatch]}
     ordered = [by_replica[r] for r in sorted(by_replica)]
     values = [t.values[microbatch, node.name] for t in ordered]

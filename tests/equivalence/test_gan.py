@@ -1,4 +1,4 @@
-"""The GAN: two objectives over one model, stepped in turn, equal to a plain loop in float64; and its own loop on replicas."""
+"""The GAN: two objectives over one model, stepped in turn, equal to a plain loop; and its own loop on replicas."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import EXAMPLES
 from torch import Tensor, nn
 
 import polylane
+from models import EXAMPLES
 from polylane.graph.batch import bounds
 from polylane.graph.part import Part
 from polylane.runtime.job import Job

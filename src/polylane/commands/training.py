@@ -260,7 +260,7 @@ class _Log:
     def begin_epoch(self) -> None:
         """Start the clock of the epoch's first step, and the epoch's means."""
         self._mark = time.perf_counter()
-        self._sum, self._count, self._epoch_seconds = 0.0, 0, 0.0
+        self._sum, self._count, self._epoch_seconds = 0.0, 0.0, 0.0
 
     def add(self, result: StepResult, epoch: int, learning_rate: float | None) -> None:
         """A step was done: tell of the one before."""

@@ -71,7 +71,7 @@ _FRESH = (
 )
 
 
-class _Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Keyed(TorchDispatchMode):
     """Random operators of whatever runs here draw by key; the n-th of a pass has the n-th salt."""
 
     def __init__(self, part: Part, name: str) -> None:

@@ -30,7 +30,7 @@ class Draft:
     Attributes:
         graph: flat code; constants: what it closes over.
         together: groups of nodes that share memory somebody writes.
-        refused: numbers of samples that it does not hold for, with the check that says so, where there is one.
+        refused: numbers of samples that it does not hold for, as far as tried.
         fixed: it holds for the example's number of samples alone.
         opaque: it is a single leaf.
     """
@@ -38,7 +38,7 @@ class Draft:
     graph: fx.Graph
     constants: dict[str, Tensor]
     together: list[list[fx.Node]]
-    refused: dict[int, fx.Node | None]
+    refused: list[int]
     fixed: bool = False
     opaque: bool = False
 
@@ -110,7 +110,7 @@ def _notes(whole: Whole, kept: dict[str, str]) -> list[str]:
 
 def _difference(whole: Whole, draft: Draft, leaves: Sequence[Any]) -> Difference | None:
     # One sample, and sizes of which capture itself says that they go another way.
-    sizes = sorted({1, *sorted(draft.refused)[:3], *sorted(draft.refused)[-1:]})
+    sizes = sorted({1, *draft.refused[:3], *draft.refused[-1:]})
     wrap_autocast(draft.graph)
     noted = _noting_random(draft.graph)
     try:
@@ -260,4 +260,4 @@ def _opaque_draft(whole: Whole, leaves: Sequence[Any], dry: DryRun) -> Draft:
         outputs.append(graph.call_function(operator.getitem, (node, i)))
         outputs[-1].meta["val"] = value.detach().to("meta")
     graph.output(tuple(outputs))
-    return Draft(graph, {}, values_not_places(graph), {}, opaque=True)
+    return Draft(graph, {}, values_not_places(graph), [], opaque=True)

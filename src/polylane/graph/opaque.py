@@ -18,8 +18,8 @@ from torch import Tensor
 # Operators receive plain numbers only, so a capture under way keeps its sites here until its graph is finished.
 _SITES: dict[int, Any] = {}
 _NUMBERS = itertools.count()
-_LIBRARY = torch.library.Library("polylane", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define("opaque(int site, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("polylane", "DEF")
+_LIBRARY.define("opaque(int site, Tensor[] tensors) -> Tensor[]")
 
 
 @torch.library.register_fake("polylane::opaque", lib=_LIBRARY)  # type: ignore[untyped-decorator]

@@ -223,7 +223,7 @@ def normal_like(
 
 def normal_from(part: Any, salt: int, batch_dim: int | None, mean: Any, std: Any = 1.0, **_: Any) -> Tensor:
     """aten.normal of tensors of means or standard deviations (or both)."""
-    like = torch.broadcast_tensors(*(t for t in (mean, std) if isinstance(t, Tensor)))[0]  # type: ignore[no-untyped-call]
+    like = torch.broadcast_tensors(*(t for t in (mean, std) if isinstance(t, Tensor)))[0]
     drawn: Tensor = normal(part, salt, like.shape, batch_dim, like.device) * std + mean
     return drawn.to(like.dtype)
 

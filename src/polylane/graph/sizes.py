@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -99,14 +99,14 @@ MOST = 1024
 
 
 def allowed_sizes(program: torch.export.ExportedProgram) -> tuple[int, int]:
-    """The fewest and the most samples that an exported program holds for (at most :data:`MOST`), as capture found out."""
+    """The fewest and the most samples that an exported program holds for, as capture found out; at most MOST."""
     symbols = {
         symbol
         for node in program.graph.nodes
         if node.op == "placeholder" and isinstance(val := node.meta.get("val"), Tensor)
         for size in val.shape
         if isinstance(size, torch.SymInt)
-        for symbol in size.node.expr.free_symbols
+        for symbol in cast(Any, size).node.expr.free_symbols
     }
     ranges = [span for symbol, span in program.range_constraints.items() if symbol in symbols]
     lowest = max((int(span.lower) for span in ranges), default=1)
@@ -114,17 +114,17 @@ def allowed_sizes(program: torch.export.ExportedProgram) -> tuple[int, int]:
     return max(lowest, 1), highest
 
 
-def refused_sizes(graph: fx.Graph, lowest: int, highest: int, most: int) -> dict[int, fx.Node | None]:
-    """Numbers of samples from 1 to ``most`` for which captured code does not hold, and the check that says so.
+def refused_sizes(graph: fx.Graph, lowest: int, highest: int, most: int) -> list[int]:
+    """Numbers of samples from 1 to ``most``, and the first above all that hold, for which captured code does not hold.
 
     Args:
         graph: the code, with its checks.
         lowest, highest: what :func:`allowed_sizes` says.
         most: how far to look.
     """
-    refused: dict[int, fx.Node | None] = {n: None for n in range(1, most + 1) if not lowest <= n <= highest}
+    refused = {n for n in range(1, most + 1) if not lowest <= n <= highest}
     if highest < MOST:
-        refused[highest + 1] = None
+        refused.add(highest + 1)
     for node in graph.nodes:
         if node.op != "call_function" or not str(node.target).startswith("aten._assert_scalar"):
             continue
@@ -134,7 +134,5 @@ def refused_sizes(graph: fx.Graph, lowest: int, highest: int, most: int) -> dict
             holds = size_function(val)
         except ValueError:  # about sizes that depend on data
             continue
-        for samples in range(1, most + 1):
-            if not holds(samples):
-                refused.setdefault(samples, node)
-    return refused
+        refused |= {samples for samples in range(1, most + 1) if not holds(samples)}
+    return sorted(refused)

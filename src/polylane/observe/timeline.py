@@ -17,7 +17,8 @@ COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "
 class Span:
     """One action of one rank, from ``start`` to ``end`` (seconds, or ticks when the timeline is theory).
 
-    ``waited`` is how much of it went by in collectives inside the action, such as the batch statistics of a forward pass.
+    ``waited`` is how much of it went by in collectives inside the action, such as the batch statistics of a forward
+    pass.
     """
 
     rank: int

@@ -12,7 +12,6 @@ from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, cut_positions
 from polylane.plan.spec import Spec
-from polylane.schedule.synchronous import SCHEDULES
 
 
 class _Strict(pydantic.BaseModel):
@@ -94,7 +93,8 @@ def fingerprint(graph: Graph) -> Fingerprint:
 def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
     """The plan that puts each stage of ``partition`` on ``spec.data`` devices.
 
-    Replicas are outermost: neighbouring ranks are neighbouring stages of one replica, so that a pipeline fills a host first.
+    Replicas are outermost: neighbouring ranks are neighbouring stages of one replica, so that a pipeline fills a host
+    first.
     """
     ends = [0, *partition.cuts, len(partition.graph.nodes)]
     nodes = partition.graph.nodes
@@ -159,16 +159,19 @@ def _check_devices(plan: Plan, path: str | Path) -> None:
     for index, stage in enumerate(plan.stages):
         if len(stage.devices) != stage.mesh.get("data", 1):
             raise PolylaneError(
-                f"plan {path}: stages.{index}: {len(stage.devices)} devices for a mesh of data={stage.mesh.get('data', 1)}"
+                f"plan {path}: stages.{index}: {len(stage.devices)} devices for a mesh of "
+                f"data={stage.mesh.get('data', 1)}"
             )
         if len(stage.devices) != len(plan.stages[0].devices):
             raise PolylaneError(
-                f"plan {path}: stages.{index}.mesh: data={len(stage.devices)} beside data={len(plan.stages[0].devices)} on "
-                "stage 0: all stages must have the same number of replicas"
+                f"plan {path}: stages.{index}.mesh: data={len(stage.devices)} beside data="
+                f"{len(plan.stages[0].devices)} on stage 0: all stages must have the same number of replicas"
             )
         for device in stage.devices:
             if device in seen:
-                raise PolylaneError(f"plan {path}: device {device} is on stages {seen[device]} and {index}: each can have one")
+                raise PolylaneError(
+                    f"plan {path}: device {device} is on stages {seen[device]} and {index}: each can have one"
+                )
             seen[device] = index
     if sorted(seen) != list(range(len(seen))):
         raise PolylaneError(f"plan {path}: devices must be numbered 0 to {len(seen) - 1}, they are {sorted(seen)}")
@@ -178,7 +181,8 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
     """Cut ``graph`` as ``plan`` says.
 
     Raises:
-        PolylaneError: the plan is for another model (with the difference), or its stages do not cover the graph in order.
+        PolylaneError: the plan is for another model (with the difference), or its stages do not cover the graph in
+        order.
     """
     own = fingerprint(graph)
     if plan.graph.id != own.id:
@@ -199,8 +203,8 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
     for index, cut in enumerate(cuts, start=1):
         if cut not in allowed:
             raise PolylaneError(
-                f"plan: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it shares memory that is "
-                "written in place, or reads a value whose size depends on data"
+                f"plan: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it shares memory "
+                "that is written in place, or reads a value whose size depends on data"
             )
     return Partition(graph, cuts)
 

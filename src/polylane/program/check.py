@@ -46,8 +46,8 @@ def matched(programs: Sequence[Program]) -> list[tuple[Place, Place]]:
 def check(programs: Sequence[Program]) -> None:
     """Raise RuntimeError unless the programs can run to their end, whatever the timing.
 
-    Sends do not wait for their receiver, so an action waits only for the one before it and, if it receives, for its send;
-    the programs can be run if and only if that relation has no circle.
+    Sends do not wait for their receiver, so an action waits only for the one before it and, if it receives, for its
+    send; the programs can be run if and only if that relation has no circle.
     """
     waits = nx.DiGraph()
     for program in programs:

@@ -11,8 +11,8 @@ from polylane.program.program import Bucket, Program
 from polylane.schedule.action import Action, Kind
 from polylane.schedule.synchronous import SCHEDULES
 
-# Small gradients travel together up to this size; larger ones alone, and without being copied. Measured with gloo on two
-# cores (docs/benchmarks.md): below 1 MB an all-reduce costs its latency, above it its bytes.
+# Small gradients travel together up to this size; larger ones alone, and without being copied. Measured with gloo on
+# two cores (docs/benchmarks.md): below 1 MB an all-reduce costs its latency, above it its bytes.
 BUCKET_BYTES = 4 << 20
 
 
@@ -104,7 +104,9 @@ def _buckets(partition: Partition, plan: Plan, others: Mapping[str, Collection[i
     by_holders: dict[tuple[int, ...], list[str]] = {}
     for name in sorted(order, key=order.__getitem__, reverse=True):
         if name in differentiated:
-            holders = tuple(stage for stage in range(plan.pipeline) if name in held[stage] or stage in others.get(name, ()))
+            holders = tuple(
+                stage for stage in range(plan.pipeline) if name in held[stage] or stage in others.get(name, ())
+            )
             by_holders.setdefault(holders, []).append(name)
     buckets = []
     for holders in sorted(by_holders, key=lambda h: (len(h), h)):

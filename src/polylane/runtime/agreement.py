@@ -1,4 +1,4 @@
-"""Workers that were started apart (by torchrun) agree on one plan: rank 0 measures and decides, or all give up alike."""
+"""Workers started apart (by torchrun) agree on one plan: rank 0 measures and decides, or all give up alike."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ ROUNDS = 11
 def ahead_of_rank_0(transport: Transport) -> float:
     """Seconds to take off this worker's ``time.perf_counter()``. Every worker must call it.
 
-    Workers of one host share its clock. Between hosts the clock is read after each of several barriers, which all workers
-    leave at nearly the same time; the median difference is right to about the network's latency.
+    Workers of one host share its clock. Between hosts the clock is read after each of several barriers, which all
+    workers leave at nearly the same time; the median difference is right to about the network's latency.
     """
     if len(set(transport.all_gather_object(_boot()))) == 1:
         return 0.0
@@ -23,7 +23,7 @@ def ahead_of_rank_0(transport: Transport) -> float:
     for _ in range(ROUNDS):
         transport.barrier()
         readings.append(time.perf_counter())
-    first = transport.all_gather_object(readings)[0]
+    first: list[float] = transport.all_gather_object(readings)[0]
     return statistics.median(own - other for own, other in zip(readings, first, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Batches in an order that depends on the seed alone, of which each worker loads only the samples that it computes on."""
+"""Batches in an order that depends on the seed alone; each worker loads only the samples that it computes on."""
 
 from __future__ import annotations
 

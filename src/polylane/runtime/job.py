@@ -242,8 +242,8 @@ class Job:
         scheduler = objective.scheduler(built) if objective.scheduler is not None else None
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise PolylaneError(
-                "scheduler(optimizer): ReduceLROnPlateau steps on a metric, not on steps: leave it out here, make it of "
-                "job.optimizer, and step it after each evaluation"
+                "scheduler(optimizer): ReduceLROnPlateau steps on a metric, not on steps: leave it out here, make it "
+                "of job.optimizer, and step it after each evaluation"
             )
         trainer = _Trainer(built, scheduler, held, clipper)
         trainer.lanes[self._signature] = self.lane(partition, self._programs[name])
@@ -263,7 +263,8 @@ class Job:
         """One optimizer step on one batch: forward, backward, reduction, clipping, optimizer, scheduler.
 
         Args:
-            batch: from :meth:`batches`; or a whole batch, the same on every worker, of which each takes its own samples.
+            batch: from :meth:`batches`; or a whole batch, the same on every worker, of which each takes its own
+            samples.
             objective: which of several losses; default: the first.
 
         Raises:
@@ -302,8 +303,8 @@ class Job:
         own = [weights.digest(leaf) for leaf in batch.leaves if isinstance(leaf, Tensor)]
         if any(other != own for other in self._transport.all_gather_object(own)):
             raise PolylaneError(
-                "workers gave step() different batches: give each of them the same whole batch, of which it takes its own "
-                "samples, or let job.batches(dataset, batch_size) load only those"
+                "workers gave step() different batches: give each of them the same whole batch, of which it takes its "
+                "own samples, or let job.batches(dataset, batch_size) load only those"
             )
 
     def _zero_grad(self, trainer: _Trainer) -> None:
@@ -363,7 +364,7 @@ class Job:
         return total / count if count else float("nan")
 
     def evaluate_sums(self, batch: Any, objective: str | None = None) -> tuple[float, float]:
-        """As :meth:`evaluate`, the loss as (total, count): over a data set, sum of the totals over sum of the counts."""
+        """As :meth:`evaluate`, the loss as (total, count): to add up over a data set."""
         name = self._objective(objective)
         own = self._own(batch)
         lane = self._lane_for(self._evaluations, name, own, training=False)
@@ -398,8 +399,8 @@ class Job:
             for name in partition.parameters(stage):
                 if name in self._holders and stage not in self._holders[name]:
                     raise PolylaneError(
-                        f"for batches of this form stage {stage} needs {name}, which stage {min(self._holders[name])} holds: "
-                        "give an example batch of the form that training has"
+                        f"for batches of this form stage {stage} needs {name}, which stage {min(self._holders[name])} "
+                        "holds: give an example batch of the form that training has"
                     )
 
     # ---- data and weights --------------------------------------------------------------------------------------------
@@ -462,7 +463,7 @@ class Job:
         return {name: parameter.grad for name, parameter in held.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's weights and buffers, with its own names, on the CPU of every worker; all workers must call it."""
+        """The whole model's weights and buffers, with its own names, on every worker's CPU; all must call it."""
         owners = {name: self.plan.stages[min(stages)].devices[0] for name, stages in self._holders.items()}
         tied: dict[str, str] = {}
         for partition in self._prepared.partitions.values():
@@ -535,7 +536,8 @@ def parallelize(
         optimizer: (name, parameter) pairs -> a torch.optim optimizer; or one for each loss.
         example: a batch, for its form and size.
         plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`.
-        scheduler: optimizer -> learning-rate scheduler, which is stepped after every step; leave it out to step your own.
+        scheduler: optimizer -> learning-rate scheduler, which is stepped after every step; leave it out to step your
+        own.
         batch_size: of the training, if it is another than the example's.
         clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes.
         seed: of the order of samples and of all random numbers.

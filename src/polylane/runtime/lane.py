@@ -23,7 +23,7 @@ from polylane.runtime.worker import Worker
 
 @dataclass
 class Tensors:
-    """A worker's view of the user's model: parameters and buffers by name, on the worker's device once it holds them."""
+    """A worker's view of the user's model: parameters and buffers by name, on its device once it holds them."""
 
     model: nn.Module
     losses: Sequence[Any]

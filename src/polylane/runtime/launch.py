@@ -113,7 +113,7 @@ def _refuse_unsafe_fork(workers: int) -> None:
         raise PolylaneError(f"at least one worker is needed, not {workers}")
     if dist.is_initialized():
         raise PolylaneError("workers cannot be forked: this process is itself a worker of an initialised process group")
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         raise PolylaneError(
             "workers cannot be forked: this process has already started CUDA, which a forked child cannot use; "
             "fork before the first CUDA call, or start the workers with torchrun"

@@ -16,8 +16,8 @@ def build(
 ) -> Any:
     """The optimizer over the held parameters among those that the user's factory takes.
 
-    The factory sees all parameters, so that whatever it decides by name, position or count comes out as on one device; what
-    other workers hold is then left out of the groups. A group may be empty here.
+    The factory sees all parameters, so that whatever it decides by name, position or count comes out as on one device;
+    what other workers hold is then left out of the groups. A group may be empty here.
     """
     optimizer = objective.optimizer(list(every))
     mine = {id(parameter) for _, parameter in held}

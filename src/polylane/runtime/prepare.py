@@ -212,7 +212,7 @@ def _refuse_inexact(
 
 
 def alone(plan: str | Spec | Plan, samples: int) -> Spec:
-    """The same training, of batches of so many samples, on one worker: no stages, no replicas, the same microbatches."""
+    """The same training, of batches of so many samples, on one worker, with the same microbatches."""
     if isinstance(plan, Plan):
         return Spec(schedule=plan.schedule, microbatches=plan.microbatches, precision=plan.precision)
     spec = parse(plan) if isinstance(plan, str) else plan

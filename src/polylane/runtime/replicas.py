@@ -121,8 +121,8 @@ class Replicas:
         self._statistics.close()
         self.world.leave()
 
-    # Backward. The gradient of the whole batch's mean begins with this worker's share of the samples, before it meets any
-    # batch normalization that sees all of them. A hook sees each gradient before it is accumulated; what had been
+    # Backward. The gradient of the whole batch's mean begins with this worker's share of the samples, before it meets
+    # any batch normalization that sees all of them. A hook sees each gradient before it is accumulated; what had been
     # accumulated by earlier passes is set aside, so that only this pass's contribution is summed over the replicas.
 
     def backward(self, loss: Tensor, gradient: Tensor | None, *args: Any, **kwargs: Any) -> None:
@@ -178,7 +178,7 @@ class Replicas:
             pieces = transfer.wait().split([self._parameters[i].numel() for i in own])
             for i, piece in zip(own, pieces, strict=True):
                 parameter = self._parameters[i]
-                before = earlier[i] if i in earlier else parameter.grad
+                before = earlier.get(i, parameter.grad)
                 grad = piece.view_as(parameter)
                 parameter.grad = grad.clone() if before is None else before + grad
 

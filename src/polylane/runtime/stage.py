@@ -134,7 +134,7 @@ def extract(partition: Partition, stage: int, device: torch.device) -> StageCode
     inside = set(body)
     loss: list[fx.Node] = []
     if stage == partition.stages - 1:
-        loss = [n for n in source.output_node().all_input_nodes]
+        loss = list(source.output_node().args[0])  # type: ignore[arg-type]
     wanted = dict.fromkeys(i for n in body for i in n.all_input_nodes if i not in inside)
     wanted |= dict.fromkeys(n for n in loss if n not in inside)
     roles: list[tuple[str, Any]] = []
@@ -186,7 +186,7 @@ def _compiled(
 
 
 def node_at_fault(code: StageCode, error: BaseException) -> Node | None:
-    """The node that was running, forward or backward, when ``error`` was raised; None when it was none of this stage's."""
+    """The node that was running, forward or backward, when ``error`` was raised; None if none of this stage's."""
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == code.file and frame.lineno in code.lines:
             return code.lines[frame.lineno]

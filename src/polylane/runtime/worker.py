@@ -196,7 +196,8 @@ class Worker:
         if tuple(value.shape) != wire.shape(samples) or value.dtype != wire.dtype:
             # Checked here because gloo ends the process when sizes disagree.
             raise RuntimeError(
-                f"the value {name} is {value.dtype} {tuple(value.shape)} where capture saw {wire.dtype} {wire.shape(samples)}"
+                f"the value {name} is {value.dtype} {tuple(value.shape)} where capture saw "
+                f"{wire.dtype} {wire.shape(samples)}"
             )
         state.sent.append(self.transport.send(value.detach(), action.peer))
 

@@ -1,7 +1,7 @@
 """Gradients summed over all who hold a parameter, bucket by bucket, while the rest of the backward pass still runs.
 
-The idea is that of PyTorch's DistributedDataParallel (Li et al., VLDB'20, section 3.2), with two differences: gradients are
-not copied back, and a gradient that is large enough travels as it is.
+The idea is that of PyTorch's DistributedDataParallel (Li et al., VLDB'20, section 3.2), with two differences:
+gradients are not copied back, and a gradient that is large enough travels as it is.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Reducer:
     Args:
         buckets: in the order of reduction, the same on every worker.
         parameters: by canonical name.
-        optional: parameters that may get no gradient at all in some step (the user's own Python decides): whether anybody
-            had one is summed with them, so that the optimizer skips them just as on one device.
+        optional: parameters that may get no gradient at all in some step (the user's own Python decides): whether
+            anybody had one is summed with them, so that the optimizer skips them just as on one device.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Reducer:
         self._hooks: list[RemovableHandle] = []
 
     def arm(self) -> None:
-        """Before the last backward pass of a step: from now on a bucket leaves as soon as its gradients are complete."""
+        """Before the last backward pass of a step: a bucket leaves as soon as its gradients are complete."""
         self._waiting = [set(bucket.parameters) for bucket in self._buckets]
         self._next = 0
         for name in self._of:

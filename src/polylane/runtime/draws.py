@@ -1,0 +1,96 @@
+"""Random numbers that a dataset draws (augmentation): decided by seed, epoch and sample, not by who loads what when."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+States = tuple[Any, ...]
+
+
+def states() -> States:
+    """The states of the generators that datasets draw from: torch's, Python's, and numpy's if it is there."""
+    numpy = sys.modules.get("numpy")
+    own = (torch.get_rng_state(), random.getstate())
+    return own if numpy is None else (*own, numpy.random.get_state())
+
+
+def restore(saved: States) -> None:
+    """Go back to :func:`states`."""
+    torch.set_rng_state(saved[0])
+    random.setstate(saved[1])
+    if len(saved) > 2:
+        sys.modules["numpy"].random.set_state(saved[2])
+
+
+def seed_all(*key: int) -> None:
+    """Let what is drawn next be a function of ``key``."""
+    number = hash(key) & 0x7FFFFFFFFFFFFFFF  # of integers: the same in every process
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number & 0xFFFFFFFF)
+
+
+def same(a: States, b: States) -> bool:
+    """Whether nothing was drawn between two calls of :func:`states`."""
+    arrays = len(a) < 3 or (a[2][2] == b[2][2] and bool((a[2][1] == b[2][1]).all()))
+    return torch.equal(a[0], b[0]) and a[1] == b[1] and arrays
+
+
+class Keyed(Dataset[Any]):
+    """A map-style dataset whose samples draw by a key of their own.
+
+    Whether they draw at all is seen at the first batch that does: it is loaded once more, and from then on each sample is
+    seeded. Those that never draw cost a look at the generators for each batch.
+    """
+
+    def __init__(self, dataset: Any, *key: int) -> None:
+        self._dataset = dataset
+        self._key = key
+        self._draws = False
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Several samples; the generators are left as they were."""
+        before = states()
+        try:
+            if not self._draws:
+                samples = self._load(indices)
+                if same(before, states()):
+                    return samples
+                self._draws = True
+            return [self._seeded(index) for index in indices]
+        finally:
+            if self._draws:
+                restore(before)
+
+    def _load(self, indices: Sequence[int]) -> list[Any]:
+        if hasattr(self._dataset, "__getitems__"):
+            return list(self._dataset.__getitems__(list(indices)))
+        return [self._dataset[index] for index in indices]
+
+    def _seeded(self, index: int) -> Any:
+        seed_all(*self._key, index)
+        return self._load([index])[0]
+
+
+@contextmanager
+def apart(own: States) -> Iterator[list[States]]:
+    """Draw from generators in the states ``own`` for the while. Gives a list: at the end it holds the states reached."""
+    before = states()
+    restore(own)
+    reached: list[States] = []
+    try:
+        yield reached
+        reached.append(states())
+    finally:
+        restore(before)
