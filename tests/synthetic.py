@@ -16,6 +16,7 @@ def graph(
     free: Collection[int] = (),
     without_gradient: Collection[int] = (),
     frozen: Collection[str] = (),
+    buffers: Mapping[str, Sequence[int]] | None = None,
     uncut: Sequence[tuple[int, int]] = (),
     parameter_bytes: int = 64,
 ) -> Graph:
@@ -27,9 +28,10 @@ def graph(
         free: nodes that every stage computes anew.
         without_gradient: nodes through which no gradient flows.
         frozen: parameters that are not trained.
+        buffers: name -> the positions of the nodes that use it.
         uncut: pairs of nodes that must stay together.
     """
-    parameters = parameters or {}
+    parameters, buffers = parameters or {}, buffers or {}
     nodes = tuple(
         Node(
             name=f"layer{i}/op",
@@ -42,7 +44,7 @@ def graph(
             flops=8,
             bytes=128,
             parameters=tuple(name for name, users in parameters.items() if i in users),
-            buffers=(),
+            buffers=tuple(name for name, users in buffers.items() if i in users),
             module=f"layer{i}",
             source="",
             requires_grad=i not in without_gradient,
@@ -56,7 +58,7 @@ def graph(
         nodes=nodes,
         parameters={name: TensorInfo((4, 4), "float32", parameter_bytes, name not in frozen) for name in parameters},
         tied={},
-        buffers={},
+        buffers={name: TensorInfo((2,), "float32", 8, False) for name in buffers},
         samples=4,
         uncut=tuple(uncut),
         notes=(),

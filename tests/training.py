@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polylane.graph.batch import bounds, flatten, sample_count, take
+from polylane.plan.plan import Plan
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
@@ -62,7 +63,7 @@ class Trained:
 def workers(
     work: Callable[[Job], Any],
     model: nn.Module,
-    plan: str,
+    plan: str | Plan,
     *,
     loss: Any = classify,
     optimizer: Any = sgd,
@@ -82,7 +83,11 @@ def workers(
 
 
 def trained(
-    model: nn.Module, plan: str, batches: Sequence[Any], after: Callable[[Job], Any] = lambda job: None, **options: Any
+    model: nn.Module,
+    plan: str | Plan,
+    batches: Sequence[Any],
+    after: Callable[[Job], Any] = lambda job: None,
+    **options: Any,
 ) -> list[Trained]:
     """Train by ``plan`` on whole batches; what every worker saw."""
 

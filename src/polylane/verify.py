@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -60,7 +61,7 @@ class Verdict:
         loss_error: worst relative error of a loss.
         deviations: per parameter and buffer, in the model's order.
         worst: the largest relative error of all.
-        replicas_equal: whether all workers that hold a weight hold the same bits.
+        replicas_equal: whether all workers that hold a weight or buffer hold the same bits.
         culprit: where the two part ways: the first node in graph order whose value differs, or None.
     """
 
@@ -137,7 +138,7 @@ def prove(
     def work(context: Any) -> tuple[Record, dict[str, str]]:
         job = Job(prepared, World.join(), example=batches[0], clip_norm=clip_norm, seed=seed)
         record = _train(job, batches)
-        held = {name: digest(p) for name, p in job.model.named_parameters() if name in job.gradients()}
+        held = {name: digest(tensor) for name, tensor in job.held().items()}
         job.close()
         return record, held
 
@@ -304,7 +305,8 @@ def _compare(reference: Record, plan: Sequence[Record], prepared: Prepared, tole
     for record in reversed(plan):
         gradients |= record.gradients
     losses = tuple(zip(reference.losses, plan[0].losses, strict=True))
-    loss_error = max(abs(a - b) / max(abs(a), 1e-12) for a, b in losses)
+    every = [pair for record in plan for pair in zip(reference.losses, record.losses, strict=True)]
+    loss_error = max((abs(a - b) / max(abs(a), 1e-12) for a, b in every), key=lambda e: e if e == e else math.inf)
     tied = prepared.main.graph.tied
     names = [name for name in reference.state if name not in tied and reference.state[name].numel()]
     grads = {name: g for name in names if (g := reference.gradients.get(name)) is not None}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from polylane.graph.batch import flatten
+import models
+from polylane.graph.batch import flatten, promoted
+from polylane.graph.capture import capture
 from polylane.graph.check import run_code, tables
 from polylane.graph.export import Whole
 from polylane.graph.graph import Graph
@@ -18,6 +21,26 @@ from polylane.graph.part import Part
 from polylane.graph.precision import Within
 
 SIZES = (1, 2, 3, 5, 7)
+
+
+@functools.cache
+def _captured(name: str, samples: int, training: bool, in_float64: bool) -> tuple[Graph, nn.Module, models.Case]:
+    torch.manual_seed(0)
+    case = models.CASES[name]() if name in models.CASES else models.example_case(name)
+    model, batch = case.model(), case.batch(samples, 1)
+    if in_float64:
+        leaves, rebuild = flatten(batch)
+        model, batch = model.double(), rebuild(promoted(leaves, torch.float64))
+    return capture(model, case.loss, batch, training=training, in_float64=in_float64), model, case
+
+
+def captured(
+    name: str, samples: int = 5, training: bool = True, in_float64: bool = False
+) -> tuple[Graph, nn.Module, models.Case]:
+    """The graph of a case or example, captured once for all tests, its model and the case. Leave the model's values."""
+    graph, model, case = _captured(name, samples, training, in_float64)
+    model.zero_grad(set_to_none=True)
+    return graph, model.train(training), case
 
 
 def executable(graph: Graph) -> Callable[..., Any]:
@@ -112,3 +135,26 @@ def compare(
 def close(a: Tensor, b: Tensor) -> bool:
     """Equal up to the rounding of float32."""
     return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Everything that capture must leave alone."""
+    return {
+        "tensors": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "identities": {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]},
+        "grads": {name: p.grad for name, p in model.named_parameters()},
+        "training": [m.training for m in model.modules()],
+        "attributes": [{k: id(v) for k, v in m.__dict__.items() if k != "training"} for m in model.modules()],
+        "hooks": [(len(m._forward_hooks), len(m._backward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        "cache": [getattr(getattr(m, "config", None), "use_cache", None) for m in model.modules()],
+        "random": torch.get_rng_state(),
+    }
+
+
+def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before["tensors"].keys() == after["tensors"].keys()
+    for name, tensor in before["tensors"].items():
+        assert torch.equal(tensor, after["tensors"][name]), name
+    assert torch.equal(before["random"], after["random"])
+    for key in ("identities", "grads", "training", "attributes", "hooks", "cache"):
+        assert before[key] == after[key], key

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import SIZES, close, compare
+from eager_and_captured import SIZES, assert_unchanged, captured, close, compare, state
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,29 +31,6 @@ def case_of(name: str) -> models.Case:
     return models.CASES[name]() if name in models.CASES else models.example_case(name)
 
 
-def state(model: nn.Module) -> dict[str, Any]:
-    """Everything that capture must leave alone."""
-    return {
-        "tensors": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        "identities": {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]},
-        "grads": {name: p.grad for name, p in model.named_parameters()},
-        "training": [m.training for m in model.modules()],
-        "attributes": [{k: id(v) for k, v in m.__dict__.items() if k != "training"} for m in model.modules()],
-        "hooks": [(len(m._forward_hooks), len(m._backward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
-        "cache": [getattr(getattr(m, "config", None), "use_cache", None) for m in model.modules()],
-        "random": torch.get_rng_state(),
-    }
-
-
-def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
-    assert before["tensors"].keys() == after["tensors"].keys()
-    for name, tensor in before["tensors"].items():
-        assert torch.equal(tensor, after["tensors"][name]), name
-    assert torch.equal(before["random"], after["random"])
-    for key in ("identities", "grads", "training", "attributes", "hooks", "cache"):
-        assert before[key] == after[key], key
-
-
 @pytest.mark.parametrize("name", [*models.CASES, *models.TINY])
 def test_cases_are_captured_as_they_are(name: str) -> None:
     case = case_of(name)
@@ -70,11 +47,7 @@ def test_cases_are_captured_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*models.CASES, *models.TINY])
 def test_names_are_unique_and_the_same_everywhere(name: str) -> None:
-    case = case_of(name)
-    model = case.model()
-    graphs = [capture(model, case.loss, case.batch(size, seed)) for size, seed in ((5, 1), (2, 2))]
-    double = case.model().double()
-    graphs.append(capture(double, case.loss, promoted(case.batch(5, 1)), in_float64=True))
+    graphs = [captured(name)[0], captured(name, samples=3)[0], captured(name, in_float64=True)[0]]
     names = [[node.name for node in graph.nodes] for graph in graphs]
     assert len(set(names[0])) == len(names[0])
     assert names[0] == names[1] == names[2]
@@ -84,24 +57,18 @@ def test_names_are_unique_and_the_same_everywhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*models.CASES, *models.TINY])
 def test_evaluation_is_captured_too(name: str) -> None:
-    case = case_of(name)
-    model = case.model()
-    before = state(model)
-    graph = capture(model, case.loss, case.batch(4, 1), training=False)
-    assert_unchanged(before, state(model))
+    graph, model, case = captured(name, training=False)
     assert not graph.code.random
     assert not graph.code.batch_statistics
-    model.eval()
     for samples in (1, 3, 5):
         assert compare(graph, model, case.loss, case.batch, samples, close)
 
 
-def promoted(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: promoted(value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(promoted(value) for value in batch)
-    return batch.double() if isinstance(batch, Tensor) and batch.is_floating_point() else batch
+def test_capturing_evaluation_leaves_a_training_model() -> None:
+    model = Shared()
+    before = state(model)
+    capture(model, models.classify, xy(4, 0), training=False)
+    assert_unchanged(before, state(model))
 
 
 # What a batch may be -------------------------------------------------------------------------------------------------
@@ -509,3 +476,21 @@ def graph_of(model: nn.Module) -> Graph:
 def test_capture_twice_gives_the_same_graph() -> None:
     model = Lstms()
     assert graph_of(model) == graph_of(copy.deepcopy(model))
+
+
+def test_a_model_for_one_batch_size_is_checked_at_that_size() -> None:
+    class Six(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 4)
+            self.fc.register_full_backward_hook(lambda module, into, out: None if into[0] is None else (into[0] * 2,))
+            self.stem = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.fc(self.stem(x)).view(6, -1)
+            return logits
+
+    graph = capture(Six(), models.classify, xy(6, 0))
+    assert [note.split()[0] for note in graph.notes] == ["fc"]
+    assert compare(graph, Six(), models.classify, xy, 6)
+    assert not compare(graph, Six(), models.classify, xy, 3)

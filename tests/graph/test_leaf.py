@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_and_captured import SIZES, compare, run
+from eager_and_captured import SIZES, assert_unchanged, compare, run, state
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -214,21 +215,16 @@ def test_what_cannot_be_captured_is_a_leaf(name: str) -> None:
     torch.manual_seed(0)
     make, paths, why = LEAVES[name]
     model = make()
+    before = state(model)
     graph = capture(model, models.classify, models.vectors(5, 0))
+    assert_unchanged(before, state(model))
     assert [note.split()[0] for note in graph.notes] == paths
     assert all("is a leaf, kept whole: " in note and why in note for note in graph.notes)
     assert all("test_leaf.py:" in note or "numpy" in name for note in graph.notes), graph.notes
     assert sorted({node.module for node in graph.nodes if node.op == "leaf"}) == paths
-    held = [compare(graph, make_like(model), models.classify, models.vectors, size) for size in SIZES]
+    held = [compare(graph, copy.deepcopy(model), models.classify, models.vectors, size) for size in SIZES]
     assert all(held)
     assert [compare(graph, model, models.classify, models.vectors, size) for size in SIZES] == held
-
-
-def make_like(model: nn.Module) -> nn.Module:
-    """The same model with tensors of its own: what a worker that rebuilt it would have."""
-    import copy
-
-    return copy.deepcopy(model)
 
 
 def test_a_leaf_knows_its_parameters_and_buffers() -> None:
@@ -262,7 +258,9 @@ def test_a_root_at_fault_is_opaque(name: str) -> None:
     torch.manual_seed(0)
     make, why = OPAQUE[name]
     model = make()
+    before = state(model)
     graph = capture(model, models.classify, models.vectors(5, 0))
+    assert_unchanged(before, state(model))
     assert graph.opaque
     assert len(graph.notes) == 1
     assert graph.notes[0].startswith("the model is opaque, without a graph: ")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from eager_and_captured import captured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
@@ -18,7 +19,7 @@ from torch import Tensor, fx, nn
 import models
 from polylane.cost.compute import estimate
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten
+from polylane.graph.batch import flatten, promoted
 from polylane.graph.capture import capture
 from polylane.graph.check import bound, tables
 from polylane.graph.export import Whole
@@ -171,20 +172,11 @@ def in_stages(partition: Partition, whole: Whole, leaves: Sequence[Any], part: P
 CUTTABLE = [name for name in (*models.CASES, *models.TINY) if name != "branching"]
 
 
-def captured(name: str, samples: int = 4) -> tuple[Graph, nn.Module, models.Case]:
-    torch.manual_seed(0)
-    case = models.CASES[name]() if name in models.CASES else models.example_case(name)
-    model = case.model()
-    return capture(model, case.loss, case.batch(samples, 1)), model, case
-
-
 @pytest.mark.parametrize("name", CUTTABLE)
 def test_stages_by_hand_give_the_same_numbers(name: str) -> None:
-    graph, model, case = captured(name)
-    model, case = model.double(), case
-    batch = models_in_float64(case.batch(3, 2))
-    graph = capture(model, case.loss, batch, in_float64=True)
-    leaves, rebuild = flatten(batch)
+    graph, model, case = captured(name, in_float64=True)
+    leaves, rebuild = flatten(case.batch(3, 2))
+    leaves = promoted(leaves, torch.float64)
     whole = Whole(model, case.loss, rebuild)
     part = Part(3, first=2, batch=7, step=4, seed=9)
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -197,16 +189,12 @@ def test_stages_by_hand_give_the_same_numbers(name: str) -> None:
         result = in_stages(balanced(graph, stages, estimate(graph)), whole, leaves, part)
         seen.append([*result, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
         seen[-1] = [tensor.detach().clone() for tensor in seen[-1]]
+    model.load_state_dict(state)
     for other in seen[1:]:
         assert len(other) == len(seen[0])
         for a, b in zip(seen[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     assert len(seen) > 1
-
-
-def models_in_float64(batch: Any) -> Any:
-    leaves, rebuild = flatten(batch)
-    return rebuild([t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in leaves])
 
 
 def test_a_count_made_early_crosses_to_the_loss() -> None:
@@ -244,11 +232,8 @@ def test_a_count_of_samples_is_made_anew() -> None:
 
 @pytest.mark.parametrize("name", CUTTABLE)
 def test_other_graphs_of_the_model_are_cut_where_the_first_was(name: str) -> None:
-    graph, model, case = captured(name)
-    others = [
-        capture(model, case.loss, case.batch(3, 1), training=False),
-        capture(model, case.loss, case.batch(7, 2)),
-    ]
+    graph = captured(name)[0]
+    others = [captured(name, training=False)[0], captured(name, samples=3)[0]]
     for stages in (2, 3):
         if stages > min(len(cut_positions(g)) for g in (graph, *others)) + 1:
             continue

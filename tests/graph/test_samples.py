@@ -9,17 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from eager_and_captured import captured
 from torch import Tensor, nn
 
 import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture import capture
+from polylane.graph.graph import Graph
 from polylane.graph.samples import splits_exactly
 from polylane.recipe import Mean
 
 
 def verdict(model: nn.Module, loss: Any, batch: Any) -> str | None:
-    graph = capture(model, loss, batch)
+    return verdict_of(capture(model, loss, batch), model, loss, batch)
+
+
+def verdict_of(graph: Graph, model: nn.Module, loss: Any, batch: Any) -> str | None:
     before = copy.deepcopy(model.state_dict())
     random = torch.get_rng_state()
     result = splits_exactly(graph, model, loss, flatten(batch)[0])
@@ -30,9 +35,8 @@ def verdict(model: nn.Module, loss: Any, batch: Any) -> str | None:
 
 @pytest.mark.parametrize("name", [*models.CASES, *models.TINY])
 def test_cases_split_as_they_say(name: str) -> None:
-    torch.manual_seed(0)
-    case = models.CASES[name]() if name in models.CASES else models.example_case(name)
-    told = verdict(case.model(), case.loss, case.batch(4, 1))
+    graph, model, case = captured(name)
+    told = verdict_of(graph, model, case.loss, case.batch(4, 1))
     assert (told is None) == case.mean, told
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,9 +44,9 @@ def own(microbatches: int, replicas: int, replica: int) -> Any:
     return lambda samples: shares(samples, microbatches, replicas, replica)
 
 
-def global_batches(dataset: Any, size: int, microbatches: int, replicas: int, **options: Any) -> list[list[int]]:
+def global_batches(dataset: Any, size: int, microbatches: int, replicas: int, **options: Any) -> list[list[Any]]:
     """The batches that all replicas see together, from the parts that count."""
-    wholes: list[list[int]] = []
+    wholes: list[list[Any]] = []
     for replica in range(replicas):
         mine = own(microbatches, replicas, replica)
         for i, batch in enumerate(batches(dataset, size, shares=mine, **options)):
@@ -56,7 +58,7 @@ def global_batches(dataset: Any, size: int, microbatches: int, replicas: int, **
     return wholes
 
 
-def values(batch: Batch, share: Share) -> list[int]:
+def values(batch: Batch, share: Share) -> list[Any]:
     return batch.of(share)[0].tolist()
 
 
@@ -143,6 +145,57 @@ def test_the_users_own_collate() -> None:
         ["a", "bc"], 2, shares=own(1, 1, 0), shuffle=False, collate=lambda s: torch.tensor([len(t) for t in s])
     )
     assert batch.leaves[0].tolist() == [1, 2]
+
+
+# What a dataset draws
+
+
+class Noisy(Counting):
+    """Augmentation: every sample is its number, and what three generators draw."""
+
+    def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        self.loaded.append(index)
+        return torch.stack(
+            [torch.tensor(float(index)), torch.rand(()), torch.tensor(random.random() + np.random.rand())]
+        )
+
+
+def drawn(dataset: Any, microbatches: int, replicas: int, **options: Any) -> dict[int, list[float]]:
+    """Sample number -> what it drew, over all replicas."""
+    torch.manual_seed(replicas)  # other workers, other states
+    random.seed(replicas)
+    before = torch.get_rng_state(), random.getstate()
+    rows = [row for batch in global_batches(dataset, 5, microbatches, replicas, **options) for row in batch]
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    return {int(number): rest for number, *rest in rows}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_sample_draws_does_not_depend_on_the_layout(workers: int) -> None:
+    alone = drawn(Noisy(12), 1, 1, seed=3)
+    assert len({tuple(rest) for rest in alone.values()}) == 12
+    assert drawn(Noisy(12), 2, 3, seed=3, workers=workers) == alone
+    assert drawn(Noisy(12), 2, 3, seed=3, epoch=1) != alone
+    assert drawn(Noisy(12), 2, 3, seed=4) != alone
+
+
+def test_what_a_stream_draws_does_not_depend_on_the_layout() -> None:
+    class NoisyStream(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            yield from (torch.stack([torch.tensor(float(i)), torch.rand(())]) for i in range(self.samples))
+
+    alone = drawn(NoisyStream(12), 1, 1, seed=3)
+    assert len(alone) == len({tuple(rest) for rest in alone.values()}) == 12
+    assert drawn(NoisyStream(12), 2, 3, seed=3) == alone
+    assert drawn(NoisyStream(12), 1, 1, seed=3, epoch=1) != alone
+
+
+def test_a_dataset_that_draws_nothing_is_asked_once() -> None:
+    quiet, noisy = Counting(10), Noisy(10)
+    for dataset in (quiet, noisy):
+        list(batches(dataset, 5, shares=own(1, 1, 0)))
+    assert len(quiet.loaded) == 10
+    assert len(noisy.loaded) == 15  # the first batch twice
 
 
 # What is refused

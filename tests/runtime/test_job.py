@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import polylane
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
+from polylane.plan.plan import dump, load
 from polylane.recipe import Mean
 from polylane.runtime import data
 from polylane.runtime.job import Job
@@ -233,6 +234,82 @@ def test_a_leaf_that_belongs_to_the_whole_batch() -> None:
             assert losses == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_loss_that_is_no_number_is_reported_and_no_more() -> None:
+    bad = BATCHES[0][0].clone()
+    bad[3] = math.nan
+
+    def work(job: Job) -> list[float]:
+        return [job.step(batch).loss for batch in (BATCHES[0], (bad, BATCHES[0][1]), BATCHES[1])]
+
+    for plan in PLANS:
+        for first, second, third in workers(work, mlp(6, 8, 8, 4), plan):
+            assert math.isfinite(first) and math.isnan(second) and math.isnan(third)
+
+
+def test_a_loss_may_be_a_module_with_weights_of_its_own() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+            self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
+
+        def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
+            total = F.cross_entropy(self.scale * model(batch[0]), batch[1], self.weight, reduction="sum")
+            return Mean(total, self.weight[batch[1]].sum())
+
+    loss = Scaled()
+
+    def both(parameters: Any) -> torch.optim.Optimizer:
+        return sgd(parameters)
+
+    def alone() -> tuple[list[float], Tensor]:
+        model, own = mlp(6, 8, 8, 4), copy.deepcopy(loss)
+        optimizer = torch.optim.SGD([*model.parameters(), *own.parameters()], lr=0.1, momentum=0.9)
+        losses = []
+        for batch in BATCHES:
+            optimizer.zero_grad()
+            value = own(model, batch).value
+            value.backward()
+            optimizer.step()
+            losses.append(value.item())
+        return losses, own.scale.detach()
+
+    def work(job: Job) -> Any:
+        losses = [job.step(batch).loss for batch in BATCHES]
+        return losses, job.held().get("loss.scale"), job.state_dict()
+
+    losses, scale = alone()
+    for plan in PLANS:
+        results = workers(work, mlp(6, 8, 8, 4), plan, loss=loss, optimizer=both)
+        assert any(held is not None for _, held, _ in results)
+        for own, held, state in results:
+            assert own == pytest.approx(losses, rel=1e-12) and "loss.scale" not in state
+            assert held is None or held.item() == pytest.approx(scale.item(), rel=1e-12)
+
+
+# Plans
+
+
+def test_a_plan_file_that_a_person_edited(tmp_path: Path) -> None:
+    """Stages on any ranks, cut at the modules that the file names."""
+    model = mlp(6, 8, 8, 4)
+    made = prepare(model, objectives_of(classify, sgd, None), BATCHES[0], "data=2,pipeline=2,microbatches=2").plan
+    stages = [
+        made.stages[0].model_copy(update={"nodes": ("0", "0"), "devices": (3, 1)}),
+        made.stages[1].model_copy(update={"nodes": ("1", "loss"), "devices": (0, 2)}),
+    ]
+    file = tmp_path / "plan.yaml"
+    file.write_text(dump(made.model_copy(update={"stages": tuple(stages), "schedule": "afab", "microbatches": 3})))
+    plan = load(file)
+    held = [
+        {"0.weight", "0.bias"} if rank in (1, 3) else {"2.weight", "2.bias", "4.weight", "4.bias"} for rank in range(4)
+    ]
+    reference = plainly(model, BATCHES, clip_norm=0.2)
+    for rank, worker in enumerate(trained(model, plan, BATCHES, clip_norm=0.2)):
+        assert_same(worker, reference)
+        assert set(worker.gradients) == held[rank]
+
+
 # Evaluation
 
 
@@ -278,7 +355,7 @@ def test_evaluation_of_the_jobs_own_batches() -> None:
 
     model = mlp(6, 8, 8, 4)
     x, y = batch_of(11)
-    expected = [float(classify(model, (x[a:b], y[a:b]))) for a, b in ((0, 8), (8, 11))]
+    expected = [classify(model, (x[a:b], y[a:b])).item() for a, b in ((0, 8), (8, 11))]
     for plan in PLANS:
         for losses in workers(work, model, plan):
             assert losses == pytest.approx(expected, rel=1e-12)

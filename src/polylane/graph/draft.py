@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 from polylane.errors import PolylaneError
 from polylane.graph import rewrite
-from polylane.graph.batch import sample_count
-from polylane.graph.check import Difference, first_difference, other_batch, resized
+from polylane.graph.batch import few, sample_count
+from polylane.graph.check import FEW, Difference, first_difference, other_batch, resized
 from polylane.graph.export import BadLoss, NotCaptured, Whole, at, export, reason_of, snapshot
 from polylane.graph.inplace import values_not_places
 from polylane.graph.leaf import Normalizing, leaves_kept, line_of, observe, opaque_call
@@ -148,10 +148,8 @@ def _draft(whole: Whole, leaves: Sequence[Any], paths: Sequence[str] | dict[str,
         stack.callback(snapshot(whole))
         if paths:
             modules = {path: whole.model.get_submodule(path) for path in paths}
-            samples = sample_count(leaves)
-            other = other_batch(leaves) if samples > 2 else resized(leaves, 2 * samples)
-            observed = (_observed(whole, modules, leaves), _observed(whole, modules, other))
-            stack.enter_context(leaves_kept(modules, observed, (samples, sample_count(other)), whole.tracing))
+            observed, samples = _observed_twice(whole, modules, leaves)
+            stack.enter_context(leaves_kept(modules, observed, samples, whole.tracing))
         program = export(whole, leaves)
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_part(graph)
@@ -165,6 +163,22 @@ def _draft(whole: Whole, leaves: Sequence[Any], paths: Sequence[str] | dict[str,
     together = values_not_places(graph)
     graph.lint()
     return Draft(graph, constants, together, refused, fixed)
+
+
+def _observed_twice(
+    whole: Whole, modules: dict[str, nn.Module], leaves: Sequence[Any]
+) -> tuple[tuple[Any, Any], tuple[int, int]]:
+    """Calls of ``modules`` at two batch sizes, and those sizes; at one alone where the model works with no other."""
+    one = few(leaves, FEW)
+    samples = sample_count(one)
+    other = other_batch(one) if samples > 2 else resized(one, 2 * samples)
+    seen: dict[int, Any] = {}
+    for batch in (one, other, leaves, other_batch(leaves)):
+        if len(seen) < 2 and sample_count(batch) not in seen:
+            with suppress(NotCaptured):
+                seen[sample_count(batch)] = _observed(whole, modules, batch)
+    (first, a), (second, b) = (list(seen.items()) * 2)[:2]
+    return (a, b), (first, second)
 
 
 def _observed(whole: Whole, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> Any:
@@ -207,10 +221,10 @@ def _culprits(whole: Whole, leaves: Sequence[Any], kept: list[str], prefix: str)
     children = [path for path in _called_children(whole, leaves, prefix) if path not in kept]
     if not children or not _holds(whole, leaves, [*kept, *children]):
         return [prefix]
-    few = _fewest(whole, leaves, kept, children)
+    needed = _fewest(whole, leaves, kept, children)
     found: list[str] = []
-    for path in few:
-        found += _culprits(whole, leaves, [*kept, *(other for other in few if other != path)], path)
+    for path in needed:
+        found += _culprits(whole, leaves, [*kept, *(other for other in needed if other != path)], path)
     return found
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten
 from polylane.runtime.division import Batch, Share, offsets
+from polylane.runtime.draws import Keyed, Stream
 
 Collate = Callable[[list[Any]], Any]
 Shares = Callable[[int], Sequence[Share]]
@@ -34,7 +35,7 @@ def batches(
         dataset: map-style (``len`` and ``[]``, a list too), or iterable.
         batch_size: samples in a whole batch, over all workers.
         shares: which samples of a batch of some size this worker computes on.
-        epoch: sets the order, together with ``seed``; iterable datasets keep their own.
+        epoch: sets the order, and what the dataset draws, together with ``seed``; iterable datasets keep their order.
         collate: samples -> batch; default: torch's default_collate.
         workers: processes that load ahead, as in torch's DataLoader.
 
@@ -44,7 +45,7 @@ def batches(
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         yield from _mapped(dataset, batch_size, shares, epoch, seed, shuffle, collate or default_collate, workers)
     elif isinstance(dataset, Iterable):
-        yield from _streamed(dataset, batch_size, shares, collate or default_collate)
+        yield from _streamed(dataset, batch_size, shares, Stream(seed, epoch), collate or default_collate)
     else:
         raise PolylaneError(
             f"data must be a dataset, map-style or iterable, or a list of samples, not a {type(dataset).__name__}"
@@ -66,16 +67,28 @@ def _mapped(
     indices = order(len(dataset), epoch, seed) if shuffle else list(range(len(dataset)))
     whole = [indices[start : start + size] for start in range(0, len(indices), size)]
     own = [[batch[i] for share in shares(len(batch)) for i in range(share.start, share.stop)] for batch in whole]
-    loader = DataLoader(dataset, batch_sampler=own, collate_fn=collate, num_workers=workers)
+    loader = DataLoader(
+        Keyed(dataset, seed, epoch),
+        batch_sampler=own,
+        collate_fn=collate,
+        num_workers=workers,
+        generator=torch.Generator(),  # it draws a seed, and not from the user's generator
+    )
     for batch, local in zip(whole, loader, strict=True):
         leaves, _ = flatten(local)
         yield Batch(len(batch), leaves, offsets(shares(len(batch))))
 
 
-def _streamed(dataset: Iterable[Any], size: int, shares: Shares, collate: Collate) -> Iterator[Batch]:
+def _streamed(
+    dataset: Iterable[Any], size: int, shares: Shares, generators: Stream, collate: Collate
+) -> Iterator[Batch]:
     stream = iter(dataset)
     first = True
-    while samples := list(itertools.islice(stream, size)):
+    while True:
+        with generators:
+            samples = list(itertools.islice(stream, size))
+        if not samples:
+            break
         first = False
         own = shares(len(samples))
         leaves, _ = flatten(collate([samples[i] for share in own for i in range(share.start, share.stop)]))

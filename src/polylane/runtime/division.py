@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,8 +62,13 @@ class Batch:
         """
         self.samples = samples
         self.leaves = leaves
-        self.sampled = sampled_leaves(leaves) if sampled is None else tuple(sampled)
+        self._sampled = sampled
         self._offsets = offsets
+
+    @cached_property
+    def sampled(self) -> tuple[bool, ...]:
+        """Of every leaf, whether it is split with the samples."""
+        return sampled_leaves(self.leaves) if self._sampled is None else tuple(self._sampled)
 
     @classmethod
     def whole(cls, batch: Any) -> Batch:

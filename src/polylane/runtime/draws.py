@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,8 +46,8 @@ def same(a: States, b: States) -> bool:
 class Keyed(Dataset[Any]):
     """A map-style dataset whose samples draw by a key of their own.
 
-    Whether they draw at all is seen at the first batch that does: it is loaded once more, and from then on each sample is
-    seeded. Those that never draw cost a look at the generators for each batch.
+    Whether they draw at all is seen at the first batch that does: it is loaded once more, and from then on each sample
+    is seeded. Those that never draw cost a look at the generators for each batch.
     """
 
     def __init__(self, dataset: Any, *key: int) -> None:
@@ -83,14 +82,26 @@ class Keyed(Dataset[Any]):
         return self._load([index])[0]
 
 
-@contextmanager
-def apart(own: States) -> Iterator[list[States]]:
-    """Draw from generators in the states ``own`` for the while. Gives a list: at the end it holds the states reached."""
+def seeded(*key: int) -> States:
+    """The states in which generators are that were seeded with ``key``."""
     before = states()
-    restore(own)
-    reached: list[States] = []
+    seed_all(*key)
     try:
-        yield reached
-        reached.append(states())
+        return states()
     finally:
         restore(before)
+
+
+class Stream:
+    """Generators of an iterable dataset's own, that go on where they stopped and leave everybody else's alone."""
+
+    def __init__(self, *key: int) -> None:
+        self._states = seeded(*key)
+
+    def __enter__(self) -> None:
+        self._before = states()
+        restore(self._states)
+
+    def __exit__(self, *_: object) -> None:
+        self._states = states()
+        restore(self._before)

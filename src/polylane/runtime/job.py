@@ -22,6 +22,7 @@ from polylane.plan.spec import Spec
 from polylane.program.check import channels
 from polylane.program.program import Program
 from polylane.runtime import clock, data, optimizer, weights
+from polylane.runtime.buffers import Buffers
 from polylane.runtime.division import Batch
 from polylane.runtime.lane import Tensors, bind, programs_of
 from polylane.runtime.optimizer import Clipper
@@ -185,6 +186,8 @@ class Job:
         }
         self._transport, self._statistics = self._connect(connect)
         self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
+        column = [stage.devices[self._replica] for stage in self.plan.stages]
+        self._buffers = Buffers(self._stage, column, self._tensors.buffers, world.device, self._transport)
         self._hold(same_weights)
         self._evaluations: dict[Any, _Lane] = {}
         self._trainers = {name: self._trainer(name, clip_norm) for name in prepared.objectives}
@@ -216,7 +219,8 @@ class Job:
             names |= set(partition.buffers(self._stage))
         self._tensors.hold(names)
         if not same_weights and self.world.size > 1:
-            weights.same_everywhere({**self._tensors.parameters(), **self._tensors.buffers()}, self._transport)
+            every = {**self._tensors.parameters(), **self._tensors.buffers()}  # those of other stages too
+            weights.same_everywhere(every, self._transport, self.world.device)
 
     def _trainer(self, name: str, clip_norm: float | None) -> _Trainer:
         objective, partition = self._prepared.objectives[name], self._prepared.partitions[name]
@@ -254,6 +258,7 @@ class Job:
 
     def lane(self, partition: Partition, programs: tuple[Program, ...]) -> _Lane:
         """A partition of one of the model's graphs, with every worker's program, bound to this worker's tensors."""
+        self._tensors.hold({*partition.parameters(self._stage), *partition.buffers(self._stage)})
         worker = bind(programs[self.world.rank], self.plan, self._tensors, self._transport, self._statistics)
         return _Lane(partition, programs, worker)
 
@@ -278,7 +283,9 @@ class Job:
         if self._report is not None:
             self._report.complete()  # at most one step's report is under way
         self._zero_grad(trainer)
+        self._buffers.fetch(lane.partition)
         state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(trainer, lane, own, state))
+        self._buffers.written(lane.partition)
         self._report = self._gather(lane, state)
         self._step += 1
         return StepResult(self._step - 1, own.samples, self._report)
@@ -368,6 +375,7 @@ class Job:
         name = self._objective(objective)
         own = self._own(batch)
         lane = self._lane_for(self._evaluations, name, own, training=False)
+        self._buffers.fetch(lane.partition)
         with torch.no_grad():
             state = lane.worker.run(own, 0, self._seed, lambda state: None)
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
@@ -462,14 +470,22 @@ class Job:
         held = self._trainers[self._objective(objective)].held
         return {name: parameter.grad for name, parameter in held.items()}
 
+    def held(self) -> dict[str, Tensor]:
+        """The parameters and buffers that this worker keeps up to date, by the model's own names."""
+        buffers = {n for p in self._prepared.partitions.values() for n in p.buffers(self._stage)}
+        parameters = {n for n, stages in self._holders.items() if self._stage in stages}
+        every = {**self._tensors.parameters(), **self._tensors.buffers()}
+        return {name: tensor for name, tensor in every.items() if name in parameters | buffers}
+
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's weights and buffers, with its own names, on every worker's CPU; all must call it."""
         owners = {name: self.plan.stages[min(stages)].devices[0] for name, stages in self._holders.items()}
         tied: dict[str, str] = {}
         for partition in self._prepared.partitions.values():
             tied |= partition.graph.tied
-            for stage in reversed(range(self.plan.pipeline)):
-                owners |= dict.fromkeys(partition.buffers(stage), self.plan.stages[stage].devices[0])
+            for stage in range(self.plan.pipeline):
+                for name in partition.buffers(stage):
+                    owners[name] = self.plan.stages[self._buffers.owner(name)].devices[0]
         return weights.full_state(self.model, owners, tied, self._transport, self.world.device)
 
     def save(self, path: str | Path) -> None:

@@ -17,14 +17,22 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def same_everywhere(tensors: Mapping[str, Tensor], transport: Transport) -> list[str]:
-    """Let every worker start from the weights of rank 0. Returns the names of those that differed."""
+def same_everywhere(
+    tensors: Mapping[str, Tensor], transport: Transport, device: torch.device | None = None
+) -> list[str]:
+    """Let every worker start from the weights of rank 0. Returns the names of those that differed.
+
+    Args:
+        tensors: the same names on every worker.
+        transport: between them.
+        device: of tensors that it carries; default: each tensor's own.
+    """
     ranks = range(transport.size)
     own = {name: digest(tensor) for name, tensor in tensors.items()}
     every = transport.all_gather_object(own)
     different = [name for name in every[0] if any(other.get(name) != every[0][name] for other in every)]
     for name in different:
-        value = shared(tensors[name], transport.rank == 0, transport, ranks)
+        value = shared(tensors[name].to(device), transport.rank == 0, transport, ranks)
         with torch.no_grad():
             tensors[name].copy_(value)
     return different

@@ -165,13 +165,12 @@ class Worker:
         leaves = batch.of(share)
         live = self.runner.forward(i, state.values.pop(i, {}), leaves, part)
         state.outgoing[i] = live.outputs
-        if live.loss:
+        if live.loss and share.weight:  # what a stand-in computes counts for nothing, were it not a number
             total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
             # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
-            state.total.append(total * (share.weight * (1 if len(live.loss) > 1 else share.samples)))
-            state.count.append(
-                live.loss[1].detach() * share.weight if len(live.loss) > 1 else share.weight * share.samples
-            )
+            mean = len(live.loss) == 1
+            state.total.append(total * share.samples if mean else total)
+            state.count.append(share.samples if mean else live.loss[1].detach())
 
     def _backward(self, action: Action, state: StepState) -> None:
         i = action.microbatch
