@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from polylane.errors import PolylaneError as PolylaneError
     from polylane.recipe import Mean as Mean
     from polylane.runtime.job import Job as Job
-    from polylane.runtime.job import StepResult as StepResult
-    from polylane.runtime.job import parallelize as parallelize
+    from polylane.runtime.parallelize import parallelize as parallelize
     from polylane.runtime.replicas import data_parallel as data_parallel
+    from polylane.runtime.result import StepResult as StepResult
 
 __version__ = "0.1.0"
 
@@ -20,9 +20,9 @@ _HOMES = {
     "Job": "polylane.runtime.job",
     "Mean": "polylane.recipe",
     "PolylaneError": "polylane.errors",
-    "StepResult": "polylane.runtime.job",
+    "StepResult": "polylane.runtime.result",
     "data_parallel": "polylane.runtime.replicas",
-    "parallelize": "polylane.runtime.job",
+    "parallelize": "polylane.runtime.parallelize",
 }
 __all__ = ["Job", "Mean", "PolylaneError", "StepResult", "__version__", "data_parallel", "parallelize"]
 

@@ -23,9 +23,10 @@ from polylane.plan.spec import Spec
 from polylane.recipe import Recipe
 from polylane.runtime.agreement import prepare_together
 from polylane.runtime.division import Batch
-from polylane.runtime.job import Job, StepResult
+from polylane.runtime.job import Job
 from polylane.runtime.launch import Context
 from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.runtime.result import StepResult
 from polylane.runtime.world import World
 
 Tell = Callable[[dict[str, Any]], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,103 +13,25 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import Rebuild, few, flatten, sample_count, sampled_leaves, signature
-from polylane.graph.export import Loss
+from polylane.graph.batch import Rebuild, few, flatten, sampled_leaves, signature
 from polylane.graph.partition import Partition
-from polylane.observe.timeline import Span, Timeline
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
-from polylane.program.check import channels
 from polylane.program.program import Program
 from polylane.runtime import clock, data, optimizer, weights
 from polylane.runtime.buffers import Buffers
+from polylane.runtime.connections import Connect, connected
 from polylane.runtime.division import Batch
 from polylane.runtime.lane import Tensors, bind, programs_of
 from polylane.runtime.optimizer import Clipper
 from polylane.runtime.prepare import (
-    OptimizerFactory,
     Parameters,
     Prepared,
-    SchedulerFactory,
-    alone,
     named_parameters,
-    objectives_of,
-    prepare,
     recaptured,
 )
+from polylane.runtime.result import Report, StepResult, gathered
 from polylane.runtime.transport import c10d
-from polylane.runtime.transport.protocol import Pending, Transport
 from polylane.runtime.worker import StepState, Worker
 from polylane.runtime.world import World
-
-# Beyond this many workers the spans of a step are no longer gathered with its loss.
-TIMELINE_WORKERS = 64
-
-Connect = Callable[..., Transport]
-
-
-class StepResult:
-    """What a step gave, the same on every worker. It is complete a little after the step: reading it waits for that."""
-
-    def __init__(self, step: int, samples: int, report: _Report) -> None:
-        self.step = step
-        self.samples = samples
-        self._report = report
-
-    @property
-    def loss(self) -> float:
-        """The loss of the whole batch, before the step changed the weights."""
-        return self._report.loss()
-
-    @property
-    def sums(self) -> tuple[float, float]:
-        """The loss as (total, count), for means over several batches: sum of the totals over sum of the counts."""
-        return self._report.sums()
-
-    @property
-    def timeline(self) -> Timeline:
-        """What every worker did and when, in seconds from the step's start."""
-        return self._report.timeline()
-
-
-@dataclass
-class _Report:
-    """Loss and spans of one step, summed over all workers as one vector that is on its way."""
-
-    pending: Pending | None
-    vector: Tensor
-    programs: Sequence[Program]
-    own: Sequence[Span]
-    _loss: float | None = None
-
-    def complete(self) -> None:
-        if self.pending is not None:
-            self.vector = self.pending.wait()
-            self.pending = None
-
-    def sums(self) -> tuple[float, float]:
-        self.complete()
-        total, count = self.vector[:2].tolist()
-        return total, count
-
-    def loss(self) -> float:
-        total, count = self.sums()
-        return total / count if count else float("nan")
-
-    def timeline(self) -> Timeline:
-        self.complete()
-        spans: list[Span] = []
-        numbers = self.vector[2:].tolist()
-        if not numbers:
-            return Timeline(tuple(self.own), len(self.programs), title="measured (this worker)").from_zero()
-        at = 0
-        for program in self.programs:
-            for action in program.actions:
-                start, end, waited = numbers[at : at + 3]
-                at += 3
-                if end > 0:
-                    spans.append(Span(program.rank, action, start, end, waited))
-        return Timeline(tuple(spans), len(self.programs), title="measured").from_zero()
 
 
 @dataclass
@@ -184,34 +106,16 @@ class Job:
             name: programs_of(partition, self.plan, self._holders, training=True)
             for name, partition in prepared.partitions.items()
         }
-        self._transport, self._statistics = self._connect(connect)
+        self._transport, self._statistics = connected(
+            world, self.plan, self._programs.values(), _has_statistics(prepared), connect
+        )
         self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
         column = [stage.devices[self._replica] for stage in self.plan.stages]
         self._buffers = Buffers(self._stage, column, self._tensors.buffers, world.device, self._transport)
         self._hold(same_weights)
         self._evaluations: dict[Any, _Lane] = {}
         self._trainers = {name: self._trainer(name, clip_norm) for name in prepared.objectives}
-        self._report: _Report | None = None
-
-    def _connect(self, connect: Connect) -> tuple[Transport, Callable[[Tensor], Tensor] | None]:
-        plan, everyone = self.plan, tuple(range(self.world.size))
-        if self.world.backend == "nccl":
-            # One communicator for each pair that talks.
-            pairs = sorted({pair for programs in self._programs.values() for pair in channels(programs)})
-        else:
-            columns = [[s.devices[r] for s in plan.stages] for r in range(plan.data)]
-            pairs = [(a, b) for column in columns for a in column for b in column if a != b]
-        columns_groups = [tuple(stage.devices[r] for stage in plan.stages) for r in range(plan.data)]
-        buckets = [b.ranks for programs in self._programs.values() for p in programs for b in p.buckets]
-        replicas = [stage.devices for stage in plan.stages]
-        groups = sorted({*columns_groups, *buckets, *replicas, everyone})
-        transport = connect(self.world, pairs, groups)
-        if plan.data == 1 or not any(p.graph.code.batch_statistics for p in self._prepared.partitions.values()):
-            return transport, None
-        # Statistics interleave with the gradients' own reductions, so they have groups of their own.
-        apart = connect(self.world, [], replicas, tag=1, own_groups=True)
-        members = plan.stages[self._stage].devices
-        return transport, lambda tensor: apart.all_reduce(tensor, members).wait()
+        self._report: Report | None = None
 
     def _hold(self, same_weights: bool) -> None:
         names = {name for name, stages in self._holders.items() if self._stage in stages}
@@ -286,7 +190,7 @@ class Job:
         self._buffers.fetch(lane.partition)
         state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(trainer, lane, own, state))
         self._buffers.written(lane.partition)
-        self._report = self._gather(lane, state)
+        self._report = gathered(lane.programs, state, self._ahead, self._transport, self.world.device)
         self._step += 1
         return StepResult(self._step - 1, own.samples, self._report)
 
@@ -329,32 +233,10 @@ class Job:
 
     def _rescale(self, trainer: _Trainer, batch: Batch, state: StepState) -> None:
         """Gradients were taken of total / samples; the mean is total / count, and the count is known only now."""
-        count = torch.zeros(1, dtype=torch.float64, device=self.world.device)
-        for own in state.count:
-            count += own
-        self._transport.all_reduce(count, range(self.world.size)).wait()
+        count = self._summed(state)[1]
         grads = [p.grad for p in trainer.held.values() if p.grad is not None]
-        if grads and float(count):
-            torch._foreach_mul_(grads, batch.samples / float(count))
-
-    def _gather(self, lane: _Lane, state: StepState) -> _Report:
-        gathered = self.world.size <= TIMELINE_WORKERS
-        spans = 3 * sum(len(p.actions) for p in lane.programs) if gathered else 0
-        vector = torch.zeros(2 + spans, dtype=torch.float64)
-        for total, count in zip(state.total, state.count, strict=True):
-            vector[0] += total.double().cpu()
-            vector[1] += count.double().cpu() if isinstance(count, Tensor) else count
-        if gathered:
-            begin = sum(len(p.actions) for p in lane.programs[: self.world.rank])
-            place = {action: begin + i for i, action in enumerate(lane.programs[self.world.rank].actions)}
-            numbers: list[float] = [0.0] * spans
-            for span in state.spans:
-                at = 3 * place[span.action]
-                numbers[at : at + 3] = span.start - self._ahead, span.end - self._ahead, span.waited
-            vector[2:] = torch.tensor(numbers, dtype=torch.float64)
-        wire = vector.to(self.world.device)
-        pending = self._transport.all_reduce(wire, range(self.world.size)) if self.world.size > 1 else None
-        return _Report(pending, wire, lane.programs, state.spans)
+        if grads and count:
+            torch._foreach_mul_(grads, batch.samples / count)
 
     def _objective(self, name: str | None) -> str:
         if name is None:
@@ -378,10 +260,11 @@ class Job:
         self._buffers.fetch(lane.partition)
         with torch.no_grad():
             state = lane.worker.run(own, 0, self._seed, lambda state: None)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for total, count in zip(state.total, state.count, strict=True):
-            sums[0] += total
-            sums[1] += count
+        return self._summed(state)
+
+    def _summed(self, state: StepState) -> tuple[float, float]:
+        """The loss over all workers, as (total, count)."""
+        sums = torch.tensor(state.sums(), dtype=torch.float64, device=self.world.device)
         total, count = self._transport.all_reduce(sums, range(self.world.size)).wait().tolist()
         return total, count
 
@@ -520,6 +403,10 @@ def _umask() -> int:
     return mask
 
 
+def _has_statistics(prepared: Prepared) -> bool:
+    return any(partition.graph.code.batch_statistics for partition in prepared.partitions.values())
+
+
 def _holders(prepared: Prepared) -> dict[str, tuple[int, ...]]:
     """Stages that use a parameter in any objective: all of them keep it up to date."""
     result: dict[str, set[int]] = {}
@@ -528,46 +415,3 @@ def _holders(prepared: Prepared) -> dict[str, tuple[int, ...]]:
             for name in partition.parameters(stage):
                 result.setdefault(name, set()).add(stage)
     return {name: tuple(sorted(stages)) for name, stages in result.items()}
-
-
-def parallelize(
-    model: nn.Module,
-    loss: Loss | Mapping[str, Loss],
-    optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
-    *,
-    example: Any,
-    plan: str | Spec | Plan = "data=1",
-    scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None = None,
-    batch_size: int | None = None,
-    clip_norm: float | None = None,
-    seed: int = 0,
-) -> Job:
-    """Split the training of a plain model over the workers that torchrun started.
-
-    Alone, without torchrun, the same training runs on one worker, with the plan's microbatches.
-
-    Args:
-        model: an ordinary ``nn.Module``. If workers built it with different weights, those of rank 0 count.
-        loss: ``loss(model, batch)`` -> a scalar mean over the batch, or :class:`polylane.Mean`; or several by name.
-        optimizer: (name, parameter) pairs -> a torch.optim optimizer; or one for each loss.
-        example: a batch, for its form and size.
-        plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`.
-        scheduler: optimizer -> learning-rate scheduler, which is stepped after every step; leave it out to step your
-        own.
-        batch_size: of the training, if it is another than the example's.
-        clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes.
-        seed: of the order of samples and of all random numbers.
-
-    Raises:
-        PolylaneError: the plan does not fit the workers or the model; one sentence says how.
-    """
-    world = World.join()
-    objectives = objectives_of(loss, optimizer, scheduler)
-    if world.size == 1:
-        samples = batch_size or sample_count(flatten(example)[0])
-        chosen = prepare(model, objectives, example, alone(plan, samples), batch_size=batch_size)
-        return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
-    from polylane.runtime.agreement import prepare_together
-
-    together = prepare_together(world, model, objectives, example, plan, batch_size)
-    return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)

@@ -40,6 +40,10 @@ class StepState:
     count: list[Tensor | float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
+    def sums(self) -> tuple[float, float]:
+        """The loss of what this worker computed, as (total, count)."""
+        return float(sum(float(total) for total in self.total)), float(sum(float(count) for count in self.count))
+
 
 class Worker:
     """Runs one program, step after step.

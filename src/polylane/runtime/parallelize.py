@@ -1,0 +1,58 @@
+"""The front door: split the training of a plain model over the workers that are here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from polylane.graph.batch import flatten, sample_count
+from polylane.graph.export import Loss
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec
+from polylane.runtime.agreement import prepare_together
+from polylane.runtime.job import Job
+from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, alone, objectives_of, prepare
+from polylane.runtime.world import World
+
+
+def parallelize(
+    model: nn.Module,
+    loss: Loss | Mapping[str, Loss],
+    optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
+    *,
+    example: Any,
+    plan: str | Spec | Plan = "data=1",
+    scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None = None,
+    batch_size: int | None = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+) -> Job:
+    """Split the training of a plain model over the workers that torchrun started.
+
+    Alone, without torchrun, the same training runs on one worker, with the plan's microbatches.
+
+    Args:
+        model: an ordinary ``nn.Module``. If workers built it with different weights, those of rank 0 count.
+        loss: ``loss(model, batch)`` -> a scalar mean over the batch, or :class:`polylane.Mean`; or several by name.
+        optimizer: (name, parameter) pairs -> a torch.optim optimizer; or one for each loss.
+        example: a batch, for its form and size.
+        plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`.
+        scheduler: optimizer -> learning-rate scheduler, which is stepped after every step; leave it out to step your
+        own.
+        batch_size: of the training, if it is another than the example's.
+        clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes.
+        seed: of the order of samples and of all random numbers.
+
+    Raises:
+        PolylaneError: the plan does not fit the workers or the model; one sentence says how.
+    """
+    world = World.join()
+    objectives = objectives_of(loss, optimizer, scheduler)
+    if world.size == 1:
+        samples = batch_size or sample_count(flatten(example)[0])
+        chosen = prepare(model, objectives, example, alone(plan, samples), batch_size=batch_size)
+        return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
+    together = prepare_together(world, model, objectives, example, plan, batch_size)
+    return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)

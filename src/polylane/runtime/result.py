@@ -1,0 +1,106 @@
+"""What a step gave: loss and spans, summed over all workers as one vector that travels while the next step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polylane.observe.timeline import Span, Timeline
+from polylane.program.program import Program
+from polylane.runtime.transport.protocol import Pending, Transport
+from polylane.runtime.worker import StepState
+
+# Beyond this many workers the spans of a step are no longer gathered with its loss.
+TIMELINE_WORKERS = 64
+
+
+class StepResult:
+    """What a step gave, the same on every worker. It is complete a little after the step: reading it waits for that."""
+
+    def __init__(self, step: int, samples: int, report: Report) -> None:
+        self.step = step
+        self.samples = samples
+        self._report = report
+
+    @property
+    def loss(self) -> float:
+        """The loss of the whole batch, before the step changed the weights."""
+        return self._report.loss()
+
+    @property
+    def sums(self) -> tuple[float, float]:
+        """The loss as (total, count), for means over several batches: sum of the totals over sum of the counts."""
+        return self._report.sums()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What every worker did and when, in seconds from the step's start."""
+        return self._report.timeline()
+
+
+@dataclass
+class Report:
+    """Loss and spans of one step, summed over all workers as one vector that is on its way."""
+
+    pending: Pending | None
+    vector: Tensor
+    programs: Sequence[Program]
+    own: Sequence[Span]
+
+    def complete(self) -> None:
+        """Wait until it is here."""
+        if self.pending is not None:
+            self.vector = self.pending.wait()
+            self.pending = None
+
+    def sums(self) -> tuple[float, float]:
+        self.complete()
+        total, count = self.vector[:2].tolist()
+        return total, count
+
+    def loss(self) -> float:
+        total, count = self.sums()
+        return total / count if count else float("nan")
+
+    def timeline(self) -> Timeline:
+        self.complete()
+        spans: list[Span] = []
+        numbers = self.vector[2:].tolist()
+        if not numbers:
+            return Timeline(tuple(self.own), len(self.programs), title="measured (this worker)").from_zero()
+        at = 0
+        for program in self.programs:
+            for action in program.actions:
+                start, end, waited = numbers[at : at + 3]
+                at += 3
+                if end > 0:
+                    spans.append(Span(program.rank, action, start, end, waited))
+        return Timeline(tuple(spans), len(self.programs), title="measured").from_zero()
+
+
+def gathered(
+    programs: Sequence[Program], state: StepState, ahead: float, transport: Transport, device: torch.device
+) -> Report:
+    """Start to gather what every worker did in a step.
+
+    Args:
+        programs: of all workers, by rank.
+        state: what this worker gathered.
+        ahead: seconds that its clock is ahead of rank 0's.
+        transport: between all workers.
+        device: where the vector travels.
+    """
+    gather = transport.size <= TIMELINE_WORKERS
+    numbers = [0.0] * (3 * sum(len(program.actions) for program in programs) if gather else 0)
+    if gather:
+        begin = sum(len(program.actions) for program in programs[: transport.rank])
+        place = {action: begin + i for i, action in enumerate(programs[transport.rank].actions)}
+        for span in state.spans:
+            at = 3 * place[span.action]
+            numbers[at : at + 3] = span.start - ahead, span.end - ahead, span.waited
+    vector = torch.tensor([*state.sums(), *numbers], dtype=torch.float64, device=device)
+    pending = transport.all_reduce(vector, range(transport.size)) if transport.size > 1 else None
+    return Report(pending, vector, programs, state.spans)
