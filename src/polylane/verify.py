@@ -16,7 +16,7 @@ from polylane.graph.batch import bounds, cloned, flatten, promoted, sample_count
 from polylane.graph.export import Whole, snapshot
 from polylane.graph.graph import Code, Graph, Node
 from polylane.graph.part import Part
-from polylane.graph.precision import Promoted
+from polylane.graph.precision import Promoted, to_float64
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.job import Job
@@ -118,9 +118,10 @@ def verify(
     """
     if not batches:
         raise PolylaneError("there is no batch to verify with")
-    model, objective = copy.deepcopy(model).double(), _in_float64(objective)
+    model, objective = to_float64(_copied(model)), _in_float64(objective)
     example = in_float64(batches[0])
     prepared = prepare(model, {objective.name: objective}, example, plan, in_float64=True)
+    _see_that_it_runs(prepared, batches[0])
     return prove(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
 
 
@@ -164,10 +165,37 @@ def prove(
     )
 
 
+def _see_that_it_runs(prepared: Prepared, batch: Any) -> None:
+    """Some kernels know no float64: say so before any worker starts."""
+    leaves, _ = flatten(in_float64(batch))
+    tensors = Tensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
+    samples = sample_count(leaves)
+    restore = snapshot(prepared.model)
+    try:
+        with torch.no_grad():
+            run_whole(prepared.main.graph.code, tensors, leaves, Part(samples, batch=samples))
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0]
+        raise PolylaneError(f"the model does not run in float64, which a proof needs: {why}") from error
+    finally:
+        restore()
+
+
 def _in_float64(objective: Objective) -> Objective:
     if not isinstance(objective.loss, nn.Module):
         return objective
-    return replace(objective, loss=copy.deepcopy(objective.loss).double())
+    return replace(objective, loss=to_float64(_copied(objective.loss)))
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PolylaneError(
+            f"the model cannot be copied for a proof, copy.deepcopy says: {reason} (torch.nn.utils.weight_norm does "
+            "this; torch.nn.utils.parametrizations.weight_norm does not)"
+        ) from error
 
 
 def in_float64(batch: Any) -> Any:
@@ -237,7 +265,22 @@ def _reference_loss(model: nn.Module, objective: Objective, graph: Graph, exampl
             result: tuple[Tensor, ...] = whole(*leaves)
         return result
 
-    return (by_graph, False) if graph.code.random else (by_model, True)
+    leaves, _ = flatten(in_float64(example))
+    plain = not graph.code.random and _runs(model, lambda: by_model(leaves, Part(sample_count(leaves))))
+    return (by_model, True) if plain else (by_graph, False)
+
+
+def _runs(model: nn.Module, loss: Callable[[], Any]) -> bool:
+    """Whether the model itself runs in float64: some of its kernels, unlike a graph's, may not."""
+    restore = snapshot(model)
+    try:
+        with torch.no_grad():
+            loss()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    finally:
+        restore()
+    return True
 
 
 def run_whole(
@@ -338,7 +381,7 @@ def relative_error(expected: Tensor, got: Tensor, floor: float = 0.0) -> float:
     """Largest difference over the largest entry of ``expected``, or over ``floor`` if larger; nan counts as inf."""
     if expected.numel() == 0:
         return 0.0
-    a, b = expected.double(), got.double()
+    a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (expected, got))
     if torch.equal(a, b):
         return 0.0
     difference, scale = float((a - b).abs().max()), max(float(a.abs().max()), floor)

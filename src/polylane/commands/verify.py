@@ -127,5 +127,6 @@ def _sentence(verdict: Verdict) -> str:
     if not verdict.replicas_equal:
         reasons.append("workers that hold the same weight hold different bits of it")
     if verdict.culprit is not None:
-        reasons.append(f"the first that differs is {verdict.culprit}")
+        whole = verdict.culprit.startswith("every ")
+        reasons.append(verdict.culprit if whole else f"the first value that differs is {verdict.culprit}")
     return f"NOT equal: {plan} and one worker differ; {'; '.join(reasons)}."

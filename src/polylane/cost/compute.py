@@ -104,6 +104,13 @@ def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def _once(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    if writes(node):  # autograd refuses a write to a leaf: the value is what counts here
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        flows = any(isinstance(v, Tensor) and v.requires_grad for v in (values[n] for n in node.all_input_nodes))
+        with torch.no_grad():
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        inexact = isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex())
+        return result.detach().requires_grad_(flows and inexact) if isinstance(result, Tensor) else result
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _leaf(values[used]))
     return _detached(node.target(*args, **kwargs))  # type: ignore[operator]
 

@@ -135,8 +135,14 @@ def to_device(leaves: Sequence[Any], device: torch.device) -> list[Any]:
 
 
 def promoted(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """Floating-point tensor leaves cast to ``dtype``, the others as they are."""
-    return [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
+    """Floating-point tensor leaves cast to ``dtype``, complex ones to the complex type of that precision."""
+    return [_cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    if leaf.is_complex():
+        return leaf.to(dtype.to_complex())
+    return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
 def cloned(leaves: Sequence[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -106,7 +107,8 @@ class NotCaptured(Exception):
         paths = {id(module): path for path, module in whole.model.named_modules()}
         path, line = None, ""
         for frame, number in traceback.walk_tb(error.__traceback__):
-            module = frame.f_locals.get("self")
+            first = frame.f_code.co_varnames[:1]  # whatever the user calls it
+            module = frame.f_locals.get(first[0]) if first else None
             if frame.f_code.co_name == "forward" and id(module) in paths:
                 path = paths[id(module)]
             if is_users(frame.f_code.co_filename):
@@ -131,6 +133,7 @@ def export(whole: Whole, leaves: Sequence[Any]) -> torch.export.ExportedProgram:
             _lines_kept(),
             _lengths_open(),
             _checkpoints_inlined(whole.tracing),
+            _distributions_unchecked(),
             _quiet(),
             torch.enable_grad(),
         ):
@@ -159,6 +162,20 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
     finally:
         for config in on:
             config.use_cache = True
+
+
+@contextmanager
+def _distributions_unchecked() -> Iterator[None]:
+    """torch.distributions looks at its arguments' values, which a graph has none of; the self-check runs with them."""
+    base: Any = getattr(sys.modules.get("torch.distributions.distribution"), "Distribution", None)
+    before = getattr(base, "_validate_args", None)
+    if base is not None:
+        base.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        if base is not None:
+            base.set_default_validate_args(before)
 
 
 @contextmanager

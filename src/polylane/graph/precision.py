@@ -12,7 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from polylane.graph.rewrite import op_name
 
-LOWER = (torch.float16, torch.bfloat16, torch.float32)
+# What each lower type becomes in a proof; whole numbers and what is in double precision already stay.
+PROMOTED = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
+    **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
+}
+LOWER = tuple(PROMOTED)
 
 
 class Within:
@@ -62,7 +67,7 @@ class Promoted(TorchFunctionMode):
             return Tensor.double(*args)
         result = func(*_promoted(args), **_promoted(kwargs or {}))
         made = isinstance(result, Tensor) and result.dtype in LOWER and not any(isinstance(a, Tensor) for a in args)
-        return result.double() if made else result
+        return result.to(PROMOTED[result.dtype]) if made else result
 
 
 def wrap_autocast(graph: fx.Graph) -> None:
@@ -96,11 +101,25 @@ def promote(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
                 node.meta["op"] = op_name(node)
                 node.target = InFloat64(node.target)
             elif not own_python and _makes_lower(node):
-                node.kwargs = {**node.kwargs, "dtype": torch.float64}
+                node.kwargs = {**node.kwargs, "dtype": PROMOTED[node.meta["val"].dtype]}
         node.meta["val"] = _double(node.meta.get("val"))
     for name, value in constants.items():
         if value.dtype in LOWER:
-            constants[name] = value.double()
+            constants[name] = _constant(value)
+
+
+def _constant(value: Tensor) -> Tensor:
+    """A captured constant as the user wrote it: 0.1, not the nearest float32 to it."""
+    if value.dim() > 0 or value.is_complex():
+        return value.to(PROMOTED[value.dtype])
+    return torch.tensor(float(str(value.float().numpy())), dtype=torch.float64)  # the shortest decimal that gives it
+
+
+def to_float64(module: nn.Module) -> nn.Module:
+    """Let all parameters and buffers of a module be in double precision, the complex ones too."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.to(PROMOTED.get(tensor.dtype, tensor.dtype))
+    return module
 
 
 def _makes_lower(node: fx.Node) -> bool:
@@ -121,15 +140,15 @@ def _double(val: Any) -> Any:
             return val
         mode = getattr(val, "fake_mode", None)
         if mode is None:
-            return val.to("meta").double()
+            return val.to("meta").to(PROMOTED[val.dtype])
         with mode:
-            return val.detach().double()
+            return val.detach().to(PROMOTED[val.dtype])
     return type(val)(_double(v) for v in val) if isinstance(val, (list, tuple)) else val
 
 
 def _promoted(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        return torch.float64 if value in LOWER else value
+        return PROMOTED.get(value, value)
     if isinstance(value, list):  # fx has lists and dictionaries of its own
         return [_promoted(v) for v in value]
     if type(value) is tuple:
@@ -139,17 +158,24 @@ def _promoted(value: Any) -> Any:
     return value
 
 
+def _alike(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_complex() if tensor.is_complex() else dtype
+
+
 @contextmanager
 def cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """For the while, let all floating parameters and buffers of a module be of another type; the objects stay the same.
+    """For the while, let all floating parameters and buffers of a module be of another precision, the complex ones too.
+
+    The objects stay the same.
 
     What is written to buffers inside is forgotten.
     """
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() and t.dtype != dtype]
+    inexact = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() or t.is_complex()]
+    tensors = [t for t in inexact if t.dtype != _alike(t, dtype)]
     originals = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
     for tensor in tensors:
         tensor.grad = None
-        tensor.data = tensor.data.to(dtype)
+        tensor.data = tensor.data.to(_alike(tensor, dtype))
     try:
         yield
     finally:

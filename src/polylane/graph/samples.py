@@ -19,7 +19,7 @@ from polylane.graph.export import Loss, Whole, at, reason_of
 from polylane.graph.graph import Graph, Node
 from polylane.graph.keying import AsPart
 from polylane.graph.part import Part
-from polylane.graph.precision import LOWER, Promoted, innermost
+from polylane.graph.precision import PROMOTED, Promoted, innermost
 from polylane.graph.statistics import batch_norm, whole_batch_norm
 
 # Of an example batch; fewer than the fewest cannot be split unequally.
@@ -91,7 +91,7 @@ def _in_float64(whole: Whole, graph: Graph, leaves: Sequence[Any]) -> Tables:
     """Values of its own for a run: nothing that it writes is seen elsewhere."""
 
     def own(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(torch.float64 if tensor.dtype in LOWER else tensor.dtype, copy=True)
+        return tensor.detach().to(PROMOTED.get(tensor.dtype, tensor.dtype), copy=True)
 
     table = dict(tables(whole, graph.code.constants, leaves))
     for kind in ("parameter", "buffer", "constant"):
@@ -259,10 +259,12 @@ def _not_a_mean(graph: Graph, node: Node) -> str:
     where = f"in {node.module}" if node.module not in ("", "loss") else "in the loss" if node.module else "in the model"
     if not node.shape and node.op not in ("leaf", "function"):
         return (
-            f"the loss is not a mean over samples: {node.name} {where}{line} averages over what does not count alike "
-            "in every part of a batch; return polylane.Mean(total, count) from loss, or use data=1 and microbatches=1"
+            f"the loss is not a mean over samples: {node.name} {where}{line} does not add up over the parts of a batch as "
+            "a mean does (an average over what does not count alike, a sum, a maximum); return a mean over the samples or "
+            "polylane.Mean(total, count) from loss, or use data=1 and microbatches=1"
         )
+    own = ", or draws on state of its own (Python's random, a counter)" if node.op == "leaf" else ""
     return (
         f"the loss is not a mean over samples: {node.name} {where}{line} makes each sample depend on the others "
-        "of its batch; use data=1 and microbatches=1"
+        f"of its batch{own}; use data=1 and microbatches=1"
     )

@@ -147,6 +147,10 @@ def load(path: str | Path) -> Plan:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
+        if key == "polylane":
+            raise PolylaneError(
+                f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
+            ) from error
         raise PolylaneError(f"plan {path}: {key}: {first['msg']}") from error
     _check_devices(plan, path)
     return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -150,6 +151,8 @@ def prepare(
     microbatches = spec.microbatches if isinstance(spec, Plan) else plans.default_microbatches(spec, total)
     if microbatches > total:
         raise PolylaneError(f"microbatches={microbatches}: a batch of {total} samples cannot be divided into so many")
+    if spec.data > total:
+        raise PolylaneError(f"data={spec.data}: a batch of {total} samples cannot be divided over so many replicas")
     # What a worker will have in hand: the sizes that count for time and memory.
     hand = max(2, -(-total // (microbatches * spec.data)))
     part = few(leaves, min(hand, sample_count(leaves)))
@@ -159,7 +162,7 @@ def prepare(
         trainable = optimized(parameters, objective.optimizer)
         graph = capture(model, objective.loss, rebuild(cloned(part)), trainable=trainable, in_float64=in_float64)
         if spec.data > 1 or microbatches > 1:
-            _refuse_inexact(graph, model, objective.loss, leaves, spec, microbatches)
+            _refuse_inexact(graph, model, objective.loss, leaves, spec, microbatches, in_float64)
         partitions[objective.name] = _cut(
             graph, model, objective.loss, part, spec, next(iter(partitions.values()), None), seconds
         )
@@ -203,9 +206,27 @@ def _cut(
 
 
 def _refuse_inexact(
-    graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], plan: Spec | Plan, microbatches: int
+    graph: Graph,
+    model: nn.Module,
+    loss: Loss,
+    leaves: list[Any],
+    plan: Spec | Plan,
+    microbatches: int,
+    in_float64: bool,
 ) -> None:
-    reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))))
+    try:
+        reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))))
+    except PolylaneError:
+        raise
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0]
+        if in_float64:
+            raise PolylaneError(f"the model does not run in float64, which a proof needs: {why}") from error
+        warnings.warn(
+            f"whether the loss is a mean over samples could not be seen: the model does not run in float64 ({why})",
+            stacklevel=2,
+        )
+        return
     if reason is not None:
         key = f"data={plan.data}" if plan.data > 1 else f"microbatches={microbatches}"
         raise PolylaneError(f"{key} would not compute what one device computes: {reason}")
