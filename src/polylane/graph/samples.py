@@ -259,9 +259,9 @@ def _not_a_mean(graph: Graph, node: Node) -> str:
     where = f"in {node.module}" if node.module not in ("", "loss") else "in the loss" if node.module else "in the model"
     if not node.shape and node.op not in ("leaf", "function"):
         return (
-            f"the loss is not a mean over samples: {node.name} {where}{line} does not add up over the parts of a batch as "
-            "a mean does (an average over what does not count alike, a sum, a maximum); return a mean over the samples or "
-            "polylane.Mean(total, count) from loss, or use data=1 and microbatches=1"
+            f"the loss is not a mean over samples: {node.name} {where}{line} does not add up over the parts of a batch "
+            "as a mean does (an average over what does not count alike, a sum, a maximum); return a mean over the "
+            "samples or polylane.Mean(total, count) from loss, or use data=1 and microbatches=1"
         )
     own = ", or draws on state of its own (Python's random, a counter)" if node.op == "leaf" else ""
     return (
