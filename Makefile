@@ -41,6 +41,7 @@ demo: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks.utilization
 
 # Everything that is made; the virtual environment too.
 clean:
