@@ -477,7 +477,7 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(folder: Path) -> None:
     assert process.returncode == 130
     assert err == "run/interrupted/ keeps what was written so far\npolylane: interrupted\n"
     wait_for(lambda: not alive(process.pid))
-    assert len(metrics(run)[0]) > 2
+    assert len(metrics(run)[0]) >= 2
     plans.load(run / "plan.yaml")
 
 
