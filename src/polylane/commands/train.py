@@ -134,12 +134,14 @@ def _start(request: Request, reporter: _Reporter) -> Outcome:
 
 def _under_torchrun(request: Request, place: RunFolder, json: bool) -> None:
     """This process is one of the workers already; rank 0 writes and prints."""
+    import torch
+
     from polylane.commands.training import apart
     from polylane.runtime.failure import Failure
-    from polylane.runtime.launch import ECHO_GRACE_SECONDS, single_threaded
+    from polylane.runtime.launch import ECHO_GRACE_SECONDS, threads_per_worker
     from polylane.runtime.world import World
 
-    single_threaded()
+    torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     world = World.join()
     try:
         if world.rank != 0:

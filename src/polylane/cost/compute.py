@@ -109,8 +109,7 @@ def _once(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         flows = any(isinstance(v, Tensor) and v.requires_grad for v in (values[n] for n in node.all_input_nodes))
         with torch.no_grad():
             result = node.target(*args, **kwargs)  # type: ignore[operator]
-        inexact = isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex())
-        return result.detach().requires_grad_(flows and inexact) if isinstance(result, Tensor) else result
+        return _written_value(result, flows)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _leaf(values[used]))
     return _detached(node.target(*args, **kwargs))  # type: ignore[operator]
 
@@ -139,8 +138,14 @@ def _written(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         wait()
         seconds = time.perf_counter() - start
-    values[node] = result.detach().requires_grad_(flows) if isinstance(result, Tensor) else result
+    values[node] = _written_value(result, flows)
     return seconds * (2 if flows else 1)
+
+
+def _written_value(result: Any, flows: bool) -> Any:
+    if not isinstance(result, Tensor):
+        return result
+    return result.detach().requires_grad_(flows and (result.is_floating_point() or result.is_complex()))
 
 
 def _leaf(value: Any) -> Any:

@@ -21,20 +21,25 @@ def dtypes_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype) ->
     part = Part(graph.samples, batch=graph.samples)
     values: dict[fx.Node, Any] = {}
     found: dict[str, torch.dtype] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), torch.autocast(device_type, dtype=dtype):
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.autocast(device_type, dtype=dtype):
         for node in graph.code.fx.nodes:
             if node.op == "placeholder":
                 values[node] = part if node.meta["role"][0] == "part" else _empty(node.meta["val"], None)
             elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                try:
-                    values[node] = node.target(*args, **kwargs)
-                except Exception:
-                    values[node] = _like(node.meta.get("val"))
+                values[node] = _run(node, values)
                 if isinstance(values[node], Tensor):
                     found[node.meta["name"]] = values[node].dtype
-    del mode
     return found
+
+
+def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    if node.meta["op"] in ("leaf", "function"):  # it might keep what has no data
+        return _like(node.meta.get("val"))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    try:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception:
+        return _like(node.meta.get("val"))
 
 
 def _empty(val: Any, dtype: torch.dtype | None) -> Any:

@@ -87,8 +87,8 @@ def batch_norm(
         _require_values(part, x.numel() // max(x.shape[1], 1))
         return torch.batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
     out, mean, variance, total = _Shared.apply(x, weight, bias, part, eps)  # type: ignore[no-untyped-call]
+    _require_values(part, int(total))
     if running_mean is not None and running_var is not None:
-        _require_values(part, int(total))
         with torch.no_grad():
             running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
             unbiased = variance * (total / (total - 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -47,7 +46,7 @@ def prepare_together(
         if reason is not None:
             raise PolylaneError(reason if rank == 0 else f"on rank {rank}: {reason}")
     assert prepared is not None
-    return replace(prepared)
+    return prepared
 
 
 def _attempt(

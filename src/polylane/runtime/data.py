@@ -82,7 +82,8 @@ def _mapped(
 def _streamed(
     dataset: Iterable[Any], size: int, shares: Shares, generators: Stream, collate: Collate
 ) -> Iterator[Batch]:
-    stream = iter(dataset)
+    with generators:
+        stream = iter(dataset)
     first = True
     while True:
         with generators:

@@ -115,6 +115,11 @@ def objectives_of(
         return {"loss": Objective("loss", loss, optimizer, scheduler)}
     if not isinstance(optimizer, Mapping) or set(loss) != set(optimizer):
         raise PolylaneError(f"losses named {sorted(loss)} take a mapping of optimizers with the same names")
+    shared = [
+        name for name, each in loss.items() if isinstance(each, nn.Module) and next(each.parameters(), None) is not None
+    ]
+    if len(shared) > 1:
+        raise PolylaneError(f"losses {', '.join(sorted(shared))} both have parameters: move them into the model")
     schedulers = scheduler if isinstance(scheduler, Mapping) else dict.fromkeys(loss, scheduler)
     return {name: Objective(name, loss[name], optimizer[name], schedulers.get(name)) for name in loss}
 

@@ -132,6 +132,11 @@ class Replicas:
         self._seeded = True
         try:
             loss.backward(start * share, *args, **kwargs)
+        except BaseException:
+            for index, before in self._earlier.items():  # nothing was summed: as if it had not begun
+                self._parameters[index].grad = before
+            self._earlier = {}
+            raise
         finally:
             self._seeded = False
 

@@ -50,6 +50,8 @@ class Reducer:
         self._optional = frozenset(optional)
         self._transport = transport
         self._of = {name: i for i, bucket in enumerate(self._buckets) for name in bucket.parameters}
+        # The user's own Python may give a gradient twice in one pass, or not at all: such buckets wait for its end.
+        self._sure = [self._optional.isdisjoint(bucket.parameters) for bucket in self._buckets]
         self._waiting: list[set[str]] = []
         self._next = 0
         self._flights: dict[str, _Flight] = {}
@@ -67,7 +69,7 @@ class Reducer:
         def finished(_: Tensor) -> None:
             self._waiting[self._of[name]].discard(name)
             # In order, always: the other workers' gradients may be complete in another one.
-            while self._next < len(self._buckets) and not self._waiting[self._next]:
+            while self._next < len(self._buckets) and not self._waiting[self._next] and self._sure[self._next]:
                 self._launch(self._next)
 
         return finished

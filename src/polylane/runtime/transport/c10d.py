@@ -129,7 +129,7 @@ class Transport:
         for ranks in dict.fromkeys(normalised(group, self.size) for group in groups):
             if len(ranks) == 1:
                 continue
-            group = _default_group() if len(ranks) == self.size else _new_group(ranks)
+            group = _default_group() if len(ranks) == self.size and not own else _new_group(ranks)
             if self.rank in ranks:
                 opened[ranks] = group
         return opened
