@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -125,11 +124,3 @@ class Code:
     leaves: int
     random: bool
     batch_statistics: bool
-
-
-def nodes_by_module(nodes: Sequence[Node]) -> dict[str, list[Node]]:
-    """Nodes grouped by the user's module path, in order of first use."""
-    groups: dict[str, list[Node]] = {}
-    for node in nodes:
-        groups.setdefault(node.module, []).append(node)
-    return groups
