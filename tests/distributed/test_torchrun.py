@@ -69,6 +69,7 @@ if made_before and job.plan.workers > 1:
     told["refusals"] = refusals
     with open(f"{out}.{rank}.json", "w") as file:
         json.dump(told, file)
+    dist.barrier()
     dist.destroy_process_group()
 """
 

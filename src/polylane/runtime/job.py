@@ -387,6 +387,8 @@ class Job:
         if self._report is not None:
             self._report.complete()
         self._transport.close()
+        if self.world.size > 1:
+            self._transport.barrier()  # a group that one worker ends while another still talks may abort from C++
         self.world.leave()
 
     def __enter__(self) -> Job:
