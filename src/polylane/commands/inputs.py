@@ -126,7 +126,7 @@ def _line(error: BaseException, path: Path) -> str:
 
 
 def build_model(recipe: Recipe, seed: int) -> nn.Module:
-    """The model with the weights that the seed gives it on one device, and an optimizer that is known to take them.
+    """The model with the weights that the seed gives it on one device.
 
     Raises:
         RecipeError: a function of the recipe raised, or did not return what it should.

@@ -36,7 +36,7 @@ def _bernoulli(
 
 
 def _uniform(part: Part, salt: int, dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    low, high = [*args, 0.0, 1.0][: max(2, len(args))][:2] if len(args) != 1 else (args[0], 1.0)
+    low, high = args[0] if args else 0.0, args[1] if len(args) > 1 else 1.0
     return keyed.uniform_like(part, salt, dim, x, kwargs.get("from", low), kwargs.get("to", high))
 
 

@@ -286,9 +286,9 @@ def _agreeing_cuts(
     if len(allowed) < stages - 1:
         raise PolylaneError(_too_many(graph, stages, len(allowed) + 1))
     cuts: list[int] = []
+    pairs = list(zip(weights, guesses, strict=True))
     for stage in range(1, stages):
         # Disagreement of a cut at p: nodes before it that belong later, and nodes after it that belong earlier.
-        pairs = [(weight, guess) for weight, guess in zip(weights, guesses, strict=True)]
         late = np.cumsum([0.0] + [w if g is not None and g >= stage else 0.0 for w, g in pairs])
         early = np.cumsum([0.0] + [w if g is not None and g < stage else 0.0 for w, g in pairs])
         low = cuts[-1] if cuts else 0

@@ -79,8 +79,6 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if not self._waiting:  # nothing was armed: every microbatch of this worker was empty
-            self._waiting, self._next = [set() for _ in self._buckets], 0
         while self._next < len(self._buckets):
             self._launch(self._next)
         self._waiting = []
