@@ -1,0 +1,212 @@
+"""From one placement to another: one collective forward, and the one that duality asks for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from polylane.placement.placement import PARTIAL, Partial, Placement, Replicate, Shard, gradient
+
+
+class Axis(Protocol):
+    """The ranks along one axis of a mesh, as one of them sees them.
+
+    All ranks of an axis ask for the same operations in the same order.
+    """
+
+    index: int
+    degree: int
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, the same bits everywhere; ``tensor`` may be overwritten."""
+        ...
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """The elementwise maximum over all ranks; ``tensor`` may be overwritten."""
+        ...
+
+    def exchange(self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
+        """Send ``pieces[i]`` to rank i and receive from each what it has for this one.
+
+        Args:
+            pieces: contiguous, all of one dtype; None where rank i gets nothing. This rank's own comes back as it is.
+            shapes: of what comes from each rank, None where nothing does.
+        """
+        ...
+
+
+def name_of(source: Placement, target: Placement) -> str:
+    """The collective that brings a value from one placement to another, or "" where nothing travels (forward)."""
+    if isinstance(source, Partial):
+        return "all_reduce" if isinstance(target, Replicate) else "reduce_scatter" if isinstance(target, Shard) else ""
+    if isinstance(source, Shard):
+        return "all_gather" if isinstance(target, Replicate) else _between(source, target)
+    return ""
+
+
+def _between(source: Shard, target: Placement) -> str:
+    return "all_to_all" if isinstance(target, Shard) and target != source else ""
+
+
+class Move:
+    """A value from one placement to another along an axis, as an operator of a graph: ``move(axis, x)``."""
+
+    __module__ = "polylane"
+
+    def __init__(self, source: Placement, target: Placement) -> None:
+        self.source, self.target = source, target
+        self.__name__ = name_of(source, target) or "place"
+
+    def __call__(self, axis: Axis, x: Tensor) -> Tensor:
+        if self.source == self.target:
+            return x
+        return _Moved.apply(x, axis, self.source, self.target)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, source: Placement, target: Placement) -> Tensor:
+        ctx.axis, ctx.source, ctx.target = axis, source, target
+        out = moved(axis, x, source, target)
+        return out.view_as(x) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return moved(ctx.axis, grads[0], gradient(ctx.target), gradient(ctx.source)), None, None, None
+
+
+def moved(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Tensor:
+    """Bring a value from one placement to another, without a thought of gradients."""
+    if isinstance(source, Replicate):
+        return _from_whole(axis, x, target)
+    if isinstance(source, Partial):
+        if isinstance(target, Partial):
+            return x
+        if isinstance(target, Replicate):
+            return axis.all_reduce(x.clone(memory_format=torch.contiguous_format))
+        return _reduce_scatter(axis, x, target)
+    if isinstance(target, Shard):
+        return x if target == source else _all_to_all(axis, x, source, target)
+    if isinstance(target, Partial):
+        return _padded(axis, x, source)
+    return _all_gather(axis, x, source)
+
+
+def _from_whole(axis: Axis, x: Tensor, target: Placement) -> Tensor:
+    if isinstance(target, Partial):
+        return x if axis.index == 0 else torch.zeros_like(x)
+    return piece(x, target, axis.index) if isinstance(target, Shard) else x
+
+
+def piece(x: Tensor, shard: Shard, index: int) -> Tensor:
+    """What rank ``index`` has of a whole value; contiguous, of memory of its own."""
+    parts = [x.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges(index)]
+    if len(parts) == 1:
+        return parts[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(parts, shard.dim) if parts else x.narrow(shard.dim, 0, 0).clone()
+
+
+def _padded(axis: Axis, x: Tensor, source: Shard) -> Tensor:
+    shape = list(x.shape)
+    shape[source.dim] = source.size
+    out = x.new_zeros(shape)
+    _fill(out, x, source, axis.index)
+    return out
+
+
+def _fill(out: Tensor, part: Tensor, shard: Shard, index: int) -> None:
+    at = 0
+    for start, stop in shard.ranges(index):
+        out.narrow(shard.dim, start, stop - start).copy_(part.narrow(shard.dim, at, stop - start))
+        at += stop - start
+
+
+def _sized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    return tuple(length if d == dim else n for d, n in enumerate(shape))
+
+
+def _all_gather(axis: Axis, x: Tensor, source: Shard) -> Tensor:
+    own = x.contiguous()
+    shapes = [_sized(x.shape, source.dim, source.length(i)) for i in range(axis.degree)]
+    parts = axis.exchange([own] * axis.degree, shapes)
+    if len(source.cuts) == 1:
+        return torch.cat([part for part in parts if part is not None], source.dim)
+    out = x.new_empty(_sized(x.shape, source.dim, source.size))
+    for i, part in enumerate(parts):
+        assert part is not None
+        _fill(out, part, source, i)
+    return out
+
+
+def _reduce_scatter(axis: Axis, x: Tensor, target: Shard) -> Tensor:
+    pieces = [piece(x, target, i) for i in range(axis.degree)]
+    own = tuple(pieces[axis.index].shape)
+    parts = axis.exchange(pieces, [own] * axis.degree)
+    out = parts[0]
+    assert out is not None
+    for part in parts[1:]:  # in the order of ranks, whoever sums
+        assert part is not None
+        out = out + part
+    return out
+
+
+def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Tensor:
+    if source.dim == target.dim:
+        return _recut(axis, x, source, target)
+    pieces = [piece(x, target, i) for i in range(axis.degree)]
+    kept = target.length(axis.index)
+    shapes = [
+        _sized(_sized(x.shape, target.dim, kept), source.dim, source.length(i)) for i in range(axis.degree)
+    ]
+    parts = axis.exchange(pieces, shapes)
+    out = x.new_empty(_sized(shapes[0], source.dim, source.size))
+    for i, part in enumerate(parts):
+        assert part is not None
+        _fill(out, part, source, i)
+    return out
+
+
+def _recut(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Tensor:
+    """The same dimension, cut elsewhere: every rank sends what lies in another's part."""
+    dim, me = source.dim, axis.index
+    pieces = [_overlap(x, source.ranges(me), target.ranges(i), dim) for i in range(axis.degree)]
+    lengths = [_length(source.ranges(i), target.ranges(me)) for i in range(axis.degree)]
+    parts = axis.exchange(pieces, [_sized(x.shape, dim, n) for n in lengths])
+    out, taken, at = [], [0] * axis.degree, 0
+    wanted = sorted(
+        (max(a, c), min(b, d), i)
+        for i in range(axis.degree)
+        for a, b in source.ranges(i)
+        for c, d in target.ranges(me)
+        if max(a, c) < min(b, d)
+    )
+    for start, stop, i in wanted:
+        part = parts[i]
+        assert part is not None
+        out.append(part.narrow(dim, taken[i], stop - start))
+        taken[i] += stop - start
+        at += stop - start
+    return torch.cat(out, dim) if out else x.narrow(dim, 0, 0).clone()
+
+
+def _overlap(x: Tensor, own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]], dim: int) -> Tensor:
+    parts, at = [], 0
+    for a, b in own:
+        for c, d in wanted:
+            start, stop = max(a, c), min(b, d)
+            if start < stop:
+                parts.append(x.narrow(dim, at + start - a, stop - start))
+        at += b - a
+    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
+
+
+def _length(own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> int:
+    return sum(max(0, min(b, d) - max(a, c)) for a, b in own for c, d in wanted)
+
+
+def summed(axis: Axis, x: Tensor) -> Tensor:
+    """The sum over all ranks of what each has, differentiable: every rank's gradient is that of the sum."""
+    return _Moved.apply(x, axis, PARTIAL, Replicate())  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,177 @@
+"""Graph + placements -> the graph that one rank runs, with its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from polylane.graph.sizes import Size
+from polylane.placement.call import Call, Edit, Strategy
+from polylane.placement.move import Move
+from polylane.placement.placement import REPLICATE, Placement, Shard
+from polylane.placement.view import Key, Sizes, bound, is_alias, key_of, name_of
+
+# A value's placement on every axis of the mesh, in the mesh's order.
+State = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How all of a graph lies on one axis.
+
+    Attributes:
+        degree: ranks along the axis.
+        steps: the chosen strategy of every operator, by its node's name.
+        sources: the placement of every placeholder.
+    """
+
+    degree: int
+    steps: Mapping[str, Strategy]
+    sources: Mapping[Key, Placement]
+
+    def placement(self, key: Key) -> Placement:
+        """How a tensor lies where it is made."""
+        if key in self.sources:
+            return self.sources[key]
+        strategy = self.steps.get(key[0])
+        return strategy.outputs[key[1]] if strategy is not None and strategy.outputs else REPLICATE
+
+
+@dataclass
+class _Writer:
+    """Writes one rank's graph, operator by operator."""
+
+    splits: Mapping[str, Split]
+    coordinates: Mapping[str, int]
+    calls: Mapping[str, Call]
+    sizes: Sizes
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    axes: dict[str, fx.Node] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    moved: dict[tuple[fx.Node, State], fx.Node] = field(default_factory=dict)
+
+    def state(self, key: Key) -> State:
+        return tuple(split.placement(key) for split in self.splits.values())
+
+    def as_needed(self, node: fx.Node, needed: State) -> Any:
+        """A node's value as a consumer needs it; moved once for all consumers that need it so."""
+        have, value = self.state(key_of(node)), self.values[node]
+        for i in _order(have, needed):
+            after = (*have[:i], needed[i], *have[i + 1 :])
+            if after != have:
+                known = self.moved.get((value, after))
+                if known is None:
+                    axis = self.axes[list(self.splits)[i]]
+                    known = self.graph.call_function(Move(have[i], needed[i]), (axis, value))
+                    known.meta["name"] = name_of(node)
+                    self.moved[value, after] = known
+                value, have = known, after
+        return value
+
+    def step(self, node: fx.Node) -> fx.Node:
+        """One operator, with the moves before it."""
+        name, first = name_of(node), next(reversed(self.graph.nodes), None)
+        call = self.calls[name]
+        chosen = {axis: split.steps[name] for axis, split in self.splits.items()}
+        prefix, given, positional = bound(node, node.args, node.kwargs)
+        number = iter(range(len(call.inputs)))
+
+        def local(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                if isinstance(value.target, Size):
+                    return self.sizes.number(value)
+                if not _is_tensor(value):
+                    return self.values[value]
+                index = next(number)
+                return self.as_needed(value, tuple(s.inputs[index] for s in chosen.values()))
+            if isinstance(value, (list, tuple)):
+                return [local(v) for v in value]
+            return {k: local(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+        arguments = {key: local(value) for key, value in given.items()}
+        edit = Edit(
+            call, self.graph, node.target, fx.map_arg(node.args[:prefix], self.values.__getitem__), arguments, positional,
+            [{axis: s.inputs[i] for axis, s in chosen.items()} for i in range(len(call.inputs))],
+            [{axis: s.outputs[i] for axis, s in chosen.items()} for i in range(len(call.outputs))],
+            self.coordinates,
+        )  # fmt: skip
+        for axis, strategy in chosen.items():
+            if strategy.local is not None:
+                edit.axis, edit.index, edit.strategy = self.axes[axis], self.coordinates[axis], strategy
+                strategy.local(edit)
+        result = edit.emit()
+        _label(self.graph, first, node)
+        return result
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    from torch import Tensor
+
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _label(graph: fx.Graph, first: fx.Node | None, node: fx.Node) -> None:
+    """Everything new belongs to the user's node."""
+    for made in reversed(graph.nodes):
+        if made is first:
+            return
+        made.meta.setdefault("name", node.meta["name"])
+        for key in ("stack_trace", "nn_module_stack", "module", "op"):
+            if key in node.meta:
+                made.meta.setdefault(key, node.meta[key])
+
+
+def _order(have: State, needed: State) -> Sequence[int]:
+    """The axes in an order in which no dimension is cut by two axes at a time."""
+    order = list(range(len(have)))
+    taken = {p.dim for i, p in enumerate(have) if isinstance(p, Shard)}
+    # Those that gather or sum first: they free a dimension.
+    return sorted(order, key=lambda i: isinstance(p := needed[i], Shard) and p.dim in taken and have[i] != p)
+
+
+def rewrite(
+    code: fx.Graph,
+    calls: Mapping[str, Call],
+    splits: Mapping[str, Split],
+    samples: int,
+    coordinates: Mapping[str, int],
+    results: State | None = None,
+    wholes: frozenset[str] = frozenset(),
+) -> fx.Graph:
+    """What one rank runs of a graph.
+
+    Args:
+        code: whole, as captured, or a stage of it; a placeholder's role ("value", name) is what another stage sends.
+        calls: every operator as a call, by name.
+        splits: by axis, in the order of the mesh.
+        samples: in hand.
+        coordinates: this rank's index on each axis.
+        results: how what the graph gives must lie; default: replicated.
+        wholes: names of results that stay as they lie where they are made (they go to another stage).
+
+    Returns:
+        The code for this rank. Its first placeholders have the roles ("axis", name), the others are those of ``code``.
+    """
+    writer = _Writer(splits, coordinates, calls, Sizes(samples))
+    for name in splits:
+        writer.axes[name] = axis = writer.graph.placeholder(f"axis_{name}")
+        axis.meta["role"] = ("axis", name)
+    needed = results or tuple(REPLICATE for _ in splits)
+    for node in code.nodes:
+        if node.op == "placeholder":
+            writer.values[node] = copied = writer.graph.placeholder(node.name)
+            copied.meta = dict(node.meta)
+        elif node.op == "output":
+            out = [
+                writer.values[n] if key_of(n)[0] in wholes else writer.as_needed(n, needed) for n in node.args[0]
+            ]
+            writer.graph.output(tuple(out))
+        elif not is_alias(node):
+            writer.values[node] = writer.step(node)
+        elif not isinstance(node.target, Size):
+            writer.values[node] = copied = writer.graph.node_copy(node, writer.values.__getitem__)
+            copied.meta = dict(node.meta)
+    return writer.graph

@@ -1,0 +1,1 @@
+"""A file per operator family: which placements its operators admit."""

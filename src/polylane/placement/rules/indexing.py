@@ -1,0 +1,1 @@
+"""Operators that pick, cut and join."""

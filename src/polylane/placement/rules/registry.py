@@ -1,0 +1,93 @@
+"""All rules by operator, and the strategies of any call: those of its rule, and the two that every operator has."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import torch
+
+from polylane.placement.call import Call, Strategy
+from polylane.placement.placement import REPLICATE, SHARED, well_formed
+
+Rule = Callable[[Call], Iterable[Strategy]]
+
+FAMILIES = (
+    "matmul",
+    "convolution",
+    "pooling",
+    "attention",
+    "pointwise",
+    "shape",
+    "indexing",
+    "reduction",
+    "normalization",
+    "embedding",
+    "loss",
+    "recurrent",
+    "random",
+)
+
+_RULES: dict[str, Rule] = {}
+
+
+def rule(*operators: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operators by their names without library and overload ("linear")."""
+
+    def register(function: Rule) -> Rule:
+        for name in operators:
+            if name in _RULES:
+                raise ValueError(f"{name} has a rule already")
+            _RULES[name] = function
+        return function
+
+    return register
+
+
+@cache
+def _load() -> None:
+    for family in FAMILIES:
+        importlib.import_module(f"polylane.placement.rules.{family}")
+
+
+def rule_of(op: str) -> Rule | None:
+    """The rule of an operator ("aten.linear.default"); pointwise operators share one, found by torch's own tag."""
+    _load()
+    if not op.startswith("aten."):
+        return None
+    base = op.split(".")[1]
+    if base in _RULES:
+        return _RULES[base]
+    return _RULES["pointwise"] if is_pointwise(op) else None
+
+
+@cache
+def is_pointwise(op: str) -> bool:
+    """Whether torch tags an operator as pointwise."""
+    _, base, overload = op.split(".")
+    function = getattr(getattr(torch.ops.aten, base, None), overload, None)
+    return function is not None and torch.Tag.pointwise in function.tags
+
+
+def strategies(call: Call) -> tuple[Strategy, ...]:
+    """Every way to compute a call on the ranks of an axis; the first is to compute it whole on each of them."""
+    own = rule_of(call.op)
+    found = [call.strategy("replicate", {}, REPLICATE, default=REPLICATE)]
+    if call.op.startswith("aten.") and not call.written:
+        # A backward pass is linear in the gradient: from partial gradients it makes partial gradients.
+        found.append(call.strategy("replicate, with partial gradients", {}, SHARED))
+    if own is not None:
+        found += own(call)
+    distinct: dict[object, Strategy] = {}
+    for strategy in found:
+        _check(call, strategy)
+        distinct.setdefault((strategy.inputs, strategy.outputs), strategy)
+    return tuple(distinct.values())
+
+
+def _check(call: Call, strategy: Strategy) -> None:
+    pairs = [*zip(call.inputs, strategy.inputs, strict=True), *zip(call.outputs, strategy.outputs, strict=True)]
+    for value, placement in pairs:
+        if not well_formed(placement, value.shape, call.degree):
+            raise ValueError(f"{call.op}: {strategy.name}: {placement} {value.shape} does not fit: {placement!r}")

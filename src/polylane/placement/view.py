@@ -1,0 +1,258 @@
+"""A graph's operators as calls with concrete shapes, for one number of samples and the ranks of one axis."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.graph.graph import Graph
+from polylane.graph.inplace import writes
+from polylane.graph.precision import innermost
+from polylane.graph.rewrite import op_name
+from polylane.graph.sizes import Size, size_function
+from polylane.placement.call import Call, Place, Value
+from polylane.placement.placement import Cuts
+
+# A tensor of the graph: the name of its node (of a placeholder, or of an operator) and which of the tensors that it gives.
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator of the graph.
+
+    Attributes:
+        name: of its node, as users see it.
+        module: the user's module path.
+        call: what it computes.
+        reads: where each of the call's inputs comes from.
+        pinned: it must run whole on every rank: it shares memory that is written in place, or is the user's own Python.
+        flops: of the forward pass, whole.
+    """
+
+    name: str
+    module: str
+    call: Call
+    reads: tuple[Key, ...]
+    pinned: bool
+    flops: int
+
+    @property
+    def gives(self) -> tuple[Key, ...]:
+        """The tensors that it gives."""
+        return tuple((self.name, i) for i in range(len(self.call.outputs)))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A placeholder: a parameter, a buffer, a constant or an input."""
+
+    key: Key
+    role: tuple[str, Any]
+    value: Value
+
+
+@dataclass(frozen=True)
+class View:
+    """All of a graph, concrete.
+
+    Attributes:
+        graph: what it shows.
+        samples: in hand.
+        sources: by key.
+        steps: in order.
+        results: what gives the loss.
+    """
+
+    graph: Graph
+    samples: int
+    sources: Mapping[Key, Source]
+    steps: tuple[Step, ...]
+    results: tuple[Key, ...]
+
+
+def name_of(node: fx.Node) -> str:
+    """What a node is called in a view: its user-facing name, or a placeholder's role."""
+    if node.op == "placeholder":
+        kind, key = node.meta["role"]
+        return str(key) if kind == "value" else f"{kind}:{key}"
+    return str(node.meta["name"])
+
+
+def key_of(node: fx.Node) -> Key:
+    """The tensor that a node stands for; taking one of several is no operator."""
+    if node.op == "call_function" and node.target is operator.getitem and _several(node.args[0]):
+        return key_of(node.args[0])[0], int(node.args[1])  # type: ignore[arg-type]
+    return name_of(node), 0
+
+
+def _several(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), (list, tuple))
+
+
+def is_alias(node: fx.Node) -> bool:
+    """Whether a node only names what another gives, or is a number: nothing that an axis splits."""
+    if node.op != "call_function":
+        return False
+    return (node.target is operator.getitem and _several(node.args[0])) or isinstance(node.target, Size)
+
+
+class Sizes:
+    """Shapes and numbers of a graph at one number of samples."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self._known: dict[str, Any] = {}
+
+    def __call__(self, size: Any) -> int:
+        """A size as a number; one that depends on data as in the example."""
+        if isinstance(size, int):
+            return size
+        text = str(size)
+        if text not in self._known:
+            try:
+                self._known[text] = int(size_function(size)(self.samples))
+            except ValueError:
+                self._known[text] = int(size.node.hint) if size.node.hint is not None else 1
+        return int(self._known[text])
+
+    def shape(self, val: Tensor) -> tuple[int, ...]:
+        return tuple(self(size) for size in val.shape)
+
+    def number(self, node: fx.Node) -> Any:
+        """What a node that is a size amounts to."""
+        target: Any = node.target
+        return target.convert(target.of(self.samples))
+
+
+def view(graph: Graph, samples: int, degree: int) -> View:
+    """``graph`` at so many samples, for an axis of ``degree`` ranks."""
+    sizes, code = Sizes(samples), graph.code.fx
+    described = {node.id: node for node in graph.nodes}
+    sources, steps = dict[Key, Source](), list[Step]()
+    pinned = _pinned(graph)
+    results: tuple[Key, ...] = ()
+
+    def flows(node: fx.Node) -> bool:
+        if node.op != "placeholder":
+            return described[node.name].requires_grad
+        kind, key = node.meta["role"]
+        return bool(kind == "parameter" and graph.parameters[key].trainable)
+
+    for node in code.nodes:
+        if node.op == "placeholder":
+            val = node.meta.get("val")
+            if isinstance(val, Tensor):
+                value = Value(sizes.shape(val), val.dtype, flows(node), 0, "out")
+                sources[key_of(node)] = Source(key_of(node), node.meta["role"], value)
+        elif node.op == "output":
+            results = tuple(key_of(n) for n in node.args[0])  # type: ignore[union-attr]
+        elif not is_alias(node):
+            own = described[node.name]
+            call, reads = call_of(node, sizes, degree, flows)
+            fixed = own.name in pinned or not call.op.startswith("aten.")
+            steps.append(Step(own.name, own.module, call, reads, fixed, own.flops))
+    return View(graph, samples, sources, tuple(steps), results)
+
+
+def _pinned(graph: Graph) -> set[str]:
+    """Nodes that share memory that somebody writes in place."""
+    return {node.name for first, last in graph.uncut for node in graph.nodes[first : last + 1]}
+
+
+def bound(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, dict[str, Any], list[str]]:
+    """A node's arguments by the name in torch's schema.
+
+    Returns:
+        How many leading arguments are none of torch's, all others by name, and which of them are positional.
+    """
+    schema = _schema(op_of(node))
+    if schema is None:
+        return 0, {**{f"#{i}": a for i, a in enumerate(args)}, **kwargs}, [f"#{i}" for i in range(len(args))]
+    names = [a.name for a in schema if not a.kwarg_only]
+    prefix = 0 if isinstance(innermost(node.target), torch._ops.OpOverload) else _leading(node)
+    given = dict(zip(names, args[prefix:], strict=False))
+    result = {a.name: given.get(a.name, kwargs.get(a.name, a.default_value)) for a in schema}
+    return prefix, {**result, **{k: v for k, v in kwargs.items() if k not in result}}, names
+
+
+def _leading(node: fx.Node) -> int:
+    """The part in hand, and for keyed operators the salt and the dimension of the samples."""
+    target = innermost(node.target)
+    return 1 if getattr(target, "__name__", "") == "batch_norm" else 3
+
+
+def op_of(node: fx.Node) -> str:
+    """ "aten.linear.default"; the name that capture saw, where an operator of our own stands in for it."""
+    return str(node.meta.get("op") or op_name(node))
+
+
+def _schema(op: str) -> Any:
+    if not op.startswith("aten."):
+        return None
+    _, base, overload = op.split(".")
+    function = getattr(getattr(torch.ops.aten, base, None), overload, None)
+    return None if function is None else function._schema.arguments
+
+
+def call_of(
+    node: fx.Node, sizes: Sizes, degree: int, has_gradient: Callable[[fx.Node], bool]
+) -> tuple[Call, tuple[Key, ...]]:
+    """A node as a call, and where its inputs come from."""
+    prefix, arguments, _ = bound(node, node.args, node.kwargs)
+    inputs, reads, nodes = list[Value](), list[Key](), list[fx.Node]()
+
+    def settle(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if isinstance(value.target, Size):
+                return sizes.number(value)
+            val = value.meta.get("val")
+            if not isinstance(val, Tensor):
+                return value
+            grad = has_gradient(value) and (val.is_floating_point() or val.is_complex())
+            inputs.append(Value(sizes.shape(val), val.dtype, grad, len(inputs)))
+            reads.append(key_of(value))
+            nodes.append(value)
+            return inputs[-1]
+        if isinstance(value, (list, tuple)):
+            return [settle(v) for v in value]
+        return {k: settle(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    settled = {name: settle(value) for name, value in arguments.items()}
+    val = node.meta.get("val")
+    vals = [v for v in (val if isinstance(val, (list, tuple)) else [val])]
+    flows = has_gradient(node)
+    outputs = tuple(
+        Value(sizes.shape(v), v.dtype, flows and (v.is_floating_point() or v.is_complex()), i, "out")
+        for i, v in enumerate(vals)
+        if isinstance(v, Tensor)
+    )
+    written = {id(w) for w in writes(node)} | _running(node, arguments)
+    call = Call(
+        op=op_of(node),
+        arguments=settled,
+        inputs=tuple(inputs),
+        outputs=outputs,
+        degree=degree,
+        written=frozenset(i for i, n in enumerate(nodes) if id(n) in written),
+        prefix=prefix,
+        batch_dim=node.args[2] if prefix == 3 else None,  # type: ignore[arg-type]
+    )
+    return call, tuple(reads)
+
+
+def _running(node: fx.Node, arguments: Mapping[str, Any]) -> set[int]:
+    """The running statistics that a batch normalization in training writes."""
+    if not op_of(node).startswith("aten.batch_norm") or not arguments.get("training"):
+        return set()
+    return {id(arguments[k]) for k in ("running_mean", "running_var") if isinstance(arguments.get(k), fx.Node)}
+
+
+def with_candidates(call: Call, candidates: Mapping[Place, tuple[Cuts, ...]]) -> Call:
+    """A call that knows how its neighbours may be cut."""
+    return replace(call, candidates=dict(candidates))
