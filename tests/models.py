@@ -17,6 +17,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from modules import (
+    Binarized,
+    Branching,
+    DenseNet,
+    Encoder,
+    InPlace,
+    Latents,
+    Lstm,
+    MoeGPT,
+    Nested,
+    RoutedGPT,
+    Separable,
+    Towers,
+)
 from polylane.recipe import Mean, load
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -120,193 +134,6 @@ def vit() -> Case:
 # By hand -------------------------------------------------------------------------------------------------------------
 
 
-class DenseNet(nn.Module):
-    """Every layer reads all before it: values cross many stages."""
-
-    def __init__(self, layers: int = 4, growth: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, growth, 3, padding=1)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(growth * (i + 1)) for i in range(layers))
-        self.convs = nn.ModuleList(nn.Conv2d(growth * (i + 1), growth, 3, padding=1) for i in range(layers))
-        self.fc = nn.Linear(growth * (layers + 1), 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = [self.stem(x)]
-        for norm, conv in zip(self.norms, self.convs, strict=True):
-            features.append(conv(F.relu(norm(torch.cat(features, 1)))))
-        return self.fc(torch.cat(features, 1).mean((2, 3)))
-
-
-class Experts(nn.Module):
-    """Each token goes to the one expert that its router prefers. The sizes depend on the data: not exportable."""
-
-    def __init__(self, hidden: int, experts: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(hidden, experts)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.GELU(), nn.Linear(2 * hidden, hidden))
-            for _ in range(experts)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, 1)
-        weight, choice = self.router(flat).softmax(-1).max(-1)
-        out = torch.zeros_like(flat)
-        for i, expert in enumerate(self.experts):
-            index = (choice == i).nonzero().squeeze(1)
-            if index.numel() == 0:
-                continue
-            out = out.index_add(0, index, weight[index, None] * expert(flat[index]))
-        return out.view_as(x)
-
-
-class MoeBlock(nn.Module):
-    def __init__(self, hidden: int, heads: int, experts: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.moe = Experts(hidden, experts)
-        self.dropout = nn.Dropout(0.1)
-        self.heads = heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv(self.norm1(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.dropout(self.out(y))
-        return x + self.moe(self.norm2(x))
-
-
-class MoeGPT(nn.Module):
-    def __init__(self, layers: int = 2, hidden: int = 16, vocab: int = 32) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(vocab, hidden), nn.Embedding(12, hidden)
-        self.blocks = nn.ModuleList(MoeBlock(hidden, heads=4, experts=4) for _ in range(layers))
-        self.head = nn.Linear(hidden, vocab, bias=False)
-        self.head.weight = self.token.weight
-
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.token(text) + self.position(torch.arange(text.shape[1], device=text.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Sign(torch.autograd.Function):
-    """Straight-through: forward is the sign, backward pretends it was the identity within [-1, 1], and doubles it.
-
-    The true derivative is zero everywhere: a capture that drops this backward shows.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * gradients[0] * (x.abs() <= 1).to(x.dtype)
-
-
-class Binarized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.norm, self.fc2, self.fc3 = (
-            nn.Linear(16, 32),
-            nn.LayerNorm(32),
-            nn.Linear(32, 32),
-            nn.Linear(32, 4),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = Sign.apply(self.norm(self.fc1(x)))
-        x = Sign.apply(self.fc2(x))
-        return self.fc3(x)
-
-
-class Encoder(nn.Module):
-    """torch's own transformer layer, dropout inside its attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Embedding(32, 16)
-        layers = [nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True) for _ in range(2)]
-        self.layers = nn.Sequential(*layers)
-        self.head = nn.Linear(16, 32)
-
-    def forward(self, text: Tensor) -> Tensor:
-        return self.head(self.layers(self.token(text)))
-
-
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Embedding(32, 16)
-        self.lstm = nn.LSTM(16, 16, num_layers=2, batch_first=True, dropout=0.1)
-        self.head = nn.Linear(16, 32)
-
-    def forward(self, text: Tensor) -> Tensor:
-        hidden, _ = self.lstm(self.token(text))
-        return self.head(hidden)
-
-
-class InPlace(nn.Module):
-    """Writes in place, alone and through views: never to be cut between the view and the write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.relu = nn.ReLU(inplace=True)
-        self.fc = nn.Linear(4, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.conv1(x))
-        shifted = x.new_zeros(x.shape)
-        shifted[:, :, 1:] = x[:, :, :-1]
-        shifted[:, :, :1].copy_(x[:, :, -1:])
-        x = self.conv2(shifted)
-        x += shifted
-        return self.fc(self.relu(x).mean((2, 3)))
-
-
-class Nested(nn.Module):
-    """Its batch is a dictionary that holds tuples, and so is its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.both = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(16, 8)
-        self.head = nn.Linear(24, 4)
-
-    def forward(self, pair: tuple[Tensor, tuple[Tensor, Tensor]], scale: Tensor) -> dict[str, Any]:
-        left, (right, both) = pair
-        hidden = torch.cat([self.left(left), self.right(right), self.both(both)], 1).tanh()
-        return {"logits": self.head(hidden * scale[:, None]), "hidden": (hidden, scale)}
-
-
-class Towers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
-        self.document = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
-
-    def forward(self, query: Tensor, document: Tensor) -> Tensor:
-        return F.normalize(self.query(query)) @ F.normalize(self.document(document)).T
-
-
-class Branching(nn.Module):
-    """The root forward itself asks the data which way to go: no graph of it exists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2, self.fc3 = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.fc1(x))
-        if x.abs().sum() > 0:  # of the absolute values: a part of a batch must go the way of the whole
-            hidden = F.relu(self.fc2(hidden))
-        return self.fc3(hidden)
-
-
 def densenet() -> Case:
     return Case("densenet", DenseNet, classify, images, sgd)
 
@@ -356,6 +183,29 @@ def towers() -> Case:
     return Case("towers", Towers, loss, batch, sgd, mean=False)
 
 
+def routed() -> Case:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        logits, spread = model(inputs)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.01 * spread
+
+    return Case("routed", RoutedGPT, loss, tokens, adamw)
+
+
+def separable() -> Case:
+    return Case("separable", Separable, classify, images, sgd)
+
+
+def latents() -> Case:
+    def batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+        text, _ = tokens(samples, seed)
+        for sample in range(samples):
+            text[sample, 4 + (3 * sample + seed) % 8 :] = 0
+        return text, vectors(samples, seed)[1]
+
+    return Case("latents", Latents, classify, batch, adamw)
+
+
 def branching() -> Case:
     return Case("branching", Branching, classify, vectors, sgd)
 
@@ -363,7 +213,8 @@ def branching() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     function.__name__: function
     for function in (
-        t5, vit, densenet, moe, custom_function, encoder, lstm, in_place, nested, towers, branching,
+        t5, vit, densenet, moe, custom_function, encoder, lstm, in_place, nested, towers, routed, separable, latents,
+        branching,
     )
 }  # fmt: skip
 

@@ -211,7 +211,12 @@ def test_version() -> None:
         ("verify tiny.py --clip-norm nan", "--clip-norm must be above 0"),
         ("train tiny.py --workers 3 --plan data=2", "--workers 3, but the plan takes 2 (data=2 times pipeline=1)"),
         ("verify tiny.py --workers 1 --plan pipeline=2", "--workers 1, but the plan takes 2"),
+        (
+            "train tiny.py --workers 3 --plan tensor=2,sequence=3",
+            "--workers 3, but the plan takes 6 (data=1 times pipeline=1 times sequence=3 times tensor=2)",
+        ),
         ("train tiny.py --plan dta=2", "unknown key 'dta'"),
+        ("inspect tiny.py --plan tensor=0", "tensor=0 must be a whole number of at least 1"),
         ("inspect tiny.py --plan none.yaml", "plan none.yaml: No such file"),
         ("train tiny.py --plan tiny.py", "plan tiny.py is not"),
         ("train none.py", "There is no recipe at none.py"),

@@ -85,8 +85,9 @@ def _polylane(
     A RECIPE is a Python file, or a package.module, with the functions model(), loss(model, batch),
     optimizer(parameters) and data(split); scheduler(optimizer) and collate(samples) if you like.
 
-    A SPEC is a plan in one line, data=2,pipeline=2,schedule=1f1b,microbatches=8 (and precision=bfloat16 for autocast),
-    or a plan file, such as the plan.yaml of an earlier run.
+    A SPEC is a plan in one line, data=2,pipeline=2,schedule=1f1b,microbatches=8 (tensor=2 to split the operators and
+    their parameters, sequence=2 to split the operators only, precision=bfloat16 for autocast), or a plan file, such as
+    the plan.yaml of an earlier run.
 
     \b
     Example:
@@ -104,7 +105,12 @@ _Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A Python file, or a package.module.", show_default=False)
 ]
 _Plan = Annotated[
-    str | None, typer.Option("--plan", metavar="SPEC", help="How to split: one line, or a plan file. Default: data=N.")
+    str | None,
+    typer.Option(
+        "--plan",
+        metavar="SPEC",
+        help="How to split: one line of data=, pipeline=, sequence=, tensor=, ..., or a plan file. Default: data=N.",
+    ),
 ]
 _Workers = Annotated[
     int | None,
@@ -225,7 +231,12 @@ def verify(
 def inspect(
     recipe: _Recipe,
     plan: Annotated[
-        str | None, typer.Option("--plan", metavar="SPEC", help="Show its stages and crossings, too.")
+        str | None,
+        typer.Option(
+            "--plan",
+            metavar="SPEC",
+            help="Show its stages and crossings, too, and how tensor= and sequence= split the operators.",
+        ),
     ] = None,
     batch: _Batch = 64,
     set_: _Set = None,
@@ -234,11 +245,13 @@ def inspect(
     """Show what is captured of a model, and how a plan cuts it.
 
     Per module: operators, parameters, FLOPs of a forward pass, bytes of all values; and what could not be captured,
-    with the reason. With a plan: its stages, and every value that crosses from one stage to another.
+    with the reason. With a plan: its stages, every value that crosses from one stage to another, and, for tensor= and
+    sequence=, how the operators of every module are split, what that makes travel, and what stays whole and why.
 
     \b
-    Example:
+    Examples:
       polylane inspect examples/unet.py --plan pipeline=4
+      polylane inspect examples/gpt.py --plan tensor=2
     """
     from polylane.commands import inspect as command
 

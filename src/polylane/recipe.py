@@ -31,9 +31,10 @@ SIGNATURES: Mapping[str, str] = {
     "data": "data(split) -> Dataset",
     "scheduler": "scheduler(optimizer) -> LRScheduler",
     "collate": "collate(samples) -> batch",
+    "init": "init(module) -> None",
 }
 REQUIRED = ("model", "loss", "optimizer", "data")
-ARGUMENTS = {"model": 0, "loss": 2, "optimizer": 1, "data": 1, "scheduler": 1, "collate": 1}
+ARGUMENTS = {"model": 0, "loss": 2, "optimizer": 1, "data": 1, "scheduler": 1, "collate": 1, "init": 1}
 
 
 class RecipeError(PolylaneError):
@@ -75,6 +76,7 @@ class Recipe:
         data: "train" or "test" to a map-style or iterable dataset, or a list of samples.
         scheduler: optimizer to a learning-rate scheduler, if the recipe has one.
         collate: a list of samples to a batch; torch's default where the recipe has none.
+        init: for a model that is built on the meta device: fills the tensors that a module itself owns.
         path: the recipe's file.
         name: the file's name without ``.py``.
         settings: what ``--set`` overrode, by the name it was given.
@@ -89,6 +91,7 @@ class Recipe:
     path: Path
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)
+    init: Callable[[nn.Module], None] | None = None
 
 
 def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | None = None) -> Recipe:
@@ -123,6 +126,7 @@ def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | N
         path=path,
         name=path.stem,
         settings=settings,
+        init=bound.get("init"),
     )
 
 

@@ -19,6 +19,7 @@ from polylane.graph.part import Part
 from polylane.graph.precision import Promoted, to_float64
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
+from polylane.planner.layout import Layout, assembled
 from polylane.runtime.job import Job
 from polylane.runtime.lane import Tensors
 from polylane.runtime.launch import fork
@@ -139,7 +140,7 @@ def prove(
     def work(context: Any) -> tuple[Record, dict[str, str]]:
         job = Job(prepared, World.join(), example=batches[0], clip_norm=clip_norm, seed=seed)
         record = _train(job, batches)
-        held = {name: digest(tensor) for name, tensor in job.held().items()}
+        held = {name + job.part_of(name): digest(tensor) for name, tensor in job.held().items()}
         job.close()
         return record, held
 
@@ -209,7 +210,7 @@ def _train(job: Job, batches: Sequence[Any]) -> Record:
     for step, batch in enumerate(batches):
         losses.append(job.step(batch).loss)
         if step == 0:
-            gradients = {name: None if g is None else g.clone() for name, g in job.gradients().items()}
+            gradients = {name: None if g is None else g.clone() for name, g in job.whole_gradients().items()}
     return Record(losses, gradients, job.state_dict())
 
 
@@ -397,7 +398,7 @@ def _first_difference(
     prepared: Prepared, batch: Any, seed: int, deviations: Sequence[Deviation], tolerance: float
 ) -> str:
     """Run the first forward pass again, on both sides, and say at which node they part ways."""
-    graph = prepared.main.graph
+    graph, layout = prepared.main.graph, prepared.layout_of(prepared.main)
     traces: list[Trace] = fork(lambda context: trace(prepared, World.join(), batch, seed), prepared.plan.workers)
     leaves, _ = flatten(batch)
     samples = sample_count(leaves)
@@ -410,7 +411,11 @@ def _first_difference(
             _, seen = run_whole(graph.code, tensors, take(leaves, start, stop), part)
         for node in (n for n in graph.nodes if not n.free):  # what sizes alone decide may count a replica's own samples
             parts = [t for t in traces if (microbatch, node.name) in t.values]
-            if node.name in seen and parts and not _makes_up(node, seen[node.name], parts, microbatch, tolerance):
+            if (
+                node.name in seen
+                and parts
+                and not _makes_up(node, seen[node.name], parts, layout, microbatch, tolerance)
+            ):
                 return _told(node, f"microbatch {microbatch}")
     wrong = {d.name for d in deviations if d.gradient is not None and not d.gradient <= tolerance}
     # A backward pass goes from the loss to the inputs: what goes wrong on its way stays wrong in all that comes after.
@@ -429,10 +434,31 @@ def _told(node: Node, where: str) -> str:
     return f"{node.name}{line}{', ' + where if where else ''}"
 
 
-def _makes_up(node: Node, expected: Tensor, traces: Sequence[Trace], microbatch: int, tolerance: float) -> bool:
+def _by_replica(traces: Sequence[Trace], layout: Layout | None, microbatch: int, name: str) -> list[Trace]:
+    """Of every replica that computed something, one trace, with the node's value put together from its mesh."""
+    meshes: dict[int, dict[tuple[int, ...], Trace]] = {}
+    for each in traces:
+        if each.weights[microbatch]:
+            meshes.setdefault(each.replica, {})[tuple(each.coordinates.values())] = each
+    result = []
+    for replica in sorted(meshes):
+        mesh = meshes[replica]
+        one = next(iter(mesh.values()))
+        values = {at: each.values[microbatch, name] for at, each in mesh.items()}
+        if layout is not None:
+            state = layout.state(name, one.samples[microbatch])
+            degrees = tuple(split.degree for split in layout.splits.values())
+            values = {(): assembled(values, state, degrees)}
+        own = {(microbatch, name): next(iter(values.values()))}
+        result.append(Trace(replica, {}, own, one.weights, one.samples))
+    return result
+
+
+def _makes_up(
+    node: Node, expected: Tensor, traces: Sequence[Trace], layout: Layout | None, microbatch: int, tolerance: float
+) -> bool:
     """Whether the replicas' values are the whole's: side by side, equal, or parts of a sum or mean."""
-    by_replica = {t.replica: t for t in traces if t.weights[microbatch]}
-    ordered = [by_replica[r] for r in sorted(by_replica)]
+    ordered = _by_replica(traces, layout, microbatch, node.name)
     values = [t.values[microbatch, node.name] for t in ordered]
     if node.batch_dim is not None:
         together = torch.cat(values, node.batch_dim) if expected.dim() else values[0]

@@ -117,8 +117,8 @@ def test_a_tied_weight_that_is_not_summed(
 ) -> None:
     buckets = lower._buckets
 
-    def apart(cut: Partition, plan: object, others: object) -> tuple[object, ...]:
-        return tuple(b for b in buckets(cut, plan, others) if not b.name.startswith("tied"))  # type: ignore[arg-type]
+    def apart(cut: Partition, plan: object, *others: object) -> tuple[object, ...]:
+        return tuple(b for b in buckets(cut, plan, *others) if not b.name.startswith("tied"))  # type: ignore[arg-type]
 
     monkeypatch.setattr(lower, "_buckets", apart)
     result = verdict(training, "pipeline=3,microbatches=2")

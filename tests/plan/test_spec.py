@@ -15,6 +15,8 @@ from polylane.plan.spec import Spec, parse
         (" pipeline = 4 , schedule = afab ,", Spec(pipeline=4, schedule="afab")),
         ("microbatches=8,precision=bfloat16", Spec(microbatches=8, precision="bfloat16")),
         ("data=2,pipeline=2,schedule=naive,microbatches=1", Spec(2, 2, "naive", 1)),
+        ("tensor=4", Spec(tensor=4)),
+        ("data=2,sequence=2,tensor=3,pipeline=4", Spec(data=2, pipeline=4, tensor=3, sequence=2)),
     ],
 )
 def test_what_a_line_says(text: str, spec: Spec) -> None:
@@ -23,6 +25,7 @@ def test_what_a_line_says(text: str, spec: Spec) -> None:
 
 def test_workers_are_the_product() -> None:
     assert parse("data=3,pipeline=4").workers == 12 and Spec().workers == 1
+    assert parse("data=2,sequence=3,tensor=5,pipeline=7").workers == 210
 
 
 def test_microbatches_are_left_open() -> None:
@@ -33,8 +36,15 @@ def test_microbatches_are_left_open() -> None:
     ("text", "says"),
     [
         ("data", "'data' is not of the form key=value"),
-        ("dat=2", "unknown key 'dat', known are data, pipeline, microbatches, schedule, precision; did you mean data?"),
-        ("tensor=2", "unknown key 'tensor'"),
+        (
+            "dat=2",
+            "unknown key 'dat', known are data, pipeline, sequence, tensor, microbatches, schedule, precision; did you "
+            "mean data?",
+        ),
+        ("tensors=2", "unknown key 'tensors', known are data, pipeline, sequence"),
+        ("tensors=2", "did you mean tensor?"),
+        ("tensor=0", "tensor=0 must be a whole number of at least 1"),
+        ("sequence=half", "sequence=half must be a whole number"),
         ("data=2,data=3", "data is given twice"),
         ("data=0", "data=0 must be a whole number of at least 1"),
         ("pipeline=-1", "pipeline=-1 must be a whole number"),

@@ -116,6 +116,17 @@ def test_a_plan_may_place_stages_anywhere() -> None:
     assert [bucket.ranks for bucket in programs[3].buckets] == [(1, 3)]
 
 
+def test_ranks_that_share_an_operator_keep_to_their_own_coordinates() -> None:
+    partition = Partition(chain(4), (2,))
+    programs = lower(partition, from_partition(partition, Spec(2, 2, tensor=2), 1))
+    check(programs)
+    assert channels(programs) == [(0, 2), (1, 3), (2, 0), (3, 1), (4, 6), (5, 7), (6, 4), (7, 5)]
+    assert [(p.stage, p.replica, p.coordinates, p.replicas, p.last) for p in (programs[1], programs[6])] == [
+        (0, 0, {"tensor": 1}, (1, 5), 3),
+        (1, 1, {"tensor": 0}, (2, 6), 6),
+    ]
+
+
 # Buckets
 
 
@@ -154,6 +165,41 @@ def test_tied_weights_are_summed_over_all_who_hold_them() -> None:
     assert names(programs[0]) == [("tied0-2.0", ("embedding",), (0, 2, 3, 5))]
     assert names(programs[1]) == [("stage1.0", ("v", "w"), (1, 4))]
     assert names(programs[2]) == [("tied0-2.0", ("embedding",), (0, 2, 3, 5))]
+
+
+def test_summands_along_an_axis_are_summed_along_it() -> None:
+    """w1 is split, or its gradient is whole on each rank: only the replicas sum it. w0 and w2 have summands."""
+    partition = Partition(chain(3), ())
+    plan = from_partition(partition, Spec(2, tensor=2, sequence=3), 1)
+    programs = lower(partition, plan, None, {"w0": ["tensor"], "w2": ["tensor", "sequence"]})
+    assert names(programs[3]) == [
+        ("stage0.0", ("w1",), (3, 9)),
+        ("stage0.sequence.tensor.0", ("w2",), tuple(range(12))),
+        ("stage0.tensor.0", ("w0",), (2, 3, 8, 9)),
+    ]
+    assert told(programs[3])[-4:] == [
+        "reduce stage0.0",
+        "reduce stage0.sequence.tensor.0",
+        "reduce stage0.tensor.0",
+        "step",
+    ]
+    assert names(programs[0])[0] == ("stage0.0", ("w1",), (0, 6))
+
+
+def test_summands_along_an_axis_that_the_plan_does_not_have() -> None:
+    partition = Partition(chain(1), ())
+    programs = lower(partition, from_partition(partition, Spec(tensor=2), 1), None, {"w0": ["sequence"]})
+    assert names(programs[1]) == [("stage0.0", ("w0",), (1,))]
+    assert told(programs[1]) == ["F0", "B0", "step"]
+
+
+def test_tied_weights_with_summands() -> None:
+    tied = graph([[], [0], [1]], {"embedding": [0, 2], "w": [1]})
+    partition = Partition(tied, (1, 2))
+    plan = from_partition(partition, Spec(1, 3, tensor=2), 1)
+    assert names(lower(partition, plan, None, {})[1]) == [("tied0-2.0", ("embedding",), (1, 5))]
+    summed = lower(partition, plan, None, {"embedding": {"tensor"}})
+    assert names(summed[1]) == names(summed[4]) == [("tied0-2.tensor.0", ("embedding",), (0, 1, 4, 5))]
 
 
 def test_stages_that_another_objective_needs_hold_a_parameter_too() -> None:

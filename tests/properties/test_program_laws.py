@@ -1,9 +1,10 @@
-"""Laws of lowering, for any graph with skips, any cuts, schedule, number of microbatches and replicas."""
+"""Laws of lowering, for any graph with skips, any cuts, schedule, number of microbatches, and mesh of ranks."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, replace
+from math import prod
 
 import networkx as nx
 import pytest
@@ -21,11 +22,14 @@ from polylane.schedule.action import Action, Kind
 from polylane.schedule.synchronous import SCHEDULES
 from synthetic import graph
 
+MESHES = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 3), (1, 3, 2), (2, 2, 2)]
+
 
 @dataclass(frozen=True)
 class Lowered:
     partition: Partition
     plan: Plan
+    partial: dict[str, set[str]]
     programs: tuple[Program, ...]
 
 
@@ -57,9 +61,13 @@ def lowereds(draw: st.DrawFn) -> Lowered:
     allowed = cut_positions(made)
     cuts = tuple(sorted(draw(st.sets(st.sampled_from(allowed), max_size=4)))) if allowed else ()
     partition = Partition(made, cuts)
-    spec = Spec(draw(st.integers(1, 3)), len(cuts) + 1, draw(st.sampled_from(sorted(SCHEDULES))))
+    data, sequence, tensor = draw(st.sampled_from(MESHES))
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    spec = Spec(data, len(cuts) + 1, schedule, tensor=tensor, sequence=sequence)
     plan = from_partition(partition, spec, draw(st.integers(1, 6)))
-    return Lowered(partition, plan, lower(partition, plan))
+    axes = st.sets(st.sampled_from(["sequence", "tensor"]))
+    partial = draw(st.dictionaries(st.sampled_from(sorted(made.parameters)), axes)) if made.parameters else {}
+    return Lowered(partition, plan, partial, lower(partition, plan, None, partial))
 
 
 def played(programs: tuple[Program, ...], seed: int = 0) -> int:
@@ -113,7 +121,8 @@ def test_evaluation_runs_to_its_end(made: Lowered) -> None:
 @given(lowereds())
 @settings(deadline=None)
 def test_values_go_straight_and_gradients_come_back(made: Lowered) -> None:
-    """For each microbatch and replica one message from producer to each consumer, and one back for its gradient."""
+    """For each microbatch one message from producer to each consumer, and one back for its gradient; between ranks of
+    the same replica with the same coordinates."""
     stage_of, plan = made.partition.stage_of, made.plan
     needed = Counter[tuple[int, str, int, int]]()  # microbatch, value, from, to
     for stage in range(plan.pipeline):
@@ -121,8 +130,8 @@ def test_values_go_straight_and_gradients_come_back(made: Lowered) -> None:
             node = made.partition.graph.nodes[made.partition.graph.positions[name]]
             if not node.free and stage_of[name] != stage:
                 for i in range(plan.microbatches):
-                    for replica in range(plan.data):
-                        ends = plan.stages[stage_of[name]].devices[replica], plan.stages[stage].devices[replica]
+                    for at in range(len(plan.stages[stage].devices)):
+                        ends = plan.stages[stage_of[name]].devices[at], plan.stages[stage].devices[at]
                         needed[i, name, *ends] += 1
                         if node.requires_grad:
                             needed[i, f"d {name}", ends[1], ends[0]] += 1
@@ -147,13 +156,13 @@ def test_a_stage_has_what_it_reads_before_it_computes(made: Lowered) -> None:
                 has.add((action.value, action.microbatch, action.gradient, action.peer))
             elif action.kind is Kind.FORWARD:
                 for crossing in program.receives:
-                    source = made.plan.stages[crossing.producer].devices[program.replica]
+                    source = made.plan.column(program.rank)[crossing.producer]
                     assert (crossing.value, action.microbatch, False, source) in has
             elif action.kind is Kind.BACKWARD:
                 assert (Kind.FORWARD, action.microbatch) in ready
                 for crossing in program.sends:
                     for consumer in crossing.consumers if crossing.requires_grad else ():
-                        source = made.plan.stages[consumer].devices[program.replica]
+                        source = made.plan.column(program.rank)[consumer]
                         assert (crossing.value, action.microbatch, True, source) in has
             elif action.kind is Kind.SEND:
                 made_by = Kind.BACKWARD if action.gradient else Kind.FORWARD
@@ -173,6 +182,17 @@ def with_gradient(graph: Graph) -> set[str]:
     return {name for node in users for name in node.parameters if graph.parameters[name].trainable}
 
 
+def summing(made: Lowered, rank: int, holders: list[int], name: str) -> set[int]:
+    """All ranks of the holders whose summand of a gradient adds to the one of ``rank``: on no other part of it."""
+    axes = made.partial.get(name, set())
+
+    def part(of: int) -> dict[str, int]:
+        return {axis: i for axis, i in made.plan.coordinates(of).items() if axis not in axes}
+
+    ranks = (other for stage in holders for other in made.plan.stages[stage].devices)
+    return {other for other in ranks if part(other) == part(rank)}
+
+
 @given(lowereds())
 @settings(deadline=None)
 def test_every_parameter_with_a_gradient_is_in_one_bucket_of_each_holder(made: Lowered) -> None:
@@ -185,25 +205,24 @@ def test_every_parameter_with_a_gradient_is_in_one_bucket_of_each_holder(made: L
             assert program.rank in bucket.ranks
             for name in bucket.parameters:
                 holders = [s for s in range(made.plan.pipeline) if name in made.partition.parameters(s)]
-                ranks = {rank for stage in holders for rank in made.plan.stages[stage].devices}
-                assert set(bucket.ranks) == ranks
+                assert bucket.ranks == tuple(sorted(summing(made, program.rank, holders, name)))
 
 
 @given(lowereds())
 @settings(deadline=None)
 def test_all_ranks_reduce_in_the_same_order(made: Lowered) -> None:
     """Collectives over the same group, and over groups that overlap, meet in one global order: no deadlock."""
-    order = list(dict.fromkeys(b.name for p in made.programs for b in p.buckets))
-    position: dict[str, set[str]] = {name: set() for name in order}
+    waits = nx.DiGraph()
     for program in made.programs:
-        mine = [bucket.name for bucket in program.buckets]
+        names = [bucket.name for bucket in program.buckets]
+        assert len(set(names)) == len(names)
         reduced = [a.value for a in program.actions if a.kind is Kind.REDUCE]
         assert reduced == [bucket.name for bucket in program.buckets if len(bucket.ranks) > 1]
-        for i, name in enumerate(mine):
-            position[name] |= set(mine[:i])
-    assert all(a not in position[b] for b in order for a in order if b in position[a])
-    same = {b.name: b for p in made.programs for b in p.buckets}
-    assert all(bucket == same[bucket.name] for p in made.programs for bucket in p.buckets)
+        nx.add_path(waits, [(bucket.name, bucket.ranks) for bucket in program.buckets])
+    assert nx.is_directed_acyclic_graph(waits)
+    same = {(b.name, rank): b for p in made.programs for b in p.buckets for rank in b.ranks}
+    assert all(bucket is same[bucket.name, p.rank] for p in made.programs for bucket in p.buckets)
+    assert all(same[b.name, rank] in made.programs[rank].buckets for b in same.values() for rank in b.ranks)
 
 
 @given(lowereds(), st.data())
@@ -222,4 +241,21 @@ def test_a_program_that_lacks_a_message_is_refused(made: Lowered, data: st.DataO
 @given(lowereds())
 @settings(deadline=None)
 def test_lowering_is_a_function(made: Lowered) -> None:
-    assert lower(made.partition, made.plan) == made.programs
+    assert lower(made.partition, made.plan, None, made.partial) == made.programs
+
+
+@given(lowereds())
+@settings(deadline=None)
+def test_groups_and_columns_divide_the_ranks(made: Lowered) -> None:
+    plan = made.plan
+    for rank in range(plan.workers):
+        stage, replica = plan.place(rank)
+        coordinates = plan.coordinates(rank)
+        assert plan.rank_at(stage, replica, coordinates) == rank == plan.column(rank)[stage]
+        assert all(plan.place(other)[1] == replica for other in plan.column(rank))
+        assert all(plan.coordinates(other) == coordinates for other in plan.column(rank))
+        for axes in ((), ("data",), ("tensor",), ("sequence",), ("data", "tensor"), ("data", "sequence", "tensor")):
+            group = plan.group(rank, axes)
+            assert rank in group and group == tuple(sorted(group))
+            assert len(group) == prod(plan.degree(axis) for axis in axes)
+            assert all(plan.group(other, axes) == group and plan.place(other)[0] == stage for other in group)

@@ -95,9 +95,9 @@ def test_an_error_names_the_node_of_its_line() -> None:
     assert len(runner.code.lines) == len(graph.nodes)
     with pytest.raises(RuntimeError) as caught:
         runner.forward(0, {}, [batch[0][:, :4], batch[1]], Part(5, 0, 5))
-    node = node_at_fault(runner.code, caught.value)
+    node = node_at_fault(runner, caught.value)
     assert node is not None and node.module == "layers.0" and node.op == "aten.linear.default"
-    assert node_at_fault(runner.code, ValueError("of somebody else")) is None
+    assert node_at_fault(runner, ValueError("of somebody else")) is None
 
 
 def test_a_value_of_another_shape_is_refused_before_it_travels() -> None:
@@ -108,7 +108,7 @@ def test_a_value_of_another_shape_is_refused_before_it_travels() -> None:
         if job.world.rank == 0:
             send = next(a for a in worker.program.actions if a.kind is Kind.SEND)
             share = worker.shares(8)[0]
-            state = StepState({0: share}, {}, outgoing={0: {str(send.value): torch.zeros(share.samples, 99)}})
+            state = StepState({0: share}, {0: Part(share.samples)}, outgoing={0: {str(send.value): torch.zeros(share.samples, 99)}})
             with pytest.raises(RuntimeError) as caught:
                 worker._send(Action(Kind.SEND, 0, 0, send.value, 1), state)
             return str(caught.value)

@@ -37,9 +37,8 @@ def choose_plan(text: str | None, workers: int | None) -> Spec | Plan:
         return Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1")))
     plan = read_plan(text)
     if workers is not None and plan.workers != workers:
-        raise PolylaneError(
-            f"--workers {workers}, but the plan takes {plan.workers} ({_product(plan)}): they must be equal"
-        )
+        product = " times ".join(degrees(plan))
+        raise PolylaneError(f"--workers {workers}, but the plan takes {plan.workers} ({product}): they must be equal")
     return plan
 
 
@@ -56,8 +55,14 @@ def read_plan(text: str) -> Spec | Plan:
     return plans.load(text)
 
 
-def _product(plan: Spec | Plan) -> str:
-    return f"data={plan.data} times pipeline={plan.pipeline}"
+def degrees(plan: Spec | Plan) -> list[str]:
+    """``data=2``, ``pipeline=1``; ``sequence=2`` and ``tensor=4`` where there is such a split: what workers are for."""
+    inner = {"sequence": plan.sequence, "tensor": plan.tensor}
+    return [
+        f"data={plan.data}",
+        f"pipeline={plan.pipeline}",
+        *(f"{axis}={degree}" for axis, degree in inner.items() if degree > 1),
+    ]
 
 
 def positive(option: str, value: float | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -111,6 +111,7 @@ def _cut(
         "workers": prepared.plan.workers,
         "stages": _stages(prepared.main, prepared.plan, measured[0]),
         "crossings": _crossings(prepared.main),
+        "splits": _splits(prepared),
     }
 
 
@@ -248,6 +249,17 @@ def _show(graph: Graph, found: dict[str, Any]) -> None:
     if "plan" in found:
         print()
         _show_cut(out, found)
+        show_splits(found["plan"], found["splits"])
+
+
+def show_splits(plan: str, splits: Mapping[str, Sequence[str]]) -> None:
+    """Print, for every axis along which operators are split, the lines that explain how."""
+    out = console()
+    for axis, lines in splits.items():
+        print()
+        out.print(f"How operators are split along {axis}, by {plan}", style="bold", markup=False)
+        for line in lines:
+            out.print(line, markup=False, soft_wrap=True)
 
 
 def _numbers(data: dict[str, Any]) -> list[str]:

@@ -56,7 +56,7 @@ def run(
 
 
 def _line(plan: Spec | Plan) -> str:
-    return f"data={plan.data},pipeline={plan.pipeline},schedule={plan.schedule}"
+    return ",".join([*inputs.degrees(plan), f"schedule={plan.schedule}"])
 
 
 def _prove(

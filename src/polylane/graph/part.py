@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """Which elements of a value are in hand, where others hold the rest.
+
+    Attributes:
+        cuts: for every dimension that is cut: its number, its whole size, and what is in hand of it as (start, stop)
+            in ascending order. Of the dimension of the samples the whole are this worker's samples. All other
+            dimensions are in hand as a whole.
+    """
+
+    cuts: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
+
+    def whole(self, shape: Sequence[int]) -> list[int]:
+        """The shape of the whole value, of which a piece of ``shape`` is in hand.
+
+        Raises:
+            ValueError: the piece is not what this region is of a value.
+        """
+        result = list(shape)
+        for dim, size, ranges in self.cuts:
+            if not 0 <= dim < len(result) or result[dim] != sum(stop - start for start, stop in ranges):
+                raise ValueError(f"{tuple(shape)} in hand is no region {ranges} of {size} along dimension {dim}")
+            result[dim] = size
+        return result
 
 
 @dataclass(frozen=True)
@@ -22,6 +48,7 @@ class Part:
         weight: 1, or 0 for a stand-in: a replica without samples of its own computes on another's and counts for
             nothing, so that every collective inside a forward or backward pass finds all its members.
         sum_replicas: sums a tensor over the replicas of this microbatch, in place; None when there is only one.
+        region: of a random value that is cut over ranks: which of its numbers are drawn here; None: all of them.
     """
 
     samples: int
@@ -32,3 +59,4 @@ class Part:
     seed: int = 0
     weight: int = 1
     sum_replicas: Callable[[Tensor], Tensor] | None = None
+    region: Region | None = None

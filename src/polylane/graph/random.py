@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 16  # elements mixed at a time: stays in a core's cache
+_HIGH = 0x9E3779B9  # spreads the counter's upper 32 bits over the second key
 
 
 def salt_of(name: str) -> int:
@@ -54,35 +55,90 @@ def _mix(x: Tensor, scratch: Tensor) -> None:
 def bits(part: Any, salt: int, shape: Sequence[int], batch_dim: int | None, device: torch.device) -> Tensor:
     """32 random bits (int32) for every element of a value whose samples are ``part``'s.
 
-    ``batch_dim`` is the dimension that holds the samples (possibly several rows a sample); None when the value does not
-    depend on the samples and is the same on every worker.
+    ``shape`` is of what is in hand: the whole value, or the part's region of it. ``batch_dim`` is the dimension that
+    holds the samples (possibly several rows a sample); None when the value does not depend on the samples and is the
+    same on every worker.
     """
-    keys = _keys(part, salt)
-    order = list(shape)
+    whole = list(shape) if part.region is None else part.region.whole(shape)
+    order = list(range(len(whole)))
     if batch_dim:
         order.insert(0, order.pop(batch_dim))
-    count = math.prod(order)
+    count = math.prod(whole)
     # What does not belong to samples is drawn once a step, by all who hold it alike.
     first = part.first * (count // part.samples) if batch_dim is not None and part.samples else 0
-    out = torch.empty(count, dtype=torch.int32, device=device)
-    scratch = torch.empty(min(count, _CHUNK), dtype=torch.int32, device=device)
+    keys = _keys(part, salt)
+    out = torch.empty([shape[d] for d in order], dtype=torch.int32, device=device)
+    if part.region is None:
+        _draw_all(out.view(-1), first, keys)
+    elif out.numel():
+        ranges = {dim: spans for dim, _, spans in part.region.cuts}
+        sizes = [whole[d] for d in order]
+        _draw_region(out, sizes, [ranges.get(d, ((0, whole[d]),)) for d in order], first, keys)
+    return out.movedim(0, batch_dim) if batch_dim else out
+
+
+def _draw_all(out: Tensor, first: int, keys: tuple[int, int]) -> None:
+    """Bits for the counters from ``first`` on."""
+    scratch = torch.empty(min(out.numel(), _CHUNK), dtype=torch.int32, device=out.device)
     start = 0
-    while start < count:
+    while start < out.numel():
         high, low = divmod(first + start, 1 << 32)
-        size = min(_CHUNK, count - start, (1 << 32) - low)
-        _draw(out[start : start + size], scratch[:size], low, _signed(keys[0]), _signed(keys[1] + high * 0x9E3779B9))
+        size = min(_CHUNK, out.numel() - start, (1 << 32) - low)
+        x = out[start : start + size]
+        if low + size < 1 << 31:
+            torch.arange(low, low + size, out=x)
+        else:
+            x.copy_(torch.arange(low, low + size, device=x.device))  # wraps, as it should
+        _hash(x, scratch[:size], keys[0], _signed(keys[1] + high * _HIGH))
         start += size
-    drawn = out.view(order)
-    return drawn.movedim(0, batch_dim) if batch_dim else drawn
 
 
-def _draw(x: Tensor, scratch: Tensor, begin: int, key: int, other: int) -> None:
-    """Bits for the counters from ``begin`` on: mix(mix(counter + key) ^ other)."""
-    if begin + x.numel() < 1 << 31:
-        torch.arange(begin, begin + x.numel(), out=x)
-    else:
-        x.copy_(torch.arange(begin, begin + x.numel(), device=x.device))  # wraps, as it should
-    x.add_(key)
+_Ranges = Sequence[tuple[int, int]]
+
+
+def _draw_region(
+    out: Tensor, sizes: Sequence[int], ranges: Sequence[_Ranges], first: int, keys: tuple[int, int]
+) -> None:
+    """Bits for the elements of a region, whose counters are those of a whole value of ``sizes``.
+
+    The counter of an element is a sum of a term of its leading indices and one of its trailing ones, so that no
+    table is as large as the value unless one dimension is most of it.
+    """
+    inner = max(len(sizes) - 1, 0)  # where the trailing dimensions begin
+    while inner and math.prod(out.shape[inner - 1 :]) <= _CHUNK:
+        inner -= 1
+    strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
+    rows = _offsets(ranges[:inner], strides[:inner], out.device) + first
+    columns = _offsets(ranges[inner:], strides[inner:], out.device)
+    table = out.view(len(rows), len(columns))
+    across, down = min(len(columns), _CHUNK), max(1, _CHUNK // max(len(columns), 1))
+    scratch = torch.empty(across * min(down, len(rows)), dtype=torch.int32, device=out.device)
+    far = first >> 32 != (first + math.prod(sizes) - 1) >> 32
+    low = rows.to(torch.int32), columns.to(torch.int32)  # their sums wrap, as they should
+    for top in range(0, len(rows), down):
+        for left in range(0, len(columns), across):
+            here, there = slice(top, top + down), slice(left, left + across)
+            x = table[here, there]
+            torch.add(low[0][here, None], low[1][None, there], out=x)
+            other: Any = _signed(keys[1] + (first >> 32) * _HIGH)
+            if far:
+                high = (rows[here, None] + columns[None, there]) >> 32
+                other = high.mul_(_HIGH).add_(keys[1]).to(torch.int32).view(-1)
+            _hash(x.view(-1), scratch[: x.numel()], keys[0], other)
+
+
+def _offsets(ranges: Sequence[_Ranges], strides: Sequence[int], device: torch.device) -> Tensor:
+    """What the indices in these ranges add to an element's counter, in order."""
+    total = torch.zeros(1, dtype=torch.int64, device=device)
+    for spans, stride in zip(ranges, strides, strict=True):
+        steps = [torch.arange(start * stride, stop * stride, stride, device=device) for start, stop in spans]
+        total = (total[:, None] + torch.cat(steps)[None, :]).view(-1)
+    return total
+
+
+def _hash(x: Tensor, scratch: Tensor, key: int, other: Any) -> None:
+    """Counters (their lower 32 bits) to bits, in place: mix(mix(counter + key) ^ other)."""
+    x.add_(_signed(key))
     _mix(x, scratch)
     x.bitwise_xor_(other)
     _mix(x, scratch)

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Cuts, Placement, Replicate, Shard, even, local_shape
+from polylane.placement.placement import (
+    PARTIAL,
+    REPLICATE,
+    SHARED,
+    Cuts,
+    Placement,
+    Replicate,
+    Shard,
+    even,
+    local_shape,
+)
 
 # A dimension of one of a call's tensors: ("in", which input, dim) or ("out", which output, dim).
 Place = tuple[str, int, int]
@@ -103,7 +113,9 @@ class Call:
         """A strategy in which inputs that are not named (by their number) are placed like ``default``."""
         every = outputs if isinstance(outputs, (list, tuple)) else [outputs] * len(self.outputs)
         placed = [_settled(inputs.get(v.index, default), v) for v in self.inputs]
-        return Strategy(name, tuple(placed), tuple(_settled(p, v) for p, v in zip(every, self.outputs, strict=True)), **more)
+        return Strategy(
+            name, tuple(placed), tuple(_settled(p, v) for p, v in zip(every, self.outputs, strict=True)), **more
+        )
 
 
 def _settled(placement: Placement, value: Value) -> Placement:
@@ -224,7 +236,7 @@ class Edit:
         return node
 
 
-# ---- the rules' common forms ------------------------------------------------------------------------------------------
+# ---- the rules' common forms -----------------------------------------------------------------------------------------
 
 Letters = Sequence[str | None]
 
@@ -263,9 +275,7 @@ def by_letters(
         if letter not in summed and not all(letter in letters for letters in outputs):
             continue
         for cuts in call.layouts(*where):
-            given: list[Placement] = [
-                _on(letters, letter, cuts, PARTIAL) for letters in outputs
-            ]
+            given: list[Placement] = [_on(letters, letter, cuts, PARTIAL) for letters in outputs]
             rest: Placement = SHARED
             placed = {
                 i: _on(letters, letter, cuts, PARTIAL if letter in summed and i in added else rest)

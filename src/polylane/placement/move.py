@@ -158,9 +158,7 @@ def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Tensor:
         return _recut(axis, x, source, target)
     pieces = [piece(x, target, i) for i in range(axis.degree)]
     kept = target.length(axis.index)
-    shapes = [
-        _sized(_sized(x.shape, target.dim, kept), source.dim, source.length(i)) for i in range(axis.degree)
-    ]
+    shapes = [_sized(_sized(x.shape, target.dim, kept), source.dim, source.length(i)) for i in range(axis.degree)]
     parts = axis.exchange(pieces, shapes)
     out = x.new_empty(_sized(shapes[0], source.dim, source.size))
     for i, part in enumerate(parts):

@@ -98,12 +98,18 @@ class _Search:
             whole = (REPLICATE, SHARED)
         if kind not in ("parameter", "buffer"):
             return whole
-        cut = [
-            Shard(dim, cuts) for dim in range(source.value.dim) for cuts in self.cuts.get((source.key, dim), ())
-        ]
+        cut = [Shard(dim, cuts) for dim in range(source.value.dim) for cuts in self.cuts.get((source.key, dim), ())]
         return (*whole, *cut)
 
 
 def _signature(call: Call, candidates: Mapping[Place, tuple[Cuts, ...]]) -> object:
     arguments = tuple((name, repr(value)) for name, value in call.arguments.items())
-    return call.op, arguments, call.inputs, call.outputs, call.written, tuple(sorted(candidates.items())), call.batch_dim
+    return (
+        call.op,
+        arguments,
+        call.inputs,
+        call.outputs,
+        call.written,
+        tuple(sorted(candidates.items())),
+        call.batch_dim,
+    )

@@ -91,7 +91,7 @@ def even(size: int, degree: int, unit: int = 1) -> Cuts:
         size: of the dimension, a multiple of ``unit``.
         unit: what must stay together (a head's features, say).
     """
-    return (tuple([0, *(stop * unit for _, stop in bounds(size // unit, degree))]),)
+    return ((0, *(stop * unit for _, stop in bounds(size // unit, degree))),)
 
 
 def joined(pieces: Sequence[Cuts]) -> Cuts:

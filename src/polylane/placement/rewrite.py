@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from polylane.graph.sizes import Size
 from polylane.placement.call import Call, Edit, Strategy
@@ -48,17 +48,21 @@ class _Writer:
     coordinates: Mapping[str, int]
     calls: Mapping[str, Call]
     sizes: Sizes
+    aliases: Mapping[str, Key]
     graph: fx.Graph = field(default_factory=fx.Graph)
     axes: dict[str, fx.Node] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     moved: dict[tuple[fx.Node, State], fx.Node] = field(default_factory=dict)
 
-    def state(self, key: Key) -> State:
+    def state(self, node: fx.Node) -> State:
+        """How a node's value lies where it is made."""
+        key = key_of(node)
+        key = self.aliases.get(key[0], key)
         return tuple(split.placement(key) for split in self.splits.values())
 
     def as_needed(self, node: fx.Node, needed: State) -> Any:
         """A node's value as a consumer needs it; moved once for all consumers that need it so."""
-        have, value = self.state(key_of(node)), self.values[node]
+        have, value = self.state(node), self.values[node]
         for i in _order(have, needed):
             after = (*have[:i], needed[i], *have[i + 1 :])
             if after != have:
@@ -66,7 +70,7 @@ class _Writer:
                 if known is None:
                     axis = self.axes[list(self.splits)[i]]
                     known = self.graph.call_function(Move(have[i], needed[i]), (axis, value))
-                    known.meta["name"] = name_of(node)
+                    known.meta |= {"name": name_of(node), "stands": False}
                     self.moved[value, after] = known
                 value, have = known, after
         return value
@@ -93,7 +97,8 @@ class _Writer:
 
         arguments = {key: local(value) for key, value in given.items()}
         edit = Edit(
-            call, self.graph, node.target, fx.map_arg(node.args[:prefix], self.values.__getitem__), arguments, positional,
+            call, self.graph, node.target,
+            fx.map_arg(node.args[:prefix], self.values.__getitem__), arguments, positional,
             [{axis: s.inputs[i] for axis, s in chosen.items()} for i in range(len(call.inputs))],
             [{axis: s.outputs[i] for axis, s in chosen.items()} for i in range(len(call.outputs))],
             self.coordinates,
@@ -101,15 +106,15 @@ class _Writer:
         for axis, strategy in chosen.items():
             if strategy.local is not None:
                 edit.axis, edit.index, edit.strategy = self.axes[axis], self.coordinates[axis], strategy
+                edit.call = replace(call, degree=self.splits[axis].degree)
                 strategy.local(edit)
         result = edit.emit()
         _label(self.graph, first, node)
+        result.meta["stands"] = True
         return result
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    from torch import Tensor
-
     return isinstance(node.meta.get("val"), Tensor)
 
 
@@ -119,6 +124,7 @@ def _label(graph: fx.Graph, first: fx.Node | None, node: fx.Node) -> None:
         if made is first:
             return
         made.meta.setdefault("name", node.meta["name"])
+        made.meta.setdefault("stands", False)  # for the node itself: only the last one does
         for key in ("stack_trace", "nn_module_stack", "module", "op"):
             if key in node.meta:
                 made.meta.setdefault(key, node.meta[key])
@@ -138,8 +144,8 @@ def rewrite(
     splits: Mapping[str, Split],
     samples: int,
     coordinates: Mapping[str, int],
-    results: State | None = None,
-    wholes: frozenset[str] = frozenset(),
+    aliases: Mapping[str, Key] | None = None,
+    leaving: Collection[str] = (),
 ) -> fx.Graph:
     """What one rank runs of a graph.
 
@@ -149,24 +155,25 @@ def rewrite(
         splits: by axis, in the order of the mesh.
         samples: in hand.
         coordinates: this rank's index on each axis.
-        results: how what the graph gives must lie; default: replicated.
-        wholes: names of results that stay as they lie where they are made (they go to another stage).
+        aliases: as in :class:`~polylane.placement.view.View`.
+        leaving: names of results that stay as they lie where they are made: they go to another stage. All others are
+            whole on every rank.
 
     Returns:
         The code for this rank. Its first placeholders have the roles ("axis", name), the others are those of ``code``.
     """
-    writer = _Writer(splits, coordinates, calls, Sizes(samples))
+    writer = _Writer(splits, coordinates, calls, Sizes(samples), aliases or {})
     for name in splits:
         writer.axes[name] = axis = writer.graph.placeholder(f"axis_{name}")
         axis.meta["role"] = ("axis", name)
-    needed = results or tuple(REPLICATE for _ in splits)
+    needed = tuple(REPLICATE for _ in splits)
     for node in code.nodes:
         if node.op == "placeholder":
             writer.values[node] = copied = writer.graph.placeholder(node.name)
             copied.meta = dict(node.meta)
         elif node.op == "output":
             out = [
-                writer.values[n] if key_of(n)[0] in wholes else writer.as_needed(n, needed) for n in node.args[0]
+                writer.values[n] if n.meta.get("name") in leaving else writer.as_needed(n, needed) for n in node.args[0]
             ]
             writer.graph.output(tuple(out))
         elif not is_alias(node):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from polylane.graph.sizes import Size, size_function
 from polylane.placement.call import Call, Place, Value
 from polylane.placement.placement import Cuts
 
-# A tensor of the graph: the name of its node (of a placeholder, or of an operator) and which of the tensors that it gives.
+# A tensor of the graph: the name of its node (a placeholder or an operator) and which of the tensors that it gives.
 Key = tuple[str, int]
 
 
@@ -67,6 +67,7 @@ class View:
         sources: by key.
         steps: in order.
         results: what gives the loss.
+        aliases: nodes that only name one of several tensors that an operator gives -> that tensor.
     """
 
     graph: Graph
@@ -74,6 +75,7 @@ class View:
     sources: Mapping[Key, Source]
     steps: tuple[Step, ...]
     results: tuple[Key, ...]
+    aliases: Mapping[str, Key] = field(default_factory=dict)
 
 
 def name_of(node: fx.Node) -> str:
@@ -157,7 +159,8 @@ def view(graph: Graph, samples: int, degree: int) -> View:
             call, reads = call_of(node, sizes, degree, flows)
             fixed = own.name in pinned or not call.op.startswith("aten.")
             steps.append(Step(own.name, own.module, call, reads, fixed, own.flops))
-    return View(graph, samples, sources, tuple(steps), results)
+    aliases = {str(n.meta["name"]): key_of(n) for n in code.nodes if is_alias(n) and not isinstance(n.target, Size)}
+    return View(graph, samples, sources, tuple(steps), results, aliases)
 
 
 def _pinned(graph: Graph) -> set[str]:
@@ -225,7 +228,7 @@ def call_of(
 
     settled = {name: settle(value) for name, value in arguments.items()}
     val = node.meta.get("val")
-    vals = [v for v in (val if isinstance(val, (list, tuple)) else [val])]
+    vals = list(val) if isinstance(val, (list, tuple)) else [val]
     flows = has_gradient(node)
     outputs = tuple(
         Value(sizes.shape(v), v.dtype, flows and (v.is_floating_point() or v.is_complex()), i, "out")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
@@ -11,7 +14,12 @@ import yaml
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, cut_positions
+from polylane.plan.pins import check_pins, read_pattern
 from polylane.plan.spec import Spec
+
+# The axes of a stage's mesh, the outermost first: its devices are listed in this order.
+_MESH = ("data", "sequence", "tensor")
+_OPERATOR_AXES = ("sequence", "tensor")
 
 
 class _Strict(pydantic.BaseModel):
@@ -30,12 +38,21 @@ class Stage(_Strict):
     """Some of the graph on some of the devices.
 
     ``nodes`` are the first and the last node, by the user's module path ("layer2.3": all of that module) or by a node's
-    own name ("layer2.3.conv1/conv2d"); ``devices`` are ranks, one for each replica.
+    own name ("layer2.3.conv1/conv2d"). ``devices`` are ranks: the mesh of data x sequence x tensor in row-major order.
+    ``placements`` fixes how a parameter, or what a node gives, lies along an axis ("replicate", "shard(1)", "partial");
+    what it does not name is chosen.
     """
 
     nodes: tuple[str, str]
     devices: tuple[int, ...]
-    mesh: dict[Literal["data"], pydantic.PositiveInt] = {"data": 1}
+    mesh: dict[Literal["data", "sequence", "tensor"], pydantic.PositiveInt] = {"data": 1}
+    placements: dict[
+        str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
+    ] = {}
+
+    def degree(self, axis: str) -> int:
+        """How many ranks there are along an axis of the mesh."""
+        return next((degree for name, degree in self.mesh.items() if name == axis), 1)
 
 
 class Sync(_Strict):
@@ -59,7 +76,17 @@ class Plan(_Strict):
     @property
     def data(self) -> int:
         """Replicas of every stage."""
-        return len(self.stages[0].devices)
+        return self.degree("data")
+
+    @property
+    def sequence(self) -> int:
+        """Ranks over which the operators are split while each holds all parameters."""
+        return self.degree("sequence")
+
+    @property
+    def tensor(self) -> int:
+        """Ranks over which the operators are split so that each holds a part of the parameters."""
+        return self.degree("tensor")
 
     @property
     def pipeline(self) -> int:
@@ -71,17 +98,76 @@ class Plan(_Strict):
         """How many workers the plan takes."""
         return sum(len(stage.devices) for stage in self.stages)
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which operators are split: "sequence", "tensor", as far as they have more than one rank."""
+        return tuple(axis for axis in _OPERATOR_AXES if self.degree(axis) > 1)
+
+    def degree(self, axis: str) -> int:
+        """How many ranks there are along an axis of the mesh ("data", "sequence", "tensor"), the same on all stages."""
+        return self.stages[0].degree(axis)
+
     def place(self, rank: int) -> tuple[int, int]:
         """Stage and replica of a rank."""
-        for index, stage in enumerate(self.stages):
+        stage, at = self._where(rank)
+        return stage, at["data"]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """A rank's index on each of :attr:`axes`."""
+        _, at = self._where(rank)
+        return {axis: at[axis] for axis in self.axes}
+
+    def rank_at(self, stage: int, replica: int, coordinates: Mapping[str, int]) -> int:
+        """The rank of a replica of a stage with an index on each of :attr:`axes`."""
+        position = replica
+        for axis in _OPERATOR_AXES:
+            position = position * self.degree(axis) + (coordinates[axis] if self.degree(axis) > 1 else 0)
+        return self.stages[stage].devices[position]
+
+    def group(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+        """The ranks of the same stage that differ from ``rank`` only along these axes of the mesh, ascending."""
+        stage, at = self._where(rank)
+        ways = [range(self.degree(axis)) if axis in axes else (at[axis],) for axis in _MESH]
+        every = (dict(zip(_MESH, indices, strict=True)) for indices in itertools.product(*ways))
+        return tuple(sorted(self.rank_at(stage, each["data"], each) for each in every))
+
+    def along(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks of the same stage that differ from ``rank`` only on one axis of the mesh, by their index on it."""
+        stage, here = self._where(rank)
+        every = ({**here, axis: index} for index in range(self.degree(axis)))
+        return tuple(self.rank_at(stage, at["data"], at) for at in every)
+
+    def column(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the same replica with the same coordinates, by stage: a pipeline."""
+        _, replica = self.place(rank)
+        coordinates = self.coordinates(rank)
+        return tuple(self.rank_at(stage, replica, coordinates) for stage in range(self.pipeline))
+
+    def pins(self, axis: str) -> dict[str, str]:
+        """The placements that the stages ask for on one axis, by the name of a parameter or node."""
+        return {
+            name: pattern
+            for stage in self.stages
+            for name, on_axes in stage.placements.items()
+            for own, pattern in on_axes.items()
+            if own == axis
+        }
+
+    def _where(self, rank: int) -> tuple[int, dict[str, int]]:
+        """The stage of a rank, and its index along each axis of the mesh."""
+        for number, stage in enumerate(self.stages):
             if rank in stage.devices:
-                return index, stage.devices.index(rank)
+                position, at = stage.devices.index(rank), dict[str, int]()
+                for axis in reversed(_MESH):
+                    position, at[axis] = divmod(position, self.degree(axis))
+                return number, at
         raise PolylaneError(f"rank {rank} is on none of the plan's stages")
 
     @property
     def spec(self) -> str:
-        """The plan in one line; the stages' bounds are left out."""
-        line = f"data={self.data},pipeline={self.pipeline},schedule={self.schedule},microbatches={self.microbatches}"
+        """The plan in one line; the stages' bounds and their placements are left out."""
+        degrees = [f"data={self.data}", f"pipeline={self.pipeline}", *(f"{a}={self.degree(a)}" for a in self.axes)]
+        line = ",".join([*degrees, f"schedule={self.schedule}", f"microbatches={self.microbatches}"])
         return line if self.precision == "float32" else f"{line},precision={self.precision}"
 
 
@@ -91,18 +177,22 @@ def fingerprint(graph: Graph) -> Fingerprint:
 
 
 def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
-    """The plan that puts each stage of ``partition`` on ``spec.data`` devices.
+    """The plan that puts each stage of ``partition`` on a mesh of data x sequence x tensor ranks.
 
-    Replicas are outermost: neighbouring ranks are neighbouring stages of one replica, so that a pipeline fills a host
-    first.
+    Replicas are outermost, then stages, and ranks that split an operator are neighbours: they talk the most, and a
+    host is filled with them first.
     """
     ends = [0, *partition.cuts, len(partition.graph.nodes)]
     nodes = partition.graph.nodes
+    mesh = {"data": spec.data, "sequence": spec.sequence, "tensor": spec.tensor}
+    inner = spec.sequence * spec.tensor
     stages = tuple(
         Stage(
             nodes=(nodes[ends[s]].name, nodes[ends[s + 1] - 1].name),
-            devices=tuple(replica * spec.pipeline + s for replica in range(spec.data)),
-            mesh={"data": spec.data},
+            devices=tuple(
+                (replica * spec.pipeline + s) * inner + index for replica in range(spec.data) for index in range(inner)
+            ),
+            mesh={axis: n for axis, n in mesh.items() if n > 1 or axis == "data"},  # type: ignore[misc]
         )
         for s in range(spec.pipeline)
     )
@@ -125,6 +215,9 @@ def default_microbatches(spec: Spec, batch: int) -> int:
 def dump(plan: Plan) -> str:
     """The plan as YAML."""
     data = plan.model_dump(mode="json")
+    for stage in data["stages"]:
+        if not stage["placements"]:
+            del stage["placements"]
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
 
 
@@ -146,7 +239,7 @@ def load(path: str | Path) -> Plan:
         plan = Plan.model_validate(data)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = ".".join(str(part) for part in first["loc"] if part != "[key]")
         if key == "polylane":
             raise PolylaneError(
                 f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
@@ -161,16 +254,15 @@ def _check_devices(plan: Plan, path: str | Path) -> None:
         raise PolylaneError(f"plan {path}: stages: there must be at least one")
     seen: dict[int, int] = {}
     for index, stage in enumerate(plan.stages):
-        if len(stage.devices) != stage.mesh.get("data", 1):
-            raise PolylaneError(
-                f"plan {path}: stages.{index}: {len(stage.devices)} devices for a mesh of "
-                f"data={stage.mesh.get('data', 1)}"
-            )
-        if len(stage.devices) != len(plan.stages[0].devices):
-            raise PolylaneError(
-                f"plan {path}: stages.{index}.mesh: data={len(stage.devices)} beside data="
-                f"{len(plan.stages[0].devices)} on stage 0: all stages must have the same number of replicas"
-            )
+        if len(stage.devices) != math.prod(stage.mesh.values()):
+            mesh = ", ".join(f"{axis}={stage.degree(axis)}" for axis in _MESH if axis in stage.mesh)
+            raise PolylaneError(f"plan {path}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
+        for axis in _MESH:
+            if stage.degree(axis) != plan.degree(axis):
+                raise PolylaneError(
+                    f"plan {path}: stages.{index}.mesh: {axis}={stage.degree(axis)} beside "
+                    f"{axis}={plan.degree(axis)} on stage 0: all stages must have the same degrees"
+                )
         for device in stage.devices:
             if device in seen:
                 raise PolylaneError(
@@ -210,7 +302,9 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
                 f"plan: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it shares memory "
                 "that is written in place, or reads a value whose size depends on data"
             )
-    return Partition(graph, cuts)
+    partition = Partition(graph, cuts)
+    check_pins([stage.placements for stage in plan.stages], partition)
+    return partition
 
 
 def _position(plan: Plan, nodes: tuple[Node, ...], index: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from polylane.errors import PolylaneError
 from polylane.schedule.synchronous import SCHEDULES
 
 PRECISIONS = ("float32", "bfloat16")
-_COUNTS = ("data", "pipeline", "microbatches")
+_COUNTS = ("data", "pipeline", "sequence", "tensor", "microbatches")
 _KEYS = (*_COUNTS, "schedule", "precision")
 
 
@@ -23,6 +23,8 @@ class Spec:
         schedule: a key of :data:`polylane.schedule.synchronous.SCHEDULES`.
         microbatches: into how many the batch is divided; None leaves the choice to the planner.
         precision: "float32" (whatever the model has), or "bfloat16" for autocast.
+        tensor: ranks over which the operators of a stage are split so that each holds a part of the parameters.
+        sequence: ranks over which they are split so that each holds a part of the activations, and all parameters.
     """
 
     data: int = 1
@@ -30,11 +32,13 @@ class Spec:
     schedule: str = "1f1b"
     microbatches: int | None = None
     precision: str = "float32"
+    tensor: int = 1
+    sequence: int = 1
 
     @property
     def workers(self) -> int:
         """How many workers the plan takes."""
-        return self.data * self.pipeline
+        return self.data * self.pipeline * self.sequence * self.tensor
 
 
 def parse(text: str) -> Spec:
@@ -67,6 +71,8 @@ def parse(text: str) -> Spec:
         schedule=schedule,
         microbatches=counts.get("microbatches"),
         precision=precision,
+        tensor=counts.get("tensor", 1),
+        sequence=counts.get("sequence", 1),
     )
 
 

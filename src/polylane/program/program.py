@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polylane.graph.partition import Crossing, Partition
@@ -13,8 +14,11 @@ class Bucket:
     """Gradients that are summed together.
 
     Attributes:
-        name: "stage0.2", or "tied.0" for weights that several stages hold.
-        ranks: who sums: the replicas of a stage, or of all stages that hold the tied weights.
+        name: "stage0.2"; "stage0.tensor.0" where the ranks of an operator axis each have a summand; "tied0-2.0" for
+            weights that several stages hold. The same for all of ``ranks``, and each of them has it once; ranks with
+            other coordinates sum other gradients under the same name.
+        ranks: who sums: the replicas of a stage, or of all stages that hold the tied weights; with them those along the
+            operator axes on which the gradients are summands.
         parameters: canonical names, in the order in which a backward pass finishes them.
     """
 
@@ -29,13 +33,14 @@ class Program:
 
     Attributes:
         rank, stage, replica: who it is.
-        replicas: ranks that hold the same stage, by replica.
-        last: rank that computes this replica's loss.
+        replicas: ranks that hold the same parts of the same stage, ascending.
+        last: rank of the last stage with the same replica and coordinates; it has this replica's loss.
         actions: in order; receives stand where their value is needed (a worker may post them earlier).
         receives: values that come in for each microbatch, with their stage of origin.
         sends: values that go out for each microbatch.
         buckets: what it reduces, in the order of reduction.
         partition: the graph and its cuts.
+        coordinates: its index on each axis along which operators are split.
     """
 
     rank: int
@@ -48,3 +53,4 @@ class Program:
     sends: tuple[Crossing, ...]
     buckets: tuple[Bucket, ...]
     partition: Partition
+    coordinates: Mapping[str, int]

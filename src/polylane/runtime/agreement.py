@@ -10,6 +10,7 @@ from torch import nn
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
+from polylane.runtime.materialize import Init
 from polylane.runtime.prepare import Objective, Prepared, prepare
 from polylane.runtime.world import World
 
@@ -21,6 +22,7 @@ def prepare_together(
     example: Any,
     plan: str | Spec | Plan,
     batch_size: int | None,
+    init: Init | None = None,
 ) -> Prepared:
     """Prepare on every worker what rank 0 chose.
 
@@ -31,7 +33,7 @@ def prepare_together(
     if spec.workers != world.size:
         raise PolylaneError(f"the plan takes {spec.workers} workers, torchrun started {world.size}")
     if world.rank == 0:
-        prepared, refusal = _attempt(model, objectives, example, spec, batch_size)
+        prepared, refusal = _attempt(model, objectives, example, spec, batch_size, init)
         _broadcast(refusal if prepared is None else prepared.plan)
         if refusal is not None:
             raise refusal
@@ -39,7 +41,7 @@ def prepare_together(
         decision = _broadcast(None)
         if isinstance(decision, PolylaneError):
             raise decision
-        prepared, refusal = _attempt(model, objectives, example, decision, batch_size)
+        prepared, refusal = _attempt(model, objectives, example, decision, batch_size, init)
     refusals: list[Any] = [None] * world.size
     dist.all_gather_object(refusals, None if refusal is None else str(refusal))
     for rank, reason in enumerate(refusals):
@@ -50,10 +52,15 @@ def prepare_together(
 
 
 def _attempt(
-    model: nn.Module, objectives: dict[str, Objective], example: Any, plan: Spec | Plan, batch_size: int | None
+    model: nn.Module,
+    objectives: dict[str, Objective],
+    example: Any,
+    plan: Spec | Plan,
+    batch_size: int | None,
+    init: Init | None,
 ) -> tuple[Prepared | None, PolylaneError | None]:
     try:
-        return prepare(model, objectives, example, plan, batch_size=batch_size), None
+        return prepare(model, objectives, example, plan, batch_size=batch_size, init=init), None
     except PolylaneError as error:
         return None, error
 

@@ -76,10 +76,10 @@ class Batch:
         leaves, _ = flatten(batch)
         return cls(sample_count(leaves), leaves)
 
-    def of(self, share: Share) -> list[Any]:
-        """The leaves of one share."""
+    def of(self, share: Share, rows: int | None = None) -> list[Any]:
+        """The leaves of one share, or its first ``rows`` samples."""
         start = share.start if self._offsets is None else self._offsets[share.microbatch]
-        return take(self.leaves, start, start + share.samples, self.sampled)
+        return take(self.leaves, start, start + (share.samples if rows is None else rows), self.sampled)
 
     def as_in(self, sampled: Sequence[bool], device: torch.device) -> Batch:
         """This batch on a device, its leaves split as those of an example were if it has that many of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from polylane.graph.partition import Partition
 from polylane.program.program import Program
 from polylane.runtime import clock, data, optimizer, weights
 from polylane.runtime.buffers import Buffers
-from polylane.runtime.connections import Connect, connected
+from polylane.runtime.connections import Connect, connected, replica_of
 from polylane.runtime.division import Batch
 from polylane.runtime.lane import Tensors, bind, programs_of
+from polylane.runtime.materialize import materialize, on_meta, shapes_only
 from polylane.runtime.optimizer import Clipper
+from polylane.runtime.pieces import Pieces
 from polylane.runtime.prepare import (
     Parameters,
     Prepared,
@@ -100,52 +103,83 @@ class Job:
         self._signature = signature(leaves, self._sampled)
         self._compared = False
         self._tensors = Tensors(prepared.model, [o.loss for o in prepared.objectives.values()], world.device)
-        self._stage, self._replica = self.plan.place(world.rank)
+        self._stage, _ = self.plan.place(world.rank)
         self._holders = _holders(prepared)
         self._programs = {
-            name: programs_of(partition, self.plan, self._holders, training=True)
+            name: programs_of(partition, self.plan, self._holders, True, prepared.layouts.get(name))
             for name, partition in prepared.partitions.items()
         }
-        self._transport, self._statistics = connected(
-            world, self.plan, self._programs.values(), _has_statistics(prepared), connect
+        self._transport, self._statistics, self._mesh = connected(
+            world, self.plan, self._programs.values(), _has_statistics(prepared), connect, prepared.axes
         )
         self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
-        column = [stage.devices[self._replica] for stage in self.plan.stages]
+        column = self.plan.column(world.rank)
         self._buffers = Buffers(self._stage, column, self._tensors.buffers, world.device, self._transport)
-        self._hold(same_weights)
+        self._pieces = Pieces(prepared, self.plan.coordinates(world.rank))
+        self._materialized = self._materialize()
+        self._hold(same_weights or self._materialized)
+        optimizers = {name: self._optimizer(name) for name in prepared.objectives}  # which see whole parameters
+        self._tensors.keep(self._pieces.of(self.held()))
+        for built in optimizers.values():
+            self._pieces.cut_state(built, self._tensors.parameters())
         self._evaluations: dict[Any, _Lane] = {}
-        self._trainers = {name: self._trainer(name, clip_norm) for name in prepared.objectives}
+        self._trainers = {name: self._trainer(name, optimizers[name], clip_norm) for name in prepared.objectives}
         self._report: Report | None = None
 
-    def _hold(self, same_weights: bool) -> None:
+    def _held_names(self) -> set[str]:
         names = {name for name, stages in self._holders.items() if self._stage in stages}
         for partition in self._prepared.partitions.values():
             names |= set(partition.buffers(self._stage))
-        self._tensors.hold(names)
+        return names
+
+    def _materialize(self) -> bool:
+        """Give a model on the meta device its values, of which this worker keeps its part. Whether it was there."""
+        if not on_meta(self.model):
+            return False
+        held = self._held_names()
+        changed = {*self._holders, *(n for p in self._prepared.partitions.values() for n in p.graph.buffers)}
+
+        def keep(name: str, whole: Tensor) -> Tensor | None:
+            if name in changed and name not in held:
+                return None  # another stage's
+            return self._pieces.of({name: whole}).get(name, whole)
+
+        materialize(self.model, self._prepared.init, self._seed, self.world.device, keep)
+        return True
+
+    def _hold(self, same_weights: bool) -> None:
+        self._tensors.hold(self._held_names())
         if not same_weights and self.world.size > 1:
             every = {**self._tensors.parameters(), **self._tensors.buffers()}  # those of other stages too
             weights.same_everywhere(every, self._transport, self.world.device)
 
-    def _trainer(self, name: str, clip_norm: float | None) -> _Trainer:
-        objective, partition = self._prepared.objectives[name], self._prepared.partitions[name]
-        parameters = self._tensors.parameters()
-        info = partition.graph.parameters
-        used = {p for node in partition.graph.nodes for p in node.parameters}
+    def _optimized(self, name: str) -> tuple[list[str], dict[str, nn.Parameter]]:
+        """All parameters that may get a gradient of an objective, in the model's order; and those held here."""
+        graph = self._prepared.partitions[name].graph
+        parameters, info = self._tensors.parameters(), graph.parameters
+        used = {p for node in graph.nodes for p in node.parameters}
         order = [n for n in info if info[n].trainable and n in used]
-        held = {n: parameters[n] for n in order if self._stage in self._holders[n]}
-        built = optimizer.build(objective, list(held.items()), self._every_parameter())
+        return order, {n: parameters[n] for n in order if self._stage in self._holders[n]}
+
+    def _optimizer(self, name: str) -> torch.optim.Optimizer:
+        held = list(self._optimized(name)[1].items())
+        return optimizer.build(self._prepared.objectives[name], held, self._every_parameter())  # type: ignore[no-any-return]
+
+    def _trainer(self, name: str, built: torch.optim.Optimizer, clip_norm: float | None) -> _Trainer:
+        objective, partition = self._prepared.objectives[name], self._prepared.partitions[name]
+        order, held = self._optimized(name)
         clipper = None
         if clip_norm is not None:
             reduced = {p for program in self._programs[name] for bucket in program.buckets for p in bucket.parameters}
             counted = [n for n in held if n in reduced and self._stage == min(self._holders[n])]
-            column = tuple(stage.devices[self._replica] for stage in self.plan.stages)
+            together = replica_of(self.plan, self.world.rank)
             clipper = Clipper(
                 clip_norm,
                 [n for n in order if n in reduced],
-                counted,
+                [n for n in counted if self._pieces.counts("parameter", n)],
                 held,
                 self.world.device,
-                lambda v: self._transport.all_reduce(v, column).wait(),
+                lambda v: self._transport.all_reduce(v, together).wait(),
             )
         scheduler = objective.scheduler(built) if objective.scheduler is not None else None
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -163,7 +197,15 @@ class Job:
     def lane(self, partition: Partition, programs: tuple[Program, ...]) -> _Lane:
         """A partition of one of the model's graphs, with every worker's program, bound to this worker's tensors."""
         self._tensors.hold({*partition.parameters(self._stage), *partition.buffers(self._stage)})
-        worker = bind(programs[self.world.rank], self.plan, self._tensors, self._transport, self._statistics)
+        worker = bind(
+            programs[self.world.rank],
+            self.plan,
+            self._tensors,
+            self._transport,
+            self._statistics,
+            self._mesh,
+            self._prepared.layout_of(partition),
+        )
         return _Lane(partition, programs, worker)
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -276,14 +318,35 @@ class Job:
             ahead = self._prepared.evaluations.get(name) if not training and form == self._signature else None
             partition = ahead or self._captured(name, self._rebuild(few(batch.leaves, 4, batch.sampled)), training)
             self._refuse_moved(partition)
-            lanes[key] = self.lane(partition, programs_of(partition, self.plan, self._holders, training))
+            layout = self._prepared.layout_of(partition)
+            lanes[key] = self.lane(partition, programs_of(partition, self.plan, self._holders, training, layout))
         return lanes[key]
 
     def _captured(self, name: str, batch: Any, training: bool) -> Partition:
         prepared = self._prepared
-        return recaptured(
-            self.model, prepared.objectives[name], prepared.partitions[name], batch, training, prepared.in_float64
-        )
+        with self._whole_weights():
+            return recaptured(
+                self.model, prepared.objectives[name], prepared.partitions[name], batch, training, prepared.in_float64
+            )
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        """For the while, let the model have whole parameters and buffers: the user's own code runs on nothing less."""
+        if self._materialized:
+            with shapes_only(self.model, self._pieces.shapes):
+                yield
+            return
+        own, wholes = dict[str, Tensor](), dict[str, Tensor]()
+        for name, tensor in self.held().items():
+            kind = self._pieces.kind(name)
+            if self._pieces.is_cut(kind, name):
+                own[name] = tensor.data if kind == "parameter" else tensor
+                wholes[name] = self._whole(kind, name, own[name], self._mesh_ranks)
+        self._tensors.keep(wholes)
+        try:
+            yield
+        finally:
+            self._tensors.keep(own)
 
     def _refuse_moved(self, partition: Partition) -> None:
         for stage in range(self.plan.pipeline):
@@ -349,27 +412,64 @@ class Job:
         return self._trainers[self._objective(objective)].optimizer
 
     def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
-        """Gradients of the last step, of the parameters that this worker holds, after reduction and clipping."""
+        """Gradients of the last step, of the parameters that this worker holds, after reduction and clipping.
+
+        Where operators are split, a gradient is that of this worker's part; see :meth:`whole_gradients`.
+        """
         held = self._trainers[self._objective(objective)].held
         return {name: parameter.grad for name, parameter in held.items()}
 
+    def whole_gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
+        """As :meth:`gradients`, put together from all parts; all workers must call it."""
+        own = self.gradients(objective)
+        return {
+            name: None if grad is None else self._whole("parameter", name, grad, self._mesh_ranks)
+            for name, grad in own.items()
+        }
+
+    @property
+    def _mesh_ranks(self) -> tuple[int, ...]:
+        """The workers that hold the parts of what this one holds."""
+        return self.plan.group(self.world.rank, self.plan.axes)
+
+    def _whole(self, kind: str, name: str, part: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """A parameter's, gradient's or buffer's whole value, from all who hold parts of it."""
+        if not self._pieces.is_cut(kind, name):
+            return part
+        whole = self._pieces.placed(kind, name, part)
+        return self._transport.all_reduce(whole, ranks).wait()
+
     def held(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this worker keeps up to date, by the model's own names."""
-        buffers = {n for p in self._prepared.partitions.values() for n in p.buffers(self._stage)}
-        parameters = {n for n, stages in self._holders.items() if self._stage in stages}
+        """The parameters and buffers that this worker keeps up to date, by the model's own names.
+
+        Where operators are split, what it holds may be a part.
+        """
+        names = self._held_names()
         every = {**self._tensors.parameters(), **self._tensors.buffers()}
-        return {name: tensor for name, tensor in every.items() if name in parameters | buffers}
+        return {name: tensor for name, tensor in every.items() if name in names}
+
+    def part_of(self, name: str) -> str:
+        """Which part of a parameter or buffer this worker holds, in words that are equal for equal parts."""
+        return self._pieces.label(name)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's weights and buffers, with its own names, on every worker's CPU; all must call it."""
-        owners = {name: self.plan.stages[min(stages)].devices[0] for name, stages in self._holders.items()}
+        stages = {name: min(stages) for name, stages in self._holders.items()}
         tied: dict[str, str] = {}
         for partition in self._prepared.partitions.values():
             tied |= partition.graph.tied
             for stage in range(self.plan.pipeline):
                 for name in partition.buffers(stage):
-                    owners[name] = self.plan.stages[self._buffers.owner(name)].devices[0]
-        return weights.full_state(self.model, owners, tied, self._transport, self.world.device)
+                    stages[name] = self._buffers.owner(name)
+        first = self.plan.place(self.world.rank)[1] == 0
+        return weights.full_state(
+            self.model,
+            {name: first and stage == self._stage for name, stage in stages.items()},
+            tied,
+            self._pieces.whole,
+            self._transport,
+            self.world.device,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the whole model's weights as safetensors, loadable into the plain model; all workers must call it."""

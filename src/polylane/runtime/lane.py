@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from polylane.graph.dtypes import dtypes_under_autocast
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
+from polylane.planner.layout import Layout
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
-from polylane.runtime.stage import OWN_PYTHON, StageRunner, extract, wires
+from polylane.runtime.mesh import Mesh
+from polylane.runtime.stage import OWN_PYTHON, Localized, StageRunner, extract, wires
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.worker import Worker
@@ -46,22 +48,32 @@ class Tensors:
 
     def hold(self, names: Collection[str]) -> None:
         """Move parameters and buffers to the worker's device; the rest stays where the user built it."""
+        held = {n: t for n, t in {**self.parameters(), **self.buffers()}.items() if n in names}
+        self.keep({n: t.data.to(self.device) for n, t in held.items() if t.device != self.device})
+
+    def keep(self, values: Mapping[str, Tensor]) -> None:
+        """Let parameters and buffers have other values, of other shapes even; parameters stay the objects they are."""
         for name, parameter in self.parameters().items():
-            if name in names and parameter.device != self.device:
-                parameter.data = parameter.data.to(self.device)
+            if name in values:
+                parameter.data = values[name]
         for root, prefix in [(self.model, ""), *[(m, "loss.") for m in self.losses if isinstance(m, nn.Module)]]:
             for path, module in root.named_modules():
                 for key, buffer in module._buffers.items():
                     name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
-                    if name in names and buffer is not None and buffer.device != self.device:
-                        module._buffers[key] = buffer.to(self.device)
+                    if name in values and buffer is not None:
+                        module._buffers[key] = values[name]
 
 
 def programs_of(
-    partition: Partition, plan: Plan, holders: Mapping[str, Collection[int]], training: bool
+    partition: Partition,
+    plan: Plan,
+    holders: Mapping[str, Collection[int]],
+    training: bool,
+    layout: Layout | None = None,
 ) -> tuple[Program, ...]:
     """Every worker's checked program for training with, or evaluating, a graph."""
-    programs = lower(partition, plan, holders) if training else lower_evaluation(partition, plan)
+    partial = layout.summed() if layout is not None else {}
+    programs = lower(partition, plan, holders, partial) if training else lower_evaluation(partition, plan)
     check(programs)
     return programs
 
@@ -72,6 +84,8 @@ def bind(
     tensors: Tensors,
     transport: Transport,
     statistics: Callable[[Tensor], Tensor] | None,
+    mesh: Mesh,
+    layout: Layout | None,
 ) -> Worker:
     """One worker's program, bound to its tensors."""
     partition, graph = program.partition, program.partition.graph
@@ -84,17 +98,21 @@ def bind(
         table["parameter", name] = parameters[name] if graph.parameters[name].trainable else parameters[name].detach()
     for name in partition.buffers(program.stage):
         table["buffer", name] = buffers[name]
+    table |= {("axis", name): axis for name, axis in mesh.axes.items()}
     autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
+    code = extract(partition, program.stage, tensors.device)
     runner = StageRunner(
-        code=extract(partition, program.stage, tensors.device),
+        code=code,
         tensors=table,
         gradients=frozenset(c.value for c in program.receives if c.requires_grad),
         device=tensors.device,
         autocast=autocast,
+        local=None if layout is None else Localized(code, partition, layout, mesh.coordinates),
     )
     dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
     # The user's own Python may leave a parameter without a gradient.
     optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
     reducer = Reducer(program.buckets, held, optional, transport)
-    return Worker(program, runner, wires(partition, dtypes), transport, statistics, reducer)
+    travelling = wires(partition, dtypes, layout, mesh.coordinates)
+    return Worker(program, runner, travelling, transport, statistics, reducer, mesh)

@@ -40,10 +40,11 @@ class Clipper:
     Args:
         max_norm: the bound on the 2-norm.
         order: canonical names of all parameters that get a gradient, in the model's order.
-        counted: names whose norm this worker contributes; every name is contributed by one worker of a pipeline.
+        counted: names whose norm this worker contributes, or that of its part; every part is contributed by one worker
+            of a replica.
         held: this worker's parameters.
         device: where this worker computes.
-        sum_pipeline: sums a vector over the stages of this replica.
+        sum_replica: sums a vector over all workers of this replica.
     """
 
     def __init__(
@@ -53,14 +54,14 @@ class Clipper:
         counted: Sequence[str],
         held: Mapping[str, nn.Parameter],
         device: torch.device,
-        sum_pipeline: Callable[[Tensor], Tensor],
+        sum_replica: Callable[[Tensor], Tensor],
     ) -> None:
         self._max_norm = max_norm
         self._position = {name: i for i, name in enumerate(order)}
         self._counted = counted
         self._held = held
         self._device = device
-        self._sum_pipeline = sum_pipeline
+        self._sum_replica = sum_replica
 
     def clip(self) -> None:
         """Scale the gradients of the held parameters."""
@@ -68,14 +69,12 @@ class Clipper:
         counted = [(self._position[name], self._held[name].grad) for name in self._counted]
         present = [(i, grad) for i, grad in counted if grad is not None]
         like = next(iter(self._held.values()), None)
-        norms = torch.zeros(
-            len(self._position),
-            dtype=torch.float64 if like is None else torch.promote_types(like.dtype, torch.float32),
-            device=self._device,
-        )
+        dtype = torch.float64 if like is None else torch.promote_types(like.dtype, torch.float32)
+        squares = torch.zeros(len(self._position), dtype=torch.float64, device=self._device)
         if present:
             own = torch._foreach_norm([grad for _, grad in present], 2.0)
-            norms[[i for i, _ in present]] = torch.stack(own).to(norms.dtype)
-        total = torch.linalg.vector_norm(self._sum_pipeline(norms.double()).to(norms.dtype))
+            # Squared in float64, and the root taken there, a norm of single precision comes back as it was.
+            squares[[i for i, _ in present]] = torch.stack(own).double().square()
+        total = torch.linalg.vector_norm(self._sum_replica(squares).sqrt().to(dtype))
         if grads:
             torch.nn.utils.clip_grads_with_norm_(list(self._held.values()), self._max_norm, total)

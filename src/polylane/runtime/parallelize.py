@@ -13,6 +13,7 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.agreement import prepare_together
 from polylane.runtime.job import Job
+from polylane.runtime.materialize import Init
 from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, alone, objectives_of, prepare
 from polylane.runtime.world import World
 
@@ -28,6 +29,7 @@ def parallelize(
     batch_size: int | None = None,
     clip_norm: float | None = None,
     seed: int = 0,
+    init: Init | None = None,
 ) -> Job:
     """Split the training of a plain model over the workers that torchrun started.
 
@@ -44,6 +46,9 @@ def parallelize(
         batch_size: of the training, if it is another than the example's.
         clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes.
         seed: of the order of samples and of all random numbers.
+        init: for a model built on the meta device: ``init(module)`` fills the tensors that the module itself owns;
+        default: its ``reset_parameters()``. The weights are those of ``torch.manual_seed(seed);
+        model.to_empty(device=...); model.apply(init)``, and no worker holds more of them than its part and one module.
 
     Raises:
         PolylaneError: the plan does not fit the workers or the model; one sentence says how.
@@ -52,7 +57,7 @@ def parallelize(
     objectives = objectives_of(loss, optimizer, scheduler)
     if world.size == 1:
         samples = batch_size or sample_count(flatten(example)[0])
-        chosen = prepare(model, objectives, example, alone(plan, samples), batch_size=batch_size)
+        chosen = prepare(model, objectives, example, alone(plan, samples), batch_size=batch_size, init=init)
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
-    together = prepare_together(world, model, objectives, example, plan, batch_size)
+    together = prepare_together(world, model, objectives, example, plan, batch_size, init)
     return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)

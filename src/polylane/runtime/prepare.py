@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from polylane.cost import compute
 from polylane.errors import PolylaneError
-from polylane.graph.batch import cloned, few, flatten, sample_count
+from polylane.graph.batch import cloned, few, flatten, sample_count, sampled_leaves
 from polylane.graph.capture import capture
 from polylane.graph.export import Loss
 from polylane.graph.graph import Graph
@@ -21,6 +21,8 @@ from polylane.graph.samples import splits_exactly
 from polylane.plan import plan as plans
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
+from polylane.planner.layout import Layout, choose_layout, layout_like
+from polylane.runtime.optimizer_probe import whole_parameters
 
 Parameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
@@ -48,6 +50,8 @@ class Prepared:
         plan: how it is split.
         in_float64: whether casts to lower types inside keep float64 (for proofs).
         evaluations: of the graphs in evaluation mode, as far as they were asked for; others are captured when needed.
+        layouts: how the operators of every objective's graph are split; empty where none is.
+        init: fills a module's own tensors, for a model on the meta device.
     """
 
     model: nn.Module
@@ -56,6 +60,22 @@ class Prepared:
     plan: Plan
     in_float64: bool = False
     evaluations: dict[str, Partition] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    init: Callable[[nn.Module], None] | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which operators are split; "data" among them where the samples of a batch meet."""
+        return next((tuple(layout.splits) for layout in self.layouts.values()), ())
+
+    def layout_of(self, partition: Partition) -> Layout | None:
+        """How the operators of one of the model's graphs are split; its parameters lie as the main graph's do."""
+        if not self.layouts:
+            return None
+        for name, own in self.partitions.items():
+            if own is partition:
+                return self.layouts[name]
+        return layout_like(next(iter(self.layouts.values())), partition.graph)
 
     @property
     def main(self) -> Partition:
@@ -133,6 +153,7 @@ def prepare(
     batch_size: int | None = None,
     in_float64: bool = False,
     evaluation: bool = False,
+    init: Callable[[nn.Module], None] | None = None,
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None = None,
 ) -> Prepared:
     """Capture every objective, choose the cuts, and refuse what would not be exact.
@@ -145,6 +166,7 @@ def prepare(
         batch_size: of the training, if it is another than the example's.
         in_float64: for proofs; ``model`` and ``example`` are float64 already.
         evaluation: capture the evaluation mode here too, once for all workers that are forked from this process.
+        init: fills the tensors that a module itself owns, for a model on the meta device.
         seconds: time of every node of a graph; default: measured here, node by node.
 
     Raises:
@@ -163,11 +185,12 @@ def prepare(
     part = few(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
     partitions: dict[str, Partition] = {}
+    meets = False
     for objective in objectives.values():
         trainable = optimized(parameters, objective.optimizer)
         graph = capture(model, objective.loss, rebuild(cloned(part)), trainable=trainable, in_float64=in_float64)
         if spec.data > 1 or microbatches > 1:
-            _refuse_inexact(graph, model, objective.loss, leaves, spec, microbatches, in_float64)
+            meets = _samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64) or meets
         partitions[objective.name] = _cut(
             graph, model, objective.loss, part, spec, next(iter(partitions.values()), None), seconds
         )
@@ -179,7 +202,14 @@ def prepare(
             name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
             for name, partition in partitions.items()
         }
-    return Prepared(model, objectives, partitions, chosen, in_float64, evaluations)
+    layouts: dict[str, Layout] = {}
+    if chosen.axes or meets:
+        whole = whole_parameters(parameters, [o.optimizer for o in objectives.values()])
+        sampled = sampled_leaves(leaves) if meets else ()
+        # Replicas whose samples meet hold one microbatch together.
+        hand = max(2, -(-total // microbatches)) if meets else hand
+        layouts = _layouts(partitions, chosen, hand, whole, sampled)
+    return Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init)
 
 
 def recaptured(
@@ -210,15 +240,27 @@ def _cut(
     return balanced(graph, plan.pipeline, times)
 
 
-def _refuse_inexact(
-    graph: Graph,
-    model: nn.Module,
-    loss: Loss,
-    leaves: list[Any],
-    plan: Spec | Plan,
-    microbatches: int,
-    in_float64: bool,
-) -> None:
+def _layouts(
+    partitions: Mapping[str, Partition], plan: Plan, hand: int, whole: Collection[str], sampled: Sequence[bool]
+) -> dict[str, Layout]:
+    layouts: dict[str, Layout] = {}
+    for name, partition in partitions.items():
+        first = next(iter(layouts.values()), None)
+        if first is None:
+            layouts[name] = choose_layout(partition.graph, plan, hand, whole, sampled)
+        else:
+            layouts[name] = layout_like(first, partition.graph)
+    return layouts
+
+
+def _samples_meet(
+    graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], microbatches: int, in_float64: bool
+) -> bool:
+    """Whether the loss of a batch is not made up of its parts' losses: replicas then have to split the operators.
+
+    Raises:
+        PolylaneError: so it is, and there are microbatches.
+    """
     try:
         reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))))
     except PolylaneError:
@@ -231,10 +273,10 @@ def _refuse_inexact(
             f"whether the loss is a mean over samples could not be seen: the model does not run in float64 ({why})",
             stacklevel=2,
         )
-        return
-    if reason is not None:
-        key = f"data={plan.data}" if plan.data > 1 else f"microbatches={microbatches}"
-        raise PolylaneError(f"{key} would not compute what one device computes: {reason}")
+        return False
+    if reason is not None and microbatches > 1:
+        raise PolylaneError(f"microbatches={microbatches} would not compute what one device computes: {reason}")
+    return reason is not None
 
 
 def alone(plan: str | Spec | Plan, samples: int) -> Spec:
@@ -242,4 +284,6 @@ def alone(plan: str | Spec | Plan, samples: int) -> Spec:
     if isinstance(plan, Plan):
         return Spec(schedule=plan.schedule, microbatches=plan.microbatches, precision=plan.precision)
     spec = parse(plan) if isinstance(plan, str) else plan
-    return replace(spec, data=1, pipeline=1, microbatches=plans.default_microbatches(spec, samples))
+    return replace(
+        spec, data=1, pipeline=1, sequence=1, tensor=1, microbatches=plans.default_microbatches(spec, samples)
+    )

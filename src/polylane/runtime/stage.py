@@ -6,7 +6,7 @@ import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from polylane.graph.graph import Node
 from polylane.graph.part import Part
 from polylane.graph.partition import Partition
 from polylane.graph.sizes import size_function
+from polylane.placement.rewrite import rewrite
+from polylane.planner.layout import Layout
 
 _NUMBERS = itertools.count()
 
@@ -29,10 +31,13 @@ class Wire:
     name: str
     dtype: torch.dtype
     sizes: tuple[Callable[[int], int], ...]
+    layout: Layout | None = None
+    coordinates: Mapping[str, int] = field(default_factory=dict)
 
     def shape(self, samples: int) -> tuple[int, ...]:
-        """Shape for a part of so many samples."""
-        return tuple(size(samples) for size in self.sizes)
+        """Shape of what this worker has, for a part of so many samples."""
+        whole = tuple(size(samples) for size in self.sizes)
+        return whole if self.layout is None else self.layout.local(self.name, whole, samples, self.coordinates)
 
 
 class Watch:
@@ -111,7 +116,12 @@ class StageCode:
     watch: Watch
 
 
-def wires(partition: Partition, dtypes: Mapping[str, torch.dtype]) -> dict[str, Wire]:
+def wires(
+    partition: Partition,
+    dtypes: Mapping[str, torch.dtype],
+    layout: Layout | None = None,
+    coordinates: Mapping[str, int] | None = None,
+) -> dict[str, Wire]:
     """Every crossing value by name; ``dtypes`` overrides what capture saw (autocast changes it)."""
     values = {n.meta["name"]: n.meta["val"] for n in partition.graph.code.fx.nodes if n.op == "call_function"}
     return {
@@ -119,6 +129,8 @@ def wires(partition: Partition, dtypes: Mapping[str, torch.dtype]) -> dict[str, 
             c.value,
             dtypes.get(c.value, values[c.value].dtype),
             tuple(size_function(size) for size in values[c.value].shape),
+            layout,
+            coordinates or {},
         )
         for c in partition.crossings
     }
@@ -152,8 +164,39 @@ def extract(partition: Partition, stage: int, device: torch.device) -> StageCode
             copied.target = Watched(node.target, described, watch)
         by_name[node.meta["name"]] = copied
     graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
-    run, lines, file = _compiled(graph, stage, chosen)
+    run, lines, file = _compiled(graph, f"stage {stage}", chosen)
     return StageCode(run, tuple(roles), outputs, bool(loss), lines, file, graph, watch)
+
+
+class Localized:
+    """A stage's code as one rank of a mesh runs it: rewritten for every number of samples that comes."""
+
+    def __init__(self, whole: StageCode, partition: Partition, layout: Layout, coordinates: Mapping[str, int]) -> None:
+        self.whole, self._layout, self._coordinates = whole, layout, coordinates
+        self._nodes = {node.name: node for node in partition.graph.nodes}
+        self._known: dict[int, StageCode] = {}
+
+    def at(self, samples: int) -> StageCode:
+        """The code for so many samples in hand."""
+        if samples not in self._known:
+            calls, splits = self._layout.at(samples)
+            graph = rewrite(
+                self.whole.graph,
+                calls,
+                splits,
+                samples,
+                self._coordinates,
+                aliases=self._layout.view.aliases,
+                leaving=self.whole.outputs,
+            )
+            roles = tuple(n.meta["role"] for n in graph.nodes if n.op == "placeholder")
+            run, lines, file = _compiled(graph, f"{samples} samples of {self.whole.file}", self._nodes)
+            self._known[samples] = replace(self.whole, run=run, roles=roles, lines=lines, file=file, graph=graph)
+        return self._known[samples]
+
+    def codes(self) -> list[StageCode]:
+        """All that there are so far."""
+        return list(self._known.values())
 
 
 def _on(value: Any, device: torch.device) -> Any:
@@ -168,11 +211,11 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def _compiled(
-    graph: fx.Graph, stage: int, chosen: Mapping[str, Node]
+    graph: fx.Graph, label: str, chosen: Mapping[str, Node]
 ) -> tuple[Callable[..., Any], dict[int, Node], str]:
     """Python source of a graph, compiled under a file name of its own so that an error's line tells the node."""
     code = graph.python_code("self")
-    file = f"<stage {stage} ({next(_NUMBERS)})>"
+    file = f"<{label} ({next(_NUMBERS)})>"
     scope: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, file, "exec"), scope)
     forward = scope["forward"]
@@ -185,12 +228,14 @@ def _compiled(
     return lambda *args: forward(None, *args), lines, file
 
 
-def node_at_fault(code: StageCode, error: BaseException) -> Node | None:
+def node_at_fault(runner: StageRunner, error: BaseException) -> Node | None:
     """The node that was running, forward or backward, when ``error`` was raised; None if none of this stage's."""
+    codes = {code.file: code for code in ([runner.code] if runner.local is None else runner.local.codes())}
     for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename == code.file and frame.lineno in code.lines:
+        code = codes.get(frame.filename)
+        if code is not None and frame.lineno in code.lines:
             return code.lines[frame.lineno]
-    return code.watch.current
+    return runner.code.watch.current
 
 
 @dataclass
@@ -211,6 +256,7 @@ class StageRunner:
         tensors: parameters, buffers and constants by role.
         gradients: names of incoming values whose gradient is wanted.
         autocast: dtype of autocast, or None.
+        local: the code as this rank of a mesh runs it; None where no operator is split.
     """
 
     code: StageCode
@@ -218,7 +264,12 @@ class StageRunner:
     gradients: frozenset[str]
     device: torch.device
     autocast: torch.dtype | None = None
+    local: Localized | None = None
     live: dict[int, Live] = field(default_factory=dict)
+
+    def at(self, samples: int) -> StageCode:
+        """The code for so many samples in hand."""
+        return self.code if self.local is None else self.local.at(samples)
 
     def forward(self, microbatch: int, values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part) -> Live:
         """One forward pass; what the backward pass needs is kept under ``microbatch`` until then.
@@ -232,10 +283,11 @@ class StageRunner:
             name: value.requires_grad_() if name in self.gradients and torch.is_grad_enabled() else value
             for name, value in values.items()
         }
-        arguments = [self.argument(role, inputs, leaves, part) for role in self.code.roles]
+        code = self.at(part.samples)
+        arguments = [self.argument(role, inputs, leaves, part) for role in code.roles]
         context = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
         with context:
-            result = self.code.run(*arguments)
+            result = code.run(*arguments)
         count = len(self.code.outputs)
         live = Live(inputs, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
         if torch.is_grad_enabled():
@@ -274,16 +326,17 @@ def values_of(
 ) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
     """Run a stage node by node: every tensor value by node name, and the result."""
     results: dict[fx.Node, Any] = {}
-    placeholders = iter(runner.code.roles)
+    code = runner.at(part.samples)
+    placeholders = iter(code.roles)
     seen: dict[str, Tensor] = {}
     output: tuple[Any, ...] = ()
-    for node in runner.code.graph.nodes:
+    for node in code.graph.nodes:
         if node.op == "placeholder":
             results[node] = runner.argument(next(placeholders), values, leaves, part)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
             results[node] = node.target(*args, **kwargs)
-            if isinstance(results[node], Tensor):
+            if isinstance(results[node], Tensor) and node.meta.get("stands", True):
                 seen[node.meta["name"]] = results[node].detach().clone()
         else:
             output = fx.map_arg(node.args[0], results.__getitem__)

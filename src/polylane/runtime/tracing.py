@@ -23,6 +23,7 @@ class Trace:
     """One worker's values of a forward pass: (microbatch, node name) -> value."""
 
     replica: int
+    coordinates: Mapping[str, int]
     values: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     weights: dict[int, int] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
@@ -48,8 +49,8 @@ def trace(prepared: Prepared, world: World, batch: Any, seed: int) -> Trace:
     programs = lower_evaluation(prepared.main, prepared.plan)
     worker = job.lane(prepared.main, programs).worker
     runner = worker.runner
-    tracer = _Tracer(runner.code, runner.tensors, runner.gradients, runner.device, runner.autocast)
-    tracer.trace = Trace(worker.program.replica)
+    tracer = _Tracer(runner.code, runner.tensors, runner.gradients, runner.device, runner.autocast, runner.local)
+    tracer.trace = Trace(0 if "data" in worker.mesh.axes else worker.program.replica, worker.mesh.coordinates)
     worker.runner = tracer
     with torch.no_grad():
         worker.run(Batch.whole(batch), 0, seed, lambda state: None)

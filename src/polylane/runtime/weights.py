@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,23 +40,26 @@ def same_everywhere(
 
 def shared(tensor: Tensor, owner: bool, transport: Transport, ranks: Iterable[int]) -> Tensor:
     """The owner's tensor on every rank: the others add zeros to it. Tensors of any dtype."""
-    small = tensor.dtype in (torch.bool, torch.uint16, torch.int16)
-    wire = tensor.detach().to(torch.int32) if small else tensor.detach().clone()
-    if not owner:
-        wire = torch.zeros_like(wire)
-    return transport.all_reduce(wire.contiguous(), ranks).wait().to(tensor.dtype)
+    own = tensor.detach().clone()
+    return _summed(own if owner else torch.zeros_like(own), transport, ranks)
 
 
 def full_state(
-    model: nn.Module, owners: Mapping[str, int], tied: Mapping[str, str], transport: Transport, device: torch.device
+    model: nn.Module,
+    mine: Mapping[str, bool],
+    tied: Mapping[str, str],
+    whole: Callable[[str, Tensor | None, Tensor], Tensor],
+    transport: Transport,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """The whole model's ``state_dict`` on every rank, with its own names, on the CPU.
 
     Args:
         model: of which each worker keeps its own part up to date.
-        owners: canonical name of a parameter or buffer -> the rank that has it. Others never change: they are taken as
-            they are here.
+        mine: canonical names of the parameters and buffers that training changes -> whether this rank has them, or a
+            part of them. Others never change: they are taken as they are here.
         tied: further names of tied weights.
+        whole: what this rank adds to the sum that makes a tensor whole, out of its part (see ``Pieces.whole``).
     """
     state = model.state_dict(keep_vars=True)
     result: dict[str, Tensor] = {}
@@ -65,10 +68,16 @@ def full_state(
         canonical = tied.get(name, name)
         if canonical not in done:
             tensor = value.detach()
-            if canonical in owners and transport.size > 1:
-                tensor = shared(
-                    tensor.to(device), transport.rank == owners[canonical], transport, range(transport.size)
-                )
+            if canonical in mine and transport.size > 1:
+                part = tensor.to(device) if mine[canonical] else None
+                like = torch.empty(0, dtype=tensor.dtype, device=device)
+                tensor = _summed(whole(canonical, part, like), transport, range(transport.size))
             done[canonical] = tensor.cpu()
         result[name] = done[canonical].clone()
     return result
+
+
+def _summed(tensor: Tensor, transport: Transport, ranks: Iterable[int]) -> Tensor:
+    small = tensor.dtype in (torch.bool, torch.uint16, torch.int16)
+    wire = tensor.to(torch.int32) if small else tensor
+    return transport.all_reduce(wire.contiguous(), ranks).wait().to(tensor.dtype)

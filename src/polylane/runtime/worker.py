@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from polylane.errors import ActionFailed, PeerLost
+from polylane.graph.batch import bounds
 from polylane.graph.part import Part
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
 from polylane.runtime.division import Batch, Share, shares
+from polylane.runtime.mesh import Mesh
 from polylane.runtime.stage import StageRunner, Wire, node_at_fault
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.transport.protocol import Pending, Transport
@@ -55,7 +57,7 @@ class Worker:
         transport: carries values and gradients; declared with the program's channels and groups.
         statistics: sums batch statistics over the replicas, apart from the gradients.
         reducer: sums gradients.
-        finish: called by the STEP action, with all gradients complete.
+        mesh: along which operators are split; the loss of its first worker counts, the others compute the same one.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Worker:
         transport: Transport,
         statistics: Callable[[Tensor], Tensor] | None,
         reducer: Reducer,
+        mesh: Mesh,
     ) -> None:
         self.program = program
         self.runner = runner
@@ -73,13 +76,12 @@ class Worker:
         self.transport = transport
         self.statistics = statistics
         self.reducer = reducer
+        self.mesh = mesh
         self._horizon = _horizons(program.actions)
-        self._waited = 0.0  # seconds in collectives inside the action under way
 
     def shares(self, batch: int) -> tuple[Share, ...]:
         """What this worker computes of a batch of so many samples."""
-        microbatches = 1 + max((a.microbatch for a in self.program.actions if a.microbatch is not None), default=0)
-        return shares(batch, microbatches, len(self.program.replicas), self.program.replica)
+        return shares(batch, self._microbatches(), len(self.program.replicas), self.program.replica)
 
     def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
         """One step. ``finish`` is what the STEP action does.
@@ -88,19 +90,7 @@ class Worker:
             ActionFailed: from what an action raised, saying which.
         """
         own = {share.microbatch: share for share in self.shares(batch.samples)}
-        parts = {
-            i: Part(
-                samples=share.samples,
-                first=share.start,
-                batch=batch.samples,
-                microbatch=i,
-                step=step,
-                seed=seed,
-                weight=share.weight,
-                sum_replicas=self._sum_replicas if self.statistics is not None else None,
-            )
-            for i, share in own.items()
-        }
+        parts = {i: self._part(share, batch.samples, step, seed) for i, share in own.items()}
         state = StepState(own, parts)
         last_backward = max(
             (i for i, a in enumerate(self.program.actions) if a.kind is Kind.BACKWARD and a.microbatch in own),
@@ -122,7 +112,7 @@ class Worker:
             except (ActionFailed, PeerLost):
                 raise
             except Exception as error:
-                node = node_at_fault(self.runner.code, error)
+                node = node_at_fault(self.runner, error)
                 module = None if node is None else (node.module or "the model's own forward")
                 raise ActionFailed(
                     self.program.rank, action.stage, action.microbatch, module, node.source if node else None
@@ -131,22 +121,46 @@ class Worker:
             pending.wait()
         return state
 
+    def _part(self, share: Share, batch: int, step: int, seed: int) -> Part:
+        """What the operators may know of the samples in hand."""
+        if self._together:  # replicas hold the microbatch as one, each its rows of it
+            begin, end = bounds(batch, self._microbatches())[share.microbatch]
+            return Part(end - begin, begin, batch, share.microbatch, step, seed)
+        return Part(
+            samples=share.samples,
+            first=share.start,
+            batch=batch,
+            microbatch=share.microbatch,
+            step=step,
+            seed=seed,
+            weight=share.weight,
+            sum_replicas=self._sum_replicas if self.statistics is not None else None,
+        )
+
+    @property
+    def _together(self) -> bool:
+        """Whether replicas split operators too: samples meet in this graph."""
+        return "data" in self.mesh.axes
+
+    def _microbatches(self) -> int:
+        return 1 + max((a.microbatch for a in self.program.actions if a.microbatch is not None), default=0)
+
     def _post(self, action: Action, state: StepState) -> None:
         if action.kind is not Kind.RECEIVE or action.microbatch not in state.shares:
             return
         assert action.value is not None and action.peer is not None
-        wire, samples = self.wires[action.value], state.shares[action.microbatch].samples
+        wire, samples = self.wires[action.value], state.parts[action.microbatch].samples
         state.received[action] = self.transport.receive(wire.shape(samples), wire.dtype, action.peer)
 
     def _sum_replicas(self, tensor: Tensor) -> Tensor:
         assert self.statistics is not None
         start = time.perf_counter()
         result = self.statistics(tensor)
-        self._waited += time.perf_counter() - start
+        self.mesh.waits.seconds += time.perf_counter() - start
         return result
 
     def _do(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
-        start, self._waited = time.perf_counter(), 0.0
+        start, self.mesh.waits.seconds = time.perf_counter(), 0.0
         if action.kind is Kind.FORWARD:
             self._forward(action, batch, state)
         elif action.kind is Kind.BACKWARD:
@@ -160,31 +174,33 @@ class Worker:
             start = self.reducer.wait(action.value)
         else:
             finish(state)
-        state.spans.append(Span(self.program.rank, action, start, time.perf_counter(), self._waited))
+        state.spans.append(Span(self.program.rank, action, start, time.perf_counter(), self.mesh.waits.seconds))
 
     def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
         i = action.microbatch
         assert i is not None
         share, part = state.shares[i], state.parts[i]
-        leaves = batch.of(share)
+        leaves = batch.of(share, rows=share.weight * share.samples if self._together else None)
         live = self.runner.forward(i, state.values.pop(i, {}), leaves, part)
         state.outgoing[i] = live.outputs
-        if live.loss and share.weight:  # what a stand-in computes counts for nothing, were it not a number
+        if (
+            live.loss and share.weight and self.mesh.first
+        ):  # what a stand-in computes counts for nothing, were it not a number
             total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
             # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
             mean = len(live.loss) == 1
-            state.total.append(total * share.samples if mean else total)
-            state.count.append(share.samples if mean else live.loss[1].detach())
+            state.total.append(total * part.samples if mean else total)
+            state.count.append(part.samples if mean else live.loss[1].detach())
 
     def _backward(self, action: Action, state: StepState) -> None:
         i = action.microbatch
         assert i is not None
         seed = None
         if self.runner.code.has_loss:
-            share, part = state.shares[i], state.parts[i]
+            part = state.parts[i]
             mean = len(self.runner.live[i].loss) == 1
             seed = torch.tensor(
-                share.weight * (share.samples if mean else 1) / part.batch,
+                part.weight * (part.samples if mean else 1) / part.batch,
                 device=self.runner.device,
                 dtype=torch.float64,
             )
@@ -195,7 +211,7 @@ class Worker:
         i, name = action.microbatch, action.value
         assert i is not None and name is not None and action.peer is not None
         value = (state.returned if action.gradient else state.outgoing)[i][name]
-        wire, samples = self.wires[name], state.shares[i].samples
+        wire, samples = self.wires[name], state.parts[i].samples
         if tuple(value.shape) != wire.shape(samples) or value.dtype != wire.dtype:
             # Checked here because gloo ends the process when sizes disagree.
             raise RuntimeError(

@@ -2,41 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from polylane.placement.call import Call, Strategy, by_letters
-from polylane.placement.placement import PARTIAL, SHARED
+from polylane.placement.call import Call, Strategy, Value, by_letters
+from polylane.placement.placement import PARTIAL, SHARED, Cuts, Shard, inside, joined
 from polylane.placement.rules.registry import rule
 
-_ANY = "abcdefghijklmnopqrstuvwxyz"
+ANY = "abcdefghijklmnopqrstuvwxyz"
+
+# Pointwise all the same, though torch does not tag them so.
+_UNTAGGED = (
+    *("absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "complex", "divide"),
+    *("fill", "fix", "floor_divide", "greater", "greater_equal", "hardswish", "imag", "isclose", "isreal", "less"),
+    *("less_equal", "log_sigmoid", "masked_fill", "multiply", "negative", "not_equal", "polar", "real", "subtract"),
+    *("special_digamma", "special_erf", "special_erfc", "special_erfinv", "special_exp2", "special_expit"),
+    *("special_expm1", "special_gammainc", "special_gammaincc", "special_gammaln", "special_i0", "special_log1p"),
+    *("special_logit", "special_multigammaln", "special_ndtr", "special_polygamma", "special_psi", "special_round"),
+    *("special_sinc", "special_xlogy", "where", "zero", "_prelu_kernel", "__and__", "__or__", "__xor__"),
+    *("__lshift__", "__rshift__"),
+)
+# The value itself, in other memory, of another type, or without its gradient.
+_COPIES = (
+    *("alias", "alias_copy", "clone", "contiguous", "copy", "detach", "detach_copy", "lift", "lift_fresh"),
+    *("lift_fresh_copy", "resolve_conj", "resolve_neg", "to", "type_as", "_conj", "_to_copy"),
+    *("_cast_Byte", "_cast_Char", "_cast_Double", "_cast_Float", "_cast_Half", "_cast_Int", "_cast_Long"),
+    *("_cast_Short", "conj"),
+)
+
+# Arguments in which an operator is linear if all of them are summands and everything else is whole.
+_LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
+    **dict.fromkeys(_COPIES, (("self",),)),
+    "copy": (("src",),),
+    **dict.fromkeys(("neg", "negative", "positive", "deg2rad", "rad2deg"), (("self",),)),
+    **dict.fromkeys(("add", "sub", "subtract", "rsub"), (("self", "other"),)),
+    **dict.fromkeys(("mul", "multiply"), (("self",), ("other",))),
+    **dict.fromkeys(("div", "divide", "true_divide"), (("self",),)),
+    "where": (("self", "other"),),
+    "masked_fill": (("self", "value"),),
+    "lerp": (("self", "end"),),
+    "addcmul": (("self", "tensor1"), ("self", "tensor2")),
+    "addcdiv": (("self", "tensor1"),),
+}
 
 
-@rule("pointwise", "clone", "contiguous", "detach", "alias", "to", "type_as")
+@rule("pointwise", *_UNTAGGED, *_COPIES)
 def pointwise(call: Call) -> Iterator[Strategy]:
     """Cut one dimension of the output, and of every input that has it and does not broadcast along it."""
-    out = call.outputs[0]
-    letters = [None if n == 1 else _ANY[d] for d, n in enumerate(out.shape)]
-    inputs = []
-    for value in call.inputs:
-        own = letters[out.dim - value.dim :]
-        inputs.append([None if n == 1 else letter for n, letter in zip(value.shape, own, strict=True)])
-    yield from by_letters(call, inputs, [letters for _ in call.outputs])
+    if call.written or not call.outputs or call.op == "aten.where.default":  # the latter finds what is not zero
+        return
+    letters = dimensions(call.outputs[0])
+    yield from by_letters(call, broadcast(call, letters), [letters for _ in call.outputs])
     yield from _of_summands(call)
 
 
-_LINEAR = frozenset(("neg", "clone", "contiguous", "detach", "alias", "to", "type_as"))
-_ADDING = frozenset(("add", "sub"))
+def dimensions(value: Value) -> list[str | None]:
+    """A letter for every dimension of a value that can be cut."""
+    return [None if n <= 1 else ANY[d] for d, n in enumerate(value.shape)]
+
+
+def broadcast(call: Call, letters: Sequence[str | None]) -> list[list[str | None]]:
+    """The letters of inputs that are broadcast to a form; an input that only lends its type has none."""
+    found: list[list[str | None]] = []
+    lender = call.arguments.get("other") if call.base in ("type_as", "to") else None
+    for value in call.inputs:
+        own = letters[len(letters) - value.dim :] if value.dim <= len(letters) else [None] * value.dim
+        if value is lender and value.shape != call.outputs[0].shape:
+            own = [None] * value.dim
+        found.append([None if n == 1 else letter for n, letter in zip(value.shape, own, strict=True)])
+    return found
 
 
 def _of_summands(call: Call) -> Iterator[Strategy]:
-    if not call.outputs[0].dtype.is_floating_point or any(not v.dtype.is_floating_point for v in call.inputs):
+    if not call.outputs[0].dtype.is_floating_point or call.arguments.get("rounding_mode") is not None:
         return
-    first = call.inputs[0]
-    if call.base in _LINEAR:
-        yield call.strategy("summands", {first.index: PARTIAL}, PARTIAL)
-    elif call.base in _ADDING and len(call.inputs) == 2:
-        yield call.strategy("summands", {}, PARTIAL, default=PARTIAL)
-    elif call.base in ("mul", "div"):
-        yield call.strategy("summands", {first.index: PARTIAL}, PARTIAL, default=SHARED)
-        if call.base == "mul" and len(call.inputs) == 2:
-            yield call.strategy("summands", {1: PARTIAL}, PARTIAL, default=SHARED)
+    for names in _LINEAR.get(call.base, ()):
+        given = [call.arguments.get(name) for name in names]
+        tensors = [each for each in given if isinstance(each, Value)]
+        # A number is added on every rank: only nothing may be.
+        rest = all(isinstance(each, Value) or (each == 0 and each is not False) for each in given)
+        if tensors and rest and all(each.dtype.is_floating_point for each in tensors):
+            yield call.strategy("summands", {each.index: PARTIAL for each in tensors}, PARTIAL, default=SHARED)
+
+
+@rule("prelu")
+def prelu(call: Call) -> Iterator[Strategy]:
+    """x (N, C, ...), with a slope for every channel, or one for all."""
+    letters = dimensions(call.outputs[0])
+    slopes = [letters[1] if call["weight"].shape != (1,) and len(letters) > 1 else None] * call["weight"].dim
+    yield from by_letters(call, [letters, slopes], [letters])
+
+
+@rule("glu")
+def glu(call: Call) -> Iterator[Strategy]:
+    """Any dimension; the one that is halved if both halves are cut alike."""
+    x, out = call["self"], call.outputs[0]
+    letters = dimensions(out)
+    halved = call["dim"] % max(x.dim, 1)
+    name, letters[halved] = letters[halved], None
+    yield from by_letters(call, [letters], [letters])
+    if name is None:
+        return
+    half = out.shape[halved]
+    asked = [inside(cuts, 0, half) for cuts in call.layouts(x.at(halved)) if _halves_alike(cuts, half)]
+    for cuts in dict.fromkeys([*call.layouts(out.at(halved)), *asked]):
+        both = Shard(halved, joined([cuts, cuts]))
+        yield call.strategy(f"dim {name}", {x.index: both}, Shard(halved, cuts))
+
+
+def _halves_alike(cuts: Cuts, half: int) -> bool:
+    return inside(cuts, 0, half) == inside(cuts, half, 2 * half)

@@ -1,1 +1,62 @@
-"""Random operators."""
+"""Random operators with a key: a rank that holds a part of the value draws that part's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from polylane.placement.call import Call, Edit, Strategy, by_letters
+from polylane.placement.placement import PARTIAL, Shard
+from polylane.placement.region import Regional
+from polylane.placement.rules.pointwise import broadcast, dimensions, pointwise
+from polylane.placement.rules.registry import rule
+
+# Of these a number is drawn for every sample and channel: the dimensions behind have no say in it.
+_OF_CHANNELS = frozenset(("feature_dropout", "feature_alpha_dropout"))
+
+
+@rule("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+def dropout(call: Call) -> Iterator[Strategy]:
+    """Any dimension; what is dropped of one summand is dropped of all, so that plain dropout runs on summands."""
+    if call.prefix:
+        yield from _drawn(call)
+    elif not (call["train"] and call["p"] > 0):
+        yield from pointwise(call)  # nothing is dropped
+    else:
+        return
+    if "alpha" not in call.base and not call.written:
+        yield call.strategy("summands", {call["input"].index: PARTIAL}, PARTIAL)
+
+
+@rule("rrelu")
+def rrelu(call: Call) -> Iterator[Strategy]:
+    """Any dimension; a leaky relu out of training."""
+    yield from _drawn(call) if call.prefix else () if call["training"] else pointwise(call)
+
+
+@rule(
+    "bernoulli", "exponential", "normal", "normal_functional", "rand_like", "randint_like", "randn_like", "uniform"
+)  # fmt: skip
+def drawn(call: Call) -> Iterator[Strategy]:
+    """Numbers in the form of the inputs: any dimension."""
+    yield from _drawn(call)
+
+
+@rule("multinomial")
+def multinomial(call: Call) -> Iterator[Strategy]:
+    """Rows; who is drawn depends on all of a row."""
+    rows = ["r"] if call["self"].dim == 2 else []
+    if call.prefix and not call.written:
+        yield from by_letters(call, [[*rows, None]], [[*rows, None]], names={"r": "rows"}, local=_regional)
+
+
+def _drawn(call: Call) -> Iterator[Strategy]:
+    if call.prefix and not call.written:
+        letters = dimensions(call.outputs[0])
+        yield from by_letters(call, broadcast(call, letters), [letters], local=_regional)
+
+
+def _regional(edit: Edit) -> None:
+    assert edit.strategy is not None
+    (cut,) = edit.strategy.outputs
+    if isinstance(cut, Shard) and not (edit.call.base in _OF_CHANNELS and cut.dim > 1):
+        edit.target = Regional(edit.target, cut.dim, cut.ranges(edit.index), cut.size)

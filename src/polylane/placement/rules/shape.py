@@ -1,1 +1,395 @@
-"""Operators that only rearrange."""
+"""Operators that only rearrange: views, permutations, expansion and repetition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from string import ascii_letters
+from typing import Any, NamedTuple
+
+import torch
+
+from polylane.placement.call import Call, Edit, Letters, Place, Strategy, Value, by_letters
+from polylane.placement.placement import PARTIAL, REPLICATE, Cuts, Placement, Shard, divided, inside, repeated, scaled
+from polylane.placement.rules.registry import rule
+
+aten = torch.ops.aten
+
+# More segments than this say that a dimension is cut inside nearly every row: no placement that anybody wants.
+MOST_SEGMENTS = 1024
+
+# ---- what cuts become of cuts ----------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """A dimension among those that are laid out together: how many of it there are, its size, and what is inside."""
+
+    outer: int
+    size: int
+    inner: int
+
+
+def shortest(cuts: Cuts) -> Cuts:
+    """The same parts in as few segments as there can be: where the ranks only ascend, two segments are one.
+
+    Parts that are equal have equal shortest forms, however they came about.
+    """
+    result: list[tuple[int, ...]] = []
+    last = -1
+    for segment in cuts:
+        owners = [i for i in range(len(segment) - 1) if segment[i] < segment[i + 1]]
+        if not owners:
+            continue
+        if result and owners[0] >= last:
+            before = result.pop()
+            segment = (*before[: owners[0] + 1], *segment[owners[0] + 1 :])
+        result.append(segment)
+        last = owners[-1]
+    return tuple(result) or cuts[:1]
+
+
+def across(cuts: Cuts, source: Block, target: Block) -> Cuts | None:
+    """The cuts of another dimension over the same elements by which every rank has the same of them.
+
+    Both dimensions run over elements in the same order: position p of either is ``p // inner % size``.
+
+    Returns:
+        The cuts of ``target``; None where no cuts of it give each rank what ``cuts`` of ``source`` do.
+    """
+    if source == target:
+        return cuts
+    if source.outer * len(cuts) > MOST_SEGMENTS:
+        return None
+    flat = repeated(scaled(cuts, source.inner), source.size * source.inner, source.outer)
+    rows = divided(shortest(flat), target.inner)
+    if rows is None:
+        return None
+    made = shortest(inside(rows, 0, target.size))
+    if target.outer * len(made) > MOST_SEGMENTS or shortest(repeated(made, target.size, target.outer)) != rows:
+        return None
+    return made
+
+
+def pairs(
+    call: Call,
+    source: Place,
+    target: Place,
+    onward: Callable[[Cuts], Cuts | None],
+    back: Callable[[Cuts], Cuts | None],
+) -> Iterator[tuple[Cuts, Cuts]]:
+    """Cuts of two dimensions that fit together: what neighbours ask of either, carried over to the other."""
+    found: dict[tuple[Cuts, Cuts], None] = {}
+    for cuts in call.layouts(source):
+        made = onward(cuts)
+        if made is not None:
+            found[cuts, made] = None
+    for cuts in call.layouts(target):
+        given = back(cuts)
+        if given is not None:
+            found[given, cuts] = None
+    yield from found
+
+
+def summands(call: Call, *values: Value | None) -> Iterator[Strategy]:
+    """What is linear in these inputs together works on summands of them."""
+    present = [v for v in values if v is not None]
+    if all(v.dtype.is_floating_point or v.dtype.is_complex for v in (*present, *call.outputs)):
+        yield call.strategy("summands", {v.index: PARTIAL for v in present}, PARTIAL)
+
+
+def letters_of(value: Value, uncut: Sequence[int] = ()) -> list[str | None]:
+    """A letter for every dimension of a value but these."""
+    return [None if d in uncut else ascii_letters[d] for d in range(value.dim)]
+
+
+def nothing(value: Value) -> list[str | None]:
+    """No letter for any dimension: a value that is whole on every rank."""
+    return [None] * value.dim
+
+
+def broadcast(value: Value, letters: Letters) -> list[str | None]:
+    """The letters of a value that broadcasts to dimensions with these."""
+    own = letters[len(letters) - value.dim :]
+    return [None if n == 1 else letter for n, letter in zip(value.shape, own, strict=True)]
+
+
+# ---- views -----------------------------------------------------------------------------------------------------------
+
+
+def _groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Dimensions of two shapes with the same elements, in groups as small as can be. Dimensions of 1 are in none."""
+    ins = [d for d, n in enumerate(source) if n != 1]
+    outs = [d for d, n in enumerate(target) if n != 1]
+    while ins:
+        left, right = [ins.pop(0)], [outs.pop(0)]
+        a, b = source[left[0]], target[right[0]]
+        while a != b:
+            if a < b:
+                left.append(ins.pop(0))
+                a *= source[left[-1]]
+            else:
+                right.append(outs.pop(0))
+                b *= target[right[-1]]
+        yield left, right
+
+
+def _blocks(shape: Sequence[int], dims: Sequence[int]) -> list[tuple[int, Block]]:
+    sizes = [shape[d] for d in dims]
+    return [
+        (d, Block(torch.Size(sizes[:i]).numel(), sizes[i], torch.Size(sizes[i + 1 :]).numel()))
+        for i, d in enumerate(dims)
+    ]
+
+
+@rule(
+    "view", "reshape", "_unsafe_view", "flatten", "ravel", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze"
+)
+def view(call: Call) -> Iterator[Strategy]:
+    """The same elements in the same order: a dimension of one shape is cut where one of the other is cut alike.
+
+    Heads are split off in whole heads, samples and positions are laid together as one segment for every sample.
+    """
+    if call.op == "aten.view.dtype":
+        yield from _retyped(call)
+        return
+    x, out = call["self"], call.outputs[0]
+    yield from summands(call, x)
+    if 0 in x.shape:
+        return
+    for left, right in _groups(x.shape, out.shape):
+        for (i, a), (o, b) in product(_blocks(x.shape, left), _blocks(out.shape, right)):
+            onward, back = partial(across, source=a, target=b), partial(across, source=b, target=a)
+            for given, made in pairs(call, x.at(i), out.at(o), onward, back):
+                yield from _like_other(call, f"dim {o}", {x.index: Shard(i, given)}, Shard(o, made), _reshaped)
+
+
+def _like_other(
+    call: Call, name: str, inputs: dict[int, Placement], made: Shard, local: Callable[[Edit], None]
+) -> Iterator[Strategy]:
+    """A second tensor that only shows a shape may be whole, or lie like the output: its elements are not read."""
+    yield call.strategy(name, inputs, made, local=local)
+    for other in call.inputs:
+        if other is not call["self"]:
+            yield call.strategy(name, {**inputs, other.index: made}, made, local=local)
+
+
+def _reshaped(edit: Edit) -> None:
+    """A part is not contiguous where the whole is, and has sizes of its own."""
+    edit.replace(aten.reshape.default, edit["self"], list(edit.output_shape()))
+
+
+def _retyped(call: Call) -> Iterator[Strategy]:
+    """The same bytes as another type: elements of the last dimension may become more or fewer."""
+    x, out = call["self"], call.outputs[0]
+    same = x.dtype.itemsize == out.dtype.itemsize
+    letters = letters_of(x, () if same else (x.dim - 1,))
+    yield from by_letters(call, [letters], [letters])
+
+
+@rule("view_as_complex", "view_as_real")
+def complex_view(call: Call) -> Iterator[Strategy]:
+    """Real and imaginary part are a last dimension of two: all others may be cut."""
+    x, out = call["self"], call.outputs[0]
+    letters = letters_of(min(x, out, key=lambda v: v.dim))
+    shapes = [[*letters, *[None] * (v.dim - len(letters))] for v in (x, out)]
+    yield from by_letters(call, shapes[:1], shapes[1:])
+    yield from summands(call, x)
+
+
+# ---- permutations ----------------------------------------------------------------------------------------------------
+
+
+@rule(
+    "permute", "transpose", "t", "numpy_T", "mT", "mH", "matrix_H", "adjoint",
+    "movedim", "moveaxis", "swapaxes", "swapdims",
+)  # fmt: skip
+def permuted(call: Call) -> Iterator[Strategy]:
+    """The same dimensions in another order."""
+    x = call["self"]
+    _, base, overload = call.op.split(".")
+    rest = {name: value for name, value in call.arguments.items() if name != "self"}
+    # Every dimension's size tells where it went.
+    probe = torch.empty([d + 2 for d in range(x.dim)], device="meta")
+    moved = getattr(getattr(aten, base), overload)(probe, **rest).shape
+    yield from by_letters(call, [letters_of(x)], [[ascii_letters[n - 2] for n in moved]])
+    yield from summands(call, x)
+
+
+# ---- expansion and repetition ----------------------------------------------------------------------------------------
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def expand(call: Call) -> Iterator[Strategy]:
+    """Along an expanded dimension every rank expands to its own part what it has whole."""
+    x, out = call["self"], call.outputs[0]
+    letters = [None if n == 1 else ascii_letters[d] for d, n in enumerate(out.shape)]
+    for lies in (nothing, lambda _: letters):
+        rest = [lies(v) for v in call.inputs[1:]]
+        yield from by_letters(call, [broadcast(x, letters), *rest], [letters], local=_expanded)
+    yield from summands(call, x)
+
+
+def _expanded(edit: Edit) -> None:
+    edit.replace(aten.expand.default, edit["self"], list(edit.output_shape()))
+
+
+@rule("broadcast_tensors")
+def broadcast_tensors(call: Call) -> Iterator[Strategy]:
+    """All to one shape: who has a dimension is cut along it, who broadcasts is whole."""
+    letters = [None if n == 1 else ascii_letters[d] for d, n in enumerate(call.outputs[0].shape)]
+    yield from by_letters(call, [broadcast(v, letters) for v in call.inputs], [letters for _ in call.outputs])
+    yield from summands(call, *call.inputs)
+
+
+def _times(dim: int, arguments: Any, name: str) -> list[int]:
+    given = list(arguments[name])
+    return [1] * (dim - len(given)) + given
+
+
+@rule("repeat", "tile")
+def repeat(call: Call) -> Iterator[Strategy]:
+    """Copies of what each rank has, a segment for each copy; or to each rank some whole copies."""
+    x, out = call["self"], call.outputs[0]
+    yield from summands(call, x)
+    if 0 in out.shape:
+        return
+    name = "repeats" if call.base == "repeat" else "dims"
+    for o, times in enumerate(_times(out.dim, call.arguments, name)):
+        i = o - (out.dim - x.dim)
+        size = x.shape[i] if i >= 0 else 1
+        if size > 1:
+            a, b = Block(times, size, 1), Block(1, times * size, 1)
+            onward, back = partial(across, source=a, target=b), partial(across, source=b, target=a)
+            for given, made in pairs(call, x.at(i), out.at(o), onward, back):
+                yield call.strategy(f"dim {o}", {x.index: Shard(i, given)}, Shard(o, made))
+        if times > 1:
+            for cuts in call.layouts(out.at(o)):
+                if divided(cuts, size) is not None:
+                    yield call.strategy("copies", {}, Shard(o, cuts), local=partial(_copies, name, o, size))
+
+
+def _copies(name: str, dim: int, size: int, edit: Edit) -> None:
+    times = _times(len(edit.output_shape()), edit, name)
+    times[dim] = edit.output_shape()[dim] // size
+    edit[name] = times
+
+
+@rule("repeat_interleave")
+def repeat_interleave(call: Call) -> Iterator[Strategy]:
+    """Every element several times: all copies of an element stay together (grouped key and value heads)."""
+    if "self" not in call.arguments:  # numbers of copies to positions: how many there are depends on the data
+        return
+    x, out, dim = call["self"], call.outputs[0], call["dim"]
+    yield from summands(call, x)
+    if dim is not None:
+        letters = letters_of(x, (dim % max(x.dim, 1),))
+        yield from by_letters(call, [letters, *map(nothing, call.inputs[1:])], [letters])
+    if isinstance(call["repeats"], Value) or 0 in out.shape:
+        return
+    at = 0 if dim is None else dim % max(x.dim, 1)
+    whole = Block(1, out.shape[at], 1)
+    dims = range(x.dim) if dim is None else [at]
+    for i, block in _blocks(x.shape, dims):
+        own = Block(block.outer, block.size, block.inner * call["repeats"])
+        onward, back = partial(across, source=own, target=whole), partial(across, source=whole, target=own)
+        for given, made in pairs(call, x.at(i), out.at(at), onward, back):
+            yield call.strategy(f"dim {i}", {x.index: Shard(i, given)}, Shard(at, made), local=partial(_sized, at))
+
+
+def _sized(dim: int, edit: Edit) -> None:
+    if edit["output_size"] is not None:
+        edit["output_size"] = edit.output_shape()[dim]
+
+
+# ---- within dimensions -----------------------------------------------------------------------------------------------
+
+
+@rule("roll", "flip", "fliplr", "flipud", "rot90")
+def turned(call: Call) -> Iterator[Strategy]:
+    """Elements change places along some dimensions, which are not cut."""
+    x = call["self"]
+    yield from summands(call, x)
+    if call.base == "rot90" and int(call["k"]) % 2:  # the two dimensions change places as well
+        return
+    dims = {"fliplr": [1], "flipud": [0]}.get(call.base) or call["dims"]
+    if dims or call.base == "flip":  # a roll without dimensions goes through all of them
+        letters = letters_of(x, [d % max(x.dim, 1) for d in dims])
+        yield from by_letters(call, [letters], [letters])
+
+
+@rule("tril", "triu")
+def triangle(call: Call) -> Iterator[Strategy]:
+    """All but the part on one side of a diagonal, which lies elsewhere in some of the rows or columns."""
+    x = call["self"]
+    letters = letters_of(x, (x.dim - 2, x.dim - 1))
+    yield from by_letters(call, [letters], [letters])
+    yield from summands(call, x)
+    for dim, sign in ((x.dim - 2, 1), (x.dim - 1, -1)):
+        for cuts in call.layouts(x.at(dim)):
+            if len(shortest(cuts)) == 1:
+                shard = Shard(dim, cuts)
+                yield call.strategy("columns" if sign < 0 else "rows", {0: shard}, shard, local=partial(_slid, sign))
+
+
+def _slid(sign: int, edit: Edit) -> None:
+    assert edit.strategy is not None and isinstance(edit.strategy.inputs[0], Shard)
+    ranges = edit.strategy.inputs[0].ranges(edit.index)
+    edit["diagonal"] += sign * (ranges[0][0] if ranges else 0)
+
+
+@rule("diagonal", "diagonal_copy", "diag_embed")
+def diagonal(call: Call) -> Iterator[Strategy]:
+    """From a matrix to its diagonal or back: all dimensions but those two."""
+    x, out = call["self"], call.outputs[0]
+    wide = max(x.dim, out.dim)
+    pair = {int(call["dim1"]) % wide, int(call["dim2"]) % wide}
+    letters = iter(ascii_letters)
+    matrix = [None if d in pair else next(letters) for d in range(wide)]
+    line = [c for c in matrix if c is not None] + [None]
+    yield from by_letters(call, *([[line], [matrix]] if call.base == "diag_embed" else [[matrix], [line]]))
+    yield from summands(call, x)
+
+
+@rule("unfold")
+def unfold(call: Call) -> Iterator[Strategy]:
+    """Windows along a dimension, which is not cut."""
+    x = call["self"]
+    if x.dim:
+        letters = letters_of(x, (int(call["dimension"]) % x.dim,))
+        yield from by_letters(call, [letters], [[*letters, None]])
+    yield from summands(call, x)
+
+
+# ---- constants --------------------------------------------------------------------------------------------------------
+
+
+@rule("zeros_like", "ones_like", "full_like", "empty_like")
+def constant_like(call: Call) -> Iterator[Strategy]:
+    """A constant of the shape of another value: as that one lies; what is whole has its whole shape, summands too."""
+    letters = letters_of(call["self"])
+    yield from by_letters(call, [letters], [letters])
+    yield call.strategy("whole", {0: PARTIAL}, REPLICATE)
+
+
+@rule("new_zeros", "new_ones", "new_full", "new_empty")
+def constant(call: Call) -> Iterator[Strategy]:
+    """A constant of any size, with another value's type: that one may lie in any way."""
+    x, out = call["self"], call.outputs[0]
+    whole: tuple[Placement, ...] = (PARTIAL, REPLICATE)
+    yield call.strategy("whole", {0: PARTIAL}, REPLICATE)
+    for d in range(x.dim):
+        for cuts in call.layouts(x.at(d)):
+            yield call.strategy("whole", {0: Shard(d, cuts)}, REPLICATE)
+    for d in range(out.dim):
+        for cuts in call.layouts(out.at(d)):
+            made = Shard(d, cuts)
+            for way in whole:
+                yield call.strategy(f"dim {d}", {0: way}, made, local=_of_own_size)
+        if d < x.dim and x.shape[d] == out.shape[d]:
+            for cuts in call.layouts(x.at(d), out.at(d)):
+                yield call.strategy(f"dim {d}", {0: Shard(d, cuts)}, Shard(d, cuts), local=_of_own_size)
+
+
+def _of_own_size(edit: Edit) -> None:
+    edit["size"] = list(edit.output_shape())

@@ -1,0 +1,78 @@
+"""The placements that a plan fixes: their form, and whether the graph has what they name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition
+
+_FORM = re.compile(r"replicate|partial|shard\((?P<dim>0|[1-9][0-9]*)\)")
+
+
+def read_pattern(given: Any) -> str:
+    """A placement as a plan file writes it.
+
+    Raises:
+        PydanticCustomError: it is none.
+    """
+    if not isinstance(given, str) or not _FORM.fullmatch(given):
+        raise PydanticCustomError(
+            "placement", "{given} is not replicate, shard(<dim>) or partial", {"given": repr(given)}
+        )
+    return given
+
+
+def check_pins(stages: Sequence[Mapping[str, Mapping[Any, str]]], partition: Partition) -> None:
+    """Refuse placements, by stage, of what the stage does not have, or that contradict each other.
+
+    Raises:
+        PolylaneError: naming the plan's key.
+    """
+    said: dict[tuple[str, str], tuple[int, str]] = {}
+    for index, placements in enumerate(stages):
+        for name, on_axes in placements.items():
+            key = f"plan: stages.{index}.placements.{name}"
+            dims = _dims(partition, index, name, key)
+            for axis, pattern in on_axes.items():
+                match = _FORM.fullmatch(pattern)
+                if match is not None and match["dim"] is not None and int(match["dim"]) >= dims:
+                    raise PolylaneError(f"{key}.{axis}: {pattern}, but its dimensions are {_numbered(dims)}")
+                other, before = said.setdefault((name, axis), (index, pattern))
+                if before != pattern:
+                    raise PolylaneError(f"{key}.{axis}: {pattern}, but stage {other} has {before} for it")
+
+
+def _numbered(dims: int) -> str:
+    return "none" if dims == 0 else ", ".join(map(str, range(dims)))
+
+
+def _dims(partition: Partition, stage: int, name: str, key: str) -> int:
+    """How many dimensions the named tensor has."""
+    graph = partition.graph
+    if name in graph.parameters:
+        holders = [s for s in range(partition.stages) if name in partition.parameters(s)]
+        _on_stage(key, holders, stage)
+        return len(graph.parameters[name].shape)
+    if name in graph.positions:
+        _on_stage(key, [partition.stage_of[name]], stage)
+        return len(graph.nodes[graph.positions[name]].shape)
+    if name in graph.tied:
+        raise PolylaneError(f"{key}: it is tied to {graph.tied[name]}: name that one")
+    raise PolylaneError(f"{key}: the model has no parameter and no node of this name{_hint(graph, name)}")
+
+
+def _on_stage(key: str, holders: Sequence[int], stage: int) -> None:
+    if holders and stage not in holders:  # what only another loss uses is on no stage of this graph
+        raise PolylaneError(f"{key}: it is on stage {', '.join(map(str, holders))}")
+
+
+def _hint(graph: Graph, name: str) -> str:
+    close = difflib.get_close_matches(name, [*graph.parameters, *graph.positions], 1)
+    return f"; did you mean {close[0]}?" if close else ""

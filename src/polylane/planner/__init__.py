@@ -1,0 +1,1 @@
+"""THE CHOOSING: placements inside a stage, by an integer program."""

@@ -1,0 +1,185 @@
+"""Layout: how one graph lies on all axes of the mesh, for whatever number of samples a worker has in hand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.graph.graph import Graph
+from polylane.placement.call import Call
+from polylane.placement.move import piece
+from polylane.placement.options import Options, options
+from polylane.placement.placement import REPLICATE, SHARED, Partial, Placement, Shard, even, local_shape
+from polylane.placement.rewrite import Split, State
+from polylane.placement.view import View, view
+from polylane.plan.plan import Plan
+
+
+class Layout:
+    """The placements of a graph.
+
+    Args:
+        graph: what is split.
+        samples: for which the splits were chosen.
+        splits: by axis, in the order of the mesh.
+    """
+
+    def __init__(self, graph: Graph, samples: int, splits: Mapping[str, Split]) -> None:
+        self.graph, self.samples, self.splits = graph, samples, dict(splits)
+        self._views = {axis: view(graph, samples, split.degree) for axis, split in splits.items()}
+        self._known: dict[int, tuple[Mapping[str, Call], Mapping[str, Split]]] = {
+            samples: (_calls(self._views), self.splits)
+        }
+
+    @property
+    def view(self) -> View:
+        """The graph as it was when the splits were chosen."""
+        return next(iter(self._views.values()))
+
+    def at(self, samples: int) -> tuple[Mapping[str, Call], Mapping[str, Split]]:
+        """Every operator as a call, and the splits by axis, for so many samples in hand."""
+        from polylane.planner.transfer import transfer
+
+        if samples not in self._known:
+            views = {axis: view(self.graph, samples, split.degree) for axis, split in self.splits.items()}
+            splits = {}
+            for axis, split in self.splits.items():
+                choice = options(views[axis], split.degree)
+                if axis == "data":
+                    choice = _divided(views[axis], choice, split.degree, _sampled(self, split))
+                splits[axis] = transfer(split, self._views[axis], views[axis], choice)
+            self._known[samples] = _calls(views), splits
+        return self._known[samples]
+
+    def source(self, kind: str, name: str) -> dict[str, Placement]:
+        """How a parameter or buffer lies, by axis."""
+        return {axis: split.sources.get((f"{kind}:{name}", 0), REPLICATE) for axis, split in self.splits.items()}
+
+    def state(self, value: str, samples: int) -> State:
+        """How a node's value lies where it is made."""
+        key = self.view.aliases.get(value, (value, 0))
+        return tuple(split.placement(key) for split in self.at(samples)[1].values())
+
+    def local(
+        self, value: str, shape: tuple[int, ...], samples: int, coordinates: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """The shape that the worker at ``coordinates`` has of a node's value."""
+        for axis, placement in zip(self.splits, self.state(value, samples), strict=True):
+            shape = local_shape(shape, placement, coordinates[axis])
+        return shape
+
+    def summed(self) -> dict[str, tuple[str, ...]]:
+        """Parameters whose gradients are summands on the ranks of an axis, and the axes."""
+        found = {}
+        for key, source in self.view.sources.items():
+            axes = tuple(axis for axis, split in self.splits.items() if split.sources.get(key) == SHARED)
+            if source.role[0] == "parameter" and axes:
+                found[str(source.role[1])] = axes
+        return found
+
+
+def choose_layout(
+    graph: Graph, plan: Plan, samples: int, whole: Collection[str] = (), sampled: Sequence[bool] = ()
+) -> Layout:
+    """Choose how the operators of a graph lie on the axes of a plan.
+
+    Args:
+        samples: that a worker has in hand; where replicas split the operators, that they have together.
+        whole: parameters that every rank must hold whole.
+        sampled: which leaves of the batch are divided over the replicas, if those split the operators: samples meet
+            in this graph (a loss with in-batch negatives), so that it is not enough to average over replicas.
+    """
+    from polylane.planner.solve import solve
+
+    splits: dict[str, Split] = {}
+    for axis in (*(("data",) if sampled else ()), *plan.axes):
+        degree = plan.degree(axis)
+        shown = view(graph, samples, degree)
+        choice = options(shown, degree)
+        pins = {} if axis == "data" else {**dict.fromkeys(whole, "replicate"), **plan.pins(axis)}
+        if axis == "data":
+            choice = _divided(shown, choice, degree, sampled)
+        splits[axis] = solve(shown, choice, degree, purpose=axis, pins=pins, taken=splits)
+    return Layout(graph, samples, splits)
+
+
+def _divided(shown: View, choice: Options, degree: int, sampled: Sequence[bool]) -> Options:
+    """Every replica has its own samples, and the gradients of its parameters are summands."""
+    sources = dict(choice.sources)
+    for key, source in shown.sources.items():
+        kind, index = source.role
+        if kind == "input" and sampled[index]:
+            sources[key] = (Shard(0, even(source.value.shape[0], degree)),)
+        elif kind == "parameter":
+            sources[key] = (SHARED if source.value.gradient else REPLICATE,)
+        else:
+            sources[key] = (REPLICATE,)
+    return Options(choice.steps, sources)
+
+
+def layout_like(main: Layout, graph: Graph) -> Layout:
+    """Split another graph of the same model (evaluation, another loss) so that its parameters lie as in ``main``."""
+    from polylane.planner.solve import carry
+
+    splits: dict[str, Split] = {}
+    for axis, split in main.splits.items():
+        shown = view(graph, main.samples, split.degree)
+        choice = options(shown, split.degree)
+        if axis == "data":
+            choice = _divided(shown, choice, split.degree, _sampled(main, split))
+        splits[axis] = carry(split, shown, choice, purpose=axis, taken=splits)
+    return Layout(graph, main.samples, splits)
+
+
+def _sampled(main: Layout, split: Split) -> list[bool]:
+    inputs = {s.role[1]: key for key, s in main.view.sources.items() if s.role[0] == "input"}
+    return [isinstance(split.sources.get(inputs.get(i, ("", 0))), Shard) for i in range(max(inputs, default=-1) + 1)]
+
+
+def _calls(views: Mapping[str, View]) -> Mapping[str, Call]:
+    return {step.name: step.call for step in next(iter(views.values())).steps}
+
+
+def part_of(tensor: Tensor, placements: Mapping[str, Placement], coordinates: Mapping[str, int]) -> Tensor:
+    """What one worker has of a whole tensor, in memory of its own where it is only a part."""
+    for axis, placement in placements.items():
+        if isinstance(placement, Shard):
+            tensor = piece(tensor, placement, coordinates[axis])
+    return tensor
+
+
+def put(whole: Tensor, part: Tensor, placements: Mapping[str, Placement], coordinates: Mapping[str, int]) -> None:
+    """Write what one worker has of a tensor to its place in the whole."""
+    index: list[Any] = [torch.arange(n, device=whole.device) for n in whole.shape]
+    for axis, placement in placements.items():
+        if isinstance(placement, Shard):
+            ranges = placement.ranges(coordinates[axis])
+            none = torch.arange(0, device=whole.device)
+            index[placement.dim] = torch.cat([none, *(torch.arange(a, b, device=whole.device) for a, b in ranges)])
+    if not index:
+        whole.copy_(part)
+    elif part.numel():
+        whole[torch.meshgrid(*index, indexing="ij")] = part.to(whole.dtype)
+
+
+def assembled(parts: Mapping[tuple[int, ...], Tensor], state: State, degrees: tuple[int, ...]) -> Tensor:
+    """A whole value from what the ranks of a mesh have of it, by their coordinates."""
+    if not state:
+        return parts[()]
+    first, rest = state[0], degrees[1:]
+    each = [
+        assembled({at[1:]: part for at, part in parts.items() if at[0] == index}, state[1:], rest)
+        for index in range(degrees[0])
+    ]
+    if isinstance(first, Partial):
+        return torch.stack(each).sum(0)
+    if not isinstance(first, Shard):
+        return each[0]
+    shape = tuple(first.size if d == first.dim else n for d, n in enumerate(each[0].shape))
+    whole = each[0].new_zeros(shape)
+    for index, part in enumerate(each):
+        put(whole, part, {"": first}, {"": index})
+    return whole

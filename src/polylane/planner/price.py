@@ -1,0 +1,247 @@
+"""What a choice costs: seconds and bytes of every operator, of every move between placements, and of a whole split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from polylane.cost import communicate
+from polylane.cost.communicate import Rates
+from polylane.placement.call import Strategy, Value
+from polylane.placement.move import name_of
+from polylane.placement.placement import REPLICATE, SHARED, Partial, Placement, Replicate, Shard, gradient
+from polylane.placement.rewrite import Split
+from polylane.placement.view import Key, Source, Step, View
+
+# What computes nothing gives another view of the same memory; it is not quite free, so that of two splits with equal
+# collectives the one that makes less whole wins.
+VIEWING = 0.01
+# A backward pass computes two products for each one of the forward pass.
+BACKWARD = 2
+
+
+@dataclass(frozen=True)
+class Use:
+    """One reader of a tensor: an input of an operator, or what the graph gives (step None).
+
+    Attributes:
+        step: that reads.
+        index: which of its inputs.
+    """
+
+    step: Step | None
+    index: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether the tensor itself is written, so that nothing may stand in for it."""
+        return self.step is not None and self.index in self.step.call.written
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What prices depend on.
+
+    Attributes:
+        view: the graph.
+        degree: ranks along the axis in question.
+        rates: of every rank.
+        taken: how the graph lies on other axes, by axis.
+    """
+
+    view: View
+    degree: int
+    rates: Rates
+    taken: Mapping[str, Split]
+
+    @cached_property
+    def values(self) -> Mapping[Key, Value]:
+        """Every tensor of the graph."""
+        made = {
+            key: value for step in self.view.steps for key, value in zip(step.gives, step.call.outputs, strict=True)
+        }
+        return {**{key: source.value for key, source in self.view.sources.items()}, **made}
+
+    @cached_property
+    def uses(self) -> Mapping[Key, tuple[Use, ...]]:
+        """Who reads every tensor."""
+        found: dict[Key, list[Use]] = {key: [] for key in self.values}
+        for step in self.view.steps:
+            for index, key in enumerate(step.reads):
+                if key in found:
+                    found[key].append(Use(step, index))
+        for index, key in enumerate(self.view.results):
+            if key in found:
+                found[key].append(Use(None, index))
+        return {key: tuple(uses) for key, uses in found.items()}
+
+    def size(self, key: Key) -> float:
+        """Bytes of a tensor, with the splits of the other axes."""
+        return bytes_of(self.values[key]) * _share(tuple(split.placement(key) for split in self.taken.values()))
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds, and the bytes that every rank sends meanwhile."""
+
+    seconds: float = 0.0
+    sent: float = 0.0
+
+    def __add__(self, other: Price) -> Price:
+        return Price(self.seconds + other.seconds, self.sent + other.sent)
+
+    def __mul__(self, times: float) -> Price:
+        return Price(self.seconds * times, self.sent * times)
+
+
+FREE = Price()
+
+
+def bytes_of(value: Value) -> int:
+    """Of a whole tensor."""
+    return math.prod(value.shape) * value.dtype.itemsize
+
+
+def share(placement: Placement) -> float:
+    """How much of a value the busiest rank has."""
+    return placement.largest if isinstance(placement, Shard) else 1.0
+
+
+def _share(placements: tuple[Placement, ...]) -> float:
+    return math.prod(share(p) for p in placements)
+
+
+def price_of_move(setting: Setting, key: Key, source: Placement, target: Placement) -> Price:
+    """A tensor from one placement to another, and its gradient back."""
+    if source == target:
+        return FREE
+    size, flows = setting.size(key), setting.values[key].gradient
+    forward = _way(setting, size, source, target)
+    return forward + _way(setting, size, gradient(target), gradient(source)) if flows else forward
+
+
+def _way(setting: Setting, size: float, source: Placement, target: Placement) -> Price:
+    collective = name_of(source, target)
+    if collective:
+        taken = communicate.seconds(collective, size, setting.degree, setting.rates)
+        return Price(taken, communicate.sent(collective, size, setting.degree))
+    return Price(_copied(size, source, target) / setting.rates.bytes)
+
+
+def _copied(size: float, source: Placement, target: Placement) -> float:
+    """Bytes that a rank writes where nothing travels: a part of its own, or zeros around it."""
+    if isinstance(source, Replicate):
+        return size * share(target) if isinstance(target, (Shard, Partial)) else 0.0
+    return size if isinstance(source, Shard) and isinstance(target, Partial) else 0.0
+
+
+def price_of_step(setting: Setting, step: Step, strategy: Strategy) -> Price:
+    """An operator, forward and backward, by the roofline: operations or bytes, whichever takes longer."""
+    chosen = [split.steps[step.name] for split in setting.taken.values()]
+    flops = step.flops * (setting.view.samples / setting.view.graph.samples)
+    flops *= strategy.share * math.prod(other.share for other in chosen)
+    read = sum(
+        bytes_of(v) * _share((strategy.inputs[i], *(s.inputs[i] for s in chosen)))
+        for i, v in enumerate(step.call.inputs)
+    )
+    written = sum(
+        bytes_of(v) * _share((strategy.outputs[i], *(s.outputs[i] for s in chosen)))
+        for i, v in enumerate(step.call.outputs)
+    )
+    copied = (read + written) / setting.rates.bytes
+    once = max(flops / setting.rates.flops, copied) if flops else VIEWING * copied
+    times = 1 + BACKWARD if any(v.gradient for v in step.call.outputs) else 1
+    inside = communicate.exchange(strategy.sent, strategy.messages, setting.rates)
+    return Price(once * times + inside, strategy.sent)
+
+
+def price_of_source(setting: Setting, source: Source, placement: Placement) -> Price:
+    """A parameter's gradient that every rank has a summand of: summed once a step, in buckets, while others compute."""
+    if placement != SHARED or not source.value.gradient:
+        return FREE
+    size = setting.size(source.key)
+    taken = communicate.overlapped("all_reduce", size, setting.degree, setting.rates)
+    return Price(taken, communicate.sent("all_reduce", size, setting.degree))
+
+
+def activation_bytes(setting: Setting, step: Step, outputs: tuple[Placement, ...]) -> float:
+    """Bytes of what an operator gives that a backward pass may need, on the busiest rank."""
+    return sum(
+        setting.size(key) * share(placement)
+        for key, value, placement in zip(step.gives, step.call.outputs, outputs, strict=True)
+        if value.gradient
+    )
+
+
+def parameter_bytes(setting: Setting, source: Source, placement: Placement) -> float:
+    """Bytes of a parameter on the busiest rank; 0 for any other source."""
+    return setting.size(source.key) * share(placement) if source.role[0] == "parameter" else 0.0
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A tensor that some readers need otherwise than it is made.
+
+    Attributes:
+        key: of the tensor.
+        source, target: placements.
+        uses: who needs it so.
+    """
+
+    key: Key
+    source: Placement
+    target: Placement
+    uses: tuple[Use, ...]
+
+
+def needed(split: Split, use: Use) -> Placement:
+    """How a reader needs a tensor; results are whole on every rank."""
+    return REPLICATE if use.step is None else split.steps[use.step.name].inputs[use.index]
+
+
+def moves(setting: Setting, split: Split) -> Iterator[Moving]:
+    """Every move that a split asks for: of one tensor to one placement once, however many need it so."""
+    for key, uses in setting.uses.items():
+        source = split.placement(key)
+        targets: dict[Placement, list[Use]] = {}
+        for use in uses:
+            targets.setdefault(needed(split, use), []).append(use)
+        for target, users in targets.items():
+            if target != source:
+                yield Moving(key, source, target, tuple(users))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a split costs by the model.
+
+    Attributes:
+        seconds: of one forward and backward pass on the busiest rank.
+        sent: bytes that every rank sends.
+        moves: how many of them there are (forward).
+        parameters: bytes of them on the busiest rank.
+        activations: bytes, on the busiest rank, of what operators give and a backward pass may need.
+    """
+
+    seconds: float
+    sent: float
+    moves: int
+    parameters: float
+    activations: float
+
+
+def predict(setting: Setting, split: Split) -> Prediction:
+    """The price of a whole split."""
+    total, moved = FREE, 0
+    for moving in moves(setting, split):
+        total, moved = total + price_of_move(setting, moving.key, moving.source, moving.target), moved + 1
+    for step in setting.view.steps:
+        total += price_of_step(setting, step, split.steps[step.name])
+    parameters = 0.0
+    for key, source in setting.view.sources.items():
+        total += price_of_source(setting, source, split.sources[key])
+        parameters += parameter_bytes(setting, source, split.sources[key])
+    activations = sum(activation_bytes(setting, s, split.steps[s.name].outputs) for s in setting.view.steps)
+    return Prediction(total.seconds, total.sent, moved, parameters, activations)

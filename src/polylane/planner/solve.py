@@ -1,0 +1,149 @@
+"""The placements of a whole graph on one mesh axis: the choice that costs least, found by an integer program.
+
+One variable for every strategy of every operator and every placement of every source; a tensor that is made in one
+placement and needed in another flows from the one to the other at the price of the move, paid once for all who need it
+so. The flows make the program's linear relaxation tight: mostly it is whole at once. (Zheng et al., Alpa, OSDI 2022,
+section 4.2, choose so for one dimension of the mesh at a time; blocks that are alike are chosen for once here.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from polylane.cost.communicate import Rates
+from polylane.errors import PolylaneError
+from polylane.placement.options import Options
+from polylane.placement.rewrite import Split
+from polylane.placement.view import View
+from polylane.planner.allowed import Demands, allowed
+from polylane.planner.blocks import HOPS, classes
+from polylane.planner.build import Builder, labels_of
+from polylane.planner.price import Prediction, Setting, predict
+
+# How much more memory than the least possible a faster split may take.
+SLACK = 0.05
+GAP = 1e-6
+LIMIT = 60.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a split was found.
+
+    Attributes:
+        prediction: what it costs by the model.
+        least: bytes of the parameters (of activations, where the axis splits those) at the least possible.
+        status: "optimal" or "stopped early".
+        gap: how far it may be from the best, relatively.
+        classes: of nodes that were chosen for together.
+        seconds: that the search took.
+    """
+
+    prediction: Prediction
+    least: float
+    status: str
+    gap: float
+    classes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A split, and how it was found."""
+
+    split: Split
+    report: Report
+
+
+def solve(
+    view: View,
+    options: Options,
+    degree: int,
+    *,
+    purpose: str,
+    rates: Rates | None = None,
+    pins: Mapping[str, str] | None = None,
+    taken: Mapping[str, Split] | None = None,
+) -> Split:
+    """The split that costs least.
+
+    Args:
+        view: the graph.
+        options: what may be chosen.
+        degree: ranks along the axis.
+        purpose: "tensor": parameters lie in parts, as small as they can (up to :data:`SLACK`), samples are not cut;
+            "sequence": the same of activations, parameters are whole; "data": samples are cut, as ``pins`` say.
+        rates: of every rank.
+        pins: name of a parameter, buffer, source or node -> "replicate", "shard(<dim>)" or "partial".
+        taken: how the graph lies on other axes, by axis.
+
+    Raises:
+        PolylaneError: a pin that nothing meets, or demands that contradict each other.
+    """
+    return choose(view, options, degree, Demands(purpose, pins or {}, taken or {}), rates=rates).split
+
+
+def carry(
+    split: Split,
+    view: View,
+    options: Options,
+    *,
+    purpose: str,
+    rates: Rates | None = None,
+    taken: Mapping[str, Split] | None = None,
+) -> Split:
+    """The best split of another graph of the same model, with parameters and buffers placed as in ``split``.
+
+    Args:
+        split: of the first graph.
+        view, options: of the other graph.
+        purpose, rates, taken: as for :func:`solve`.
+    """
+    fixed = {
+        key: split.sources[key]
+        for key, source in view.sources.items()
+        if source.role[0] in ("parameter", "buffer") and key in split.sources
+    }
+    demands = Demands(purpose, {}, taken or {}, fixed)
+    return choose(view, options, split.degree, demands, rates=rates).split
+
+
+def choose(
+    view: View,
+    options: Options,
+    degree: int,
+    demands: Demands,
+    *,
+    rates: Rates | None = None,
+    hops: int = HOPS,
+    slack: float = SLACK,
+    gap: float = GAP,
+    limit: float = LIMIT,
+) -> Choice:
+    """As :func:`solve`, with what the search may take: see :class:`~polylane.planner.allowed.Demands`.
+
+    Args:
+        hops: how far the surroundings of two nodes must be alike for them to be chosen for together.
+        slack: of the bytes that the purpose makes small.
+        gap, limit: relative distance from the best, and seconds, at which to stop.
+    """
+    start = time.perf_counter()
+    setting = Setting(view, degree, rates or Rates(), demands.taken)
+    choices = allowed(view, options, degree, demands)
+    builder = Builder(setting, choices, demands, classes(view, labels_of(setting, choices), hops))
+    builder.build(slack)
+    found = builder.program.solve(gap, limit)
+    if not len(found.values):
+        raise PolylaneError(f"placements: no split over {degree} ranks ({demands.purpose}) was found: {found.status}")
+    split = builder.read(found.values)
+    report = Report(
+        predict(setting, split),
+        builder.least,
+        found.status,
+        found.gap,
+        len(set(builder.colours.values())),
+        time.perf_counter() - start,
+    )
+    return Choice(split, report)

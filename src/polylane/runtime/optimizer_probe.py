@@ -1,0 +1,57 @@
+"""Which parameters an optimizer must see whole: those whose update is not made element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+SIZE = 4  # of every dimension of the parameters that it is tried on
+
+
+def whole_parameters(parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[Factory]) -> set[str]:
+    """Names of the parameters of which an optimizer looks at more than one element at a time.
+
+    LARS and LAMB take a parameter's norm (You et al., 2017 and 2020), Adafactor the means of rows and columns (Shazeer
+    and Stern, 2018), Muon orthogonalizes a matrix. Each optimizer is tried on small parameters of the same names and
+    numbers of dimensions, whole and in halves: where the outcome differs, a part of the parameter is not enough.
+    """
+    return {name for factory in optimizers for name in _not_elementwise(parameters, factory)}
+
+
+def _not_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: Factory) -> set[str]:
+    random = torch.Generator().manual_seed(0)
+    cut = [(n, p.dim()) for n, p in parameters if p.dim() > 0]
+    values = {n: torch.randn([SIZE] * dim, generator=random, dtype=torch.float64) for n, dim in cut}
+    steps = [{n: torch.randn(v.shape, generator=random, dtype=torch.float64) for n, v in values.items()} for _ in "12"]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole = _trained(factory, values, steps)
+            half = SIZE // 2
+            halves = [
+                _trained(factory, _rows(values, rows), [_rows(step, rows) for step in steps])
+                for rows in (slice(0, half), slice(half, SIZE))
+            ]
+    except Exception:
+        return set()  # it takes none but the model's own parameters: nothing is known, and most are elementwise
+    joined = {n: torch.cat([half[n] for half in halves]) for n in whole}
+    return {n for n, value in whole.items() if not torch.allclose(value, joined[n], rtol=1e-9, atol=0)}
+
+
+def _rows(values: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
+    return {n: v[rows] for n, v in values.items()}
+
+
+def _trained(
+    factory: Factory, values: dict[str, torch.Tensor], gradients: Sequence[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    own = {n: nn.Parameter(v.clone()) for n, v in values.items()}
+    optimizer = factory(list(own.items()))
+    for step in gradients:
+        for n, parameter in own.items():
+            parameter.grad = step[n].clone()
+        optimizer.step()
+    return {n: parameter.detach() for n, parameter in own.items()}

@@ -1,0 +1,93 @@
+"""Pieces: which part of every parameter and buffer this worker holds, where operators are split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from polylane.placement.placement import Placement, Shard
+from polylane.planner.layout import part_of, put
+from polylane.runtime.prepare import Prepared
+
+
+class Pieces:
+    """How parameters and buffers lie on the mesh, and this worker's place in it.
+
+    Args:
+        prepared: with the layouts of all graphs.
+        coordinates: this worker's index on each axis that cuts parameters.
+
+    Attributes:
+        shapes: of whole parameters and buffers, by name.
+    """
+
+    def __init__(self, prepared: Prepared, coordinates: Mapping[str, int]) -> None:
+        self._coordinates = coordinates
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._placements: dict[tuple[str, str], dict[str, Placement]] = {}
+        for name, partition in prepared.partitions.items():
+            graph, layout = partition.graph, prepared.layouts.get(name)
+            for kind, table in (("parameter", graph.parameters), ("buffer", graph.buffers)):
+                for key, info in table.items():
+                    self.shapes[key] = info.shape
+                    if layout is not None and (f"{kind}:{key}", 0) in layout.view.sources:
+                        self._placements.setdefault((kind, key), layout.source(kind, key))
+
+    def _cut(self, kind: str, name: str) -> dict[str, Shard]:
+        placements = self._placements.get((kind, name), {})
+        return {axis: p for axis, p in placements.items() if isinstance(p, Shard)}
+
+    def is_cut(self, kind: str, name: str) -> bool:
+        """Whether this worker holds only a part."""
+        return bool(self._cut(kind, name))
+
+    def kind(self, name: str) -> str:
+        """Parameter or buffer."""
+        return "buffer" if ("buffer", name) in self._placements else "parameter"
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This worker's parts of whole parameters and buffers, of those that are cut."""
+        cuts = {name: self._cut(self.kind(name), name) for name in tensors}
+        return {
+            name: part_of(tensor.detach(), cuts[name], self._coordinates)
+            for name, tensor in tensors.items()
+            if cuts[name] and tuple(tensor.shape) == self.shapes[name]
+        }
+
+    def cut_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Cut what an optimizer made for whole parameters at once, before they were cut."""
+        for name, parameter in parameters.items():
+            cuts = self._cut("parameter", name)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if cuts and isinstance(value, Tensor) and tuple(value.shape) == self.shapes[name]:
+                    optimizer.state[parameter][key] = part_of(value, cuts, self._coordinates)
+
+    def counts(self, kind: str, name: str) -> bool:
+        """Whether this worker's part counts in a sum over the mesh: what several hold alike counts once."""
+        cuts = self._cut(kind, name)
+        return not any(index for axis, index in self._coordinates.items() if axis not in cuts)
+
+    def placed(self, kind: str, name: str, part: Tensor) -> Tensor:
+        """This worker's part in the whole shape, with zeros around; zeros alone where another one's counts."""
+        whole = part.new_zeros(self.shapes[name])
+        if self.counts(kind, name):
+            put(whole, part.detach(), self._cut(kind, name), self._coordinates)
+        return whole
+
+    def whole(self, name: str, part: Tensor | None, like: Tensor) -> Tensor:
+        """What this worker adds to the sum over all workers that makes a parameter or buffer whole.
+
+        Args:
+            part: what it holds, or None for nothing.
+            like: gives dtype and device.
+        """
+        if part is None:
+            return like.new_zeros(self.shapes[name])
+        return self.placed(self.kind(name), name, part)
+
+    def label(self, name: str) -> str:
+        """Which part of a parameter or buffer this worker holds; equal parts have equal labels."""
+        cuts = self._cut(self.kind(name), name)
+        return "".join(f"[{axis} {self._coordinates[axis]}]" for axis in cuts)

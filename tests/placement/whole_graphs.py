@@ -1,0 +1,349 @@
+"""Run a whole captured graph split over a mesh whose ranks are threads, and hold every value and gradient against it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from split_checks import Ring, ThreadAxis
+from torch import Tensor, fx
+
+import models
+from polylane.graph.batch import flatten
+from polylane.graph.capture import capture
+from polylane.graph.graph import Graph
+from polylane.graph.leaf import LeafCall
+from polylane.graph.part import Part
+from polylane.graph.precision import Within, innermost
+from polylane.placement.call import Strategy
+from polylane.placement.options import Options, options
+from polylane.placement.placement import REPLICATE, SHARED, Partial, Placement, Replicate, Shard, gradient
+from polylane.placement.rewrite import Split, State, rewrite
+from polylane.placement.view import Key, View, key_of, view
+from polylane.planner.allowed import Demands, allowed
+from polylane.planner.layout import assembled, part_of
+from polylane.runtime.lane import Tensors
+from polylane.verify import FLOOR, TOLERANCE, in_float64, relative_error
+
+CAPTURED_AT, SAMPLES = 5, 4
+# How often a choice is one that splits, where there is such a one.
+BOLD = 0.8
+
+Coordinates = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one execution of a graph leaves behind.
+
+    Attributes:
+        results: the loss, or its total and count.
+        values: of every node, by name.
+        sources: parameters and buffers afterwards, and constants, by key; parameters have their gradients.
+    """
+
+    results: tuple[Tensor, ...]
+    values: Mapping[str, Tensor]
+    sources: Mapping[Key, Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A captured case, with one batch, and what it computes whole.
+
+    Attributes:
+        table: every placeholder's value, by role.
+        seeds: what is fed to the results on the way back.
+    """
+
+    name: str
+    graph: Graph
+    table: Mapping[tuple[str, Any], Any]
+    whole: Run
+
+    @functools.cached_property
+    def viewed(self) -> dict[int, tuple[View, Options]]:
+        return {}
+
+    def at(self, degree: int) -> tuple[View, Options]:
+        """The graph's view for so many ranks, and all that may be chosen."""
+        if degree not in self.viewed:
+            shown = view(self.graph, SAMPLES, degree)
+            self.viewed[degree] = shown, options(shown, degree)
+        return self.viewed[degree]
+
+
+@functools.cache
+def subject(name: str) -> Subject:
+    """A case or an example, captured in float64 at one number of samples and run whole at another."""
+    torch.manual_seed(0)
+    case = models.CASES[name]() if name in models.CASES else models.example_case(name)
+    model = case.model().double()
+    graph = capture(model, case.loss, in_float64(case.batch(CAPTURED_AT, 1)), in_float64=True)
+    tensors = Tensors(model, [case.loss], torch.device("cpu"))
+    leaves, _ = flatten(in_float64(case.batch(SAMPLES, 2)))
+    by_kind: dict[str, Mapping[Any, Any]] = {
+        "parameter": tensors.parameters(),
+        "buffer": tensors.buffers(),
+        "constant": graph.code.constants,
+        "input": dict(enumerate(leaves)),
+        "part": {0: Part(SAMPLES, 0, SAMPLES, seed=3)},
+    }
+    table = {(kind, key): value for kind, every in by_kind.items() for key, value in every.items()}
+    return Subject(name, graph, table, execute(graph, graph.code.fx, table.__getitem__, {}))
+
+
+def execute(
+    graph: Graph, code: fx.Graph, given: Callable[[tuple[str, Any]], Any], axes: Mapping[str, ThreadAxis]
+) -> Run:
+    """Run code node by node, forward and backward, on copies of what is given for its placeholders."""
+    values: dict[fx.Node, Any] = {}
+    kept: dict[str, Tensor] = {}
+    sources: dict[Key, Tensor] = {}
+    results: tuple[Tensor, ...] = ()
+    for node in code.nodes:
+        if node.op == "placeholder":
+            role = node.meta["role"]
+            value = axes[role[1]] if role[0] == "axis" else given(role)
+            if isinstance(value, Tensor):
+                value = value.detach().clone()
+                if role[0] == "parameter":
+                    value.requires_grad_(graph.parameters[role[1]].trainable)
+                sources[key_of(node)] = value
+            values[node] = value
+        elif node.op == "output":
+            results = tuple(fx.map_arg(node.args[0], values.__getitem__))
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = value = _own(node.target)(*args, **kwargs)
+            if isinstance(value, Tensor) and node.meta.get("stands", True):
+                if value.requires_grad:
+                    value.retain_grad()
+                kept[node.meta["name"]] = value
+    if results[0].requires_grad:
+        results[0].backward()
+    return Run(results, kept, sources)
+
+
+def _own(target: Any) -> Any:
+    """The same operator for this thread alone: a module cannot run on two sets of tensors at once."""
+    if isinstance(target, LeafCall):
+        return target.copied()
+    if isinstance(target, Within) and isinstance(innermost(target), LeafCall):
+        outer = copy.copy(target)
+        outer.target = _own(target.target)
+        return outer
+    return target
+
+
+# ---- choosing --------------------------------------------------------------------------------------------------------
+
+
+def random_split(
+    shown: View, offered: Options, degree: int, random: Random, taken: Mapping[str, Split] | None = None
+) -> Split:
+    """Any strategy for every operator, any placement for every source, whether they suit each other or not."""
+    taken = taken or {}
+    if taken:
+        steps = allowed(shown, offered, degree, Demands("data", {}, taken)).steps
+        offered = Options(steps, allowed(shown, offered, degree, Demands("tensor", {}, taken)).sources)
+    sources = {key: _drawn(random, every, _splits) for key, every in offered.sources.items()}
+    steps, fixed = dict[str, Strategy](), dict[Key, Placement]()
+    split = Split(degree, steps, sources)
+    for step in shown.steps:
+        written = {step.reads[i]: i for i in step.call.written if step.reads[i] in sources}
+        if step.pinned:  # it may share memory with any buffer that it reads
+            written |= {key: i for i, key in enumerate(step.reads) if key[0].startswith("buffer:")}
+        fits = [
+            s
+            for s in offered.steps[step.name]
+            if all(fixed.get(key, s.inputs[i]) == s.inputs[i] for key, i in written.items())
+            and all(s.inputs[i] in offered.sources[key] for key, i in written.items())
+            and not any(_swap(split, other, step.name, s, key, i) for other in taken.values() for i, key in enumerate(step.reads))
+        ]
+        assert fits, f"nothing can be chosen for {step.name}"
+        steps[step.name] = chosen = _drawn(random, fits, lambda s: any(map(_splits, (*s.inputs, *s.outputs))))
+        fixed |= {key: chosen.inputs[i] for key, i in written.items()}
+        sources |= fixed
+    return split
+
+
+def _drawn(random: Random, every: Sequence[Any], bold: Callable[[Any], bool]) -> Any:
+    bolder = [each for each in every if bold(each)]
+    return random.choice(bolder if bolder and random.random() < BOLD else every)
+
+
+def _splits(placement: Placement) -> bool:
+    return not isinstance(placement, Replicate)
+
+
+def _swap(split: Split, other: Split, name: str, strategy: Strategy, key: Key, index: int) -> bool:
+    """Whether two axes would have to swap their dimensions of a tensor: neither could go first."""
+    have, there = split.placement(key), other.placement(key)
+    need, then = strategy.inputs[index], other.steps[name].inputs[index]
+    if not all(isinstance(p, Shard) for p in (have, there, need, then)) or have == need or there == then:
+        return False
+    return need.dim == there.dim or then.dim == have.dim  # type: ignore[union-attr]
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def on_mesh(degrees: Mapping[str, int], work: Callable[[dict[str, ThreadAxis]], Any]) -> dict[Coordinates, Any]:
+    """``work`` on every rank of a mesh, by coordinates; the first error of any of them."""
+    rings: dict[tuple[str, Coordinates], Ring] = {}
+    names, ranks = list(degrees), list(itertools.product(*(range(n) for n in degrees.values())))
+    for at in ranks:
+        for i, name in enumerate(names):
+            rings.setdefault((name, at[:i] + at[i + 1 :]), Ring(degrees[name]))
+
+    def guarded(at: Coordinates) -> Any:
+        try:
+            return work(
+                {name: ThreadAxis(rings[name, at[:i] + at[i + 1 :]], at[i]) for i, name in enumerate(names)}
+            )
+        except BaseException:
+            for ring in rings.values():
+                ring.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = {at: pool.submit(guarded, at) for at in ranks}
+        errors = [e for f in futures.values() if (e := f.exception()) is not None]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        return {at: f.result() for at, f in futures.items()}
+
+
+def run_split(case: Subject, splits: Mapping[str, Split]) -> dict[Coordinates, Run]:
+    """Every rank's run of a graph that is split so."""
+    calls = {step.name: step.call for step in case.at(next(iter(splits.values())).degree)[0].steps}
+    aliases = case.at(next(iter(splits.values())).degree)[0].aliases
+
+    def work(axes: dict[str, ThreadAxis]) -> Run:
+        coordinates = {name: axis.index for name, axis in axes.items()}
+        code = rewrite(case.graph.code.fx, calls, splits, SAMPLES, coordinates, aliases)
+
+        def given(role: tuple[str, Any]) -> Any:
+            value = case.table[role]
+            if not isinstance(value, Tensor):
+                return value
+            key = (str(role[1]) if role[0] == "value" else f"{role[0]}:{role[1]}", 0)
+            placements = {name: split.sources.get(key, REPLICATE) for name, split in splits.items()}
+            return part_of(value.detach(), placements, coordinates)
+
+        return execute(case.graph, code, given, axes)
+
+    return on_mesh({name: split.degree for name, split in splits.items()}, work)
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def compare(case: Subject, splits: Mapping[str, Split]) -> None:
+    """Run a graph split and hold everything against the whole graph, to 1e-9 of rounding.
+
+    Raises:
+        AssertionError: naming the first value (from the inputs on), or the first gradient (from the loss back), that
+            differs, the operator that gives it, and its strategy.
+    """
+    try:
+        ranks = run_split(case, splits)
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(f"{case.name}: {_where(error)}{type(error).__name__}: {error}") from error
+    wrong = next(_differences(case, splits, ranks), None)
+    assert wrong is None, f"{case.name}: {wrong}"
+
+
+def _where(error: BaseException) -> str:
+    return "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+
+
+def _differences(case: Subject, splits: Mapping[str, Split], ranks: Mapping[Coordinates, Run]) -> Iterator[str]:
+    aliases = case.at(next(iter(splits.values())).degree)[0].aliases
+    whole, degrees = case.whole, tuple(split.degree for split in splits.values())
+    for name, value in whole.values.items():
+        key = aliases.get(name, (name, 0))
+        state = tuple(split.placement(key) for split in splits.values())
+        yield from _wrong("value", key, splits, value, {at: r.values[name] for at, r in ranks.items()}, state, degrees)
+    for at, run in ranks.items():
+        for i, (result, right) in enumerate(zip(run.results, whole.results, strict=True)):
+            if relative_error(right.detach(), result.detach()) > TOLERANCE:
+                yield f"result {i} of rank {at} is {result} instead of {right}"
+    for key, value in whole.sources.items():
+        state = tuple(split.sources.get(key, REPLICATE) for split in splits.values())
+        yield from _wrong("value", key, splits, value, {at: r.sources[key] for at, r in ranks.items()}, state, degrees)
+    tensors = {aliases.get(name, (name, 0)): value for name, value in whole.values.items()} | dict(whole.sources)
+    floor = FLOOR * max((float(t.grad.abs().max()) for t in whole.sources.values() if _has_gradient(t)), default=0.0)
+    names = {aliases.get(name, (name, 0)): name for name in whole.values}
+    for key, value in reversed(tensors.items()):
+        if _has_gradient(value) or value.requires_grad:
+            mine = {at: r.sources[key] if key in r.sources else r.values[names[key]] for at, r in ranks.items()}
+            state = tuple(gradient(split.placement(key)) for split in splits.values())
+            yield from _wrong("gradient", key, splits, _gradient(value), _gradients(mine), state, degrees, floor)
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.grad is not None and tensor.grad.numel() > 0
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _gradients(tensors: Mapping[Coordinates, Tensor]) -> dict[Coordinates, Tensor]:
+    return {at: _gradient(tensor).detach() for at, tensor in tensors.items()}
+
+
+def _wrong(
+    what: str, key: Key, splits: Mapping[str, Split], right: Tensor, parts: Mapping[Coordinates, Tensor],
+    state: State, degrees: tuple[int, ...], floor: float = 1e-12,
+) -> Iterator[str]:  # fmt: skip
+    told = f"{what} of {key[0]}{f'[{key[1]}]' if key[1] else ''} ({_told(key, splits)})"
+    right, parts = right.detach(), {at: part.detach() for at, part in parts.items()}
+    for at, part in parts.items():
+        if part.dtype != right.dtype:
+            yield f"{told}: rank {at} has {part.dtype} instead of {right.dtype}"
+    for i, placement in enumerate(state):
+        if placement == REPLICATE:
+            for at, part in parts.items():
+                first = parts[(*at[:i], 0, *at[i + 1 :])]
+                if part.shape != first.shape or relative_error(first, part, floor) > TOLERANCE:
+                    yield f"{told}: rank {at} is not equal to the first rank"
+    summed = right.is_floating_point() or right.is_complex() or not any(isinstance(p, Partial) for p in state)
+    assert summed, f"{told}: summands of whole numbers"
+    try:
+        value = assembled(parts, state, degrees)
+    except (RuntimeError, IndexError) as error:
+        yield f"{told}: {[tuple(p.shape) for p in parts.values()]} do not make up {tuple(right.shape)}: {error}"
+        return
+    if value.shape != right.shape:
+        yield f"{told}: {tuple(value.shape)} instead of {tuple(right.shape)}"
+    elif (error := relative_error(right, value, floor)) > TOLERANCE:
+        yield f"{told}: off by {error:.2g}"
+
+
+def _told(key: Key, splits: Mapping[str, Split]) -> str:
+    chosen = []
+    for axis, split in splits.items():
+        if key in split.sources:
+            chosen.append(f"{axis}: {split.sources[key]}")
+        else:
+            s = split.steps[key[0]]
+            told = f"{', '.join(map(str, s.inputs))} -> {', '.join(map(str, s.outputs))}"
+            cuts = [p.cuts for p in (*s.inputs, *s.outputs) if isinstance(p, Shard)]
+            chosen.append(f"{axis}={split.degree}: {s.name!r}: {told}, cuts {cuts}")
+    return "; ".join(chosen)
+
+
+__all__ = ["SHARED", "Subject", "compare", "random_split", "subject"]

@@ -1,0 +1,210 @@
+"""The integer program's choice is the best of all choices, keeps to every demand, and is right when run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polylane.cost.communicate import Rates
+from polylane.errors import PolylaneError
+from polylane.graph.capture import capture
+from polylane.graph.graph import Graph
+from polylane.placement.options import Options, options
+from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Replicate, Shard, even
+from polylane.placement.rewrite import Split
+from polylane.placement.view import View, view
+from polylane.planner.allowed import Demands, allowed
+from polylane.planner.price import Setting, moves, parameter_bytes, predict
+from polylane.planner.solve import SLACK, carry, choose, solve
+
+FAST = Rates(flops=1e9, bytes=1e9, latency=1e-7, bandwidth=1e9)
+SLOW = Rates(flops=1e9, bytes=1e9, latency=1e-3, bandwidth=1e6)
+PLAIN = Rates()
+
+
+class Mlp(nn.Module):
+    """Blocks of two layers each, with a residual connection."""
+
+    def __init__(self, hidden: int, wide: int, blocks: int, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(hidden, wide, bias=bias) for _ in range(blocks))
+        self.down = nn.ModuleList(nn.Linear(wide, hidden, bias=bias) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(up(x).relu())
+        return x
+
+
+class Pair(nn.Module):
+    """Two layers without a bias, the first one frozen where asked."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.first.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+def square(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).pow(2).mean()
+
+
+def graph_of(model: nn.Module, *shape: int) -> Graph:
+    return capture(model, square, (torch.randn(shape), torch.randn(shape)))
+
+
+def shown(model: nn.Module, degree: int, *shape: int) -> tuple[View, Options]:
+    seen = view(graph_of(model, *shape), shape[0], degree)
+    return seen, options(seen, degree)
+
+
+def every(choices: Options, degree: int) -> Iterator[Split]:
+    names, keys = list(choices.steps), list(choices.sources)
+    for steps in itertools.product(*choices.steps.values()):
+        for sources in itertools.product(*choices.sources.values()):
+            yield Split(degree, dict(zip(names, steps, strict=True)), dict(zip(keys, sources, strict=True)))
+
+
+def keeps(setting: Setting, split: Split, purpose: str, least: float) -> bool:
+    found = predict(setting, split)
+    limited = {"tensor": found.parameters, "sequence": found.activations, "data": 0.0}[purpose]
+    exact = all(not use.exact for moving in moves(setting, split) for use in moving.uses)
+    return exact and limited <= (1 + SLACK) * least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rates", [FAST, SLOW, PLAIN])
+@pytest.mark.parametrize("purpose", ["tensor", "sequence", "data"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_choice_is_better(rates: Rates, purpose: str, frozen: bool) -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return model(batch[0]).mean()
+
+    shape = (2, 4)
+    seen = view(capture(Pair(frozen), loss, (torch.randn(shape), torch.randn(shape))), 2, 2)
+    offered, setting = options(seen, 2), Setting(seen, 2, rates, {})
+    demands = Demands(purpose, {"input:0": "shard(0)"} if purpose == "data" else {})
+    choice = choose(seen, offered, 2, demands, rates=rates)
+    choices = allowed(seen, offered, 2, demands)
+    best = min(
+        predict(setting, split).seconds
+        for split in every(choices, 2)
+        if keeps(setting, split, purpose, choice.report.least)
+    )
+    assert choice.report.prediction == predict(setting, choice.split)
+    assert keeps(setting, choice.split, purpose, choice.report.least)
+    assert choice.report.prediction.seconds == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 8])
+def test_columns_then_rows(degree: int) -> None:
+    """Megatron-LM's split of an MLP: one collective forward and one backward for every block."""
+    seen, offered = shown(Mlp(96, 384, 3), degree, 4, 96)
+    split = solve(seen, offered, degree, purpose="tensor")
+    for i in range(3):
+        assert split.sources[f"parameter:up.{i}.weight", 0] == Shard(0, even(384, degree))
+        assert split.sources[f"parameter:up.{i}.bias", 0] == Shard(0, even(384, degree))
+        assert split.sources[f"parameter:down.{i}.weight", 0] == Shard(1, even(384, degree))
+    setting = Setting(seen, degree, PLAIN, {})
+    names = [(m.source, m.target) for m in moves(setting, split) if not m.key[0].startswith("parameter")]
+    assert len([pair for pair in names if pair[0] == PARTIAL]) == 3
+
+
+def test_parts_are_as_small_as_they_can_be() -> None:
+    seen, offered = shown(Mlp(32, 128, 2), 4, 4, 32)
+    choice = choose(seen, offered, 4, Demands("tensor"))
+    setting = Setting(seen, 4, PLAIN, {})
+    least = sum(
+        min(parameter_bytes(setting, source, p) for p in offered.sources[key]) for key, source in seen.sources.items()
+    )
+    assert choice.report.least == pytest.approx(least)
+    assert choice.report.prediction.parameters <= (1 + SLACK) * least * (1 + 1e-9)
+    assert choice.report.status == "optimal"
+
+
+def test_classes_change_nothing_where_blocks_are_alike() -> None:
+    seen, offered = shown(Mlp(32, 128, 8), 2, 4, 32)
+    shared = choose(seen, offered, 2, Demands("tensor"))
+    single = choose(seen, offered, 2, Demands("tensor"), hops=1000)
+    assert shared.report.classes < single.report.classes
+    assert shared.report.prediction.seconds == pytest.approx(single.report.prediction.seconds, rel=1e-6)
+
+
+def test_a_sequence_axis_cuts_inside_samples_and_keeps_parameters_whole() -> None:
+    seen, offered = shown(Mlp(32, 64, 2), 2, 3, 16, 32)
+    split = solve(seen, offered, 2, purpose="sequence")
+    for step in seen.steps:
+        for placement in (*split.steps[step.name].inputs, *split.steps[step.name].outputs):
+            assert not (isinstance(placement, Shard) and placement.dim == 0 and placement.size == 3)
+    assert all(isinstance(p, Replicate) for p in split.sources.values())
+    assert split.sources["parameter:up.0.weight", 0] == SHARED
+    linear = split.steps["up.0/linear"]
+    assert linear.outputs == (Shard(1, even(16, 2)),)
+
+
+def test_a_data_axis_cuts_what_is_pinned() -> None:
+    seen, offered = shown(Mlp(32, 64, 2), 2, 4, 32)
+    split = solve(seen, offered, 2, purpose="data", pins={"input:0": "shard(0)", "input:1": "shard(0)"})
+    assert split.sources["input:0", 0] == Shard(0, even(4, 2))
+    assert all(p == SHARED for key, p in split.sources.items() if key[0].startswith("parameter"))
+    assert {split.steps[n].outputs[0] for n in ("up.0/linear", "down.1/linear")} == {Shard(0, even(4, 2))}
+
+
+def test_pins_are_kept() -> None:
+    seen, offered = shown(Mlp(32, 64, 2), 2, 4, 32)
+    pins = {"up.0.weight": "shard(1)", "down.1.weight": "replicate", "down.0/linear": "shard(1)"}
+    split = solve(seen, offered, 2, purpose="tensor", pins=pins)
+    assert split.sources["parameter:up.0.weight", 0] == Shard(1, even(32, 2))
+    assert isinstance(split.sources["parameter:down.1.weight", 0], Replicate)
+    assert split.steps["down.0/linear"].outputs == (Shard(1, even(32, 2)),)
+
+
+def test_a_pin_that_nothing_meets() -> None:
+    seen, offered = shown(Mlp(32, 64, 2), 2, 4, 32)
+    with pytest.raises(PolylaneError, match=r"placements\.up\.0\.bias\.tensor: partial: .* replicate, shard\(0\)"):
+        solve(seen, offered, 2, purpose="tensor", pins={"up.0.bias": "partial"})
+    with pytest.raises(PolylaneError, match=r"placements\.up\.0/linear\.tensor: shard\(0\): .*replicate"):
+        solve(seen, offered, 2, purpose="tensor", pins={"up.0/linear": "shard(0)"})
+
+
+def test_two_axes_cut_no_dimension_twice() -> None:
+    seen, offered = shown(Mlp(32, 64, 3), 2, 4, 32)
+    first = solve(seen, offered, 2, purpose="tensor")
+    second = solve(seen, offered, 2, purpose="tensor", taken={"a": first})
+    for step in seen.steps:
+        one, two = first.steps[step.name], second.steps[step.name]
+        for a, b in zip((*one.inputs, *one.outputs), (*two.inputs, *two.outputs), strict=True):
+            assert not (isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim)
+    both = [key for key, p in first.sources.items() if isinstance(p, Shard) and isinstance(second.sources[key], Shard)]
+    assert any(key[0].endswith("weight") for key in both)
+
+
+def test_another_graph_of_the_model_keeps_its_parameters() -> None:
+    model = Mlp(32, 64, 2)
+    seen, offered = shown(model, 2, 4, 32)
+    split = solve(seen, offered, 2, purpose="tensor")
+
+    def other(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (model(batch[0]) * batch[1]).abs().mean()
+
+    graph = capture(model, other, (torch.randn(4, 32), torch.randn(4, 32)), training=False)
+    there = view(graph, 4, 2)
+    carried = carry(split, there, options(there, 2), purpose="tensor")
+    for key, placement in split.sources.items():
+        if key[0].startswith("parameter"):
+            assert carried.sources[key] == placement
+
+
+def test_results_are_whole() -> None:
+    seen, offered = shown(Mlp(32, 64, 1), 2, 4, 32)
+    split = solve(seen, offered, 2, purpose="tensor")
+    setting = Setting(seen, 2, PLAIN, {})
+    for key in seen.results:
+        ends = [m.target for m in moves(setting, split) if m.key == key and any(u.step is None for u in m.uses)]
+        assert split.placement(key) == REPLICATE or ends == [REPLICATE]
