@@ -22,8 +22,10 @@ from typer.testing import CliRunner
 import polylane
 from polylane import verify as verification
 from polylane.cli import app
+from polylane.commands import inputs
 from polylane.observe.timeline import Timeline
 from polylane.plan import plan as plans
+from polylane.runtime.prepare import Objective, prepare
 
 RECIPE = """
 import torch
@@ -343,6 +345,37 @@ def test_inspect_with_a_plan(here: Path) -> None:
     shown = call("inspect", "tiny.py", "--plan", "pipeline=3").stdout
     assert "relu" in shown
     assert "comes back" in shown
+
+
+def test_inspect_explains_how_operators_are_split(here: Path) -> None:
+    result = json.loads(call("inspect", "tiny.py", "--plan", "sequence=2,tensor=2", "--json").stdout)
+    assert result["plan"].startswith("data=1,pipeline=1,sequence=2,tensor=2,") and result["workers"] == 4
+    assert [stage["devices"] for stage in result["stages"]] == [[0, 1, 2, 3]]
+    assert list(result["splits"]) == ["sequence", "tensor"]
+    tensor = result["splits"]["tensor"]
+    assert tensor["degree"] == 2 and tensor["parameters"] < 0.75 * tensor["whole"]
+    assert {module["module"] for module in tensor["modules"]} & {"layers.0-2.0", "layers.0.0"}
+    shown = call("inspect", "tiny.py", "--plan", "tensor=2").stdout
+    assert "How operators are split along tensor, by data=1,pipeline=1,tensor=2" in shown
+    assert "on each of 2 ranks" in shown and "along sequence" not in shown
+
+
+def test_inspect_holds_to_a_plans_placements(here: Path) -> None:
+    recipe = inputs.open_recipe("tiny.py", [])
+    objective = Objective("loss", recipe.loss, recipe.optimizer)
+    example = inputs.example_batch(recipe, recipe.data("train"), 64)
+    made = prepare(recipe.model(), {"loss": objective}, example, "tensor=2").plan
+    pins = {"layers.1.0.weight": {"tensor": "replicate"}}
+    written = made.model_copy(update={"stages": (made.stages[0].model_copy(update={"placements": pins}),)})
+    Path("pinned.yaml").write_text(plans.dump(written))
+    lines = json.loads(call("inspect", "tiny.py", "--plan", "pinned.yaml", "--json").stdout)["splits"]["tensor"][
+        "lines"
+    ]
+    assert any("layers.1.0.weight" in line and line.endswith(": pinned") for line in lines)
+    Path("pinned.yaml").write_text(plans.dump(written).replace("layers.1.0.weight", "layers.1.0.wait"))
+    refused = call("inspect", "tiny.py", "--plan", "pinned.yaml")
+    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
+    assert "stages.0.placements.layers.1.0.wait: the model has no parameter and no node of this name" in refused.stderr
 
 
 def test_inspect_sums_up_deep_models(here: Path) -> None:

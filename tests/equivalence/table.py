@@ -34,11 +34,64 @@ encoder         | 8 7 3   |               | 1f1b 2 adamw  |               | afab
 lstm            | 8 5 3   | afab 4 adamw  | naive 2 sgd   |               |
 in_place        | 8 7 3   |               | 1f1b 4 adamw  |               | naive 3 sgd
 nested          | 9 5 2   |               | afab 4 sgd    |               | 1f1b 3 adamw
+routed          | 7 5 3   | 1f1b 2 adamw  |               | afab 4 own    |
+separable       | 8 7 3   |               | 1f1b 3 adamw  |               | naive 2 own
+latents         | 8 5 3   | afab 3 own    |               | 1f1b 3 sgd    |
 branching       | 8 7 2   | 1f1b 3 sgd    |               |               |
+"""
+
+SPLIT_PLANS = (
+    "tensor=2",
+    "tensor=3",
+    "tensor=4",
+    "sequence=2",
+    "sequence=2,tensor=2",
+    "data=2,tensor=2",
+    "pipeline=2,tensor=2",
+)
+
+# Heads, channels, classes and lengths that three ranks, and mostly two and four too, cannot share evenly. Every sample
+# of towers counts for the loss of every other one: its replicas split the operators too.
+COVERING_SPLIT = """
+model           | sizes | plan                | proof
+----------------+-------+---------------------+-------------
+digits          | 8 7 5 | tensor=2            | 1f1b 2 adamw
+digits          | 8 7 5 | pipeline=2,tensor=2 | afab 3 sgd
+gpt             | 8 7 3 | tensor=3            | naive 3 own
+gpt             | 8 7 3 | sequence=2          | 1f1b 2 own
+gpt             | 8 7 3 | pipeline=2,tensor=2 | 1f1b 4 adamw
+unet            | 6 5 3 | tensor=4            | afab 2 sgd
+unet            | 6 5 3 | data=2,tensor=2     | 1f1b 1 adamw
+inception       | 5 7 3 | tensor=4            | naive 1 own
+two_devices     | 9 7 2 | tensor=3            | 1f1b 4 adamw
+hf_llama        | 5 3 2 | tensor=4            | 1f1b 1 adamw
+hf_llama        | 5 3 2 | sequence=2,tensor=2 | afab 2 adamw
+hf_gpt2         | 5 4 3 | sequence=2          | afab 2 sgd
+hf_gpt2         | 5 4 3 | data=2,tensor=2     | naive 2 sgd
+t5              | 5 4 3 | tensor=2            | afab 2 sgd
+t5              | 5 4 3 | pipeline=2,tensor=2 | naive 2 own
+vit             | 8 5 3 | sequence=2          | naive 3 adamw
+vit             | 8 5 3 | data=2,tensor=2     | 1f1b 2 own
+densenet        | 7 5 4 | tensor=3            | afab 2 sgd
+moe             | 5 4 3 | data=2,tensor=2     | afab 2 own
+custom_function | 8 7 2 | pipeline=2,tensor=2 | 1f1b 5 adamw
+encoder         | 8 7 3 | sequence=2,tensor=2 | naive 3 own
+lstm            | 8 5 3 | tensor=3            | 1f1b 2 adamw
+in_place        | 8 7 3 | tensor=2            | naive 1 own
+nested          | 9 5 2 | data=2,tensor=2     | 1f1b 4 adamw
+towers          | 8 7 5 | sequence=2,tensor=2 | naive 1 sgd
+towers          | 8 7 5 | data=2              | naive 1 own
+routed          | 7 5 3 | tensor=2            | 1f1b 2 adamw
+routed          | 7 5 3 | tensor=4            | naive 2 own
+separable       | 8 7 3 | tensor=3            | naive 4 sgd
+latents         | 8 5 3 | tensor=4            | 1f1b 3 sgd
+latents         | 8 5 3 | sequence=2,tensor=2 | 1f1b 3 sgd
 """
 
 # An opaque model has no graph to cut.
 ONLY_DATA = ("branching",)
+# A loss that is not made up of its samples' losses: there can be no microbatches.
+WHOLE_BATCHES = ("towers",)
 
 
 @dataclass(frozen=True)
@@ -64,15 +117,28 @@ class Row:
 
 def covering() -> list[Row]:
     """The rows of :data:`COVERING`."""
-    head, _, *lines = ([cell.strip() for cell in line.split("|")] for line in COVERING.strip().splitlines())
-    rows = []
-    for model, batches, *cells in lines:
-        for plan, cell in zip(head[2:], cells, strict=True):
-            if cell:
-                schedule, microbatches, optimizer = cell.split()
-                sizes = tuple(int(size) for size in batches.split())
-                rows.append(Row(model, plan, schedule, int(microbatches), optimizer, sizes))
-    return rows
+    head, *lines = _cells(COVERING)
+    return [
+        _row(model, plan, cell, batches)
+        for model, batches, *cells in lines
+        for plan, cell in zip(head[2:], cells, strict=True)
+        if cell
+    ]
+
+
+def covering_split() -> list[Row]:
+    """The rows of :data:`COVERING_SPLIT`."""
+    return [_row(model, plan, proof, batches) for model, batches, plan, proof in _cells(COVERING_SPLIT)[1:]]
+
+
+def _cells(text: str) -> list[list[str]]:
+    head, _, *lines = ([cell.strip() for cell in line.split("|")] for line in text.strip().splitlines())
+    return [head, *lines]
+
+
+def _row(model: str, plan: str, proof: str, batches: str) -> Row:
+    schedule, microbatches, optimizer = proof.split()
+    return Row(model, plan, schedule, int(microbatches), optimizer, tuple(int(size) for size in batches.split()))
 
 
 def full() -> Iterator[Row]:
@@ -83,3 +149,15 @@ def full() -> Iterator[Row]:
     for model, plan, schedule, optimizer in itertools.product(models, PLANS, SCHEDULES, OPTIMIZERS):
         if model not in ONLY_DATA or "pipeline" not in plan:
             yield Row(model, plan, schedule, next(microbatches), optimizer, next(sizes))
+
+
+def full_split() -> Iterator[Row]:
+    """Every model under every plan that splits operators and with every optimizer, at varying schedules and sizes."""
+    models = dict.fromkeys(row.model for row in covering_split())
+    sizes = itertools.cycle([(8, 7, 5), (5, 7, 3), (9, 6, 3), (4, 5, 3)])
+    microbatches, schedules = itertools.cycle([3, 4, 1, 2, 4]), itertools.cycle(SCHEDULES)
+    for model, plan, optimizer in itertools.product(models, SPLIT_PLANS, OPTIMIZERS):
+        if model not in WHOLE_BATCHES:
+            yield Row(model, plan, next(schedules), next(microbatches), optimizer, next(sizes))
+        elif "pipeline" not in plan:
+            yield Row(model, plan, next(schedules), 1, optimizer, next(sizes))

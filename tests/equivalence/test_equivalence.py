@@ -19,7 +19,7 @@ from polylane.plan.spec import Spec, parse
 from polylane.runtime.prepare import Objective, Prepared, prepare
 from polylane.verify import Verdict, in_float64, prove
 
-COVERING = table.covering()
+COVERING, COVERING_SPLIT = table.covering(), table.covering_split()
 CLIP_NORM = 0.5  # small enough that it binds
 
 # Captured and measured once for a model and a number of stages: a proof needs only another plan over the same cuts.
@@ -58,8 +58,15 @@ def objective_of(row: table.Row) -> Objective:
 
 
 def prepared_for(row: table.Row) -> Prepared:
-    """The row's training, ready to run; its capture is shared with other rows of that model and number of stages."""
+    """The row's training, ready to run; its capture is shared with other rows of that model and number of stages.
+
+    Where operators are split, how they are depends on all of the plan and on the batch: nothing is shared.
+    """
     spec, case = parse(row.spec), case_of(row.model)
+    if spec.tensor > 1 or spec.sequence > 1 or not case.mean:
+        torch.manual_seed(0)
+        model, example = case.model().double(), in_float64(case.batch(row.batches[0], 0))
+        return prepare(model, {"loss": objective_of(row)}, example, spec, in_float64=True, seconds=by_work)
     key = (row.model, spec.pipeline)
     if key not in _prepared:
         torch.manual_seed(0)
@@ -94,8 +101,13 @@ def test_covering(row: table.Row) -> None:
     check(row)
 
 
+@pytest.mark.parametrize("row", COVERING_SPLIT, ids=str)
+def test_covering_splits_of_operators(row: table.Row) -> None:
+    check(row)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("row", list(table.full()), ids=str)
+@pytest.mark.parametrize("row", [*table.full(), *table.full_split()], ids=str)
 def test_every_combination(row: table.Row) -> None:
     check(row)
 
@@ -109,6 +121,15 @@ def test_the_covering_table_covers() -> None:
     short = [row for row in COVERING if min(row.batches) < row.microbatches]
     uneven = [row for row in COVERING if "data" in row.plan and any(b % (2 * row.microbatches) for b in row.batches)]
     assert len(short) >= 10 and len(uneven) >= 10
+
+
+def test_the_covering_table_of_splits_covers() -> None:
+    """Every model but the one without operators; each plan under each schedule and optimizer."""
+    assert {row.model for row in COVERING_SPLIT} == {*models.TINY, *models.CASES} - {"branching"}
+    rows = [row for row in COVERING_SPLIT if row.model != "towers"]
+    assert {(row.plan, row.schedule) for row in rows} == {(p, s) for p in table.SPLIT_PLANS for s in table.SCHEDULES}
+    assert {(row.plan, row.optimizer) for row in rows} == {(p, o) for p in table.SPLIT_PLANS for o in table.OPTIMIZERS}
+    assert any(row.model == "towers" and row.plan == "data=2" for row in COVERING_SPLIT)
 
 
 def test_dropout_is_on_where_a_model_has_it() -> None:

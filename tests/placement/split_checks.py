@@ -55,9 +55,21 @@ class ThreadAxis:
         for i, (tensor, shape) in enumerate(zip(received, shapes, strict=True)):
             if i == self.index:
                 continue
-            assert (tensor is None) == (shape is None), f"rank {self.index} expects {shape} of {i}, which sends {tensor}"
+            assert (tensor is None) == (shape is None), (
+                f"rank {self.index} wants {shape} of {i}, which sends {tensor}"
+            )
             assert tensor is None or tuple(tensor.shape) == tuple(shape or ()), (tuple(tensor.shape), shape)
         return received
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        result = self.all_reduce(tensor)
+        return lambda: result
+
+    def begin_exchange(
+        self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
+    ) -> Callable[[], list[Tensor | None]]:
+        result = self.exchange(pieces, shapes)
+        return lambda: result
 
 
 def on_threads(degree: int, work: Callable[[ThreadAxis], Any]) -> list[Any]:
@@ -118,8 +130,10 @@ def call_for(graph: fx.Graph, degree: int, gradient: bool, op: str | None = None
     node = next(n for n in graph.nodes if n.op == "call_function" and n.meta["name"] == "op")
     if op is not None:
         node.meta["op"] = op
+
     def flows(n: fx.Node) -> bool:
         return bool(n.meta.get("grad", gradient))
+
     call, _ = call_of(node, Sizes(1), degree, flows)
     return call
 
@@ -207,9 +221,7 @@ def _check_one(
         roots = [(r, s) for r, s in zip(results, seeds, strict=True) if s is not None]
         if roots:
             torch.autograd.backward([r for r, _ in roots], [s for _, s in roots])
-        return [r.detach() for r in results], [
-            g.grad if g.grad is not None else torch.zeros_like(g) for g in given
-        ]
+        return [r.detach() for r in results], [g.grad if g.grad is not None else torch.zeros_like(g) for g in given]
 
     where = f"{call.op} {strategy.name} {strategy.inputs} -> {strategy.outputs} on {degree} ranks"
     try:
@@ -241,4 +253,4 @@ def uneven(size: int, degree: int, shift: int = 1) -> Cuts:
     return (tuple(max(0, p - shift) if 0 < p < size else p for p in ends),)
 
 
-__all__ = ["ThreadAxis", "check", "even", "joined", "on_threads", "uneven", "Move", "Placement", "Shard", "SHARED"]
+__all__ = ["SHARED", "Move", "Placement", "Shard", "ThreadAxis", "check", "even", "joined", "on_threads", "uneven"]

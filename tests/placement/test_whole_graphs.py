@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from whole_graphs import compare, random_split, subject
 
 import models
+from polylane.placement.placement import PARTIAL, REPLICATE, SHARED
+from polylane.placement.rewrite import Split
+from polylane.planner.solve import solve
 
 # "branching" has no graph.
 NAMES = tuple(name for name in (*models.TINY, *models.CASES) if name != "branching")
@@ -18,4 +22,54 @@ NAMES = tuple(name for name in (*models.TINY, *models.CASES) if name != "branchi
 def test_any_choice_computes_the_same(name: str, degree: int) -> None:
     case = subject(name)
     shown, offered = case.at(degree)
-    compare(case, {"x": random_split(shown, offered, degree, Random(f"{name}{degree}"))})
+    for seed in range(2):
+        compare(case, {"x": random_split(shown, offered, degree, Random(f"{name}{degree}{seed}"))})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_choices_on_two_axes_compute_the_same(name: str) -> None:
+    case, random = subject(name), Random(name)
+    splits: dict[str, Split] = {}
+    for axis, degree in (("x", 2), ("y", 2)):
+        splits[axis] = random_split(*case.at(degree), degree, random, splits)
+    compare(case, splits)
+
+
+@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"tensor": 3}, {"sequence": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_best_choice_computes_the_same(name: str, degrees: dict[str, int]) -> None:
+    case = subject(name)
+    splits: dict[str, Split] = {}
+    for axis, degree in degrees.items():
+        splits[axis] = solve(*case.at(degree), degree, purpose=axis, taken=splits)
+    compare(case, splits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", NAMES)
+def test_many_choices_compute_the_same(name: str, seed: int) -> None:
+    case, random = subject(name), Random(f"{name} {seed}")
+    degree = random.choice([2, 3, 4])
+    compare(case, {"x": random_split(*case.at(degree), degree, random)})
+    splits: dict[str, Split] = {}
+    for axis, degree in (("x", random.choice([2, 3])), ("y", 2)):
+        splits[axis] = random_split(*case.at(degree), degree, random, splits)
+    compare(case, splits)
+
+
+@pytest.mark.parametrize("wrong", ["inputs", "outputs"])
+def test_a_wrong_strategy_is_noticed(wrong: str) -> None:
+    """A gradient that is not summed over the ranks, an output that is not: named, with the operator."""
+    case = subject("nested")
+    shown, offered = case.at(2)
+    split = random_split(shown, offered, 2, Random(0))
+    step = next(s for s in shown.steps if s.name == "left/linear")
+    found = PARTIAL if wrong == "outputs" else SHARED
+    right = next(
+        s for s in offered.steps[step.name] if s.share < 1 and found in getattr(s, wrong) and found is not REPLICATE
+    )
+    broken = replace(right, **{wrong: tuple(REPLICATE if p == found else p for p in getattr(right, wrong))})
+    compare(case, {"x": replace(split, steps={**split.steps, step.name: right})})
+    with pytest.raises(AssertionError, match=r"nested: (value|gradient) of .*left"):
+        compare(case, {"x": replace(split, steps={**split.steps, step.name: broken})})

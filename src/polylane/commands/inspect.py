@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from polylane.graph.graph import Graph, Node
     from polylane.graph.partition import Partition
+    from polylane.placement.rewrite import Split
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
     from polylane.recipe import Recipe
-    from polylane.runtime.prepare import Objective
+    from polylane.runtime.prepare import Objective, Prepared
 
 ROWS = 40  # modules in a table; --json has all
 
@@ -219,6 +220,29 @@ def _crossings(partition: Partition) -> list[dict[str, Any]]:
     ]
 
 
+def _splits(prepared: Prepared) -> dict[str, dict[str, Any]]:
+    """How the operators are split along each axis, as data and in "lines" for people."""
+    from polylane.cost.communicate import Rates
+    from polylane.placement.options import options
+    from polylane.placement.view import view
+    from polylane.planner.explain import explain, lines
+    from polylane.planner.price import Setting
+
+    found: dict[str, dict[str, Any]] = {}
+    taken: dict[str, Split] = {}
+    layout = prepared.layouts.get(next(iter(prepared.partitions)))
+    if layout is None:
+        return found
+    for axis, split in layout.splits.items():
+        shown = view(layout.graph, layout.samples, split.degree)
+        setting = Setting(shown, split.degree, Rates(), dict(taken))
+        pins = prepared.plan.pins(axis)
+        told = explain(setting, split, options(shown, split.degree), purpose=axis, pins=pins)
+        found[axis] = {**asdict(told), "lines": lines(told)}
+        taken[axis] = split
+    return found
+
+
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +273,7 @@ def _show(graph: Graph, found: dict[str, Any]) -> None:
     if "plan" in found:
         print()
         _show_cut(out, found)
-        show_splits(found["plan"], found["splits"])
+        show_splits(found["plan"], {axis: split["lines"] for axis, split in found["splits"].items()})
 
 
 def show_splits(plan: str, splits: Mapping[str, Sequence[str]]) -> None:

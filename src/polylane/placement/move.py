@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,16 @@ class Axis(Protocol):
             pieces: contiguous, all of one dtype; None where rank i gets nothing. This rank's own comes back as it is.
             shapes: of what comes from each rank, None where nothing does.
         """
+        ...
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """As :meth:`all_reduce`; what it gives is waited for by a call of the result."""
+        ...
+
+    def begin_exchange(
+        self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
+    ) -> Callable[[], list[Tensor | None]]:
+        """As :meth:`exchange`; what it gives is waited for by a call of the result."""
         ...
 
 
@@ -80,19 +90,28 @@ class _Moved(torch.autograd.Function):
 
 def moved(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Tensor:
     """Bring a value from one placement to another, without a thought of gradients."""
+    return begin(axis, x, source, target)()
+
+
+def begin(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Callable[[], Tensor]:
+    """As :func:`moved`; what travels is waited for by a call of the result."""
     if isinstance(source, Replicate):
-        return _from_whole(axis, x, target)
+        return _done(_from_whole(axis, x, target))
     if isinstance(source, Partial):
         if isinstance(target, Partial):
-            return x
+            return _done(x)
         if isinstance(target, Replicate):
-            return axis.all_reduce(x.clone(memory_format=torch.contiguous_format))
+            return axis.begin_all_reduce(x.clone(memory_format=torch.contiguous_format))
         return _reduce_scatter(axis, x, target)
     if isinstance(target, Shard):
-        return x if target == source else _all_to_all(axis, x, source, target)
+        return _done(x) if target == source else _all_to_all(axis, x, source, target)
     if isinstance(target, Partial):
-        return _padded(axis, x, source)
+        return _done(_padded(axis, x, source))
     return _all_gather(axis, x, source)
+
+
+def _done(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
 
 
 def _from_whole(axis: Axis, x: Tensor, target: Placement) -> Tensor:
@@ -128,52 +147,62 @@ def _sized(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
     return tuple(length if d == dim else n for d, n in enumerate(shape))
 
 
-def _all_gather(axis: Axis, x: Tensor, source: Shard) -> Tensor:
+def _all_gather(axis: Axis, x: Tensor, source: Shard) -> Callable[[], Tensor]:
     own = x.contiguous()
     shapes = [_sized(x.shape, source.dim, source.length(i)) for i in range(axis.degree)]
-    parts = axis.exchange([own] * axis.degree, shapes)
-    if len(source.cuts) == 1:
-        return torch.cat([part for part in parts if part is not None], source.dim)
-    out = x.new_empty(_sized(x.shape, source.dim, source.size))
+    exchange = axis.begin_exchange([own] * axis.degree, shapes)
+
+    def finish() -> Tensor:
+        parts = exchange()
+        if len(source.cuts) == 1:
+            return torch.cat([part for part in parts if part is not None], source.dim)
+        return _assembled(parts, source)
+
+    return finish
+
+
+def _assembled(parts: Sequence[Tensor | None], shard: Shard) -> Tensor:
+    first = parts[0]
+    assert first is not None
+    out = first.new_empty(_sized(first.shape, shard.dim, shard.size))
     for i, part in enumerate(parts):
         assert part is not None
-        _fill(out, part, source, i)
+        _fill(out, part, shard, i)
     return out
 
 
-def _reduce_scatter(axis: Axis, x: Tensor, target: Shard) -> Tensor:
+def _reduce_scatter(axis: Axis, x: Tensor, target: Shard) -> Callable[[], Tensor]:
     pieces = [piece(x, target, i) for i in range(axis.degree)]
     own = tuple(pieces[axis.index].shape)
-    parts = axis.exchange(pieces, [own] * axis.degree)
-    out = parts[0]
-    assert out is not None
-    for part in parts[1:]:  # in the order of ranks, whoever sums
-        assert part is not None
-        out = out + part
-    return out
+    exchange = axis.begin_exchange(pieces, [own] * axis.degree)
+
+    def finish() -> Tensor:
+        out, *rest = exchange()
+        assert out is not None
+        for part in rest:  # in the order of ranks, whoever sums
+            assert part is not None
+            out = out + part
+        return out
+
+    return finish
 
 
-def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Tensor:
+def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable[[], Tensor]:
     if source.dim == target.dim:
         return _recut(axis, x, source, target)
     pieces = [piece(x, target, i) for i in range(axis.degree)]
     kept = target.length(axis.index)
     shapes = [_sized(_sized(x.shape, target.dim, kept), source.dim, source.length(i)) for i in range(axis.degree)]
-    parts = axis.exchange(pieces, shapes)
-    out = x.new_empty(_sized(shapes[0], source.dim, source.size))
-    for i, part in enumerate(parts):
-        assert part is not None
-        _fill(out, part, source, i)
-    return out
+    exchange = axis.begin_exchange(pieces, shapes)
+    return lambda: _assembled(exchange(), source)
 
 
-def _recut(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Tensor:
+def _recut(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable[[], Tensor]:
     """The same dimension, cut elsewhere: every rank sends what lies in another's part."""
     dim, me = source.dim, axis.index
     pieces = [_overlap(x, source.ranges(me), target.ranges(i), dim) for i in range(axis.degree)]
     lengths = [_length(source.ranges(i), target.ranges(me)) for i in range(axis.degree)]
-    parts = axis.exchange(pieces, [_sized(x.shape, dim, n) for n in lengths])
-    out, taken, at = [], [0] * axis.degree, 0
+    exchange = axis.begin_exchange(pieces, [_sized(x.shape, dim, n) for n in lengths])
     wanted = sorted(
         (max(a, c), min(b, d), i)
         for i in range(axis.degree)
@@ -181,13 +210,17 @@ def _recut(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Tensor:
         for c, d in target.ranges(me)
         if max(a, c) < min(b, d)
     )
-    for start, stop, i in wanted:
-        part = parts[i]
-        assert part is not None
-        out.append(part.narrow(dim, taken[i], stop - start))
-        taken[i] += stop - start
-        at += stop - start
-    return torch.cat(out, dim) if out else x.narrow(dim, 0, 0).clone()
+
+    def finish() -> Tensor:
+        parts, taken, out = exchange(), [0] * axis.degree, []
+        for start, stop, i in wanted:
+            part = parts[i]
+            assert part is not None
+            out.append(part.narrow(dim, taken[i], stop - start))
+            taken[i] += stop - start
+        return torch.cat(out, dim) if out else x.narrow(dim, 0, 0).clone()
+
+    return finish
 
 
 def _overlap(x: Tensor, own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]], dim: int) -> Tensor:

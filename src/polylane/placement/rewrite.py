@@ -70,7 +70,9 @@ class _Writer:
                 if known is None:
                     axis = self.axes[list(self.splits)[i]]
                     known = self.graph.call_function(Move(have[i], needed[i]), (axis, value))
-                    known.meta |= {"name": name_of(node), "stands": False}
+                    known.meta["stands"] = False
+                    if node.op != "placeholder":  # one of those belongs to who asks for it first
+                        known.meta["name"] = node.meta["name"]
                     self.moved[value, after] = known
                 value, have = known, after
         return value

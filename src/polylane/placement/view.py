@@ -177,7 +177,8 @@ def bound(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     schema = _schema(op_of(node))
     if schema is None:
         return 0, {**{f"#{i}": a for i, a in enumerate(args)}, **kwargs}, [f"#{i}" for i in range(len(args))]
-    names = [a.name for a in schema if not a.kwarg_only]
+    # Keyed operators take no generator: torch lets some of its own have one by position.
+    names = [a.name for a in schema if not a.kwarg_only and a.name != "generator"]
     prefix = 0 if isinstance(innermost(node.target), torch._ops.OpOverload) else _leading(node)
     given = dict(zip(names, args[prefix:], strict=False))
     result = {a.name: given.get(a.name, kwargs.get(a.name, a.default_value)) for a in schema}

@@ -16,6 +16,8 @@ from polylane.planner.price import (
     Setting,
     Use,
     activation_bytes,
+    copied_bytes,
+    is_parameter,
     parameter_bytes,
     price_of_move,
     price_of_source,
@@ -42,6 +44,8 @@ def labels_of(setting: Setting, choices: Options) -> dict[str, Hashable]:
 
 # How one reader of a tensor chooses: placement -> the variables of which one is 1 where the tensor is needed so.
 Marginal = Mapping[Placement, Sequence[int]]
+# The variable that bears the price of a move from a kind of placement to a placement.
+Paid = dict[tuple[Hashable, Placement], int]
 
 
 @dataclass
@@ -52,9 +56,8 @@ class Builder:
         setting, choices, demands: what is asked.
         colours: the class of every step and source by name.
         program: what is written.
-        least: bytes of what is limited, at the least possible.
         variables: of every class, one for each of its choices.
-        limited: the terms of the limited bytes.
+        limited: the bytes that the purpose makes small, as a sum over variables.
     """
 
     setting: Setting
@@ -62,23 +65,23 @@ class Builder:
     demands: Demands
     colours: Mapping[str, int]
     program: Program = field(default_factory=Program)
-    least: float = 0.0
     variables: dict[int, list[int]] = field(default_factory=dict)
     limited: list[Term] = field(default_factory=list)
 
-    def build(self, slack: float) -> None:
+    def build(self) -> None:
         """All variables and rows."""
         members = Counter(self.colours.values())
         for step in self.setting.view.steps:
             self._step(step.name, members)
         for key in self.setting.view.sources:
             self._source(key, members)
-        if self.limited:
-            scale = max(self.least, 1.0)
-            self.program.row([(v, n / scale) for v, n in self.limited], 0.0, (1 + slack) * self.least / scale)
         one = self.program.variable(whole=True, lowest=1.0)
         for key, uses, times in self._values():
             self._value(key, uses, times, one)
+
+    def keep_below(self, most: float) -> None:
+        """Limit what the purpose makes small."""
+        self.program.row([(v, n / max(most, 1.0)) for v, n in self.limited], 0.0, 1.0)
 
     def read(self, values: Sequence[float]) -> Split:
         """The split that a solution says."""
@@ -117,11 +120,9 @@ class Builder:
         self._chosen(colour, own, bytes_each if self.demands.purpose == "tensor" else None)
 
     def _chosen(self, colour: int, own: list[int], limited: list[float] | None) -> None:
-        """One of them; what is limited can be at its least everywhere at a time, since any tensor may be moved."""
         self.variables[colour] = own
         self.program.row([(v, 1.0) for v in own], 1.0, 1.0)
-        if limited is not None and max(limited) > 0:
-            self.least += min(limited)
+        if limited is not None:
             self.limited += zip(own, limited, strict=True)
 
     @cached_property
@@ -149,7 +150,7 @@ class Builder:
         for use, read in zip(uses, reads, strict=True):
             self._apart(key, use, made, read)
         users = Counter(target for use, read in zip(uses, reads, strict=True) if not use.exact for target in read)
-        paid: dict[tuple[Hashable, Placement], int] = {}
+        paid: Paid = {}
         for use, read in zip(uses, reads, strict=True):
             if use.exact:
                 for placement in {**made, **read}:
@@ -177,7 +178,7 @@ class Builder:
         read: Marginal,
         times: int,
         users: Counter[Placement],
-        paid: dict[tuple[Hashable, Placement], int],
+        paid: Paid,
     ) -> None:
         """One tensor to one reader: as much flows out of every placement as is made in it, and in as is needed.
 
@@ -194,7 +195,8 @@ class Builder:
                 start = next((p for p in placements if p != target), None)
                 if start is not None:
                     cost = price_of_move(self.setting, key, start, target).seconds * times
-                    flow = self._move(cost, users[target], kind, target, paid)
+                    size = copied_bytes(self.setting, key, start, target) * times if self._limits(key) else 0.0
+                    flow = self._move(cost, size, users[target], kind, target, paid)
                     leaving.append(flow)
                     arriving[target].append(flow)
             out = [(v, 1.0) for p in placements for v in made[p]]
@@ -206,16 +208,25 @@ class Builder:
         for target, flows in arriving.items():
             self.program.row([*((v, 1.0) for v in read[target]), *((v, -1.0) for v in flows)], 0.0, 0.0)
 
-    def _move(
-        self, cost: float, users: int, kind: Hashable, target: Placement, paid: dict[tuple[Hashable, Placement], int]
-    ) -> int:
+    def _limits(self, key: Key) -> bool:
+        """Whether what moves make of a tensor is among what the purpose makes small."""
+        if self.demands.purpose == "tensor":
+            return is_parameter(self.setting, key)
+        gradient = self.setting.values[key].gradient
+        return self.demands.purpose == "sequence" and gradient and not is_parameter(self.setting, key)
+
+    def _move(self, cost: float, size: float, users: int, kind: Hashable, target: Placement, paid: Paid) -> int:
         """The flow of a move to one reader; where several readers may need it, they pay once."""
-        if users < 2 or cost == 0:
-            return self.program.variable(cost)
-        flow = self.program.variable()
-        if (kind, target) not in paid:
-            paid[kind, target] = self.program.variable(cost)
-        self.program.row([(flow, 1.0), (paid[kind, target], -1.0)], -1.0, 0.0)
+        flow = self.program.variable(cost if users < 2 else 0.0)
+        payer = flow
+        if users > 1 and (cost or size):
+            payer = paid.get((kind, target), -1)
+            if payer < 0:
+                payer = paid[kind, target] = self.program.variable(cost)
+                self.limited += [(payer, size)] if size else []
+            self.program.row([(flow, 1.0), (payer, -1.0)], -1.0, 0.0)
+        elif size:
+            self.limited.append((flow, size))
         return flow
 
     def _apart(self, key: Key, use: Use, made: Marginal, read: Marginal) -> None:

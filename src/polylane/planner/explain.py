@@ -27,7 +27,7 @@ class Collective:
     """What travels.
 
     Attributes:
-        name: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "exchange" for what an operator does inside.
+        name: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "exchange": what an operator does inside.
         backward: whether it carries a gradient.
         sent: bytes that every rank sends.
         what: "" for what the module gives, a parameter's name, or an operator.
@@ -78,7 +78,7 @@ class Explanation:
         modules: in the order of the graph.
         parameters, whole: bytes of the parameters on the busiest rank, and altogether.
         summed: bytes of the parameters whose gradients are summed over the ranks once a step.
-        kept: the parameters that every rank has whole.
+        kept: the parameters that every rank has whole although the axis is there to cut them.
     """
 
     degree: int
@@ -108,7 +108,7 @@ def explain(
         sum(parameter_bytes(setting, s, split.sources[key]) for key, s in parameters.items()),
         sum(setting.size(key) for key in parameters),
         sum(setting.size(key) for key in summed),
-        tuple(_kept(setting, split, options, purpose, pins or {})),
+        tuple(_kept(setting, split, options, pins or {})) if purpose == "tensor" else (),
     )
 
 
@@ -199,12 +199,12 @@ def _collectives(setting: Setting, moving: Moving) -> list[Collective]:
 # ---- parameters that stay whole --------------------------------------------------------------------------------------
 
 
-def _kept(setting: Setting, split: Split, options: Options, purpose: str, pins: Mapping[str, str]) -> Iterable[Kept]:
+def _kept(setting: Setting, split: Split, options: Options, pins: Mapping[str, str]) -> Iterable[Kept]:
     found = []
     for key, source in setting.view.sources.items():
         if source.role[0] == "parameter" and isinstance(split.sources[key], Replicate):
             name = str(source.role[1])
-            reason = _reason(setting, split, options.sources[key], name, purpose, pins)
+            reason = _reason(setting, split, options.sources[key], name, pins)
             found.append((name, (bytes_of(source.value), reason)))
     return [Kept(name, size, reason) for name, (size, reason) in _folded(found)]
 
@@ -214,13 +214,10 @@ def _reason(
     split: Split,
     offered: Sequence[Placement],
     name: str,
-    purpose: str,
     pins: Mapping[str, str],
 ) -> str:
     if name in pins:
         return "pinned"
-    if purpose != "tensor":
-        return f"a {purpose} axis cuts no parameters"
     key = (f"parameter:{name}", 0)
     readers = [use for use in setting.uses[key] if use.step is not None]
     cuts = [p for p in offered if isinstance(p, Shard)]

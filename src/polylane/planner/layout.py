@@ -16,6 +16,8 @@ from polylane.placement.placement import REPLICATE, SHARED, Partial, Placement, 
 from polylane.placement.rewrite import Split, State
 from polylane.placement.view import View, view
 from polylane.plan.plan import Plan
+from polylane.planner.solve import carry, solve
+from polylane.planner.transfer import transfer
 
 
 class Layout:
@@ -41,8 +43,6 @@ class Layout:
 
     def at(self, samples: int) -> tuple[Mapping[str, Call], Mapping[str, Split]]:
         """Every operator as a call, and the splits by axis, for so many samples in hand."""
-        from polylane.planner.transfer import transfer
-
         if samples not in self._known:
             views = {axis: view(self.graph, samples, split.degree) for axis, split in self.splits.items()}
             splits = {}
@@ -92,8 +92,6 @@ def choose_layout(
         sampled: which leaves of the batch are divided over the replicas, if those split the operators: samples meet
             in this graph (a loss with in-batch negatives), so that it is not enough to average over replicas.
     """
-    from polylane.planner.solve import solve
-
     splits: dict[str, Split] = {}
     for axis in (*(("data",) if sampled else ()), *plan.axes):
         degree = plan.degree(axis)
@@ -122,8 +120,6 @@ def _divided(shown: View, choice: Options, degree: int, sampled: Sequence[bool])
 
 def layout_like(main: Layout, graph: Graph) -> Layout:
     """Split another graph of the same model (evaluation, another loss) so that its parameters lie as in ``main``."""
-    from polylane.planner.solve import carry
-
     splits: dict[str, Split] = {}
     for axis, split in main.splits.items():
         shown = view(graph, main.samples, split.degree)

@@ -180,6 +180,19 @@ def parameter_bytes(setting: Setting, source: Source, placement: Placement) -> f
     return setting.size(source.key) * share(placement) if source.role[0] == "parameter" else 0.0
 
 
+def copied_bytes(setting: Setting, key: Key, source: Placement, target: Placement) -> float:
+    """Bytes of what a move makes, on the busiest rank: operators that need it so keep it for their backward pass."""
+    if source == target or (isinstance(source, Replicate) and isinstance(target, Replicate)):
+        return 0.0
+    return setting.size(key) * share(target)
+
+
+def is_parameter(setting: Setting, key: Key) -> bool:
+    """Whether a tensor is a parameter."""
+    source = setting.view.sources.get(key)
+    return source is not None and source.role[0] == "parameter"
+
+
 @dataclass(frozen=True)
 class Moving:
     """A tensor that some readers need otherwise than it is made.
@@ -221,8 +234,8 @@ class Prediction:
         seconds: of one forward and backward pass on the busiest rank.
         sent: bytes that every rank sends.
         moves: how many of them there are (forward).
-        parameters: bytes of them on the busiest rank.
-        activations: bytes, on the busiest rank, of what operators give and a backward pass may need.
+        parameters: bytes of them on the busiest rank, and of what moves make of them.
+        activations: bytes, on the busiest rank, of what operators and moves give and a backward pass may need.
     """
 
     seconds: float
@@ -234,14 +247,18 @@ class Prediction:
 
 def predict(setting: Setting, split: Split) -> Prediction:
     """The price of a whole split."""
-    total, moved = FREE, 0
+    total, moved, parameters, activations = FREE, 0, 0.0, 0.0
     for moving in moves(setting, split):
-        total, moved = total + price_of_move(setting, moving.key, moving.source, moving.target), moved + 1
+        key, ends = moving.key, (moving.source, moving.target)
+        total, moved = total + price_of_move(setting, key, *ends), moved + 1
+        if is_parameter(setting, key):
+            parameters += copied_bytes(setting, key, *ends)
+        elif setting.values[key].gradient:
+            activations += copied_bytes(setting, key, *ends)
     for step in setting.view.steps:
         total += price_of_step(setting, step, split.steps[step.name])
-    parameters = 0.0
+        activations += activation_bytes(setting, step, split.steps[step.name].outputs)
     for key, source in setting.view.sources.items():
         total += price_of_source(setting, source, split.sources[key])
         parameters += parameter_bytes(setting, source, split.sources[key])
-    activations = sum(activation_bytes(setting, s, split.steps[s.name].outputs) for s in setting.view.steps)
     return Prediction(total.seconds, total.sent, moved, parameters, activations)

@@ -59,17 +59,22 @@ class Program:
         self._bounds[0].append(lower)
         self._bounds[1].append(upper)
 
-    def solve(self, gap: float, limit: float) -> Solution:
+    def solve(self, gap: float, limit: float, instead: Sequence[Term] | None = None) -> Solution:
         """The best values of all variables.
 
         Args:
             gap: relative distance from the best at which to stop.
             limit: seconds after which the best known is taken.
+            instead: what to minimise in place of the costs.
         """
+        costs = np.array(self.costs) * SCALE
+        if instead is not None:
+            costs = np.zeros(len(self.costs))
+            np.add.at(costs, [v for v, _ in instead], [n for _, n in instead])
         rows, columns, values = self._at
         matrix = csr_array((values, (rows, columns)), shape=(len(self._bounds[0]), len(self.costs)))
         found = milp(
-            np.array(self.costs) * SCALE,
+            costs,
             integrality=np.array(self.whole),
             bounds=Bounds(np.array(self.lowest), np.ones(len(self.costs))),
             constraints=LinearConstraint(matrix, np.array(self._bounds[0]), np.array(self._bounds[1])),
@@ -78,4 +83,5 @@ class Program:
         if found.x is None:
             return Solution((), float("inf"), float("inf"), "impossible" if found.status == 2 else "stopped early")
         left = float(found.mip_gap or 0.0)
-        return Solution(found.x, float(found.fun) / SCALE, left, "optimal" if found.status == 0 else "stopped early")
+        cost = float(found.fun) / (SCALE if instead is None else 1.0)
+        return Solution(found.x, cost, left, "optimal" if found.status == 0 else "stopped early")

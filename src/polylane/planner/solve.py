@@ -34,7 +34,8 @@ class Report:
 
     Attributes:
         prediction: what it costs by the model.
-        least: bytes of the parameters (of activations, where the axis splits those) at the least possible.
+        least: bytes of the parameters, and of what moves make of them, at the least possible; the same of activations
+            where the axis splits those.
         status: "optimal" or "stopped early".
         gap: how far it may be from the best, relatively.
         classes: of nodes that were chosen for together.
@@ -73,8 +74,8 @@ def solve(
         view: the graph.
         options: what may be chosen.
         degree: ranks along the axis.
-        purpose: "tensor": parameters lie in parts, as small as they can (up to :data:`SLACK`), samples are not cut;
-            "sequence": the same of activations, parameters are whole; "data": samples are cut, as ``pins`` say.
+        purpose: "tensor": parameters are used in parts, as small as they can (up to :data:`SLACK`), samples are not
+            cut; "sequence": the same of activations, parameters are whole; "data": samples are cut, as ``pins`` say.
         rates: of every rank.
         pins: name of a parameter, buffer, source or node -> "replicate", "shard(<dim>)" or "partial".
         taken: how the graph lies on other axes, by axis.
@@ -133,17 +134,16 @@ def choose(
     setting = Setting(view, degree, rates or Rates(), demands.taken)
     choices = allowed(view, options, degree, demands)
     builder = Builder(setting, choices, demands, classes(view, labels_of(setting, choices), hops))
-    builder.build(slack)
+    builder.build()
+    least = 0.0
+    if builder.limited:
+        smallest = builder.program.solve(gap, limit, builder.limited)
+        least = smallest.cost
+        if len(smallest.values):
+            builder.keep_below((1 + slack) * least)
     found = builder.program.solve(gap, limit)
     if not len(found.values):
         raise PolylaneError(f"placements: no split over {degree} ranks ({demands.purpose}) was found: {found.status}")
     split = builder.read(found.values)
-    report = Report(
-        predict(setting, split),
-        builder.least,
-        found.status,
-        found.gap,
-        len(set(builder.colours.values())),
-        time.perf_counter() - start,
-    )
-    return Choice(split, report)
+    kinds, took = len(set(builder.colours.values())), time.perf_counter() - start
+    return Choice(split, Report(predict(setting, split), least, found.status, found.gap, kinds, took))

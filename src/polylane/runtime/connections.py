@@ -43,7 +43,7 @@ def connected(
     else:
         pairs = sorted({(a, b) for column in columns for a in column for b in column if a != b})
     buckets = [bucket.ranks for each in programs for program in each for bucket in program.buckets]
-    whole = [tuple(sorted(replica_of(plan, rank))) for rank in ranks]
+    whole = [each for rank in ranks for each in (replica_of(plan, rank), plan.group(rank, plan.axes))]
     transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole, tuple(ranks)}))
     mesh = _mesh(world, plan, connect, axes)
     if plan.data == 1 or not statistics or "data" in axes:

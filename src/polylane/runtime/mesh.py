@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from polylane.placement.move import Axis
 from polylane.runtime.transport.protocol import Transport
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,22 +58,25 @@ class TransportAxis:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks."""
-        start = time.perf_counter()
-        if self.degree == 2:  # one exchange: half the latency of a collective, and the same bytes
-            other = self._swap(tensor)
-            result = tensor.add_(other)
-        else:
-            result = self._transport.all_reduce(tensor, self._ranks).wait()
-        self._waits.seconds += time.perf_counter() - start
-        return result
+        return self.begin_all_reduce(tensor)()
 
-    def _swap(self, tensor: Tensor) -> Tensor:
-        peer = self._ranks[1 - self.index]
-        received = self._transport.receive(tensor.shape, tensor.dtype, peer)
-        sent = self._transport.send(tensor, peer)
-        other = received.wait()
-        sent.wait()
-        return other
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """The sum over all ranks, to be waited for."""
+        if self.degree == 2:  # one exchange: half the latency of a collective, and the same bytes
+            pieces: list[Tensor | None] = [tensor, tensor]
+            swap = self.begin_exchange(pieces, [tensor.shape] * 2)
+            return lambda: torch.add(*(part for part in swap() if part is not None))
+        pending = self._transport.all_reduce(tensor, self._ranks)
+        return self._timed(pending.wait)
+
+    def _timed(self, wait: Callable[[], T]) -> Callable[[], T]:
+        def finish() -> T:
+            start = time.perf_counter()
+            result = wait()
+            self._waits.seconds += time.perf_counter() - start
+            return result
+
+        return finish
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The elementwise maximum over all ranks."""
@@ -81,7 +87,13 @@ class TransportAxis:
 
     def exchange(self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
         """Send a piece to each rank and receive one from each."""
-        start, dtype = time.perf_counter(), next(p.dtype for p in pieces if p is not None)
+        return self.begin_exchange(pieces, shapes)()
+
+    def begin_exchange(
+        self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
+    ) -> Callable[[], list[Tensor | None]]:
+        """Send a piece to each rank and receive one from each, to be waited for."""
+        dtype = next((p.dtype for p in pieces if p is not None), torch.float32)
         receives = [
             None if shape is None or i == self.index else self._transport.receive(tuple(shape), dtype, self._ranks[i])
             for i, shape in enumerate(shapes)
@@ -91,11 +103,14 @@ class TransportAxis:
             for i, piece in enumerate(pieces)
             if piece is not None and i != self.index
         ]
-        result = [
-            pieces[i] if i == self.index else None if pending is None else pending.wait()
-            for i, pending in enumerate(receives)
-        ]
-        for pending in sends:
-            pending.wait()
-        self._waits.seconds += time.perf_counter() - start
-        return result
+
+        def finish() -> list[Tensor | None]:
+            result = [
+                pieces[i] if i == self.index else None if pending is None else pending.wait()
+                for i, pending in enumerate(receives)
+            ]
+            for pending in sends:
+                pending.wait()
+            return result
+
+        return self._timed(finish)

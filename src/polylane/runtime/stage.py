@@ -16,6 +16,7 @@ from polylane.graph.graph import Node
 from polylane.graph.part import Part
 from polylane.graph.partition import Partition
 from polylane.graph.sizes import size_function
+from polylane.placement.overlap import overlap
 from polylane.placement.rewrite import rewrite
 from polylane.planner.layout import Layout
 
@@ -152,8 +153,10 @@ def extract(partition: Partition, stage: int, device: torch.device) -> StageCode
     roles: list[tuple[str, Any]] = []
     for node in source.nodes:  # in the graph's own order
         if node in wanted:
-            values[node] = graph.placeholder(node.name)
-            roles.append(node.meta["role"] if node.op == "placeholder" else ("value", node.meta["name"]))
+            role = node.meta["role"] if node.op == "placeholder" else ("value", node.meta["name"])
+            values[node] = copied = graph.placeholder(node.name)
+            copied.meta = {**node.meta, "role": role}
+            roles.append(role)
     by_name, watch = {}, Watch()
     for node in body:
         values[node] = copied = graph.node_copy(node, lambda n: values[n])
@@ -189,6 +192,7 @@ class Localized:
                 aliases=self._layout.view.aliases,
                 leaving=self.whole.outputs,
             )
+            overlap(graph)
             roles = tuple(n.meta["role"] for n in graph.nodes if n.op == "placeholder")
             run, lines, file = _compiled(graph, f"{samples} samples of {self.whole.file}", self._nodes)
             self._known[samples] = replace(self.whole, run=run, roles=roles, lines=lines, file=file, graph=graph)

@@ -361,7 +361,7 @@ def unfold(call: Call) -> Iterator[Strategy]:
     yield from summands(call, x)
 
 
-# ---- constants --------------------------------------------------------------------------------------------------------
+# ---- constants -------------------------------------------------------------------------------------------------------
 
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like")
@@ -376,19 +376,16 @@ def constant_like(call: Call) -> Iterator[Strategy]:
 def constant(call: Call) -> Iterator[Strategy]:
     """A constant of any size, with another value's type: that one may lie in any way."""
     x, out = call["self"], call.outputs[0]
-    whole: tuple[Placement, ...] = (PARTIAL, REPLICATE)
-    yield call.strategy("whole", {0: PARTIAL}, REPLICATE)
-    for d in range(x.dim):
-        for cuts in call.layouts(x.at(d)):
-            yield call.strategy("whole", {0: Shard(d, cuts)}, REPLICATE)
+    anyhow: list[Placement] = [PARTIAL, *(Shard(d, cuts) for d in range(x.dim) for cuts in call.layouts(x.at(d)))]
+    for given in anyhow:
+        yield call.strategy("whole", {0: given}, REPLICATE)
     for d in range(out.dim):
-        for cuts in call.layouts(out.at(d)):
+        alike = [x.at(d)] if d < x.dim and x.shape[d] == out.shape[d] else []
+        for cuts in call.layouts(out.at(d), *alike):
             made = Shard(d, cuts)
-            for way in whole:
-                yield call.strategy(f"dim {d}", {0: way}, made, local=_of_own_size)
-        if d < x.dim and x.shape[d] == out.shape[d]:
-            for cuts in call.layouts(x.at(d), out.at(d)):
-                yield call.strategy(f"dim {d}", {0: Shard(d, cuts)}, Shard(d, cuts), local=_of_own_size)
+            ways: list[Placement] = [PARTIAL, REPLICATE, *([made] if alike else [])]
+            for given in ways:
+                yield call.strategy(f"dim {d}", {0: given}, made, local=_of_own_size)
 
 
 def _of_own_size(edit: Edit) -> None:

@@ -1,0 +1,216 @@
+"""Let what travels travel while the rank computes: a move begins as soon as it can, and ends where it is needed.
+
+In a backward pass autograd runs what is ready in the reverse order of the forward pass, so the order in which the
+forward pass makes things is the order in which gradients are waited for, read backwards:
+
+    forward:   begin(x)  ...  hold(w)  finish(x)  linear(x, w)
+    backward:  linear: gradient of x  |  finish: its sum begins to travel  |  hold: gradient of w  |  begin: wait
+
+The gradient of a weight is computed while that of the input travels (Megatron-LM does so in its column-parallel linear
+layer; Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.placement.move import Axis, Move, begin, name_of
+from polylane.placement.placement import Placement, gradient
+
+
+class Begin:
+    """The first half of a move: ``begin(axis, x)`` gives a token, for :class:`Finish`."""
+
+    __module__ = "polylane"
+
+    def __init__(self, source: Placement, target: Placement) -> None:
+        self.source, self.target = source, target
+        self.__name__ = f"begin_{name_of(source, target) or 'place'}"
+
+    def __call__(self, axis: Axis, x: Tensor) -> Tensor:
+        flight = _Flight(axis, self.source, self.target)
+        token = _Begun.apply(x, flight)  # type: ignore[no-untyped-call]
+        token.flight = flight
+        return token  # type: ignore[no-any-return]
+
+
+class Finish:
+    """The second half: ``finish(token)`` is the value in its new placement."""
+
+    __module__ = "polylane"
+    __name__ = "finish"
+
+    def __call__(self, token: Tensor) -> Tensor:
+        return _Finished.apply(token, token.flight)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
+
+
+class _Flight:
+    """What is on its way, there and back."""
+
+    def __init__(self, axis: Axis, source: Placement, target: Placement) -> None:
+        self.axis, self.source, self.target = axis, source, target
+        self.there: Callable[[], Tensor] | None = None
+        self.back: Callable[[], Tensor] | None = None
+
+
+class _Begun(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        flight.there = begin(flight.axis, x.detach(), flight.source, flight.target)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        back, ctx.flight.back = ctx.flight.back, None
+        return (grads[0] if back is None else back()), None
+
+
+class _Finished(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight, ctx.shape = flight, token.shape
+        assert flight.there is not None
+        there, flight.there = flight.there, None
+        out = there()
+        return out.view_as(out) if out.data_ptr() == token.data_ptr() else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        flight = ctx.flight
+        flight.back = begin(flight.axis, grads[0], gradient(flight.target), gradient(flight.source))
+        return _nothing(grads[0], ctx.shape), None
+
+
+def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
+    """A gradient that takes no memory, on its way to where the true one is."""
+    return like.new_zeros(()).expand(shape)
+
+
+class Held:
+    """A linear layer whose weight's gradient may wait: the weight is what a :class:`Hold` gave."""
+
+    __module__ = "polylane"
+    __name__ = "linear"
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dim() < 2 or torch.is_autocast_enabled(x.device.type):  # which casts in a backward pass of its own
+            return torch.nn.functional.linear(x, weight, bias)
+        return _HeldLinear.apply(x, weight, bias, weight.later)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
+
+
+class Hold:
+    """A weight whose gradient is computed when this node's turn comes in the backward pass."""
+
+    __module__ = "polylane"
+    __name__ = "hold"
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        later: list[tuple[Tensor, Tensor]] = []
+        held = _Holding.apply(weight, later)  # type: ignore[no-untyped-call]
+        held.later = later
+        return held  # type: ignore[no-any-return]
+
+
+class _Holding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, later: list[tuple[Tensor, Tensor]]) -> Tensor:
+        ctx.later = later
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if not ctx.later:
+            return grads[0], None
+        x, grad = ctx.later.pop()
+        return grad.flatten(0, -2).t().mm(x.flatten(0, -2)), None
+
+
+class _HeldLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: list[tuple[Tensor, Tensor]]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x, weight), grad = ctx.saved_tensors, grads[0]
+        wanted = ctx.needs_input_grad
+        if wanted[1]:
+            ctx.later.append((x, grad))
+        return (
+            grad @ weight if wanted[0] else None,
+            _nothing(grad, weight.shape) if wanted[1] else None,
+            grad.flatten(0, -2).sum(0) if wanted[2] else None,
+            None,
+        )
+
+
+def overlap(graph: fx.Graph) -> None:
+    """Take the moves of a rank's graph apart, in place, wherever something else can be computed meanwhile."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in [n for n in graph.nodes if isinstance(n.target, Move)]:
+        axis, value = node.args
+        assert isinstance(value, fx.Node) and isinstance(axis, fx.Node)
+        if _is_weight(value) or not node.users:
+            continue
+        first = min(node.users, key=order.__getitem__)
+        layers = _layers(node)
+        if _previous(first, order) is value and not layers:
+            continue
+        _take_apart(graph, node, axis, value, first, layers)
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Parameters stay in parts until they are needed: all of them whole at once might not fit."""
+    return node.op == "placeholder" and node.meta.get("role", ("",))[0] in ("parameter", "buffer")
+
+
+def _previous(first: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
+    """The node that computes just before ``first``, leaving moves aside."""
+    node = first.prev
+    while isinstance(node.target, (Move, Begin, Finish)):
+        node = node.prev
+    return node
+
+
+def _layers(move: fx.Node) -> list[fx.Node]:
+    """The linear layers that read a moved value whose gradient has to be summed: their weights' gradients may wait."""
+    target: Any = move.target
+    if not name_of(gradient(target.target), gradient(target.source)):
+        return []
+    return [
+        user
+        for user in move.users
+        if str(user.target) == "aten.linear.default"
+        and user.args[0] is move
+        and isinstance(user.args[1], fx.Node)
+        and user.args[1].op == "placeholder"
+        and user.args[1] is not move
+    ]
+
+
+def _take_apart(
+    graph: fx.Graph, move: fx.Node, axis: fx.Node, value: fx.Node, first: fx.Node, layers: list[fx.Node]
+) -> None:
+    target: Any = move.target
+    after = value
+    while after.next.op == "placeholder" or isinstance(after.next.target, Begin):
+        after = after.next
+    with graph.inserting_after(after):
+        token = graph.call_function(Begin(target.source, target.target), (axis, value))
+    with graph.inserting_before(first):
+        held = {layer: graph.call_function(Hold(), (layer.args[1],)) for layer in layers}
+        finished = graph.call_function(Finish(), (token,))
+    for made in (token, finished, *held.values()):
+        made.meta = dict(move.meta)
+    move.replace_all_uses_with(finished)
+    graph.erase_node(move)
+    for layer, weight in held.items():
+        bias = layer.args[2] if len(layer.args) > 2 else None
+        layer.target, layer.args = Held(), (layer.args[0], weight, bias)

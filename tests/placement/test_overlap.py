@@ -1,0 +1,163 @@
+"""Moves that are taken apart give what they gave whole, and what a rank computes meanwhile comes in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from split_checks import ThreadAxis, on_threads
+from torch import Tensor, fx, nn
+
+from polylane.graph.capture import capture
+from polylane.placement.call import Strategy
+from polylane.placement.overlap import Begin, Finish, Held, Hold, overlap
+from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Shard, even
+from polylane.placement.rewrite import Split, rewrite
+from polylane.placement.view import view
+
+aten = torch.ops.aten
+
+
+class Told(ThreadAxis):
+    """Tells when a sum begins and when it is waited for."""
+
+    def __init__(self, axis: ThreadAxis) -> None:
+        super().__init__(axis.ring, axis.index)
+        self.events: list[str] = []
+
+    def begin_all_reduce(self, tensor: Tensor) -> Any:
+        self.events.append("begins")
+        result = self.all_reduce(tensor)
+
+        def finish() -> Tensor:
+            self.events.append("awaited")
+            return result
+
+        return finish
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+        self.aside = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.tanh() * self.scale if hasattr(self, "scale") else self.aside.weight.sum() * x
+        hidden = self.query(x) + self.key(x)
+        out = self.down(hidden)
+        return out + self.aside(x).sin()
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def split_graph() -> tuple[nn.Module, Tensor, fx.Graph, Any, Split]:
+    """Queries and keys by columns, then rows; everything else on every rank."""
+    model, batch = TwoLayers().double(), torch.randn(5, 4, dtype=torch.float64)
+    graph = capture(model, loss, batch)
+    shown = view(graph, 5, 2)
+    columns, hidden = Shard(0, even(6, 2)), Shard(1, even(6, 2))
+    steps: dict[str, Strategy] = {}
+    sources: dict[Any, Any] = dict.fromkeys(shown.sources, REPLICATE)
+    for step in shown.steps:
+        call = step.call
+        if step.module in ("query", "key"):
+            steps[step.name] = Strategy("columns", (SHARED, columns, columns), (hidden,))
+            sources |= {(f"parameter:{step.module}.{n}", 0): columns for n in ("weight", "bias")}
+        elif step.module == "down":
+            steps[step.name] = Strategy("rows", (hidden, Shard(1, even(6, 2)), PARTIAL), (PARTIAL,))
+            sources["parameter:down.weight", 0] = Shard(1, even(6, 2))
+        elif call.base == "add" and call.outputs[0].shape == (5, 6):
+            steps[step.name] = Strategy("dim", (hidden, hidden), (hidden,))
+        else:
+            steps[step.name] = call.strategy("replicate", {}, REPLICATE, default=REPLICATE)
+    return model, batch, graph.code.fx, {s.name: s.call for s in shown.steps}, Split(2, steps, sources)
+
+
+def run(own: fx.Graph, axis: Any, model: nn.Module, batch: Tensor, split: Split) -> tuple[Tensor, dict[str, Tensor]]:
+    given = {}
+    for name, parameter in model.named_parameters():
+        placement = split.sources.get((f"parameter:{name}", 0))
+        data = parameter.detach()
+        if isinstance(placement, Shard):
+            (start, stop), *_ = placement.ranges(axis.index)
+            data = data.narrow(placement.dim, start, stop - start)
+        given[name] = data.clone().requires_grad_()
+    values: dict[fx.Node, Any] = {}
+    for node in own.nodes:
+        if node.op == "placeholder":
+            kind, key = node.meta["role"]
+            values[node] = {"axis": axis, "part": None, "input": batch}.get(kind, given.get(key))
+        elif node.op == "output":
+            (value,) = fx.map_arg(node.args[0], values.__getitem__)
+            value.backward()
+            return value.detach(), {n: p.grad for n, p in given.items() if p.grad is not None}
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    raise AssertionError
+
+
+def test_taken_apart_gives_the_same() -> None:
+    model, batch, code, calls, split = split_graph()
+
+    def work(axis: ThreadAxis) -> list[Any]:
+        plain = rewrite(code, calls, {"x": split}, 5, {"x": axis.index})
+        apart = rewrite(code, calls, {"x": split}, 5, {"x": axis.index})
+        overlap(apart)
+        return [run(graph, axis, model, batch, split) for graph in (plain, apart)]
+
+    whole = loss(model, batch)
+    whole.backward()
+    for (expected, grads), (value, others) in on_threads(2, work):
+        torch.testing.assert_close(value, expected, rtol=0, atol=0)
+        torch.testing.assert_close(value, whole.detach(), rtol=1e-12, atol=0)
+        assert grads.keys() == others.keys() and len(grads) == 8
+        for name, grad in grads.items():
+            torch.testing.assert_close(others[name], grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_work_comes_between_begin_and_finish() -> None:
+    _, _, code, calls, split = split_graph()
+    own = rewrite(code, calls, {"x": split}, 5, {"x": 0})
+    overlap(own)
+    order = {node: i for i, node in enumerate(own.nodes)}
+    begun = [n for n in own.nodes if isinstance(n.target, Begin)]
+    assert len(begun) == 2  # the input of queries and keys, once for both, and what the rows sum up to
+    held = [n for n in own.nodes if isinstance(n.target, Hold)]
+    finished = [n for n in own.nodes if isinstance(n.target, Finish)]
+    assert len(held) == 2 and len(finished) == 2
+    assert order[begun[0]] < min(order[h] for h in held) < max(order[h] for h in held) < order[finished[0]]
+    aside = next(n for n in own.nodes if "aside" in str(n.meta.get("name")) and str(n.target) == "aten.linear.default")
+    assert order[begun[1]] < order[aside] < order[finished[1]]
+    assert sum(isinstance(n.target, Held) for n in own.nodes) == 2
+
+
+def test_the_weights_gradients_are_computed_while_the_inputs_travels() -> None:
+    model, batch, code, calls, split = split_graph()
+
+    def work(axis: ThreadAxis) -> list[str]:
+        told = Told(axis)
+        own = rewrite(code, calls, {"x": split}, 5, {"x": axis.index})
+        overlap(own)
+        for node in own.nodes:
+            if isinstance(node.target, Hold):
+                node.target = _telling(node.target, told.events)
+        run(own, told, model, batch, split)
+        return told.events
+
+    for events in on_threads(2, work):
+        assert events == ["begins", "awaited", "begins", "weight", "weight", "awaited"]
+
+
+def _telling(hold: Hold, events: list[str]) -> Any:
+    def held(weight: Tensor) -> Tensor:
+        out = hold(weight)
+        assert out.grad_fn is not None
+        out.grad_fn.register_prehook(lambda _: events.append("weight"))
+        return out
+
+    return held
