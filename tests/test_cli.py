@@ -354,7 +354,7 @@ def test_inspect_explains_how_operators_are_split(here: Path) -> None:
     assert list(result["splits"]) == ["sequence", "tensor"]
     tensor = result["splits"]["tensor"]
     assert tensor["degree"] == 2 and tensor["parameters"] < 0.75 * tensor["whole"]
-    assert {module["module"] for module in tensor["modules"]} & {"layers.0-2.0", "layers.0.0"}
+    assert any(module["module"].startswith("layers.") for module in tensor["modules"])
     shown = call("inspect", "tiny.py", "--plan", "tensor=2").stdout
     assert "How operators are split along tensor, by data=1,pipeline=1,tensor=2" in shown
     assert "on each of 2 ranks" in shown and "along sequence" not in shown

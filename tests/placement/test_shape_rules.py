@@ -212,10 +212,11 @@ def test_matrices() -> None:
 
 @given(st.lists(st.tuples(SIZES, st.booleans()), min_size=1, max_size=3), st.integers(0, 3), DEGREES, st.booleans())
 @few
-def test_expand(each: list[tuple[int, bool]], new: int, degree: int, alike: bool) -> None:
+def test_expand(each: list[tuple[int, bool]], new: int, degree: int, kept: bool) -> None:
     out = [*([new] if new else []), *(n for n, _ in each)]
+    size = out if kept else [*out[: len(out) - len(each)], *(n if expanded else -1 for n, expanded in each)]
     x = tensor(*(1 if expanded else n for n, expanded in each))
-    found = check(aten.expand.default, [x, [n if alike else -1 if n == 1 else n for n in out]], degree=degree)
+    found = check(aten.expand.default, [x, size], degree=degree)
     assert passes(found)
     cut = {s.outputs[0].dim for s in found if isinstance(s.outputs[0], Shard)}
     assert cut == {i for i, n in enumerate(out) if n > 1}

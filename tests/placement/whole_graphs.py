@@ -25,7 +25,7 @@ from polylane.graph.part import Part
 from polylane.graph.precision import Within, innermost
 from polylane.placement.call import Strategy
 from polylane.placement.options import Options, options
-from polylane.placement.placement import REPLICATE, Partial, Placement, Replicate, Shard, gradient
+from polylane.placement.placement import REPLICATE, Placement, Replicate, Shard, gradient
 from polylane.placement.rewrite import Split, State, rewrite
 from polylane.placement.view import Key, Step, View, key_of, view
 from polylane.planner.allowed import Demands, allowed
@@ -336,8 +336,6 @@ def _wrong(
                 first = parts[(*at[:i], 0, *at[i + 1 :])]
                 if part.shape != first.shape or _error(first, part, floor) > TOLERANCE:
                     yield f"{told}: rank {at} is not equal to the first rank"
-    if any(isinstance(p, Partial) for p in state) and not (right.is_floating_point() or right.is_complex()):
-        yield f"{told}: summands of whole numbers"
     try:
         value = assembled(parts, state, degrees)
     except (RuntimeError, IndexError) as error:

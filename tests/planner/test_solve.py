@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from random import Random
+from typing import TypeVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from polylane.cost.communicate import Rates
@@ -24,6 +29,8 @@ from polylane.planner.solve import SLACK, carry, choose, solve
 FAST = Rates(flops=1e9, bytes=1e9, latency=1e-7, bandwidth=1e9)
 SLOW = Rates(flops=1e9, bytes=1e9, latency=1e-3, bandwidth=1e6)
 PLAIN = Rates()
+
+T = TypeVar("T")
 
 
 class Mlp(nn.Module):
@@ -74,31 +81,61 @@ def every(choices: Options, degree: int) -> Iterator[Split]:
 
 def keeps(setting: Setting, split: Split, purpose: str, least: float) -> bool:
     found = predict(setting, split)
-    limited = {"tensor": found.parameters, "sequence": found.activations, "data": 0.0}[purpose]
+    limited = found.parameters if purpose == "tensor" else found.activations
     exact = all(not use.exact for moving in moves(setting, split) for use in moving.uses)
     return exact and limited <= (1 + SLACK) * least * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("rates", [FAST, SLOW, PLAIN])
-@pytest.mark.parametrize("purpose", ["tensor", "sequence", "data"])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_no_choice_is_better(rates: Rates, purpose: str, frozen: bool) -> None:
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return model(batch[0]).mean()
+FROZEN = partial(Pair, frozen=True)
 
-    shape = (2, 4)
-    seen = view(capture(Pair(frozen), loss, (torch.randn(shape), torch.randn(shape))), 2, 2)
-    offered, setting = options(seen, 2), Setting(seen, 2, rates, {})
+
+class Fork(nn.Module):
+    """A value with two readers, one of which needs it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.scale.cos()
+        return (wide.sin() * wide).sum() + x.mean()
+
+
+@cache
+def captured(model: Callable[[], nn.Module]) -> Graph:
+    return capture(model(), scalar, torch.randn(2, 4))
+
+
+def scalar(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).mean()
+
+
+def fewer(found: Options, most: int, random: int) -> Options:
+    """So few choices of each kind that all combinations can be tried; the first one is always possible."""
+    pick = Random(random)
+
+    def some(each: tuple[T, ...]) -> tuple[T, ...]:
+        return (each[0], *pick.sample(each[1:], min(most - 1, len(each) - 1)))
+
+    return Options({k: some(v) for k, v in found.steps.items()}, {k: some(v) for k, v in found.sources.items()})
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from([Pair, FROZEN, Fork]),
+    st.sampled_from(["tensor", "sequence", "data"]),
+    st.sampled_from([FAST, SLOW, PLAIN]),
+    st.integers(0, 1000),
+)
+def test_no_choice_is_better(model: Callable[[], nn.Module], purpose: str, rates: Rates, random: int) -> None:
+    seen = view(captured(model), 2, 2)
     demands = Demands(purpose, {"input:0": "shard(0)"} if purpose == "data" else {})
-    choice = choose(seen, offered, 2, demands, rates=rates)
-    choices = allowed(seen, offered, 2, demands)
-    best = min(
-        predict(setting, split).seconds
-        for split in every(choices, 2)
-        if keeps(setting, split, purpose, choice.report.least)
-    )
+    choices = fewer(allowed(seen, options(seen, 2), 2, demands), 3 if len(seen.steps) < 6 else 2, random)
+    choice = choose(seen, choices, 2, Demands(purpose), rates=rates)
+    setting, least = Setting(seen, 2, rates, {}), choice.report.least
+    best = min(predict(setting, s).seconds for s in every(choices, 2) if keeps(setting, s, purpose, least))
     assert choice.report.prediction == predict(setting, choice.split)
-    assert keeps(setting, choice.split, purpose, choice.report.least)
+    assert keeps(setting, choice.split, purpose, least)
     assert choice.report.prediction.seconds == pytest.approx(best, rel=1e-5)
 
 

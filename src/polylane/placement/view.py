@@ -153,7 +153,7 @@ def view(graph: Graph, samples: int, degree: int) -> View:
                 value = Value(sizes.shape(val), val.dtype, flows(node), 0, "out")
                 sources[key_of(node)] = Source(key_of(node), node.meta["role"], value)
         elif node.op == "output":
-            results = tuple(key_of(n) for n in node.args[0])  # type: ignore[union-attr]
+            results = tuple(key_of(n) for n in node.args[0])
         elif not is_alias(node):
             own = described[node.name]
             call, reads = call_of(node, sizes, degree, flows)

@@ -105,7 +105,7 @@ class Builder:
             cost = price_of_step(self.setting, step, strategy).seconds
             own.append(self.program.variable(cost * times, whole=True))
             bytes_each.append(activation_bytes(self.setting, step, strategy.outputs) * times)
-        self._chosen(colour, own, bytes_each if self.demands.purpose == "sequence" else None)
+        self._chosen(colour, own, None if self.demands.purpose == "tensor" else bytes_each)
 
     def _source(self, key: Key, members: Counter[int]) -> None:
         colour = self.colours[key[0]]
@@ -212,8 +212,7 @@ class Builder:
         """Whether what moves make of a tensor is among what the purpose makes small."""
         if self.demands.purpose == "tensor":
             return is_parameter(self.setting, key)
-        gradient = self.setting.values[key].gradient
-        return self.demands.purpose == "sequence" and gradient and not is_parameter(self.setting, key)
+        return self.setting.values[key].gradient and not is_parameter(self.setting, key)
 
     def _move(self, cost: float, size: float, users: int, kind: Hashable, target: Placement, paid: Paid) -> int:
         """The flow of a move to one reader; where several readers may need it, they pay once."""

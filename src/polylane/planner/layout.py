@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,6 +55,15 @@ class Layout:
                 splits[axis] = transfer(split, self._views[axis], views[axis], choice)
             self._known[samples] = _calls(views), splits
         return self._known[samples]
+
+    @cached_property
+    def digest(self) -> str:
+        """A number of all that was chosen: workers that chose apart must have chosen alike."""
+        chosen = []
+        for axis, split in self.splits.items():
+            steps = sorted((name, repr(s.inputs), repr(s.outputs)) for name, s in split.steps.items())
+            chosen.append((axis, steps, sorted((key, repr(placement)) for key, placement in split.sources.items())))
+        return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
 
     def source(self, kind: str, name: str) -> dict[str, Placement]:
         """How a parameter or buffer lies, by axis."""

@@ -75,7 +75,8 @@ def solve(
         options: what may be chosen.
         degree: ranks along the axis.
         purpose: "tensor": parameters are used in parts, as small as they can (up to :data:`SLACK`), samples are not
-            cut; "sequence": the same of activations, parameters are whole; "data": samples are cut, as ``pins`` say.
+            cut; "sequence": the same of activations, parameters are whole; "data": as "sequence", but samples may be
+            cut too, and inputs come in parts where ``pins`` say so.
         rates: of every rank.
         pins: name of a parameter, buffer, source or node -> "replicate", "shard(<dim>)" or "partial".
         taken: how the graph lies on other axes, by axis.

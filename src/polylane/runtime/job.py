@@ -197,6 +197,12 @@ class Job:
     def lane(self, partition: Partition, programs: tuple[Program, ...]) -> _Lane:
         """A partition of one of the model's graphs, with every worker's program, bound to this worker's tensors."""
         self._tensors.hold({*partition.parameters(self._stage), *partition.buffers(self._stage)})
+        layout = self._prepared.layout_of(partition)
+        if layout is not None and len(set(self._transport.all_gather_object(layout.digest))) > 1:
+            raise PolylaneError(
+                "workers chose different splits of the operators: are their models, batches and library versions the "
+                "same? A plan file may fix placements"
+            )
         worker = bind(
             programs[self.world.rank],
             self.plan,
@@ -204,7 +210,7 @@ class Job:
             self._transport,
             self._statistics,
             self._mesh,
-            self._prepared.layout_of(partition),
+            layout,
         )
         return _Lane(partition, programs, worker)
 
@@ -342,11 +348,17 @@ class Job:
             if self._pieces.is_cut(kind, name):
                 own[name] = tensor.data if kind == "parameter" else tensor
                 wholes[name] = self._whole(kind, name, own[name], self._mesh_ranks)
+        parameters = self._tensors.parameters()
+        gradients = {name: parameters[name].grad for name in own if name in parameters}
+        for name in gradients:
+            parameters[name].grad = None
         self._tensors.keep(wholes)
         try:
             yield
         finally:
             self._tensors.keep(own)
+            for name, gradient in gradients.items():
+                parameters[name].grad = gradient
 
     def _refuse_moved(self, partition: Partition) -> None:
         for stage in range(self.plan.pipeline):

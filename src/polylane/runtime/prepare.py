@@ -62,6 +62,7 @@ class Prepared:
     evaluations: dict[str, Partition] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     init: Callable[[nn.Module], None] | None = None
+    _others: dict[int, tuple[Partition, Layout]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -75,7 +76,9 @@ class Prepared:
         for name, own in self.partitions.items():
             if own is partition:
                 return self.layouts[name]
-        return layout_like(next(iter(self.layouts.values())), partition.graph)
+        if id(partition) not in self._others:
+            self._others[id(partition)] = partition, layout_like(next(iter(self.layouts.values())), partition.graph)
+        return self._others[id(partition)][1]
 
     @property
     def main(self) -> Partition:
@@ -209,7 +212,10 @@ def prepare(
         # Replicas whose samples meet hold one microbatch together.
         hand = max(2, -(-total // microbatches)) if meets else hand
         layouts = _layouts(partitions, chosen, hand, whole, sampled)
-    return Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init)
+    prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init)
+    for partition in evaluations.values():
+        prepared.layout_of(partition)  # once, for all workers that are forked from here
+    return prepared
 
 
 def recaptured(

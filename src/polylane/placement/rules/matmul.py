@@ -1,20 +1,212 @@
-"""Matrix products: by rows of the left matrix, by columns of the right one, or by what is summed over."""
+"""Matrix products and other multilinear operators: by batch, rows, columns, or by what is summed over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from string import ascii_lowercase
 
-from polylane.placement.call import Call, Strategy, by_letters
+from polylane.placement.call import Call, Letters, Strategy, Value, by_letters
+from polylane.placement.placement import PARTIAL
 from polylane.placement.rules.registry import rule
 
-_ANY = "abcdefghijlmopqrstuvwxyz"  # without n and k
+# Dimensions that are neither m, n nor k: those of a batch.
+_BATCH = "".join(letter for letter in ascii_lowercase if letter not in "kmn")
 
-NAMES = {"n": "columns", "k": "rows"}
+NAMES = {"m": "rows of the left", "n": "columns", "k": "rows"}
+
+
+def multilinear(
+    call: Call,
+    factors: Mapping[int, Letters],
+    output: Sequence[str],
+    *,
+    added: Value | None = None,
+    names: Mapping[str, str] = NAMES,
+    skip: str = "",
+) -> Iterator[Strategy]:
+    """The strategies of a sum of products of its factors: shard any letter, or let a factor be a sum of summands.
+
+    Args:
+        call: the operator.
+        factors: by their number among the inputs, a letter for every dimension.
+        output: its letters. What factors have and it has not is summed over: the output is then partial.
+        added: what is added to the products, broadcast to the output.
+        names: as in :func:`by_letters`.
+        skip: letters that are not to be split.
+    """
+    sizes: dict[str, int] = {}
+    for i, letters in factors.items():
+        for size, letter in zip(call.inputs[i].shape, letters, strict=True):
+            if letter is not None:
+                sizes[letter] = max(sizes.get(letter, size), size) if size != 1 else sizes.get(letter, 1)
+    inputs: list[Letters] = [[]] * len(call.inputs)
+    for i, letters in factors.items():
+        own = call.inputs[i].shape
+        inputs[i] = [None if n != sizes.get(c or "") else c for n, c in zip(own, letters, strict=True)]
+    if added is not None:
+        inputs[added.index] = aligned(added, output, call.outputs[0])
+    last = [] if added is None else [added.index]
+    summed = "".join(letter for letter in sizes if letter not in output)
+    yield from by_letters(call, inputs, [output], names=names, summed=summed, added=last, skip=skip)
+    for i in factors:
+        if call.inputs[i].dtype.is_floating_point or call.inputs[i].dtype.is_complex:
+            yield call.strategy("summands", {j: PARTIAL for j in (i, *last)}, PARTIAL)
+
+
+def aligned(value: Value, letters: Sequence[str], output: Value) -> list[str | None]:
+    """The letters of a value that is broadcast to an output: its last dimensions, without what it repeats."""
+    start = output.dim - value.dim
+    return [letters[start + d] if n == output.shape[start + d] else None for d, n in enumerate(value.shape)]
 
 
 @rule("linear")
 def linear(call: Call) -> Iterator[Strategy]:
     """x (..., k) W (n, k) + b (n) (Shoeybi et al., Megatron-LM, section 3: columns, then rows)."""
-    rows = list(_ANY[: call["input"].dim - 1])
-    inputs = [[*rows, "k"], ["n", "k"], *([["n"]] if call["bias"] is not None else [])]
-    yield from by_letters(call, inputs, [[*rows, "n"]], names=NAMES, summed="k", added=[2])
+    x, weight = call["input"], call["weight"]
+    rows = list(_BATCH[: x.dim - 1])
+    columns = ["n"] if weight.dim == 2 else []
+    factors = {x.index: [*rows, "k"], weight.index: [*columns, "k"]}
+    yield from multilinear(call, factors, [*rows, *columns], added=call["bias"])
+
+
+@rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")
+def matmul(call: Call) -> Iterator[Strategy]:
+    """(..., m, k) (..., k, n), batches broadcast; one-dimensional operands are (k)."""
+    left, right = call.inputs
+    yield from _product(call, left, right, None)
+
+
+@rule("addmm", "addmv", "baddbmm")
+def added(call: Call) -> Iterator[Strategy]:
+    """beta * self + alpha * (a product); ``self`` is broadcast."""
+    bias, left, right = call.inputs
+    yield from _product(call, left, right, bias)
+
+
+def _product(call: Call, left: Value, right: Value, bias: Value | None) -> Iterator[Strategy]:
+    most = max(left.dim, right.dim, 2) - 2
+    batch = list(_BATCH[:most])
+    m, n = ["m"] if left.dim > 1 else [], ["n"] if right.dim > 1 else []
+    factors: dict[int, Letters] = {
+        left.index: [*batch[most - max(left.dim - 2, 0) :], *m, "k"],
+        right.index: [*batch[most - max(right.dim - 2, 0) :], "k", *n],
+    }
+    yield from multilinear(call, factors, [*batch, *m, *n], added=bias)
+
+
+@rule("addbmm")
+def addbmm(call: Call) -> Iterator[Strategy]:
+    """beta * self + alpha * the sum over the batch of (batch, m, k) (batch, k, n)."""
+    bias, left, right = call.inputs
+    names = {**NAMES, "b": "batch"}
+    factors = {left.index: ["b", "m", "k"], right.index: ["b", "k", "n"]}
+    yield from multilinear(call, factors, ["m", "n"], added=bias, names=names)
+
+
+@rule("outer", "ger")
+def outer(call: Call) -> Iterator[Strategy]:
+    """(m) (n) -> (m, n)."""
+    yield from multilinear(call, {0: ["m"], 1: ["n"]}, ["m", "n"])
+
+
+@rule("addr")
+def addr(call: Call) -> Iterator[Strategy]:
+    """beta * self + alpha * the outer product of (m) and (n)."""
+    yield from multilinear(call, {1: ["m"], 2: ["n"]}, ["m", "n"], added=call["self"])
+
+
+@rule("inner")
+def inner(call: Call) -> Iterator[Strategy]:
+    """(..., k) (---, k) -> (..., ---); a number scales the other operand."""
+    left, right = call.inputs
+    rows = ascii_lowercase[: max(left.dim - 1, 0)]
+    columns = ascii_lowercase[: max(right.dim - 1, 0)].upper()
+    if not left.dim or not right.dim:
+        every = ascii_lowercase[: max(left.dim, right.dim)]
+        yield from multilinear(call, {i: list(every[: call.inputs[i].dim]) for i in (0, 1)}, every)
+        return
+    yield from multilinear(call, {0: [*rows, "k"], 1: [*columns, "k"]}, [*rows, *columns])
+
+
+@rule("tensordot")
+def tensordot(call: Call) -> Iterator[Strategy]:
+    """Pairs of dimensions are summed over; the others follow each other."""
+    left, right = call["self"], call["other"]
+    mine, theirs = list(ascii_lowercase[: left.dim]), list(ascii_lowercase[: right.dim].upper())
+    pairs = [(a % left.dim, b % right.dim) for a, b in zip(call["dims_self"], call["dims_other"], strict=True)]
+    for a, b in pairs:
+        theirs[b] = mine[a]
+    output = [c for d, c in enumerate(mine) if d not in {a for a, _ in pairs}]
+    output += [c for d, c in enumerate(theirs) if d not in {b for _, b in pairs}]
+    yield from multilinear(call, {left.index: mine, right.index: theirs}, output)
+
+
+@rule("linalg_vecdot")
+def vecdot(call: Call) -> Iterator[Strategy]:
+    """Products of vectors that lie along one dimension, everything else broadcast."""
+    dims = max(value.dim for value in call.inputs)
+    letters = list(_BATCH[:dims])
+    letters[call["dim"] % dims] = "k"
+    factors = {value.index: letters[dims - value.dim :] for value in call.inputs}
+    yield from multilinear(call, factors, [letter for letter in letters if letter != "k"])
+
+
+@rule("linalg_multi_dot", "chain_matmul")
+def chain(call: Call) -> Iterator[Strategy]:
+    """A product of matrices; the first may be a row and the last a column."""
+    letters = [list(ascii_lowercase[i : i + 2]) for i in range(len(call.inputs))]
+    if call.inputs[0].dim == 1:
+        letters[0] = letters[0][1:]
+    if call.inputs[-1].dim == 1:
+        letters[-1] = letters[-1][:1]
+    output = [*letters[0][:-1], *letters[-1][1:]] if len(letters) > 1 else letters[0]
+    yield from multilinear(call, dict(enumerate(letters)), output)
+
+
+@rule("bilinear")
+def bilinear(call: Call) -> Iterator[Strategy]:
+    """x (..., i), y (..., j), W (n, i, j), b (n) -> (..., n)."""
+    x, y = call["input1"], call["input2"]
+    rows = [c for c in ascii_lowercase if c not in "ijn"][: x.dim - 1]
+    factors: dict[int, Letters] = {
+        x.index: [*rows, "i"],
+        y.index: [*rows, "j"],
+        call["weight"].index: ["n", "i", "j"],
+    }
+    names = {**NAMES, "i": "features of the left", "j": "features of the right"}
+    yield from multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names)
+
+
+@rule("einsum")
+def einsum(call: Call) -> Iterator[Strategy]:
+    """Any equation; a letter that one operand has twice (a diagonal) is not split."""
+    every, output = terms(call["equation"], [value.dim for value in call.inputs])
+    twice = "".join({c for letters in every for c, times in Counter(letters).items() if times > 1})
+    names = {c: f"dim {c}" for letters in every for c in letters}
+    yield from multilinear(call, dict(enumerate(every)), output, names=names, skip=twice)
+
+
+def terms(equation: str, dims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
+    """An equation of einsum as letters for the dimensions of every operand, and of the output.
+
+    What an ellipsis stands for becomes the characters "0", "1", ..., numbered from its last dimension.
+
+    Args:
+        equation: in torch's form; without "->" the output has the letters that occur once, in alphabetical order.
+        dims: how many dimensions every operand has.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    parts = [part.replace("...", ".") for part in left.split(",")]
+    widths = [n - len(part) + 1 if "." in part else 0 for part, n in zip(parts, dims, strict=True)]
+    if not arrow:
+        counts = Counter(c for part in parts for c in part if c != ".")
+        right = "." + "".join(sorted(c for c, times in counts.items() if times == 1))
+    expanded = [_expanded(part, width) for part, width in zip(parts, widths, strict=True)]
+    return expanded, _expanded(right.replace("...", "."), max(widths, default=0))
+
+
+def _expanded(part: str, width: int) -> list[str]:
+    every = [str(i) for i in reversed(range(width))]
+    at = part.find(".")
+    return list(part) if at < 0 else [*part[:at], *every, *part[at + 1 :]]

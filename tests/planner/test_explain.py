@@ -1,0 +1,85 @@
+"""A split in words names every module, every collective and every parameter that stays whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from polylane.cost.communicate import Rates
+from polylane.graph.capture import capture
+from polylane.placement.options import Options, options
+from polylane.placement.view import View, view
+from polylane.planner.allowed import Demands
+from polylane.planner.explain import Explanation, explain, lines
+from polylane.planner.price import Setting
+from polylane.planner.solve import choose
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Tower(nn.Module):
+    """Blocks, and a parameter that no operator can use in part."""
+
+    def __init__(self, hidden: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(hidden) for _ in range(blocks)))
+        self.scale = nn.Parameter(torch.eye(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x) * torch.linalg.matrix_exp(self.scale).mean()
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).pow(2).mean()
+
+
+def tower(degree: int) -> tuple[View, Options]:
+    seen = view(capture(Tower(64, 5), loss, torch.randn(4, 64)), 4, degree)
+    return seen, options(seen, degree)
+
+
+def told(degree: int, purpose: str, pins: dict[str, str]) -> Explanation:
+    seen, offered = tower(degree)
+    choice = choose(seen, offered, degree, Demands(purpose, pins))
+    return explain(Setting(seen, degree, Rates(), {}), choice.split, offered, purpose=purpose, pins=pins)
+
+
+def test_modules_and_their_collectives() -> None:
+    found = told(2, "tensor", {})
+    modules = {m.module: m for m in found.modules}
+    ups, downs = ([m for m in modules if m.endswith(end)] for end in ("up", "down"))
+    assert all(modules[m].operators == (("linear", "columns"),) for m in ups)
+    assert all(modules[m].operators == (("linear", "rows"),) for m in downs)
+    sums = {c.name for m in downs for c in modules[m].collectives if not c.backward}
+    assert sums <= {"all_reduce", "reduce_scatter"} and sums
+    assert any("-" in m for m in modules), "blocks that are alike are folded"
+
+
+def test_bytes() -> None:
+    found = told(2, "tensor", {})
+    assert found.whole == sum(n * 4 for n in [5 * (2 * 4 * 64 * 64 + 5 * 64) + 9])
+    assert found.whole / 2 <= found.parameters < found.whole * 0.55
+    text = lines(found)
+    assert any(line.startswith("parameters: ") and "on each of 2 ranks" in line for line in text)
+
+
+def test_what_stays_whole_and_why() -> None:
+    found = told(2, "tensor", {"blocks.0.up.weight": "replicate"})
+    reasons = {kept.parameter: kept.reason for kept in found.kept}
+    assert reasons["blocks.0.up.weight"] == "pinned"
+    assert reasons["scale"] == "no rule cuts it in aten.linalg_matrix_exp.default"
+    rest = [r for name, r in reasons.items() if name.endswith("down.bias")]
+    assert rest and all("needs it whole" in r for r in rest)
+
+
+def test_other_axes_keep_parameters_whole() -> None:
+    found = told(2, "data", {"input:0": "shard(0)"})
+    assert found.kept == () and found.parameters == found.whole
+    assert found.summed > 0.9 * found.whole
