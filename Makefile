@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
 
-.PHONY: install test test-all check demo bench clean
+.PHONY: install test test-all check demo bench bench-tensor clean
 
 install: $(INSTALLED)
 
@@ -42,6 +42,9 @@ demo: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(BIN)/python -m benchmarks
 	@$(BIN)/python -m benchmarks.utilization
+
+bench-tensor: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.tensor
 
 # Everything that is made; the virtual environment too.
 clean:

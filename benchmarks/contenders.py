@@ -45,10 +45,12 @@ def plain(task: Task, threads: int) -> Contender:
         model = copy.deepcopy(task.model)
         steps = optimizer(model.named_parameters())
 
-        def step() -> None:
+        def step() -> float:
             steps.zero_grad()
-            task.loss(model, task.batch).backward()
+            loss = task.loss(model, task.batch)
+            loss.backward()
             steps.step()
+            return loss.item()
 
         return step
 
@@ -103,25 +105,25 @@ def polylane(task: Task, plan: str, workers: int) -> Contender:
     model = copy.deepcopy(task.model)
     prepared = prepare(model, objectives_of(task.loss, optimizer, None), task.batch, plan)
 
-    def setup(rank: int) -> Callable[[], Any]:
+    def setup(rank: int) -> Callable[[], float]:
         job = Job(prepared, World.join(), example=task.batch)
 
-        def step() -> None:
-            job.step(task.batch)
+        def step() -> float:
+            return job.step(task.batch).loss
 
         return step
 
     return Contender(f"polylane {plan}", workers, setup)
 
 
-def gpt() -> Task:
-    """The 6-layer GPT of examples/gpt.py: hidden 256, 8 heads, sequence 128, batch 16."""
+def gpt(samples: int = 16) -> Task:
+    """The 6-layer GPT of examples/gpt.py: hidden 256, 8 heads, sequence 128."""
     from polylane.recipe import load
 
     recipe = load("examples/gpt.py", {"layers": "6", "hidden": "256", "heads": "8", "vocab": "512", "dropout": "0.0"})
     torch.manual_seed(0)
     model = recipe.model()
-    batch = torch.utils.data.default_collate([recipe.data("train")[i] for i in range(16)])
+    batch = torch.utils.data.default_collate([recipe.data("train")[i] for i in range(samples)])
 
     class First(nn.Module):
         def __init__(self, whole: Any) -> None:
@@ -140,7 +142,8 @@ def gpt() -> Task:
     def output_loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    return Task("GPT, 6 layers, hidden 256, sequence 128, batch 16", model, recipe.loss, output_loss, batch, halves)
+    name = f"GPT, 6 layers, hidden 256, sequence 128, batch {samples}"
+    return Task(name, model, recipe.loss, output_loss, batch, halves)
 
 
 def mlp() -> Task:

@@ -306,7 +306,7 @@ def run_whole(
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
             if isinstance(values[node], Tensor):
-                seen[node.meta["name"]] = values[node].detach()
+                seen[node.meta["name"]] = values[node].detach().clone()  # somebody may write to it
         else:
             result = tuple(fx.map_arg(node.args[0], values.__getitem__))
     return result, seen

@@ -142,6 +142,17 @@ def test_what_serves_nobody_is_not_offered() -> None:
     assert offers(found, [Shard(1, fused)], [Shard(1, uneven(4, 2))] * 3)
 
 
+def test_many_pieces_of_many_sizes() -> None:
+    """There are more ways to combine their cuts than anybody can look at."""
+    sizes = list(range(2, 22))
+    ask: dict[tuple[str, int, int], list[Cuts]] = {
+        ("out", i, 0): [uneven(n, 2, shift) for shift in range(1, 8)] for i, n in enumerate(sizes)
+    }
+    found = asking(aten.split_with_sizes.default, [tensor(sum(sizes)), sizes, 0], ask, 2)
+    assert offers(found, [Shard(0, joined([even(n, 2) for n in sizes]))], [Shard(0, even(n, 2)) for n in sizes])
+    assert len(found) < 30
+
+
 def test_a_first_position_before_others() -> None:
     """One class token and the patches of an image: as even as one sequence, in one segment."""
     found = check(aten.cat.default, [[tensor(2, 1, 3), tensor(2, 6, 3)], 1])

@@ -89,7 +89,7 @@ def subject(name: str) -> Subject:
     model = case.model().double()
     graph = capture(model, case.loss, in_float64(case.batch(CAPTURED_AT, 1)), in_float64=True)
     tensors = Tensors(model, [case.loss], torch.device("cpu"))
-    leaves, _ = flatten(in_float64(case.batch(SAMPLES, 2)))
+    leaves = [_without_ties(leaf) for leaf in flatten(in_float64(case.batch(SAMPLES, 2)))[0]]
     by_kind: dict[str, Mapping[Any, Any]] = {
         "parameter": tensors.parameters(),
         "buffer": tensors.buffers(),
@@ -99,6 +99,12 @@ def subject(name: str) -> Subject:
     }
     table = {(kind, key): value for kind, every in by_kind.items() for key, value in every.items()}
     return Subject(name, graph, table, execute(graph, graph.code.fx, table.__getitem__, {}))
+
+
+def _without_ties(leaf: Any) -> Any:
+    """No two neighbours of an image equal: at a tie of a maximum, rounding decides where its gradient goes."""
+    noise = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1
+    return leaf + 0.01 * torch.randn(leaf.shape, generator=torch.Generator().manual_seed(1)) if noise else leaf
 
 
 def execute(
@@ -267,8 +273,12 @@ def compare(case: Subject, splits: Mapping[str, Split]) -> None:
     except Exception as error:
         where = "".join(f"{note} ({_named(note, case, splits)}): " for note in getattr(error, "__notes__", ()))
         raise AssertionError(f"{case.name}: {where}{type(error).__name__}: {error}") from error
-    wrong = next(_differences(case, splits, ranks), None)
+    wrong = next(_different_values(case, splits, ranks), None)
     assert wrong is None, f"{case.name}: {wrong}"
+    if next(_different_gradients(case, splits, ranks, case.whole.sources), None) is not None:
+        # Of inner values only to say where: a maximum of equals may send its gradient back by any of them.
+        wrong = next(_different_gradients(case, splits, ranks, _tensors(case, splits)))
+        raise AssertionError(f"{case.name}: {wrong}")
 
 
 def _named(note: str, case: Subject, splits: Mapping[str, Split]) -> str:
@@ -276,7 +286,7 @@ def _named(note: str, case: Subject, splits: Mapping[str, Split]) -> str:
     return _told(key, splits) if all(key[0] in split.steps for split in splits.values()) else "placeholder"
 
 
-def _differences(case: Subject, splits: Mapping[str, Split], ranks: Mapping[Coordinates, Run]) -> Iterator[str]:
+def _different_values(case: Subject, splits: Mapping[str, Split], ranks: Mapping[Coordinates, Run]) -> Iterator[str]:
     aliases = case.at(next(iter(splits.values())).degree)[0].aliases
     whole, degrees = case.whole, tuple(split.degree for split in splits.values())
     for name, value in whole.values.items():
@@ -290,19 +300,25 @@ def _differences(case: Subject, splits: Mapping[str, Split], ranks: Mapping[Coor
     for key, value in whole.sources.items():
         state = tuple(split.sources.get(key, REPLICATE) for split in splits.values())
         yield from _wrong("value", key, splits, value, {at: r.sources[key] for at, r in ranks.items()}, state, degrees)
-    yield from _different_gradients(whole, splits, ranks, aliases)
+
+
+def _tensors(case: Subject, splits: Mapping[str, Split]) -> dict[Key, Tensor]:
+    """Every tensor of the whole graph whose gradient is known."""
+    aliases = case.at(next(iter(splits.values())).degree)[0].aliases
+    inner = {aliases.get(name, (name, 0)): value for name, value in case.whole.values.items() if value.retains_grad}
+    return dict(case.whole.sources) | inner
 
 
 def _different_gradients(
-    whole: Run, splits: Mapping[str, Split], ranks: Mapping[Coordinates, Run], aliases: Mapping[str, Key]
+    case: Subject, splits: Mapping[str, Split], ranks: Mapping[Coordinates, Run], tensors: Mapping[Key, Tensor]
 ) -> Iterator[str]:
     degrees = tuple(split.degree for split in splits.values())
-    names = {aliases.get(name, (name, 0)): name for name in whole.values}
-    tensors = {key: whole.values[name] for key, name in names.items()}
-    largest = (float(t.grad.abs().max()) for t in whole.sources.values() if t.grad is not None and t.grad.numel())
+    aliases = case.at(degrees[0])[0].aliases
+    names = {aliases.get(name, (name, 0)): name for name in case.whole.values}
+    largest = (float(t.grad.abs().max()) for t in case.whole.sources.values() if t.grad is not None and t.grad.numel())
     floor = FLOOR * max(largest, default=0.0)
-    for key, value in reversed((dict(whole.sources) | tensors).items()):
-        if value.requires_grad and (value.is_leaf or value.retains_grad):
+    for key, value in reversed(tensors.items()):
+        if value.requires_grad:
             mine = {at: r.sources[key] if key in r.sources else r.values[names[key]] for at, r in ranks.items()}
             state = tuple(gradient(split.placement(key)) for split in splits.values())
             grads = {at: _gradient(tensor) for at, tensor in mine.items()}

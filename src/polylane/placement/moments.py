@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from polylane.graph.part import Part
-from polylane.graph.precision import Within
 from polylane.placement.across import total
 from polylane.placement.move import Axis
 from polylane.placement.reduced import wide
@@ -166,25 +165,3 @@ class OverParts:
         # Nothing in hand has no mean.
         here = dataclasses.replace(part, sum_replicas=everywhere, weight=part.weight if x.numel() else 0)
         return self.function(here, x, *args)
-
-
-class Unless(Within):
-    """An operator that cannot work on nothing: where one of some dimensions of its input is empty, so is its value.
-
-    Args:
-        function: gives a value in the form of the first tensor that it reads.
-        dims: of that.
-    """
-
-    def __init__(self, function: Callable[..., Tensor], dims: Sequence[int]) -> None:
-        super().__init__(function)
-        self.dims = tuple(dims)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        x, *others = (arg for arg in args if isinstance(arg, Tensor))
-        if all(x.shape[d] for d in self.dims):
-            return self.target(*args, **kwargs)
-        out = x.clone()
-        for other in others:  # whose gradient is zero, but there
-            out = out + other.sum().to(x.dtype) * 0.0
-        return out

@@ -32,7 +32,8 @@ class Axis(Protocol):
         """Send ``pieces[i]`` to rank i and receive from each what it has for this one.
 
         Args:
-            pieces: contiguous, all of one dtype; None where rank i gets nothing. This rank's own comes back as it is.
+            pieces: contiguous, all of one dtype; None where rank i gets nothing. This rank's own comes back as it is,
+                and is always there: it tells the dtype.
             shapes: of what comes from each rank, None where nothing does.
         """
         ...

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from polylane.graph.inplace import writes
 from polylane.placement.move import Axis, Move, begin, name_of
 from polylane.placement.placement import Placement, gradient
 
@@ -161,7 +162,7 @@ def overlap(graph: fx.Graph) -> None:
             continue
         first = min(node.users, key=order.__getitem__)
         layers = _layers(node)
-        if _previous(first, order) is value and not layers:
+        if _previous(first) is _made(value, first) and not layers:
             continue
         _take_apart(graph, node, axis, value, first, layers)
 
@@ -171,7 +172,17 @@ def _is_weight(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta.get("role", ("",))[0] in ("parameter", "buffer")
 
 
-def _previous(first: fx.Node, order: dict[fx.Node, int]) -> fx.Node:
+def _made(value: fx.Node, first: fx.Node) -> fx.Node:
+    """The node after which a value is what ``first`` reads: its own, or the last one that wrote in place."""
+    made = node = value
+    while node.next is not first:
+        node = node.next
+        if writes(node):
+            made = node
+    return made
+
+
+def _previous(first: fx.Node) -> fx.Node:
     """The node that computes just before ``first``, leaving moves aside."""
     node = first.prev
     while isinstance(node.target, (Move, Begin, Finish)):
@@ -199,7 +210,7 @@ def _take_apart(
     graph: fx.Graph, move: fx.Node, axis: fx.Node, value: fx.Node, first: fx.Node, layers: list[fx.Node]
 ) -> None:
     target: Any = move.target
-    after = value
+    after = _made(value, first)
     while after.next.op == "placeholder" or isinstance(after.next.target, Begin):
         after = after.next
     with graph.inserting_after(after):

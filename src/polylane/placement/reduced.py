@@ -141,16 +141,20 @@ class Variance:
         correction: what the sum of squares is divided by less than that.
         root: the standard deviation.
         mean: give the mean, too.
+        dtype: of the result.
     """
 
     __name__ = "variance"
 
-    def __init__(self, dims: Sequence[int], keepdim: bool, count: int, correction: float, root: bool, mean: bool):
+    def __init__(
+        self, dims: Sequence[int], keepdim: bool, count: int, correction: float, root: bool, mean: bool,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         self.dims, self.keepdim, self.count, self.correction = list(dims), keepdim, count, correction
-        self.root, self.mean = root, mean
+        self.root, self.mean, self.dtype = root, mean, dtype
 
     def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Any:
-        values = wide(x)
+        values = wide(x.to(self.dtype))
         own = values.sum(self.dims, keepdim=True) / self.count
         mean = total(axes, own.detach().clone())
         # By the mean itself the gradient is zero: deviations from it sum to nothing.
@@ -161,11 +165,11 @@ class Variance:
             zero = out == 0.0
             out = out.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
         if not self.mean:
-            return out.to(x.dtype)
+            return out.to(self.dtype)
         if self.root:
             for axis in axes:
                 own = summed(axis, own)
-        return out.to(x.dtype), (own if self.keepdim else own.squeeze(self.dims)).to(x.dtype)
+        return out.to(self.dtype), (own if self.keepdim else own.squeeze(self.dims)).to(self.dtype)
 
 
 class Norm:

@@ -79,10 +79,6 @@ class Builder:
         for key, uses, times in self._values():
             self._value(key, uses, times, one)
 
-    def keep_below(self, most: float) -> None:
-        """Limit what the purpose makes small."""
-        self.program.row([(v, n / max(most, 1.0)) for v, n in self.limited], 0.0, 1.0)
-
     def read(self, values: Sequence[float]) -> Split:
         """The split that a solution says."""
         best = {

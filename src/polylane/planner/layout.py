@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.placement.call import Call
 from polylane.placement.move import piece
@@ -29,10 +30,11 @@ class Layout:
         graph: what is split.
         samples: for which the splits were chosen.
         splits: by axis, in the order of the mesh.
+        whole: parameters that every rank must hold whole, for their optimizer's sake.
     """
 
-    def __init__(self, graph: Graph, samples: int, splits: Mapping[str, Split]) -> None:
-        self.graph, self.samples, self.splits = graph, samples, dict(splits)
+    def __init__(self, graph: Graph, samples: int, splits: Mapping[str, Split], whole: Collection[str] = ()) -> None:
+        self.graph, self.samples, self.splits, self.whole = graph, samples, dict(splits), frozenset(whole)
         self._views = {axis: view(graph, samples, split.degree) for axis, split in splits.items()}
         self._known: dict[int, tuple[Mapping[str, Call], Mapping[str, Split]]] = {
             samples: (_calls(self._views), self.splits)
@@ -108,11 +110,21 @@ def choose_layout(
         degree = plan.degree(axis)
         shown = view(graph, samples, degree)
         choice = options(shown, degree)
-        pins = {} if axis == "data" else {**dict.fromkeys(whole, "replicate"), **plan.pins(axis)}
+        pins = {} if axis == "data" else _pins(plan.pins(axis), whole)
         if axis == "data":
             choice = _divided(shown, choice, degree, sampled)
         splits[axis] = solve(shown, choice, degree, purpose=axis, pins=pins, taken=splits)
-    return Layout(graph, samples, splits)
+    return Layout(graph, samples, splits, whole)
+
+
+def _pins(asked: Mapping[str, str], whole: Collection[str]) -> dict[str, str]:
+    for name in whole:
+        if asked.get(name, "replicate") != "replicate":
+            raise PolylaneError(
+                f"plan: placements.{name}: {asked[name]}: its optimizer looks at the whole parameter (its norm, say), "
+                "so every rank must hold it whole"
+            )
+    return {**dict.fromkeys(whole, "replicate"), **asked}
 
 
 def _divided(shown: View, choice: Options, degree: int, sampled: Sequence[bool]) -> Options:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-# Costs are handed over in microseconds: the solver's tolerances are absolute.
-SCALE = 1e6
+# The solver's tolerances are absolute: what costs are handed over for the dearest variable.
+DEAREST = 1e6
+
+# How many branches are looked at, at most; mostly the first one is whole.
+NODES = 10_000
+STATUS = {0: "optimal", 1: "stopped early", 2: "impossible"}
 
 Term = tuple[int, float]
 
@@ -22,12 +28,14 @@ class Solution:
     Attributes:
         values: of the variables; empty where nothing was found.
         cost: of it.
+        more: the sum of what else was to be small.
         gap: how far it may be from the best, relatively.
         status: in words: "optimal", "stopped early", "impossible".
     """
 
     values: Sequence[float]
     cost: float
+    more: float
     gap: float
     status: str
 
@@ -59,29 +67,34 @@ class Program:
         self._bounds[0].append(lower)
         self._bounds[1].append(upper)
 
-    def solve(self, gap: float, limit: float, instead: Sequence[Term] | None = None) -> Solution:
-        """The best values of all variables.
+    def solve(self, gap: float, more: Sequence[Term] = (), weight: float = 0.0) -> Solution:
+        """The values of all variables for which the costs, and ``weight`` times the sum of ``more``, are least.
+
+        The search depends on nothing but the program, the time of day neither: all who search find the same.
 
         Args:
             gap: relative distance from the best at which to stop.
-            limit: seconds after which the best known is taken.
-            instead: what to minimise in place of the costs.
+            more: what else is to be small.
+            weight: of that; infinite: only that counts.
         """
-        costs = np.array(self.costs) * SCALE
-        if instead is not None:
-            costs = np.zeros(len(self.costs))
-            np.add.at(costs, [v for v, _ in instead], [n for _, n in instead])
+        costs = np.array(self.costs)
+        extra = np.zeros(len(costs))
+        np.add.at(extra, [v for v, _ in more], [n for _, n in more])
         rows, columns, values = self._at
-        matrix = csr_array((values, (rows, columns)), shape=(len(self._bounds[0]), len(self.costs)))
+        matrix = csr_array((values, (rows, columns)), shape=(len(self._bounds[0]), len(costs)))
         found = milp(
-            costs,
+            _scaled(costs + weight * extra if math.isfinite(weight) else extra),
             integrality=np.array(self.whole),
-            bounds=Bounds(np.array(self.lowest), np.ones(len(self.costs))),
+            bounds=Bounds(np.array(self.lowest), np.ones(len(costs))),
             constraints=LinearConstraint(matrix, np.array(self._bounds[0]), np.array(self._bounds[1])),
-            options={"mip_rel_gap": gap, "time_limit": limit},
+            options={"mip_rel_gap": gap, "node_limit": NODES},
         )
         if found.x is None:
-            return Solution((), float("inf"), float("inf"), "impossible" if found.status == 2 else "stopped early")
+            return Solution((), float("inf"), float("inf"), float("inf"), STATUS.get(found.status, "stopped early"))
         left = float(found.mip_gap or 0.0)
-        cost = float(found.fun) / (SCALE if instead is None else 1.0)
-        return Solution(found.x, cost, left, "optimal" if found.status == 0 else "stopped early")
+        return Solution(found.x, float(costs @ found.x), float(extra @ found.x), left, STATUS[int(found.status > 0)])
+
+
+def _scaled(costs: Any) -> Any:
+    most = float(np.max(np.abs(costs), initial=0.0))
+    return costs * (DEAREST / most) if most > 0 else costs

@@ -8,6 +8,7 @@ section 4.2, choose so for one dimension of the mesh at a time; blocks that are 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ from polylane.planner.allowed import Demands, allowed
 from polylane.planner.blocks import HOPS, classes
 from polylane.planner.build import Builder, labels_of
 from polylane.planner.price import Prediction, Setting, predict
+from polylane.planner.program import Solution
 
 # How much more memory than the least possible a faster split may take.
 SLACK = 0.05
 GAP = 1e-6
-LIMIT = 60.0
+# What counts as equal.
+CLOSE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -122,29 +125,44 @@ def choose(
     hops: int = HOPS,
     slack: float = SLACK,
     gap: float = GAP,
-    limit: float = LIMIT,
 ) -> Choice:
     """As :func:`solve`, with what the search may take: see :class:`~polylane.planner.allowed.Demands`.
 
     Args:
         hops: how far the surroundings of two nodes must be alike for them to be chosen for together.
         slack: of the bytes that the purpose makes small.
-        gap, limit: relative distance from the best, and seconds, at which to stop.
+        gap: relative distance from the best at which to stop.
     """
     start = time.perf_counter()
     setting = Setting(view, degree, rates or Rates(), demands.taken)
     choices = allowed(view, options, degree, demands)
     builder = Builder(setting, choices, demands, classes(view, labels_of(setting, choices), hops))
     builder.build()
-    least = 0.0
-    if builder.limited:
-        smallest = builder.program.solve(gap, limit, builder.limited)
-        least = smallest.cost
-        if len(smallest.values):
-            builder.keep_below((1 + slack) * least)
-    found = builder.program.solve(gap, limit)
+    least, found = _search(builder, slack, gap)
     if not len(found.values):
         raise PolylaneError(f"placements: no split over {degree} ranks ({demands.purpose}) was found: {found.status}")
     split = builder.read(found.values)
     kinds, took = len(set(builder.colours.values())), time.perf_counter() - start
     return Choice(split, Report(predict(setting, split), least, found.status, found.gap, kinds, took))
+
+
+def _search(builder: Builder, slack: float, gap: float) -> tuple[float, Solution]:
+    """The least bytes, and the fastest solution that has little more of them.
+
+    A limit on the bytes would make the program's relaxation loose. Bytes have a price instead, which is lowered as far
+    as the limit allows: the solution is the fastest of all that have no more bytes than itself. (Lagrangian relaxation;
+    the price is found on the lower convex hull of seconds and bytes.)
+    """
+    fast = builder.program.solve(gap, builder.limited)
+    if not builder.limited or not len(fast.values) or fast.more <= 0:
+        return 0.0, fast
+    small = builder.program.solve(gap, builder.limited, math.inf)
+    least, most = small.more, (1 + slack) * small.more
+    while fast.more > most:
+        price = (small.cost - fast.cost) / (fast.more - small.more)
+        between = builder.program.solve(gap, builder.limited, price)
+        chord = small.cost + price * small.more
+        if between.cost + price * between.more >= chord * (1 - CLOSE):
+            return least, small
+        fast, small = (between, small) if between.more > most else (fast, between)
+    return least, fast

@@ -69,5 +69,5 @@ def _mesh(world: World, plan: Plan, connect: Connect, axes: Sequence[str]) -> Me
     groups = sorted({plan.group(rank, (axis,)) for rank in range(world.size) for axis in axes})
     pairs = [(a, b) for group in groups for a in group for b in group if a != b]
     inner, waits = connect(world, pairs, groups, tag=2, own_groups=True), Waits()
-    own = {axis: TransportAxis(plan.group(world.rank, (axis,)), inner, waits) for axis in axes}
+    own = {axis: TransportAxis(plan.along(world.rank, axis), inner, waits) for axis in axes}
     return Mesh(own, {name: axis.index for name, axis in own.items()}, waits)

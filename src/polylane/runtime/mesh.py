@@ -66,7 +66,7 @@ class TransportAxis:
             pieces: list[Tensor | None] = [tensor, tensor]
             swap = self.begin_exchange(pieces, [tensor.shape] * 2)
             return lambda: torch.add(*(part for part in swap() if part is not None))
-        pending = self._transport.all_reduce(tensor, self._ranks)
+        pending = self._transport.all_reduce(tensor, sorted(self._ranks))
         return self._timed(pending.wait)
 
     def _timed(self, wait: Callable[[], T]) -> Callable[[], T]:
@@ -93,7 +93,9 @@ class TransportAxis:
         self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
     ) -> Callable[[], list[Tensor | None]]:
         """Send a piece to each rank and receive one from each, to be waited for."""
-        dtype = next((p.dtype for p in pieces if p is not None), torch.float32)
+        own = pieces[self.index]
+        assert own is not None
+        dtype = own.dtype
         receives = [
             None if shape is None or i == self.index else self._transport.receive(tuple(shape), dtype, self._ranks[i])
             for i, shape in enumerate(shapes)

@@ -36,7 +36,7 @@ def _not_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: Fa
                 for rows in (slice(0, half), slice(half, SIZE))
             ]
     except Exception:
-        return set()  # it takes none but the model's own parameters: nothing is known, and most are elementwise
+        return {n for n, _ in cut}  # it takes none but the model's own parameters, so that nothing is known of it
     joined = {n: torch.cat([half[n] for half in halves]) for n in whole}
     return {n for n, value in whole.items() if not torch.allclose(value, joined[n], rtol=1e-9, atol=0)}
 

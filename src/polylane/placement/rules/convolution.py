@@ -1,1 +1,269 @@
-"""Convolutions."""
+"""Convolutions: by samples, by filters, by input channels, by groups, by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from polylane.placement.call import Call, Edit, Strategy, Value
+from polylane.placement.empty import Nothing, is_empty, sparing
+from polylane.placement.halo import Range, Trim, by_position
+from polylane.placement.placement import PARTIAL, Cuts, Placement, Shard, divided, even, inside, repeated, scaled
+from polylane.placement.rules.registry import rule
+
+POSITIONS = {1: ("position",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+
+
+def each(value: Any, count: int) -> list[Any]:
+    """An argument for every dimension of positions: torch takes one for all."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * count if len(values) == 1 else values
+
+
+def put(edit: Edit, name: str, at: int, count: int, value: Any) -> None:
+    """Change an argument for one dimension of positions."""
+    values = each(edit[name], count)
+    values[at] = value
+    edit[name] = values
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a convolution is laid out.
+
+    Attributes:
+        x, weight, bias: its inputs.
+        channels: of x: the dimension of channels; those of positions come behind it.
+        spatial: how many dimensions of positions there are.
+        groups: how many.
+        transposed: the weight is (channels in, filters / groups, ...), not (filters, channels in / groups, ...).
+    """
+
+    x: Value
+    weight: Value
+    bias: Value | None
+    channels: int
+    spatial: int
+    groups: int
+    transposed: bool
+
+    @property
+    def filter_dim(self) -> int:
+        """Of the weight: where the filters are."""
+        return 1 if self.transposed else 0
+
+    def inputs(self, x: Cuts | None, filters: Cuts | None, weight_in: Cuts | None = None) -> dict[int, Placement]:
+        """The placements of inputs whose channels, or filters, are cut."""
+        placed: dict[int, Placement] = {}
+        if x is not None:
+            placed[self.x.index] = Shard(self.channels, x)
+        if weight_in is not None:
+            placed[self.weight.index] = Shard(1 - self.filter_dim, weight_in)
+        if filters is not None:
+            placed[self.weight.index] = Shard(self.filter_dim, filters)
+        return placed
+
+
+@rule(
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
+    "_convolution",
+)  # fmt: skip
+def convolution(call: Call) -> Iterator[Strategy]:
+    """x (N, C, ...) or (C, ...), weight (F, C / groups, ...), bias (F); transposed: weight (C, F / groups, ...)."""
+    weight = call["weight"]
+    spatial = weight.dim - 2
+    form = Form(
+        x=call["input"],
+        weight=weight,
+        bias=call["bias"],
+        channels=call["input"].dim - spatial - 1,
+        spatial=spatial,
+        groups=int(call["groups"]),
+        transposed=bool(call.arguments.get("transposed", call.base.startswith("conv_transpose"))),
+    )
+    if form.channels == 1:
+        for cuts in call.layouts(form.x.at(0), call.outputs[0].at(0)):
+            yield sparing(call.strategy("samples", {form.x.index: Shard(0, cuts)}, Shard(0, cuts)))
+    yield from _by_filters(call, form)
+    yield from _by_input_channels(call, form)
+    yield from _by_groups(call, form)
+    for d in range(spatial):
+        yield from _by_position(call, form, d)
+
+
+# ---- channels --------------------------------------------------------------------------------------------------------
+
+
+def _by_filters(call: Call, form: Form) -> Iterator[Strategy]:
+    """A part of the filters of each group."""
+    out = call.outputs[0]
+    size = out.shape[form.channels] // form.groups
+    asked = [(out, form.channels), (form.weight, form.filter_dim), *([(form.bias, 0)] if form.bias else [])]
+    for cuts in per_group(call, form.groups, size, asked):
+        every = repeated(cuts, size, form.groups)
+        placed = form.inputs(None, cuts if form.transposed else every)
+        if form.bias is not None:
+            placed[form.bias.index] = Shard(0, every)
+        yield sparing(call.strategy("filters", placed, Shard(form.channels, every)))
+
+
+def _by_input_channels(call: Call, form: Form) -> Iterator[Strategy]:
+    """A part of the input channels of each group: every rank has a summand of every output."""
+    size = form.x.shape[form.channels] // form.groups
+    for cuts in per_group(call, form.groups, size, [(form.x, form.channels), (form.weight, 1 - form.filter_dim)]):
+        every = repeated(cuts, size, form.groups)
+        placed = form.inputs(every, None, every if form.transposed else cuts)
+        if form.bias is not None:
+            placed[form.bias.index] = PARTIAL
+        strategy = call.strategy("input channels", placed, PARTIAL)
+        part = strategy.inputs[form.x.index]
+        if isinstance(part, Shard) and any(part.length(i) == 0 for i in range(call.degree)):
+            strategy = replace(strategy, local=_without_channels)
+        yield strategy
+
+
+def _without_channels(edit: Edit) -> None:
+    """Of no channels, only the bias is left."""
+    assert edit.strategy is not None
+    if not is_empty(edit, edit.strategy.inputs):
+        return
+    out, bias = edit.call.outputs[0], edit["bias"]
+    spatial = edit.call["weight"].dim - 2
+    nothing = edit.insert(Nothing([edit.output_shape()], [out.dtype]), edit["input"], edit["weight"])
+    edit.replace(Biased(spatial), nothing, *([bias] if bias is not None else []))
+
+
+class Biased:
+    """``biased(x, bias)``: x (..., C, positions), with the bias (C) added, if there is one."""
+
+    __module__, __name__ = "polylane", "biased"
+
+    def __init__(self, spatial: int) -> None:
+        self.spatial = spatial
+
+    def __call__(self, x: Any, bias: Any = None) -> Any:
+        return x if bias is None else (x + bias.view(-1, *[1] * self.spatial)).to(x.dtype)
+
+
+def per_group(call: Call, groups: int, size: int, asked: Sequence[tuple[Value, int]]) -> Iterator[Cuts]:
+    """Cuts of the ``size`` channels of one group, from those of all groups that neighbours ask for."""
+    if size < 2:
+        return
+    found = {even(size, call.degree): None}
+    for value, dim in asked:
+        for cuts in call.layouts(value.at(dim)):
+            one = inside(cuts, 0, size)
+            if value.shape[dim] == size or repeated(one, size, groups) == cuts:
+                found[one] = None
+    yield from found
+
+
+def _by_groups(call: Call, form: Form) -> Iterator[Strategy]:
+    """Whole groups, with their channels and their filters."""
+    groups, out = form.groups, call.outputs[0]
+    if groups < 2:
+        return
+    read, made = form.x.shape[form.channels] // groups, out.shape[form.channels] // groups
+    first = read if form.transposed else made
+    asked = [(form.x, form.channels, read), (form.weight, 0, first), (out, form.channels, made)]
+    if form.bias is not None:
+        asked.append((form.bias, 0, made))
+    for cuts in in_units(call, groups, asked):
+        given = scaled(cuts, made)
+        placed: dict[int, Placement] = {
+            form.x.index: Shard(form.channels, scaled(cuts, read)),
+            form.weight.index: Shard(0, scaled(cuts, first)),
+        }
+        if form.bias is not None:
+            placed[form.bias.index] = Shard(0, given)
+        strategy = call.strategy("groups", placed, Shard(form.channels, given), local=fewer_groups)
+        yield sparing(strategy)
+
+
+def in_units(call: Call, count: int, asked: Sequence[tuple[Value, int, int]]) -> Iterator[Cuts]:
+    """Cuts of ``count`` units that stay whole: the even ones, and those that neighbours ask for.
+
+    Args:
+        asked: a value, its dimension that consists of these units, and how many positions each of them has there.
+    """
+    if count < 2:
+        return
+    found = {even(count, call.degree): None}
+    for value, dim, unit in asked:
+        for cuts in call.layouts(value.at(dim)):
+            reduced = divided(cuts, unit)
+            if reduced is not None:
+                found[reduced] = None
+    yield from found
+
+
+def fewer_groups(edit: Edit) -> None:
+    """Let the argument ``groups`` count those of this rank."""
+    assert edit.strategy is not None
+    out = edit.strategy.outputs[0]
+    assert isinstance(out, Shard)
+    edit["groups"] = int(edit["groups"]) * out.length(edit.index) // out.size
+
+
+# ---- positions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Window:
+    """What an output of a convolution or a pool reads along one dimension.
+
+    Attributes:
+        kernel, stride, dilation: along this dimension.
+        before: positions of padding before the first.
+    """
+
+    kernel: int
+    stride: int
+    dilation: int
+    before: int
+
+    @property
+    def reach(self) -> int:
+        """From the first to the last position that an output reads."""
+        return (self.kernel - 1) * self.dilation
+
+    def reads(self, start: int, stop: int) -> list[Range]:
+        """What outputs from ``start`` to ``stop`` read."""
+        return [(start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.reach + 1)]
+
+    def feeds(self, start: int, stop: int) -> list[Range]:
+        """The inputs that write to outputs from ``start`` to ``stop`` of a transposed convolution.
+
+        And those around them, until what they write covers all of the outputs.
+        """
+        low = min((start + self.before) // self.stride, -(-(start + self.before - self.reach) // self.stride))
+        high = max((stop - 1 + self.before) // self.stride, -(-(stop + self.before - self.reach - 1) // self.stride))
+        return [(low, high + 1)]
+
+
+def _by_position(call: Call, form: Form, d: int) -> Iterator[Strategy]:
+    spatial, dim = form.spatial, form.channels + 1 + d
+    name = POSITIONS[spatial][d]
+    padding = call["padding"]
+    kernel, dilation = form.weight.shape[2 + d], each(call["dilation"], spatial)[d]
+    same = padding == "same"
+    before = (kernel - 1) * dilation // 2 if same else 0 if padding == "valid" else each(padding, spatial)[d]
+    window = Window(kernel, each(call["stride"], spatial)[d], dilation, before)
+
+    def unpadded(edit: Edit, start: int, stop: int) -> None:
+        if same:  # it pads what it gets once more, and gives as much as that
+            edit.after(Trim(dim, before, stop - start))
+        elif padding != "valid":
+            put(edit, "padding", d, spatial, 0)
+
+    def written(edit: Edit, start: int, stop: int) -> None:
+        put(edit, "padding", d, spatial, 0)
+        put(edit, "output_padding", d, spatial, 0)
+        ((first, _),) = window.feeds(start, stop)
+        edit.after(Trim(dim, start - (first * window.stride - before), stop - start))
+
+    if form.transposed:
+        yield from by_position(call, name, "input", (dim, dim), window.feeds, written)
+    else:
+        yield from by_position(call, name, "input", (dim, dim), window.reads, unpadded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, islice, pairwise, product
+from itertools import accumulate, chain, islice, pairwise, product
 from string import ascii_uppercase
 
 import torch
@@ -34,17 +34,19 @@ def pieces(call: Call, whole: Place, parts: Sequence[Place], sizes: Sequence[int
     for place, n in zip(parts, sizes, strict=True):
         alike.setdefault(n, []).append(place)
     ways = {n: call.layouts(*places) or [even(n, call.degree)] for n, places in alike.items()}
-    choices = sorted(product(*(range(len(way)) for way in ways.values())), key=lambda c: (max(c) - min(c), c))
-    found: dict[tuple[Cuts, ...], None] = {}
-    for choice in islice(choices, MOST):
+    most = max(len(way) for way in ways.values())
+    together = (tuple(way[min(i, len(way) - 1)] for way in ways.values()) for i in range(most))
+    found: dict[tuple[Cuts, tuple[Cuts, ...]], None] = {}
+    for choice in islice(chain(together, product(*ways.values())), MOST):
         chosen = dict(zip(ways, choice, strict=True))
-        found[tuple(ways[n][chosen[n]] for n in sizes)] = None
-    for made in found:
-        yield shortest(joined(made)), list(made)
+        made = tuple(chosen[n] for n in sizes)
+        found[shortest(joined(made)), made] = None
     for cuts in call.layouts(whole):
         made = tuple(shortest(piece) for piece in _clipped(cuts, sizes))
-        if made not in found and _balanced(cuts, made, sizes):
-            yield cuts, list(made)
+        if _balanced(cuts, made, sizes):
+            found[cuts, made] = None
+    for cuts, made in found:
+        yield cuts, list(made)
 
 
 def _clipped(cuts: Cuts, sizes: Sequence[int]) -> list[Cuts]:

@@ -24,6 +24,7 @@ def multilinear(
     added: Value | None = None,
     names: Mapping[str, str] = NAMES,
     skip: str = "",
+    whole: Sequence[Value] = (),
 ) -> Iterator[Strategy]:
     """The strategies of a sum of products of its factors: shard any letter, or let a factor be a sum of summands.
 
@@ -34,6 +35,7 @@ def multilinear(
         added: what is added to the products, broadcast to the output.
         names: as in :func:`by_letters`.
         skip: letters that are not to be split.
+        whole: factors that do not come as summands (weights).
     """
     sizes: dict[str, int] = {}
     for i, letters in factors.items():
@@ -50,8 +52,9 @@ def multilinear(
     summed = "".join(letter for letter in sizes if letter not in output)
     yield from by_letters(call, inputs, [output], names=names, summed=summed, added=last, skip=skip)
     for i in factors:
-        if call.inputs[i].dtype.is_floating_point or call.inputs[i].dtype.is_complex:
-            yield call.strategy("summands", {j: PARTIAL for j in (i, *last)}, PARTIAL)
+        value = call.inputs[i]
+        if value not in whole and (value.dtype.is_floating_point or value.dtype.is_complex):
+            yield call.strategy("summands", dict.fromkeys((i, *last), PARTIAL), PARTIAL)
 
 
 def aligned(value: Value, letters: Sequence[str], output: Value) -> list[str | None]:
@@ -67,7 +70,7 @@ def linear(call: Call) -> Iterator[Strategy]:
     rows = list(_BATCH[: x.dim - 1])
     columns = ["n"] if weight.dim == 2 else []
     factors = {x.index: [*rows, "k"], weight.index: [*columns, "k"]}
-    yield from multilinear(call, factors, [*rows, *columns], added=call["bias"])
+    yield from multilinear(call, factors, [*rows, *columns], added=call["bias"], whole=[weight])
 
 
 @rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")
@@ -167,15 +170,15 @@ def chain(call: Call) -> Iterator[Strategy]:
 @rule("bilinear")
 def bilinear(call: Call) -> Iterator[Strategy]:
     """x (..., i), y (..., j), W (n, i, j), b (n) -> (..., n)."""
-    x, y = call["input1"], call["input2"]
+    x, y, weight = call["input1"], call["input2"], call["weight"]
     rows = [c for c in ascii_lowercase if c not in "ijn"][: x.dim - 1]
     factors: dict[int, Letters] = {
         x.index: [*rows, "i"],
         y.index: [*rows, "j"],
-        call["weight"].index: ["n", "i", "j"],
+        weight.index: ["n", "i", "j"],
     }
     names = {**NAMES, "i": "features of the left", "j": "features of the right"}
-    yield from multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names)
+    yield from multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names, whole=[weight])
 
 
 @rule("einsum")

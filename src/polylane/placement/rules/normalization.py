@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from polylane.placement.across import communicate, reduced_bytes
 from polylane.placement.call import Call, Edit, Place, Strategy, Value, by_letters
-from polylane.placement.moments import GroupNorm, InstanceNorm, LayerNorm, OverParts, RmsNorm, Unless
+from polylane.placement.empty import sparing
+from polylane.placement.moments import GroupNorm, InstanceNorm, LayerNorm, OverParts, RmsNorm
 from polylane.placement.placement import Cuts, Placement, Shard, divided, even
 from polylane.placement.rules.pointwise import dimensions
 from polylane.placement.rules.registry import rule
@@ -133,7 +135,7 @@ def instance_norm(call: Call) -> Iterator[Strategy]:
     if own and running:  # written in place, over all samples
         return
     letters = dimensions(x) if not own else [*dimensions(x)[:2], *[None] * (x.dim - 2)]
-    yield from by_letters(call, _per_channel(call, letters), [letters], names=_NAMES, local=_unless_empty)
+    yield from map(sparing, by_letters(call, _per_channel(call, letters), [letters], names=_NAMES))
     if own:
         yield from _space(call, InstanceNorm(math.prod(x.shape[2:]), call.outputs[0].dtype), math.prod(x.shape[:2]))
 
@@ -145,11 +147,6 @@ def _per_channel(call: Call, letters: _Letters) -> list[_Letters]:
     channels = letters[1:2]
     names = ("weight", "bias", "running_mean", "running_var")
     return _inputs(call, {"input": letters, **dict.fromkeys(names, channels)})
-
-
-def _unless_empty(edit: Edit) -> None:
-    if 0 in edit.input_shape(edit.call["input"].index)[:2] and not isinstance(edit.target, Unless):
-        edit.target = Unless(edit.target, (0, 1))
 
 
 @rule("batch_norm")
@@ -164,25 +161,14 @@ def batch_norm(call: Call) -> Iterator[Strategy]:
     inputs = _per_channel(call, letters)
     channels = letters[1] or ""
     others = every.replace(channels, "")
-    yield from by_letters(call, inputs, [letters], names=_NAMES, local=_unless_without_channels, skip=others)
+    yield from map(sparing, by_letters(call, inputs, [letters], names=_NAMES, skip=others))
     if not training:
         yield from by_letters(call, inputs, [letters], names=_NAMES, skip=channels)
     elif call.prefix:
         size = 4 * call["input"].shape[1] + 1
-        for strategy in by_letters(call, inputs, [letters], names=_NAMES, skip=channels):
-            yield Strategy(
-                strategy.name,
-                strategy.inputs,
-                strategy.outputs,
-                local=_over_parts,
-                sent=reduced_bytes(size, 8, call.degree, 1),
-                messages=2,
-            )
-
-
-def _unless_without_channels(edit: Edit) -> None:
-    if edit.input_shape(edit.call["input"].index)[1] == 0:
-        edit.target = Unless(edit.target, (1,))
+        sent = reduced_bytes(size, 8, call.degree, 1)
+        for strategy in by_letters(call, inputs, [letters], names=_NAMES, skip=channels, local=_over_parts):
+            yield replace(strategy, sent=sent, messages=2)
 
 
 def _over_parts(edit: Edit) -> None:
@@ -194,11 +180,10 @@ def _over_parts(edit: Edit) -> None:
 
 @rule("_weight_norm", "_weight_norm_interface")
 def weight_norm(call: Call) -> Iterator[Strategy]:
-    """v scaled to the norms g along a dimension (Salimans and Kingma, 2016): that dimension, no part of it empty."""
+    """v scaled to the norms g along a dimension (Salimans and Kingma, 2016): that dimension."""
     v, g, dim = call["v"], call["g"], call["dim"]
     if dim < 0:
         return
     for cuts in call.layouts(v.at(dim), g.at(dim), call.outputs[0].at(dim)):
         shard = Shard(dim, cuts)
-        if all(shard.length(i) for i in range(call.degree)):
-            yield call.strategy("filters", {v.index: shard, g.index: shard}, shard)
+        yield sparing(call.strategy("filters", {v.index: shard, g.index: shard}, shard))

@@ -14,11 +14,22 @@ ANY = "abcdefghijklmnopqrstuvwxyz"
 _UNTAGGED = (
     *("absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "complex", "divide"),
     *("fill", "fix", "floor_divide", "greater", "greater_equal", "hardswish", "imag", "isclose", "isreal", "less"),
-    *("less_equal", "log_sigmoid", "masked_fill", "multiply", "negative", "not_equal", "polar", "real", "subtract"),
+    *(
+        "less_equal",
+        "log_sigmoid",
+        "masked_fill",
+        "multiply",
+        "negative",
+        "not_equal",
+        "polar",
+        "real",
+        "rsub",
+        "subtract",
+    ),
     *("special_digamma", "special_erf", "special_erfc", "special_erfinv", "special_exp2", "special_expit"),
     *("special_expm1", "special_gammainc", "special_gammaincc", "special_gammaln", "special_i0", "special_log1p"),
     *("special_logit", "special_multigammaln", "special_ndtr", "special_polygamma", "special_psi", "special_round"),
-    *("special_sinc", "special_xlogy", "where", "zero", "_prelu_kernel", "__and__", "__or__", "__xor__"),
+    *("special_sinc", "special_xlogy", "true_divide", "where", "zero", "_prelu_kernel", "__and__", "__or__", "__xor__"),
     *("__lshift__", "__rshift__"),
 )
 # The value itself, in other memory, of another type, or without its gradient.

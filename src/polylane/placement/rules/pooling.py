@@ -1,1 +1,374 @@
-"""Pooling, padding and interpolation."""
+"""Pooling, padding, interpolation, and the folding of positions into channels and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from string import ascii_letters
+
+import torch
+from torch import Tensor
+
+from polylane.placement.call import Call, Edit, Strategy, by_letters
+from polylane.placement.empty import sparing
+from polylane.placement.halo import Pick, Range, Trim, Weighted, by_position, stretches
+from polylane.placement.placement import PARTIAL, Shard, repeated, scaled
+from polylane.placement.rules.convolution import POSITIONS, Window, each, fewer_groups, in_units, per_group, put
+from polylane.placement.rules.registry import rule
+
+
+def _by_kept(call: Call, kept: Sequence[int], spatial: int | None = None) -> Iterator[Strategy]:
+    """Cut dimensions that all inputs and outputs have in common, and that the operator leaves as they are.
+
+    Args:
+        kept: the dimensions.
+        spatial: how many dimensions of positions there are, behind samples and channels; None: who knows.
+    """
+    x = call.inputs[0]
+    letters = [ascii_letters[d] if d in kept else None for d in range(x.dim)]
+    names = {ascii_letters[d]: f"dim {d}" for d in kept}
+    if spatial is not None:
+        names |= {ascii_letters[x.dim - spatial - 1]: "channels", ascii_letters[x.dim - spatial - 2]: "samples"}
+    for strategy in by_letters(call, [letters] * len(call.inputs), [letters] * len(call.outputs), names=names):
+        yield sparing(strategy)
+
+
+def _by_sample_and_channel(call: Call, spatial: int) -> Iterator[Strategy]:
+    yield from _by_kept(call, range(call.inputs[0].dim - spatial), spatial)
+
+
+def _spatial(call: Call) -> int:
+    """The number in an operator's name: max_pool2d."""
+    return next(int(c) for c in call.base if c.isdigit())
+
+
+def _summands(call: Call) -> Iterator[Strategy]:
+    """What is linear works on summands."""
+    if call.outputs[0].dtype.is_floating_point or call.outputs[0].dtype.is_complex:
+        yield call.strategy("summands", {0: PARTIAL}, PARTIAL)
+
+
+# ---- pools -----------------------------------------------------------------------------------------------------------
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d")
+def max_pool(call: Call) -> Iterator[Strategy]:
+    """Samples, channels and positions."""
+    spatial = _spatial(call)
+    yield from _by_sample_and_channel(call, spatial)
+    if not call["self"].dtype.is_floating_point:
+        return
+    for d in range(spatial):
+        yield from _pool(call, spatial, d, each(call["dilation"], spatial)[d], -math.inf)
+
+
+@rule("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices")
+def max_pool_with_indices(call: Call) -> Iterator[Strategy]:
+    """Samples and channels: an index counts all positions."""
+    yield from _by_sample_and_channel(call, _spatial(call))
+
+
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def avg_pool(call: Call) -> Iterator[Strategy]:
+    """Samples, channels and positions; windows at the ends are weighted by what they hold."""
+    spatial = _spatial(call)
+    yield from _by_sample_and_channel(call, spatial)
+    yield from _summands(call)
+    for d in range(spatial):
+        yield from _pool(call, spatial, d, 1, 0.0, _weights(call, spatial, d))
+
+
+def _window(call: Call, spatial: int, d: int, dilation: int) -> Window:
+    kernel = each(call["kernel_size"], spatial)[d]
+    stride = each(call["stride"], spatial)[d] if call["stride"] else kernel
+    return Window(kernel, stride, dilation, each(call["padding"], spatial)[d])
+
+
+def _pool(
+    call: Call, spatial: int, d: int, dilation: int, value: float, weights: Sequence[float] = ()
+) -> Iterator[Strategy]:
+    dim = call["self"].dim - spatial + d
+    window = _window(call, spatial, d, dilation)
+
+    def local(edit: Edit, start: int, stop: int) -> None:
+        put(edit, "padding", d, spatial, 0)
+        own = weights[start:stop]
+        if any(weight != 1.0 for weight in own):
+            edit.after(Weighted(dim, own))
+
+    yield from by_position(call, POSITIONS[spatial][d], "self", (dim, dim), window.reads, local, value=value)
+
+
+def _weights(call: Call, spatial: int, d: int) -> list[float]:
+    """Of every output along a dimension: the window's size over how many positions of it count.
+
+    How many count in all is a product over the dimensions, so that each can be set right for itself.
+    """
+    dim = call["self"].dim - spatial + d
+    size, count = call["self"].shape[dim], call.outputs[0].shape[dim]
+    if call.arguments.get("divisor_override") is not None:
+        return [1.0] * count
+    window = _window(call, spatial, d, 1)
+    # With ceil_mode a window may reach beyond the padding; that never counts.
+    low, high = (-window.before, size + window.before) if call["count_include_pad"] else (0, size)
+    found = []
+    for o in range(count):
+        ((start, stop),) = window.reads(o, o + 1)
+        found.append(window.kernel / max(min(stop, high) - max(start, low), 1))
+    return found
+
+
+@rule(
+    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"
+)
+def adaptive_avg_pool(call: Call) -> Iterator[Strategy]:
+    """Samples and channels; positions where every output is the mean of as many, or where there is but one."""
+    x, out, spatial = call["self"], call.outputs[0], _spatial(call)
+    yield from _by_sample_and_channel(call, spatial)
+    yield from _summands(call)
+    for d in range(spatial):
+        dim = x.dim - spatial + d
+        if out.shape[dim] != 1:
+            yield from _by_blocks(call, "self", spatial, d)
+            continue
+        for cuts in call.layouts(x.at(dim)):
+            part = {x.index: Shard(dim, cuts)}
+            yield sparing(call.strategy(POSITIONS[spatial][d], part, PARTIAL, local=_mean_of_part))
+
+
+def _mean_of_part(edit: Edit) -> None:
+    assert edit.strategy is not None
+    part = edit.strategy.inputs[0]
+    assert isinstance(part, Shard)
+    edit.after(Scaled(part.length(edit.index) / part.size))
+
+
+class Scaled:
+    """A value times a number: ``scaled(x)``."""
+
+    __module__, __name__ = "polylane", "scaled"
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+def adaptive_max_pool(call: Call) -> Iterator[Strategy]:
+    """Samples and channels: an index counts all positions."""
+    yield from _by_sample_and_channel(call, _spatial(call))
+
+
+@rule("max_unpool2d", "max_unpool3d")
+def max_unpool(call: Call) -> Iterator[Strategy]:
+    """Samples and channels, of values and their indices alike."""
+    yield from _by_sample_and_channel(call, _spatial(call))
+
+
+# ---- interpolation ---------------------------------------------------------------------------------------------------
+
+
+def _by_blocks(call: Call, argument: str, spatial: int, d: int, taps: int = 0) -> Iterator[Strategy]:
+    """Positions where as many inputs become one output everywhere, or one input as many outputs.
+
+    Args:
+        taps: how many outputs' blocks of inputs (or how many inputs) on either side of its own an output reads.
+    """
+    x = call[argument]
+    dim = x.dim - spatial + d
+    n, m = x.shape[dim], call.outputs[0].shape[dim]
+    if min(n, m) < 1 or (n % m and m % n):
+        return
+    down, up = max(n // m, 1), max(m // n, 1)
+
+    def reads(start: int, stop: int) -> list[Range]:
+        return [(max((start // up - taps) * down, 0), min((-(-stop // up) + taps) * down, n))]
+
+    def local(edit: Edit, start: int, stop: int) -> None:
+        ((first, last),) = reads(start, stop)
+        if edit.arguments.get("output_size") is not None:
+            put(edit, "output_size", d, spatial, (last - first) * m // n)
+        if (last - first) * m // n != stop - start:
+            edit.after(Trim(dim, start - first * m // n, stop - start))
+
+    yield from by_position(call, POSITIONS[spatial][d], argument, (dim, dim), reads, local)
+
+
+@rule(
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+)  # fmt: skip
+def upsample(call: Call) -> Iterator[Strategy]:
+    """Samples and channels; without antialiasing also positions whose number is multiplied, or divided."""
+    argument = "input" if "input" in call.arguments else "self"
+    x, spatial = call[argument], call[argument].dim - 2
+    yield from _by_sample_and_channel(call, spatial)
+    yield from _summands(call)
+    if call.base.endswith("_aa"):  # torch's antialiasing is wrong where only one position is made (CPU, torch 2.13)
+        return
+    taps = 0 if "nearest" in call.base else 2 if "cubic" in call.base else 1
+    for d in range(spatial):
+        n, m = x.shape[2 + d], call.outputs[0].shape[2 + d]
+        # With aligned corners the distance of what is read depends on the whole size.
+        if (n == m or not call.arguments.get("align_corners")) and _is_regular(call, d, n, m):
+            yield from _by_blocks(call, argument, spatial, d, taps)
+
+
+_SCALES = ("scales_d", "scales_h", "scales_w", "scales")
+
+
+def _is_regular(call: Call, d: int, n: int, m: int) -> bool:
+    """Whether the factor is just that of the sizes, and rounds alike for every part of them."""
+    if min(n, m) < 1 or (n % m and m % n):
+        return False
+    given = call.arguments.get("scale_factors") or [
+        call.arguments.get(name) for name in _SCALES if name in call.arguments
+    ]
+    factor = given[d] if given else None
+    if factor is not None:
+        # The operator finds its output's size by this factor, so for every part.
+        blocks = range(min(n, m) + 1)
+        if factor != m / n or any(int(k * max(n // m, 1) * factor) != k * max(m // n, 1) for k in blocks):
+            return False
+    return "nearest" not in call.base or "exact" in call.base or _finds_nearest(n, m)
+
+
+@lru_cache(maxsize=256)
+def _finds_nearest(n: int, m: int) -> bool:
+    """Whether rounding lets every output find the input that it has by exact arithmetic."""
+    found = torch.ops.aten.upsample_nearest1d(torch.arange(n, dtype=torch.float64).view(1, 1, n), [m])
+    return bool((found.flatten() == torch.arange(m) * n // m).all())
+
+
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def grid_sampler(call: Call) -> Iterator[Strategy]:
+    """Samples, channels, and where samples are taken; x (N, C, ...), grid (N, ..., its dimensions)."""
+    x = call["input"]
+    names = dict(zip("ncdhw", ("samples", "channels", "depth", "height", "width"), strict=True))
+    places = "dhw"[-(x.dim - 2) :]
+    letters = [["n", "c", *[None] * len(places)], ["n", *places, None]]
+    for strategy in by_letters(call, letters, [["n", "c", *places]], names=names):
+        yield sparing(strategy)
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+@rule(
+    "pad", "constant_pad_nd", "_pad_circular", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d",
+)  # fmt: skip
+def pad(call: Call) -> Iterator[Strategy]:
+    """Any dimension; what is put at the ends of a cut one may come from another rank."""
+    x, mode = call["self"], _mode(call)
+    name = "pad" if "pad" in call.arguments else "padding"
+    amounts = list(call[name])
+    value = call.arguments.get("value") or 0
+    dims = {x.dim - 1 - j: (amounts[2 * j], amounts[2 * j + 1]) for j in range(len(amounts) // 2)}
+    yield from _by_kept(call, [d for d in range(x.dim) if dims.get(d, (0, 0)) == (0, 0)])
+    if mode != "constant" or not value:
+        yield from _summands(call)
+    for dim, ends in dims.items():
+        if ends != (0, 0) and (mode == "constant" or min(ends) >= 0):
+            yield from _padded(call, name, dim, mode, value)
+
+
+def _mode(call: Call) -> str:
+    named = {"constant_pad_nd": "constant", "_pad_circular": "circular", "pad": call.arguments.get("mode")}
+    return str(named.get(call.base) or ("reflect" if call.base.startswith("reflection") else "replicate"))
+
+
+def _padded(call: Call, name: str, dim: int, mode: str, value: float) -> Iterator[Strategy]:
+    x = call["self"]
+    n, at = x.shape[dim], 2 * (x.dim - 1 - dim)
+    before = int(call[name][at])
+    source = _source(mode, before, n)
+
+    def reads(start: int, stop: int) -> list[Range]:
+        if mode == "constant":
+            return [(start - before, stop - before)]
+        return stretches([source(p) for p in range(start, stop)])
+
+    def local(edit: Edit, start: int, stop: int) -> None:
+        edit[name] = [0 if i in (at, at + 1) else amount for i, amount in enumerate(edit[name])]
+        if mode == "constant":
+            return
+        given = [p for a, b in reads(start, stop) for p in range(a, b)]
+        where = {p: i for i, p in enumerate(given)}
+        wanted = [source(p) for p in range(start, stop)]
+        if wanted != given:
+            edit["self"] = edit.insert(Pick(dim, [where[p] for p in wanted]), edit["self"])
+
+    yield from by_position(call, f"dim {dim}", "self", (dim, dim), reads, local, value=value)
+
+
+def _source(mode: str, before: int, size: int) -> Callable[[int], int]:
+    """The position that each position of a padded dimension repeats."""
+
+    def reflected(p: int) -> int:
+        p = abs(p - before)
+        return 2 * (size - 1) - p if p >= size else p
+
+    if mode == "reflect":
+        return reflected
+    if mode == "circular":
+        return lambda p: (p - before) % size
+    return lambda p: min(max(p - before, 0), size - 1)
+
+
+# ---- positions and channels ------------------------------------------------------------------------------------------
+
+
+def _by_units(call: Call, name: str, dims: tuple[int, int], units: tuple[int, int]) -> Iterator[Strategy]:
+    """Cut dimensions of the input and the output that consist of as many units, of these sizes."""
+    x, out = call["self"], call.outputs[0]
+    count = x.shape[dims[0]] // units[0]
+    for cuts in in_units(call, count, [(x, dims[0], units[0]), (out, dims[1], units[1])]):
+        placed = {x.index: Shard(dims[0], scaled(cuts, units[0]))}
+        yield sparing(call.strategy(name, placed, Shard(dims[1], scaled(cuts, units[1]))))
+
+
+@rule("pixel_shuffle", "pixel_unshuffle")
+def pixel_shuffle(call: Call) -> Iterator[Strategy]:
+    """Channels become positions, r * r of them each, or the other way round: any dimension."""
+    x, up = call["self"], call.base == "pixel_shuffle"
+    r = int(call["upscale_factor" if up else "downscale_factor"])
+    yield from _by_kept(call, range(x.dim - 3), 2)
+    yield from _summands(call)
+    for name, dim, units in (
+        ("channels", x.dim - 3, (r * r, 1)), ("height", x.dim - 2, (1, r)), ("width", x.dim - 1, (1, r))
+    ):  # fmt: skip
+        yield from _by_units(call, name, (dim, dim), units if up else units[::-1])
+
+
+@rule("im2col", "col2im")
+def folded(call: Call) -> Iterator[Strategy]:
+    """x (N, C, H, W) to (N, C * kernel, blocks), or back: samples and channels."""
+    x = call["self"]
+    kernel, to_blocks = math.prod(each(call["kernel_size"], 2)), call.base == "im2col"
+    lead = x.dim - (3 if to_blocks else 2)
+    yield from _summands(call)
+    if lead:
+        yield from _by_units(call, "samples", (0, 0), (1, 1))
+    yield from _by_units(call, "channels", (lead, lead), (1, kernel) if to_blocks else (kernel, 1))
+
+
+@rule("channel_shuffle", "native_channel_shuffle")
+def channel_shuffle(call: Call) -> Iterator[Strategy]:
+    """x (N, groups * C, ...) to (N, C * groups, ...): a part of each group, or whole groups; all other dimensions."""
+    x, out, groups = call["self"], call.outputs[0], int(call["groups"])
+    yield from _by_kept(call, [d for d in range(x.dim) if d != 1], x.dim - 2)
+    yield from _summands(call)
+    size = x.shape[1] // max(groups, 1)
+    inside = [*in_units(call, size, [(out, 1, groups)]), *per_group(call, groups, size, [(x, 1)])]
+    for cuts in dict.fromkeys(inside):
+        placed = {x.index: Shard(1, repeated(cuts, size, groups))}
+        yield sparing(call.strategy("channels", placed, Shard(1, scaled(cuts, groups))))
+    whole = [*in_units(call, groups, [(x, 1, size)]), *per_group(call, size, groups, [(out, 1)])]
+    for cuts in dict.fromkeys(whole):
+        placed = {x.index: Shard(1, scaled(cuts, size))}
+        yield sparing(call.strategy("groups", placed, Shard(1, repeated(cuts, groups, size)), local=fewer_groups))

@@ -148,8 +148,8 @@ def variance(call: Call) -> Iterator[Strategy]:
     correction = float(call.arguments.get("unbiased", True) if given is None else given)
     count = math.prod(call.inputs[0].shape[d] for d in dims)
     root = call.base.startswith("std")
-    function = Variance(dims, keepdim, count, correction, root, call.base.endswith("mean"))
-    yield from _composite(call, function, REPLICATE if root else PARTIAL, 2 if root else 1)
+    function = Variance(dims, keepdim, count, correction, root, call.base.endswith("mean"), call.outputs[0].dtype)
+    yield from _composite(call, function, REPLICATE if root else PARTIAL, len(call.outputs) + root if root else 1)
 
 
 @rule("norm", "linalg_vector_norm")
@@ -215,3 +215,13 @@ def cosine_similarity(call: Call) -> Iterator[Strategy]:
     letters = [None if n <= 1 else ANY[d] for d, n in enumerate(out.shape)]
     letters.insert(along, None)
     yield from by_letters(call, broadcast(call, letters), [letters[:along] + letters[along + 1 :]])
+
+
+@rule("diff")
+def diff(call: Call) -> Iterator[Strategy]:
+    """Every dimension but the one along which neighbours are subtracted; summands too."""
+    x = call.inputs[0]
+    letters = _letters(x, [call["dim"] % max(x.dim, 1)])
+    yield from by_letters(call, [letters for _ in call.inputs], [letters])
+    if call.outputs[0].dtype.is_floating_point:
+        yield call.strategy("summands", {}, PARTIAL, default=PARTIAL)

@@ -1,0 +1,363 @@
+"""Attention over ranks: keys and values that go round, keys that stay where they are, causal queries in pieces."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.graph.precision import Within
+from polylane.placement.attend import Block, Gradients, Queries, Span, Sums, length, visible, wide
+from polylane.placement.move import Axis
+
+
+@dataclass(frozen=True)
+class Circle:
+    """Who needs which keys, and how far they travel: in every step each rank hands what it has to the next one.
+
+    Attributes:
+        queries: positions of every rank's queries.
+        keys: positions of every rank's keys.
+        causal: whether a query sees only the keys up to its own position.
+    """
+
+    queries: tuple[Span, ...]
+    keys: tuple[Span, ...]
+    causal: bool
+
+    @property
+    def degree(self) -> int:
+        """How many ranks there are."""
+        return len(self.keys)
+
+    def wanted(self, rank: int, block: int) -> bool:
+        """Whether any query of ``rank`` sees any key of ``block``."""
+        return visible(self.queries[rank % self.degree], self.keys[block % self.degree], self.causal) > 0
+
+    def passes(self, step: int, rank: int) -> bool:
+        """Whether a rank hands on what it has in a step: whether anybody further on needs it."""
+        block = rank - step
+        return any(self.wanted(further, block) for further in range(rank + 1, block + self.degree))
+
+    @property
+    def busiest(self) -> float:
+        """The time that all steps take, each as long as its busiest rank, as a share of all scores."""
+        every = range(self.degree)
+        steps = (
+            max(visible(self.queries[r], self.keys[(r - step) % self.degree], self.causal) for r in every)
+            for step in every
+        )
+        parts = ((q, k) for q in self.queries for k in self.keys)
+        return sum(steps) / max(sum(visible(q, k, self.causal) for q, k in parts), 1)
+
+    def traffic(self, per_key: int, backward: bool) -> tuple[int, int]:
+        """Bytes that the rank sends that sends most, and in how many messages, by bytes of one key and its value."""
+        n, sent = self.degree, [0] * self.degree
+        messages = 0
+        for step in range(n):
+            forward = [length(self.keys[(r - step) % n]) if self.passes(step, r) else 0 for r in range(n)]
+            back = [length(self.keys[(r - step) % n]) if step and self.wanted(r, r - step) else 0 for r in range(n)]
+            messages += any(forward) + (backward and (any(forward) or any(back)))
+            for r in range(n):
+                sent[r] += (1 + backward) * forward[r] + backward * back[r]
+        return max(sent) * per_key, messages
+
+
+class Ring:
+    """Attention whose queries, keys and values are all cut along the sequence: ``ring(axis, query, key, value, ...)``.
+
+    Keys and values go from rank to rank, and every rank sums up what its queries see of them; on the way back they go
+    round again, and their gradients straight home (Liu et al., Ring Attention with Blockwise Transformers, 2023).
+    The mask has all columns, and the rows of the own queries.
+    """
+
+    __module__ = "polylane"
+
+    def __init__(self, circle: Circle) -> None:
+        self.circle = circle
+        self.__name__ = "ring_attention"
+
+    def __call__(
+        self, axis: Axis, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        setting = (axis, self.circle, _factor(query, scale), enable_gqa)
+        return _applied(_Ring, setting, query, key, value, attn_mask)
+
+
+class Keys:
+    """Attention whose keys and values are cut, and whose queries are not: ``keys(axis, query, key, value, ...)``.
+
+    Every rank gives a summand of the value: what all its own keys add (the "split K" of Dao et al., Flash-Decoding,
+    2023). The mask has the own columns.
+
+    Args:
+        keys: positions of this rank's keys.
+        queries: positions of the queries where another axis has cut them; None: all.
+    """
+
+    __module__ = "polylane"
+
+    def __init__(self, keys: Span, queries: Span | None = None) -> None:
+        self.keys, self.queries = keys, queries
+        self.__name__ = "split_key_attention"
+
+    def __call__(
+        self, axis: Axis, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        queries = ((0, query.shape[-2]),) if self.queries is None else self.queries
+        setting = (axis, Circle((queries,), (self.keys,), is_causal), _factor(query, scale), enable_gqa)
+        return _applied(_Keys, setting, query, key, value, attn_mask)
+
+
+def _factor(query: Tensor, scale: float | None) -> float:
+    return 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
+
+
+def _applied(
+    function: type[torch.autograd.Function], setting: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """In the precision that autocast gives attention, and without autocast inside."""
+    device = query.device.type
+
+    def lowered(x: Tensor) -> Tensor:
+        eligible = x.is_floating_point() and x.dtype != torch.float64
+        return x.to(torch.get_autocast_dtype(device)) if eligible else x
+
+    if torch.is_autocast_enabled(device):
+        query, key, value = lowered(query), lowered(key), lowered(value)
+        mask = None if mask is None else lowered(mask)
+    with torch.autocast(device, enabled=False):
+        return function.apply(query, key, value, mask, *setting)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        axis: Axis, circle: Circle, factor: float, grouped: bool,
+    ) -> Tensor:  # fmt: skip
+        queries = Queries(query, mask, circle.queries[axis.index], circle.causal, factor, grouped)
+        sums, held = Sums(queries, key, value), _packed(key, value)
+        for step in range(circle.degree):
+            block = (axis.index - step) % circle.degree
+            if held is not None and circle.wanted(axis.index, block):
+                sums.add(queries, _unpacked(held, key, value, circle.keys[block]))
+            held, _ = _next(axis, circle, step, held, key, value)
+        out, logsum = sums.result()
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, out, logsum)
+        ctx.setting = axis, circle, factor, grouped
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, mask, out, logsum = ctx.saved_tensors
+        axis, circle, factor, grouped = ctx.setting
+        queries = Queries(query, mask, circle.queries[axis.index], circle.causal, factor, grouped)
+        way = _way_back(ctx, queries, grads[0], logsum, _overlap(grads[0], out, logsum))
+        of_key, of_value = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (key, value))
+        held: Tensor | None = _packed(key, value)
+        for step in range(circle.degree):
+            block, homeward = (axis.index - step) % circle.degree, None
+            if held is not None and circle.wanted(axis.index, block):
+                pair = way.add(_unpacked(held, key, value, circle.keys[block]))
+                if step:
+                    homeward = _packed(pair[0].to(key.dtype), pair[1].to(value.dtype))
+                else:
+                    of_key, of_value = pair
+            held, home = _next(axis, circle, step, held, key, value, homeward, backward=True)
+            if home is not None:
+                part = _unpacked(home, key, value, circle.keys[axis.index])
+                of_key, of_value = of_key + part.key, of_value + part.value
+        return *_given(ctx, way, of_key.to(key.dtype), of_value.to(value.dtype)), *[None] * 4
+
+
+def _next(
+    axis: Axis, circle: Circle, step: int, held: Tensor | None, key: Tensor, value: Tensor,
+    homeward: Tensor | None = None, backward: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """What the rank before hands on, and, on the way back, the gradients of the own keys by another rank's queries."""
+    n, me = circle.degree, axis.index
+    after, before, asking, home = (me + 1) % n, (me - 1) % n, (me + step) % n, (me - step) % n
+    returns = backward and step > 0
+    if not any(circle.passes(step, r) or (returns and circle.wanted(r, r - step)) for r in range(n)):
+        return None, None
+    pieces: list[Tensor | None] = [None] * n
+    shapes: list[tuple[int] | None] = [None] * n
+    pieces[me] = key.new_empty(0)  # so that even a rank that sends nothing says of which type
+    if circle.passes(step, me):
+        pieces[after] = held
+    if circle.passes(step, before):
+        shapes[before] = (_size(key, value, circle.keys[(before - step) % n]),)
+    if returns and circle.wanted(me, home):
+        pieces[home] = homeward
+    if returns and circle.wanted(asking, me):  # only the last step has the same neighbour, and hands nothing on
+        shapes[asking] = (_size(key, value, circle.keys[me]),)
+    parts = axis.exchange(pieces, shapes)
+    handed = parts[before] if circle.passes(step, before) else None
+    return handed, parts[asking] if returns and circle.wanted(asking, me) else None
+
+
+def _size(key: Tensor, value: Tensor, span: Span) -> int:
+    """Elements of the keys and values at ``span``."""
+    return sum(math.prod(x.shape[:-2]) * x.shape[-1] for x in (key, value)) * length(span)
+
+
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    """Both as one message."""
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+
+def _unpacked(both: Tensor, key: Tensor, value: Tensor, span: Span) -> Block:
+    """Keys and values at ``span``, in the form of the own ones."""
+    shapes = [(*x.shape[:-2], length(span), x.shape[-1]) for x in (key, value)]
+    keys, values = both.split([math.prod(shape) for shape in shapes])
+    return Block(keys.view(shapes[0]), values.view(shapes[1]), span, span)
+
+
+class _Keys(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        axis: Axis, circle: Circle, factor: float, grouped: bool,
+    ) -> Tensor:  # fmt: skip
+        queries = Queries(query, mask, circle.queries[0], circle.causal, factor, grouped)
+        sums = Sums(queries, key, value)
+        sums.add(queries, Block(key, value, circle.keys[0]))
+        sums.rescale(axis.maximum(sums.largest.clone()))
+        sums.total = axis.all_reduce(sums.total)
+        out, logsum = sums.result()
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, out, logsum)
+        ctx.setting = axis, circle, factor, grouped
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, mask, out, logsum = ctx.saved_tensors
+        axis, circle, factor, grouped = ctx.setting
+        queries = Queries(query, mask, circle.queries[0], circle.causal, factor, grouped)
+        overlap = axis.all_reduce(_overlap(grads[0], out, logsum).contiguous())
+        way = _way_back(ctx, queries, grads[0], logsum, overlap)
+        of_key, of_value = way.add(Block(key, value, circle.keys[0]))
+        return *_given(ctx, way, of_key.to(key.dtype), of_value.to(value.dtype)), *[None] * 4
+
+
+def _overlap(gradient: Tensor, out: Tensor, logsum: Tensor) -> Tensor:
+    dtype = logsum.dtype
+    return (gradient.to(dtype) * out.to(dtype)).sum(-1, keepdim=True).sum_to_size(logsum.shape)
+
+
+def _way_back(ctx: Any, queries: Queries, gradient: Tensor, logsum: Tensor, overlap: Tensor) -> Gradients:
+    query, mask = queries.query, queries.mask
+    of_query = torch.zeros_like(query, dtype=wide(query.dtype))
+    of_mask = torch.zeros_like(mask, dtype=wide(query.dtype)) if mask is not None and ctx.needs_input_grad[3] else None
+    return Gradients(queries, gradient, logsum, overlap, of_query, of_mask)
+
+
+def _given(ctx: Any, way: Gradients, of_key: Tensor, of_value: Tensor) -> tuple[Tensor | None, ...]:
+    mask = way.queries.mask
+    of_mask = way.mask.to(mask.dtype) if way.mask is not None and mask is not None else None
+    return way.query.to(way.queries.query.dtype), of_key, of_value, of_mask
+
+
+class Causal:
+    """Causal attention of some of the queries with all keys, as calls of torch's own operator on keys up to theirs.
+
+    Args:
+        function: torch's operator.
+        queries: positions of the queries in hand.
+    """
+
+    __module__ = "polylane"
+    PIECES = 8  # calls a rank makes: an eighth of its scores along the diagonal are computed in vain
+    LEAST = 64  # queries in a call
+
+    def __init__(self, function: Callable[..., Tensor], queries: Span) -> None:
+        self.function, self.queries = function, queries
+        self.__name__ = "causal_attention"
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = True, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        rows, at, parts = max(self.LEAST, -(-query.shape[-2] // self.PIECES)), 0, list[Tensor]()
+        pieces = [(first, min(first + rows, b)) for a, b in self.queries for first in range(a, b, rows)] or [(0, 0)]
+        for first, last in pieces:
+            seen, size = min(last, key.shape[-2]), last - first
+            mask = _lower(first, last, seen, _columns(_rows(attn_mask, at, size), seen), query.device)
+            parts.append(
+                self.function(
+                    query.narrow(-2, at, size), key.narrow(-2, 0, seen), value.narrow(-2, 0, seen), mask, 0.0, False,
+                    scale=scale, enable_gqa=enable_gqa,
+                )
+            )  # fmt: skip
+            at += size
+        return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
+
+
+def _rows(mask: Tensor | None, start: int, size: int) -> Tensor | None:
+    return mask if mask is None or mask.shape[-2] == 1 else mask.narrow(-2, start, size)
+
+
+def _columns(mask: Tensor | None, size: int) -> Tensor | None:
+    return mask if mask is None or mask.shape[-1] == 1 else mask.narrow(-1, 0, size)
+
+
+def _lower(first: int, last: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """The causal mask of queries at ``first`` to ``last``, with a mask of the user's; None where all keys are seen."""
+    if keys <= first + 1:
+        return mask
+    rows = torch.arange(first, last, device=device).unsqueeze(-1)
+    allowed = torch.arange(keys, device=device) <= rows
+    if mask is None:
+        return allowed
+    return allowed & mask if mask.dtype == torch.bool else mask.masked_fill(~allowed, -math.inf)
+
+
+class CausalMask:
+    """The rows of a causal mask, as a value: ``mask(query, key, attn_mask)``, with a mask of the user's or None."""
+
+    __module__ = "polylane"
+
+    def __init__(self, queries: Span) -> None:
+        self.queries = queries
+        self.__name__ = "causal_mask"
+
+    def __call__(self, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> Tensor:
+        every = [torch.arange(a, b, device=query.device) for a, b in self.queries]
+        rows = torch.cat(every) if every else torch.arange(0, device=query.device)
+        allowed = torch.arange(key.shape[-2], device=query.device) <= rows.unsqueeze(-1)
+        if attn_mask is None:
+            return allowed
+        return allowed & attn_mask if attn_mask.dtype == torch.bool else attn_mask.masked_fill(~allowed, -math.inf)
+
+
+class Heads:
+    """Some heads of keys or values, in the order of the queries' heads that use them: ``heads(x)``."""
+
+    __module__ = "polylane"
+
+    def __init__(self, heads: tuple[int, ...]) -> None:
+        self.heads = heads
+        self.__name__ = "select_heads"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.index_select(-3, torch.tensor(self.heads, dtype=torch.int64, device=x.device))
+
+
+def around(target: Any, function: Callable[..., Any]) -> Any:
+    """``function`` under the settings that ``target`` runs under."""
+    if not isinstance(target, Within):
+        return function
+    copied = copy.copy(target)
+    copied.target = around(target.target, function)
+    return copied

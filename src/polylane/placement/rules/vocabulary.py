@@ -1,0 +1,229 @@
+"""What a rank computes that has some of the classes only: its rows of a table, its logits of a softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from polylane.placement.move import Axis, summed
+
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for how a loss is reduced
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def position(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
+    """Where a rank that has some ranges of a dimension finds what an index names.
+
+    Returns:
+        The positions among its own, 0 where it has not got it, and whether it has got it.
+    """
+    at, own, length = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
+    for start, stop in ranges:
+        inside = (index >= start) & (index < stop)
+        at, own = torch.where(inside, index - start + length, at), own | inside
+        length += stop - start
+    return at, own
+
+
+def check_range(index: Tensor, size: int) -> None:
+    """Refuse, as an operator on the whole dimension does, what lies outside of it; waits for no device.
+
+    Raises:
+        RuntimeError: an index that is not one of ``size``; on an accelerator an assertion of the device.
+    """
+    torch._assert_async(((index >= 0) & (index < size)).all(), f"index out of range: not one of {size}")
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Rows of an embedding's table: those that this rank has, and zeros for others.
+
+    Attributes:
+        ranges: of the table's rows that this rank has.
+        size: number of rows of the whole table.
+        padding: the row that gets no gradient; -1: none.
+    """
+
+    ranges: Ranges
+    size: int
+    padding: int
+
+    __module__ = "polylane"
+    __name__ = "lookup"
+
+    def __call__(self, table: Tensor, indices: Tensor) -> Tensor:
+        """Table (rows in hand, f), indices (...) -> (..., f)."""
+        check_range(indices, self.size)
+        if not table.shape[0]:
+            return table.sum(0).expand(*indices.shape, table.shape[1])  # zeros that hang together with the table
+        at, own = position(indices, self.ranges)
+        padding, has = position(torch.tensor(self.padding), self.ranges)
+        rows = functional.embedding(at, table, int(padding) if has else None)
+        return rows.masked_fill_(~own.unsqueeze(-1), 0)
+
+
+@dataclass(frozen=True)
+class ClassLoss:
+    """Cross entropy or negative log likelihood, of some of the classes, of some of the samples, or of both.
+
+    Called like torch's operator on what is in hand. Where classes are cut, it never has all logits of a sample on one
+    rank (Shoeybi et al., Megatron-LM, section 3): ranks exchange the largest logit, the sum of exponentials and the
+    target's logit; the loss is then whole on each of them. A likelihood (logarithms are given) is linear in what it
+    reads, so that every rank gives a summand.
+
+    Attributes:
+        logits: whether scores are given (cross entropy), or logarithms of probabilities.
+        classes: how many there are, whole.
+        dtype: of the loss where scores come in a half-precision type.
+        ranges: of the classes that this rank has; None: all.
+    """
+
+    logits: bool
+    classes: int
+    dtype: torch.dtype
+    ranges: Ranges | None = None
+
+    __module__ = "polylane"
+    __name__ = "class_loss"
+
+    def of(self, ranges: Ranges) -> ClassLoss:
+        """The same on a rank that has some of the classes."""
+        return replace(self, ranges=ranges)
+
+    def __call__(
+        self,
+        scores: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        reduction: int = MEAN,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        *,
+        vocabulary: Axis | None = None,
+        counted: Sequence[Axis] = (),
+    ) -> Tensor:
+        """
+        Args:
+            scores: (C), (N, C) or (N, C, ...), in hand.
+            target: without the classes' dimension: which class; with it: a probability for each, in hand.
+            weight: (C), of all classes; of those in hand where targets are probabilities.
+            reduction, ignore_index, label_smoothing: as in torch.
+            vocabulary: the axis that cuts the classes.
+            counted: axes that cut the samples of a mean: the loss is then a summand of it.
+        """
+        half = scores.dtype in (torch.float16, torch.bfloat16)
+        dtype = self.dtype if half else scores.dtype
+        dim = 0 if scores.dim() == 1 else 1
+        if target.is_floating_point():
+            each = self._probable(scores, target, weight, label_smoothing, dim, vocabulary)
+            count: Any = each.numel()
+        else:
+            ignored = target == ignore_index
+            index = target.long().masked_fill(ignored, 0)
+            check_range(index, self.classes)
+            own = None if weight is None else weight.to(_wide(scores))
+            each = self._each(scores, index, own, label_smoothing, dim, vocabulary).masked_fill(ignored, 0)
+            count = (torch.ones_like(each) if own is None else own[index]).masked_fill(ignored, 0)
+        if reduction == NONE:
+            return each.to(dtype)
+        loss = each.sum()
+        if reduction == MEAN and isinstance(count, Tensor):
+            number = count.detach().sum()
+            for axis in counted:
+                number = axis.all_reduce(number)
+            loss = loss / number
+        elif reduction == MEAN:
+            loss = loss / count
+        return loss.to(dtype)
+
+    def _each(
+        self, scores: Tensor, index: Tensor, weight: Tensor | None, smoothing: float, dim: int, axis: Axis | None
+    ) -> Tensor:
+        """The loss of every sample, for the class that is right."""
+        ranges = self.ranges if self.ranges is not None else ((0, self.classes),)
+        if not self.logits:
+            at, own = position(index, ranges)
+            right = _taken(scores, at, own, dim)
+            return -right if weight is None else -right * weight[index]
+        smoothed: Tensor | None = None
+        share = smoothing / self.classes
+        if smoothing:
+            mine = scores.new_ones(self.classes, dtype=_wide(scores)) if weight is None else weight
+            smoothed = torch.cat([mine[start:stop] for start, stop in ranges] or [mine[:0]])
+        at, own = position(index, ranges)
+        normalizer, right, weighted = _Reduced.apply(scores, at, own, smoothed, dim, axis)  # type: ignore[no-untyped-call]
+        loss = normalizer - right
+        if weight is not None:
+            loss = loss * weight[index]
+        if smoothing:
+            total = self.classes if weight is None else weight.sum()
+            loss = loss * (1 - smoothing) + share * (total * normalizer - weighted)
+        return loss  # type: ignore[no-any-return]
+
+    def _probable(
+        self, scores: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, dim: int, axis: Axis | None
+    ) -> Tensor:
+        """The loss of every sample, for probabilities of the classes in hand."""
+        if smoothing:
+            target = target * (1 - smoothing) + smoothing / self.classes
+        if weight is not None:
+            target = target * weight.view([-1 if d == dim else 1 for d in range(scores.dim())])
+        none = torch.zeros((), dtype=torch.long, device=scores.device)
+        at = none.expand([n for d, n in enumerate(scores.shape) if d != dim])
+        normalizer, _, _ = _Reduced.apply(scores, at, torch.zeros_like(at, dtype=torch.bool), None, dim, axis)  # type: ignore[no-untyped-call]
+        both = torch.stack([target.sum(dim).to(normalizer.dtype), (target * scores.to(normalizer.dtype)).sum(dim)])
+        both = both if axis is None else summed(axis, both)
+        return both[0] * normalizer - both[1]  # type: ignore[no-any-return]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def _taken(x: Tensor, at: Tensor, own: Tensor, dim: int) -> Tensor:
+    """What lies at one position along ``dim``, without that dimension; 0 where it is another rank's."""
+    if not x.shape[dim]:
+        return x.sum(dim)  # zeros that hang together with x
+    return x.gather(dim, at.unsqueeze(dim)).squeeze(dim).masked_fill(~own, 0)
+
+
+class _Reduced(torch.autograd.Function):
+    """What a cross entropy needs of logits x, without the classes' dimension and whole on every rank.
+
+    These are the logarithm of the sum of exponentials, the logit at one position, and the sum of all with a weight for
+    each. Gradients are whole; the backward pass needs no communication, and of the size of x only x itself is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, at: Tensor, own: Tensor, weight: Tensor | None, dim: int, axis: Axis | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = x.to(_wide(x))
+        if weight is not None:
+            weight = weight.view([-1 if d == dim else 1 for d in range(x.dim())])
+        highest = wide.amax(dim) if x.shape[dim] else wide.new_full(at.shape, -torch.inf)
+        highest = highest if axis is None else axis.maximum(highest)
+        weighted = torch.zeros_like(highest) if weight is None else (wide * weight).sum(dim)
+        every = torch.stack([(wide - highest.unsqueeze(dim)).exp_().sum(dim), _taken(wide, at, own, dim), weighted])
+        every = every if axis is None else axis.all_reduce(every)
+        normalizer = every[0].log() + highest
+        ctx.dim = dim
+        ctx.save_for_backward(x, normalizer, at, own, weight)
+        return normalizer, every[1].clone(), every[2].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, normalizer, at, own, weight = ctx.saved_tensors
+        dim = ctx.dim
+        grad = (x.to(normalizer.dtype) - normalizer.unsqueeze(dim)).exp_().mul_(grads[0].unsqueeze(dim))
+        if x.shape[dim]:
+            grad.scatter_add_(dim, at.unsqueeze(dim), grads[1].masked_fill(~own, 0).unsqueeze(dim))
+        if weight is not None:
+            grad += weight * grads[2].unsqueeze(dim)
+        return grad.to(x.dtype), None, None, None, None, None
