@@ -1,4 +1,4 @@
-"""python -m benchmarks.tensor [gpt4 gpt16 wide1 wide32]: operators split over two workers, against one and torch's DTensor."""
+"""python -m benchmarks.tensor [gpt4 gpt16 wide1 wide32]: operators split over two workers, against one and DTensor."""
 
 from __future__ import annotations
 

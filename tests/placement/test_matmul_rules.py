@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -146,10 +147,8 @@ def test_inner(rows: list[int], columns: list[int], k: int, form: int, degree: i
 @given(st.data(), degrees)
 def test_tensordot(data: st.DataObject, degree: int) -> None:
     shared = data.draw(st.lists(st.integers(1, 4), max_size=2))
-    mine, theirs = (
-        data.draw(st.lists(st.integers(1, 4), max_size=2)),
-        data.draw(st.lists(st.integers(1, 4), max_size=2)),
-    )
+    free = st.lists(st.integers(1, 4), max_size=2)
+    mine, theirs = data.draw(free), data.draw(free)
     left = data.draw(st.permutations([*enumerate(shared), *((-1, n) for n in mine)]))
     right = data.draw(st.permutations([*enumerate(shared), *((-1, n) for n in theirs)]))
     dims = [[[i for i, _ in side].index(j) for j in range(len(shared))] for side in (left, right)]
@@ -175,7 +174,7 @@ def test_vecdot(shape: list[int], data: st.DataObject, degree: int) -> None:
 @brief
 @given(st.lists(sizes, min_size=3, max_size=5), st.booleans(), st.booleans(), degrees)
 def test_chains(lengths: list[int], row: bool, column: bool, degree: int) -> None:
-    shapes = [list(pair) for pair in zip(lengths, lengths[1:], strict=False)]
+    shapes = [list(pair) for pair in pairwise(lengths)]
     shapes[0] = shapes[0][row:]
     shapes[-1] = shapes[-1][: 2 - column]
     args = [tensor(*shape, seed=i) for i, shape in enumerate(shapes)]
@@ -189,7 +188,7 @@ def test_bilinear(rows: list[int], i: int, j: int, n: int, bias: bool, degree: i
     args = [tensor(*rows, i), tensor(*rows, j, seed=1), tensor(n, i, j, seed=2), tensor(n, seed=3) if bias else None]
     found = check(aten.bilinear.default, args, degree=degree)
     assert cut_outputs(found) == {d for d, size in enumerate([*rows, n]) if size > 1}
-    assert cut_alike(found) == (i > 1) + (j > 1)
+    assert cut_alike(found) == (i >= degree) + (j >= degree)
 
 
 # What dimensions of the output and what sums can be cut, where no size is 1.
@@ -222,13 +221,11 @@ def test_einsum(equation: str, data: st.DataObject, degree: int) -> None:
     found = check(aten.einsum.default, [equation, args], degree=degree)
     assert len(cut_outputs(found)) == outputs
     assert cut_alike(found) == sums
-    broadcast = [
-        tensor(
-            *(1 if data.draw(st.booleans()) and len(set(letters)) == len(letters) else lengths[c] for c in letters),
-            seed=i,
-        )
-        for i, letters in enumerate(operands)
-    ]
+    broadcast = []
+    for i, letters in enumerate(operands):
+        may = len(set(letters)) == len(letters)
+        shape = [1 if may and data.draw(st.booleans()) else lengths[c] for c in letters]
+        broadcast.append(tensor(*shape, seed=i))
     check(aten.einsum.default, [equation, broadcast], degree=degree)
 
 

@@ -64,7 +64,8 @@ class Queries:
         """The gradient of ``x`` from that of :meth:`every_head`."""
         if gradient.shape == x.shape:
             return gradient
-        return gradient.unflatten(-3, (x.shape[-3], gradient.shape[-3] // x.shape[-3])).sum(-3)
+        groups = (*gradient.shape[:-3], x.shape[-3], gradient.shape[-3] // max(x.shape[-3], 1))
+        return gradient.reshape(*groups, *gradient.shape[-2:]).sum(-3)
 
 
 @dataclass(frozen=True)

@@ -100,13 +100,26 @@ def joined(pieces: Sequence[Cuts]) -> Cuts:
     for cuts in pieces:
         offset = result[-1][-1] if result else 0
         result += [tuple(position + offset for position in segment) for segment in cuts]
-    return merged(tuple(result))
+    return shortest(tuple(result))
 
 
-def merged(cuts: Cuts) -> Cuts:
-    """The same cuts in their shortest form: without empty segments."""
-    kept = tuple(segment for segment in cuts if segment[0] < segment[-1])
-    return kept or cuts[:1]
+def shortest(cuts: Cuts) -> Cuts:
+    """The same parts in as few segments as there can be: where the ranks only ascend, two segments are one.
+
+    Parts that are equal have equal shortest forms, however they came about.
+    """
+    result: list[tuple[int, ...]] = []
+    last = -1
+    for segment in cuts:
+        owners = [i for i in range(len(segment) - 1) if segment[i] < segment[i + 1]]
+        if not owners:
+            continue
+        if result and owners[0] >= last:
+            before = result.pop()
+            segment = (*before[: owners[0] + 1], *segment[owners[0] + 1 :])
+        result.append(segment)
+        last = owners[-1]
+    return tuple(result) or cuts[:1]
 
 
 def scaled(cuts: Cuts, unit: int) -> Cuts:
@@ -129,7 +142,7 @@ def repeated(cuts: Cuts, size: int, times: int) -> Cuts:
 def inside(cuts: Cuts, start: int, stop: int) -> Cuts:
     """Cuts of the piece from ``start`` to ``stop`` of a dimension; ranks that have nothing of it get empty parts."""
     clipped = [tuple(min(max(p, start), stop) - start for p in segment) for segment in cuts]
-    return merged(tuple(clipped))
+    return shortest(tuple(clipped))
 
 
 def local_shape(shape: Sequence[int], placement: Placement, index: int) -> tuple[int, ...]:

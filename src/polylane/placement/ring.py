@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,9 +36,14 @@ class Circle:
         """How many ranks there are."""
         return len(self.keys)
 
+    @cached_property
+    def scores(self) -> tuple[tuple[int, ...], ...]:
+        """How many scores every rank's queries have with every rank's keys."""
+        return tuple(tuple(visible(q, k, self.causal) for k in self.keys) for q in self.queries)
+
     def wanted(self, rank: int, block: int) -> bool:
         """Whether any query of ``rank`` sees any key of ``block``."""
-        return visible(self.queries[rank % self.degree], self.keys[block % self.degree], self.causal) > 0
+        return self.scores[rank % self.degree][block % self.degree] > 0
 
     def passes(self, step: int, rank: int) -> bool:
         """Whether a rank hands on what it has in a step: whether anybody further on needs it."""
@@ -48,12 +54,8 @@ class Circle:
     def busiest(self) -> float:
         """The time that all steps take, each as long as its busiest rank, as a share of all scores."""
         every = range(self.degree)
-        steps = (
-            max(visible(self.queries[r], self.keys[(r - step) % self.degree], self.causal) for r in every)
-            for step in every
-        )
-        parts = ((q, k) for q in self.queries for k in self.keys)
-        return sum(steps) / max(sum(visible(q, k, self.causal) for q, k in parts), 1)
+        steps = (max(self.scores[r][(r - step) % self.degree] for r in every) for step in every)
+        return sum(steps) / max(sum(map(sum, self.scores)), 1)
 
     def traffic(self, per_key: int, backward: bool) -> tuple[int, int]:
         """Bytes that the rank sends that sends most, and in how many messages, by bytes of one key and its value."""
@@ -135,7 +137,7 @@ def _applied(
         query, key, value = lowered(query), lowered(key), lowered(value)
         mask = None if mask is None else lowered(mask)
     with torch.autocast(device, enabled=False):
-        return function.apply(query, key, value, mask, *setting)  # type: ignore[no-any-return, no-untyped-call]
+        return function.apply(query, key, value, mask, *setting)  # type: ignore[no-any-return]
 
 
 class _Ring(torch.autograd.Function):
@@ -145,7 +147,8 @@ class _Ring(torch.autograd.Function):
         axis: Axis, circle: Circle, factor: float, grouped: bool,
     ) -> Tensor:  # fmt: skip
         queries = Queries(query, mask, circle.queries[axis.index], circle.causal, factor, grouped)
-        sums, held = Sums(queries, key, value), _packed(key, value)
+        sums = Sums(queries, key, value)
+        held: Tensor | None = _packed(key, value)
         for step in range(circle.degree):
             block = (axis.index - step) % circle.degree
             if held is not None and circle.wanted(axis.index, block):
@@ -289,19 +292,29 @@ class Causal:
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = True, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        rows, at, parts = max(self.LEAST, -(-query.shape[-2] // self.PIECES)), 0, list[Tensor]()
-        pieces = [(first, min(first + rows, b)) for a, b in self.queries for first in range(a, b, rows)] or [(0, 0)]
-        for first, last in pieces:
+        at, parts = 0, list[Tensor]()
+        for first, last in self._pieces(query.shape[-2], attn_mask is None) or [(0, 0)]:
             seen, size = min(last, key.shape[-2]), last - first
-            mask = _lower(first, last, seen, _columns(_rows(attn_mask, at, size), seen), query.device)
+            mask = _columns(_rows(attn_mask, at, size), seen)
+            whole = first == 0 and mask is None  # torch's own causal attention
             parts.append(
                 self.function(
-                    query.narrow(-2, at, size), key.narrow(-2, 0, seen), value.narrow(-2, 0, seen), mask, 0.0, False,
+                    query.narrow(-2, at, size), key.narrow(-2, 0, seen), value.narrow(-2, 0, seen),
+                    None if whole else _lower(first, last, seen, mask, query.device), 0.0, whole,
                     scale=scale, enable_gqa=enable_gqa,
                 )
             )  # fmt: skip
             at += size
         return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
+
+    def _pieces(self, size: int, plain: bool) -> list[tuple[int, int]]:
+        """The positions of each call's queries."""
+        rows = max(self.LEAST, -(-size // self.PIECES))
+        found = []
+        for start, stop in self.queries:
+            step = max(stop - start, 1) if plain and start == 0 else rows
+            found += [(first, min(first + step, stop)) for first in range(start, stop, step)]
+        return found
 
 
 def _rows(mask: Tensor | None, start: int, size: int) -> Tensor | None:
@@ -314,10 +327,11 @@ def _columns(mask: Tensor | None, size: int) -> Tensor | None:
 
 def _lower(first: int, last: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
     """The causal mask of queries at ``first`` to ``last``, with a mask of the user's; None where all keys are seen."""
-    if keys <= first + 1:
-        return mask
-    rows = torch.arange(first, last, device=device).unsqueeze(-1)
-    allowed = torch.arange(keys, device=device) <= rows
+    return mask if keys <= first + 1 else _allowed(torch.arange(first, last, device=device), keys, mask)
+
+
+def _allowed(rows: Tensor, keys: int, mask: Tensor | None) -> Tensor:
+    allowed = torch.arange(keys, device=rows.device) <= rows.unsqueeze(-1)
     if mask is None:
         return allowed
     return allowed & mask if mask.dtype == torch.bool else mask.masked_fill(~allowed, -math.inf)
@@ -334,11 +348,7 @@ class CausalMask:
 
     def __call__(self, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> Tensor:
         every = [torch.arange(a, b, device=query.device) for a, b in self.queries]
-        rows = torch.cat(every) if every else torch.arange(0, device=query.device)
-        allowed = torch.arange(key.shape[-2], device=query.device) <= rows.unsqueeze(-1)
-        if attn_mask is None:
-            return allowed
-        return allowed & attn_mask if attn_mask.dtype == torch.bool else attn_mask.masked_fill(~allowed, -math.inf)
+        return _allowed(torch.cat(every or [torch.arange(0, device=query.device)]), key.shape[-2], attn_mask)
 
 
 class Heads:

@@ -10,9 +10,9 @@ from string import ascii_uppercase
 import torch
 
 from polylane.placement.call import Call, Edit, Place, Strategy, Value, by_letters
-from polylane.placement.placement import PARTIAL, Cuts, Shard, even, inside, joined
+from polylane.placement.placement import PARTIAL, Cuts, Shard, even, inside, joined, shortest
 from polylane.placement.rules.registry import rule
-from polylane.placement.rules.shape import broadcast, letters_of, nothing, shortest, summands
+from polylane.placement.rules.shape import broadcast, letters_of, nothing, summands
 
 aten = torch.ops.aten
 

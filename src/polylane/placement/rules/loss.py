@@ -1,1 +1,190 @@
-"""Losses."""
+"""Losses: by samples, elements, or classes; a mean over what is cut is a sum over ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from string import ascii_lowercase
+
+import torch
+
+from polylane.placement.across import reduced_bytes
+from polylane.placement.call import Call, Edit, Letters, Strategy, Value, by_letters
+from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Placement, Shard
+from polylane.placement.rules.registry import rule
+from polylane.placement.rules.vocabulary import MEAN, NONE, SUM, ClassLoss
+
+# Of every element for itself, all tensors broadcast.
+_ELEMENTWISE = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
+    *("binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss"),
+    "margin_ranking_loss",
+)
+
+
+@rule(*_ELEMENTWISE)
+def elementwise(call: Call) -> Iterator[Strategy]:
+    """Any dimension of all tensors together."""
+    letters, inputs = _broadcast(call.inputs)
+    yield from _by_rows(call, inputs, letters)
+
+
+@rule("triplet_margin_loss")
+def triplet(call: Call) -> Iterator[Strategy]:
+    """Three times (..., features), broadcast; by all dimensions but the last."""
+    letters, inputs = _broadcast(call.inputs)
+    yield from _by_rows(call, [[*own[:-1], None] if own else own for own in inputs], letters[:-1])
+
+
+@rule("cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss")
+def by_samples(call: Call) -> Iterator[Strategy]:
+    """Vectors (samples, features) with a target each (samples), or one vector; by samples."""
+    first = call.inputs[0]
+    if first.dim != 2:
+        return
+    weight = call.arguments.get("weight")
+    inputs = [
+        ["a", None][: value.dim] if value is not weight and value.dim and value.shape[0] == first.shape[0] else []
+        for value in call.inputs
+    ]
+    padded = [[*own, *[None] * (value.dim - len(own))] for own, value in zip(inputs, call.inputs, strict=True)]
+    yield from _by_rows(call, padded, ["a"], empty=False)
+
+
+@rule("ctc_loss")
+def ctc(call: Call) -> Iterator[Strategy]:
+    """Scores (time, samples, classes), targets (samples, length) in a rectangle; by samples."""
+    scores, targets = call["log_probs"], call["targets"]
+    if scores.dim != 3 or targets.dim != 2:
+        return
+    shapes: dict[int, Letters] = {scores.index: [None, "a", None], targets.index: ["a", None]}
+    yield from _by_rows(call, [shapes.get(value.index, ["a"]) for value in call.inputs], ["a"], empty=False)
+
+
+def _broadcast(values: Sequence[Value]) -> tuple[list[str], list[list[str | None]]]:
+    """Letters of all tensors broadcast together, and of each."""
+    shape = torch.broadcast_shapes(*(value.shape for value in values))
+    letters = list(ascii_lowercase[: len(shape)])
+    inputs: list[list[str | None]] = []
+    for value in values:
+        start = len(shape) - value.dim
+        inputs.append([letters[start + d] if n == shape[start + d] else None for d, n in enumerate(value.shape)])
+    return letters, inputs
+
+
+def _by_rows(
+    call: Call, inputs: Sequence[Letters], letters: Sequence[str], *, empty: bool = True
+) -> Iterator[Strategy]:
+    """Cut a dimension of what the loss is summed over, or of what it gives for each.
+
+    Args:
+        letters: of the losses before they are reduced.
+        empty: whether the operator runs on no sample.
+    """
+    reduction = call["reduction"]
+    output, summed = (letters, "") if reduction == NONE else ((), "".join(letters))
+    for strategy in by_letters(call, inputs, [output], names={"a": "batch"}, summed=summed, local=_on_own_rows):
+        if empty or all(shard.length(i) for shard in _shards(strategy) for i in range(call.degree)):
+            yield strategy
+
+
+def _shards(strategy: Strategy) -> list[Shard]:
+    return [placement for placement in strategy.inputs if isinstance(placement, Shard)]
+
+
+def _on_own_rows(edit: Edit) -> None:
+    """A mean of what is in hand counts for as much as there is in hand; a mean of nothing for nothing."""
+    assert edit.strategy is not None
+    shard = _shards(edit.strategy)[0]
+    for name in ("input_lengths", "target_lengths"):  # of ctc_loss, where they are numbers
+        if name in edit.arguments and not isinstance(edit.call[name], Value):
+            edit[name] = [n for start, stop in shard.ranges(edit.index) for n in edit[name][start:stop]]
+    if edit.call["reduction"] != MEAN:
+        return
+    length = shard.length(edit.index)
+    if length:
+        edit.after(operator.mul, length / shard.size)
+    else:
+        edit["reduction"] = SUM
+
+
+# ---- one of several classes ------------------------------------------------------------------------------------------
+
+
+@rule("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
+def of_classes(call: Call) -> Iterator[Strategy]:
+    """Scores (C), (N, C) or (N, C, ...); targets are classes, or for a cross entropy probabilities of all of them."""
+    yield from _by_targets(call)
+    yield from _by_classes(call)
+
+
+def _probable(call: Call) -> bool:
+    """Whether targets are probabilities."""
+    return bool(call["target"].dtype.is_floating_point)
+
+
+def _class_dim(call: Call) -> int:
+    return 0 if call["self"].dim == 1 else 1
+
+
+def _by_targets(call: Call) -> Iterator[Strategy]:
+    scores, target, weight = call["self"], call["target"], call["weight"]
+    each: list[str | None] = [*ascii_lowercase[: scores.dim]]
+    each[_class_dim(call)] = None
+    rows = [letter for letter in each if letter is not None]
+    inputs: list[Letters] = [[None]] * len(call.inputs)
+    inputs[scores.index], inputs[target.index] = each, each if _probable(call) else rows
+    if weight is not None:
+        inputs[weight.index] = [None]
+    mean = call["reduction"] == MEAN
+    counted = mean and not _probable(call)
+    output, summed = (rows, "") if call["reduction"] == NONE else ([], "".join(rows))
+    local = _counted if counted else _on_own_rows
+    for strategy in by_letters(call, inputs, [output], names={"a": "batch"}, summed=summed, local=local):
+        yield replace(strategy, messages=1, sent=reduced_bytes(1, 8, call.degree, 1)) if counted else strategy
+
+
+def _by_classes(call: Call) -> Iterator[Strategy]:
+    scores, target, weight, dim = call["self"], call["target"], call["weight"], _class_dim(call)
+    cross = call.base == "cross_entropy_loss"
+    places = [scores.at(dim)]
+    if _probable(call):
+        places += [target.at(dim), *([weight.at(0)] if weight is not None else [])]
+    samples = torch.Size(scores.shape).numel() // max(scores.shape[dim], 1)
+    sums = 3 + (call.arguments.get("label_smoothing", 0) > 0) if not _probable(call) else 5
+    for cuts in call.layouts(*places):
+        placed: dict[int, Placement] = {scores.index: Shard(dim, cuts)}
+        if _probable(call):
+            placed[target.index] = Shard(dim, cuts)
+            if weight is not None:
+                placed[weight.index] = Shard(0, cuts)
+        if cross:
+            sent = reduced_bytes(samples, max(scores.dtype.itemsize, 4), call.degree, sums)
+            messages = 3 if _probable(call) else 2
+            yield call.strategy(
+                "classes", placed, REPLICATE, default=REPLICATE, local=_cut_classes, sent=sent, messages=messages
+            )
+        else:
+            yield call.strategy("classes", placed, PARTIAL, default=SHARED, local=_cut_classes)
+
+
+def _class_loss(edit: Edit) -> ClassLoss:
+    """What is called in place of the operator; one axis may cut the classes, others the samples."""
+    if isinstance(edit.target, ClassLoss):
+        return edit.target
+    call = edit.call
+    return ClassLoss(call.base == "cross_entropy_loss", call["self"].shape[_class_dim(call)], call.outputs[0].dtype)
+
+
+def _counted(edit: Edit) -> None:
+    edit.target = _class_loss(edit)
+    edit["counted"] = [*edit.arguments.get("counted", []), edit.axis]
+
+
+def _cut_classes(edit: Edit) -> None:
+    assert edit.strategy is not None
+    shard = edit.strategy.inputs[edit.call["self"].index]
+    assert isinstance(shard, Shard)
+    edit.target = _class_loss(edit).of(shard.ranges(edit.index))
+    edit["vocabulary"] = edit.axis

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from string import ascii_lowercase
 
 from polylane.placement.call import Call, Letters, Strategy, Value, by_letters
-from polylane.placement.placement import PARTIAL
+from polylane.placement.placement import PARTIAL, Shard
 from polylane.placement.rules.registry import rule
 
 # Dimensions that are neither m, n nor k: those of a batch.
@@ -178,7 +178,10 @@ def bilinear(call: Call) -> Iterator[Strategy]:
         weight.index: ["n", "i", "j"],
     }
     names = {**NAMES, "i": "features of the left", "j": "features of the right"}
-    yield from multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names, whole=[weight])
+    for strategy in multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names, whole=[weight]):
+        features = [p for p in strategy.inputs if isinstance(p, Shard) and strategy.outputs == (PARTIAL,)]
+        if all(shard.length(i) for shard in features for i in range(call.degree)):  # torch refuses to sum over nothing
+            yield strategy
 
 
 @rule("einsum")

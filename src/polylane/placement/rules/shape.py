@@ -11,7 +11,18 @@ from typing import Any, NamedTuple
 import torch
 
 from polylane.placement.call import Call, Edit, Letters, Place, Strategy, Value, by_letters
-from polylane.placement.placement import PARTIAL, REPLICATE, Cuts, Placement, Shard, divided, inside, repeated, scaled
+from polylane.placement.placement import (
+    PARTIAL,
+    REPLICATE,
+    Cuts,
+    Placement,
+    Shard,
+    divided,
+    inside,
+    repeated,
+    scaled,
+    shortest,
+)
 from polylane.placement.rules.registry import rule
 
 aten = torch.ops.aten
@@ -28,25 +39,6 @@ class Block(NamedTuple):
     outer: int
     size: int
     inner: int
-
-
-def shortest(cuts: Cuts) -> Cuts:
-    """The same parts in as few segments as there can be: where the ranks only ascend, two segments are one.
-
-    Parts that are equal have equal shortest forms, however they came about.
-    """
-    result: list[tuple[int, ...]] = []
-    last = -1
-    for segment in cuts:
-        owners = [i for i in range(len(segment) - 1) if segment[i] < segment[i + 1]]
-        if not owners:
-            continue
-        if result and owners[0] >= last:
-            before = result.pop()
-            segment = (*before[: owners[0] + 1], *segment[owners[0] + 1 :])
-        result.append(segment)
-        last = owners[-1]
-    return tuple(result) or cuts[:1]
 
 
 def across(cuts: Cuts, source: Block, target: Block) -> Cuts | None:

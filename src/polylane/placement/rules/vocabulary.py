@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from polylane.placement.across import largest, total
 from polylane.placement.move import Axis, summed
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for how a loss is reduced
@@ -63,9 +64,17 @@ class Lookup:
         if not table.shape[0]:
             return table.sum(0).expand(*indices.shape, table.shape[1])  # zeros that hang together with the table
         at, own = position(indices, self.ranges)
-        padding, has = position(torch.tensor(self.padding), self.ranges)
-        rows = functional.embedding(at, table, int(padding) if has else None)
+        rows = functional.embedding(at, table, self._padding())
         return rows.masked_fill_(~own.unsqueeze(-1), 0)
+
+    def _padding(self) -> int | None:
+        """The row without a gradient, among those that this rank has."""
+        length = 0
+        for start, stop in self.ranges:
+            if start <= self.padding < stop:
+                return self.padding - start + length
+            length += stop - start
+        return None
 
 
 @dataclass(frozen=True)
@@ -134,10 +143,7 @@ class ClassLoss:
             return each.to(dtype)
         loss = each.sum()
         if reduction == MEAN and isinstance(count, Tensor):
-            number = count.detach().sum()
-            for axis in counted:
-                number = axis.all_reduce(number)
-            loss = loss / number
+            loss = loss / total(counted, count.sum())
         elif reduction == MEAN:
             loss = loss / count
         return loss.to(dtype)
@@ -149,10 +155,9 @@ class ClassLoss:
         ranges = self.ranges if self.ranges is not None else ((0, self.classes),)
         if not self.logits:
             at, own = position(index, ranges)
-            right = _taken(scores, at, own, dim)
+            right = _taken(scores, at, own, dim).to(_wide(scores))
             return -right if weight is None else -right * weight[index]
         smoothed: Tensor | None = None
-        share = smoothing / self.classes
         if smoothing:
             mine = scores.new_ones(self.classes, dtype=_wide(scores)) if weight is None else weight
             smoothed = torch.cat([mine[start:stop] for start, stop in ranges] or [mine[:0]])
@@ -162,8 +167,8 @@ class ClassLoss:
         if weight is not None:
             loss = loss * weight[index]
         if smoothing:
-            total = self.classes if weight is None else weight.sum()
-            loss = loss * (1 - smoothing) + share * (total * normalizer - weighted)
+            every = self.classes if weight is None else weight.sum()
+            loss = loss * (1 - smoothing) + smoothing / self.classes * (every * normalizer - weighted)
         return loss  # type: ignore[no-any-return]
 
     def _probable(
@@ -196,26 +201,27 @@ def _taken(x: Tensor, at: Tensor, own: Tensor, dim: int) -> Tensor:
 class _Reduced(torch.autograd.Function):
     """What a cross entropy needs of logits x, without the classes' dimension and whole on every rank.
 
-    These are the logarithm of the sum of exponentials, the logit at one position, and the sum of all with a weight for
-    each. Gradients are whole; the backward pass needs no communication, and of the size of x only x itself is kept.
+    These are the logarithm of the sum of exponentials, the logit at one position, and, where there are weights, the sum
+    of all with a weight for each. Gradients are whole; the backward pass needs no communication, and of the size of x
+    only x itself is kept.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, at: Tensor, own: Tensor, weight: Tensor | None, dim: int, axis: Axis | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = x.to(_wide(x))
+        wide, axes = x.to(_wide(x)), [] if axis is None else [axis]
         if weight is not None:
             weight = weight.view([-1 if d == dim else 1 for d in range(x.dim())])
         highest = wide.amax(dim) if x.shape[dim] else wide.new_full(at.shape, -torch.inf)
-        highest = highest if axis is None else axis.maximum(highest)
-        weighted = torch.zeros_like(highest) if weight is None else (wide * weight).sum(dim)
-        every = torch.stack([(wide - highest.unsqueeze(dim)).exp_().sum(dim), _taken(wide, at, own, dim), weighted])
-        every = every if axis is None else axis.all_reduce(every)
+        highest = largest(axes, highest)
+        sums = [(wide - highest.unsqueeze(dim)).exp_().sum(dim), _taken(wide, at, own, dim)]
+        sums += [] if weight is None else [(wide * weight).sum(dim)]
+        every = total(axes, torch.stack(sums))
         normalizer = every[0].log() + highest
         ctx.dim = dim
         ctx.save_for_backward(x, normalizer, at, own, weight)
-        return normalizer, every[1].clone(), every[2].clone()
+        return normalizer, every[1].clone(), every[-1].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
