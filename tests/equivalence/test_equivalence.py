@@ -14,6 +14,7 @@ from torch import nn
 
 import models
 from polylane.graph.graph import Graph
+from polylane.placement.placement import Shard
 from polylane.plan.plan import from_partition
 from polylane.plan.spec import Spec, parse
 from polylane.runtime.prepare import Objective, Prepared, prepare
@@ -80,8 +81,7 @@ def prepared_for(row: table.Row) -> Prepared:
     return replace(shared, plan=plan, objectives={"loss": objective_of(row)})
 
 
-def verdict_on(row: table.Row) -> Verdict:
-    prepared = prepared_for(row)
+def verdict_on(row: table.Row, prepared: Prepared) -> Verdict:
     before = copy.deepcopy(prepared.model.state_dict())
     batches = [case_of(row.model).batch(samples, step) for step, samples in enumerate(row.batches)]
     verdict = prove(prepared, batches, clip_norm=CLIP_NORM if row.optimizer == "adamw" else None, seed=7)
@@ -90,10 +90,15 @@ def verdict_on(row: table.Row) -> Verdict:
 
 
 def check(row: table.Row) -> None:
-    verdict = verdict_on(row)
+    prepared = prepared_for(row)
+    verdict = verdict_on(row, prepared)
     assert verdict.passed, f"{row}: worst {verdict.worst:.2g}, {verdict.culprit}"
     assert verdict.worst <= 1e-9 and verdict.replicas_equal and verdict.steps == 3
     assert any(d.gradient is not None for d in verdict.deviations)
+    for axis, split in (axis_split for layout in prepared.layouts.values() for axis_split in layout.splits.items()):
+        assert any(strategy.share < 1 for strategy in split.steps.values()), f"{row}: nothing is split over {axis}"
+        parameters = [p for key, p in split.sources.items() if key[0].startswith("parameter:")]
+        assert (axis == "tensor") == any(isinstance(p, Shard) for p in parameters), f"{row}: {axis}"
 
 
 @pytest.mark.parametrize("row", COVERING, ids=str)

@@ -8,15 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from split_checks import Ring as Shared
 from split_checks import ThreadAxis, call_for, check, graph_of, on_threads, uneven
 
 from polylane.graph.part import Part
 from polylane.graph.random_operators import attention as keyed
 from polylane.placement.attend import Block, Queries, Sums, tiles, visible
 from polylane.placement.call import Strategy
-from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Cuts, Shard, even, joined, scaled
+from polylane.placement.causal import Causal
+from polylane.placement.move import piece
+from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Cuts, Placement, Shard, even, joined
 from polylane.placement.rewrite import Split, rewrite
-from polylane.placement.ring import Causal, Circle, Keys, Ring
+from polylane.placement.ring import Circle, Keys, Ring
 from polylane.placement.rules.registry import strategies
 
 OP = "aten.scaled_dot_product_attention.default"
@@ -78,12 +81,22 @@ def test_causal_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @few
-@given(st.sampled_from([(1, 4), (2, 4), (2, 6), (3, 6), (4, 4), (4, 8)]), causal_masks, st.booleans(), st.booleans(), degrees)
+@given(
+    st.sampled_from([(1, 4), (2, 4), (2, 6), (3, 6), (4, 4), (4, 8)]),
+    causal_masks,
+    st.booleans(),
+    st.booleans(),
+    degrees,
+)
 def test_grouped_queries(sizes: tuple[int, int], kind: str, causal: bool, batched: bool, degree: int) -> None:
     few_heads, heads = sizes
     front = (2,) if batched else ()
-    args = [tensor(*front, heads, 4, 3), tensor(*front, few_heads, 4, 3, seed=1), tensor(*front, few_heads, 4, 2, seed=2)]
-    mask = mask_of(kind, heads, 4, 4)
+    args = [
+        tensor(*front, heads, 4, 3),
+        tensor(*front, few_heads, 4, 3, seed=1),
+        tensor(*front, few_heads, 4, 2, seed=2),
+    ]
+    mask = None if causal else mask_of(kind, heads, 4, 4)
     found = check(sdpa, [*args, mask, 0.0, causal], {"enable_gqa": True}, degree=degree)
     by_heads = [s for s in found if s.name == "heads"]
     assert by_heads
@@ -138,7 +151,7 @@ def odd(size: int, degree: int) -> list[Cuts]:
 def test_odd_cuts(degree: int, causal: bool, kind: str) -> None:
     args = [tensor(2, 4, 7, 3, seed=i) for i in range(3)]
     cuts = {("in", 0, 2): odd(7, degree), ("in", 1, 2): odd(7, degree), ("in", 0, 1): odd(4, degree)}
-    found = check(sdpa, [*args, mask_of(kind, 4, 7, 7), 0.0, causal], degree=degree, cuts=cuts)
+    found = check(sdpa, [*args, mask_of(kind, 1, 4, 7, 7), 0.0, causal], degree=degree, cuts=cuts)
     assert sum("ring" in s.name for s in found) >= 5
     assert sum(s.name == "keys" for s in found) >= 4
 
@@ -170,26 +183,45 @@ def test_dropped_where_only_values_have_heads() -> None:
     assert "heads" in names(check(keyed, call, degree=2, op=OP, part=part))
 
 
-# ---- two axes --------------------------------------------------------------------------------------------------------
+# ---- in a mesh -------------------------------------------------------------------------------------------------------
 
 
-def on_two_axes(args: list[Any], kwargs: dict[str, Any], chosen: tuple[Strategy, Strategy], degree: int) -> None:
-    """One strategy on each axis of a mesh of degree x degree, against the operator whole."""
+class Line:
+    """The ranks along one axis."""
+
+    def __init__(self, degree: int) -> None:
+        self.shared = Shared(degree)
+
+    def rank(self, index: int) -> ThreadAxis:
+        return ThreadAxis(self.shared, index)
+
+
+def on_a_mesh(
+    args: list[Any], kwargs: dict[str, Any], chosen: dict[str, Strategy], degree: int, source: Placement = REPLICATE
+) -> list[list[str]]:
+    """A strategy on each of one or two axes, against the operator whole; ``source``: how the inputs lie at first.
+
+    Returns:
+        The operators that every rank runs.
+    """
     leaves = [a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
     expected = sdpa(*leaves, **kwargs)
     seed = tensor(*expected.shape, grad=False)
     expected.backward(seed)
     graph, tensors = graph_of(sdpa, args, kwargs, expected)
     call = call_for(graph, degree, True)
-    sources = {(f"input:{i}", 0): REPLICATE for i in range(len(tensors))}
-    splits = {a: Split(degree, {"op": s}, sources) for a, s in zip("xy", chosen, strict=True)}
-    lines = [[SubAxis(degree) for _ in range(degree)] for _ in range(2)]
+    sources = {(f"input:{i}", 0): source for i in range(len(tensors))}
+    splits = {axis: Split(degree, {"op": s}, sources) for axis, s in chosen.items()}
+    lines = [[Line(degree) for _ in range(degree)] for _ in range(2)]
 
-    def work(axis: ThreadAxis) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        x, y = divmod(axis.index, degree)
+    def own_part(x: torch.Tensor, index: int) -> torch.Tensor:
+        return piece(x, source, index) if isinstance(source, Shard) else x
+
+    def work(axis: ThreadAxis) -> tuple[torch.Tensor, list[torch.Tensor], list[str]]:
+        x, y = axis.index % degree, axis.index // degree
         axes = {"x": lines[0][y].rank(x), "y": lines[1][x].rank(y)}
-        own = rewrite(graph, {"op": call}, splits, 1, {"x": x, "y": y})
-        given_ = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        own = rewrite(graph, {"op": call}, splits, 1, {a: axes[a].index for a in splits})
+        given_ = [own_part(t.detach(), x).clone().requires_grad_(t.requires_grad) for t in tensors]
         values: dict[Any, Any] = {}
         for node in own.nodes:
             if node.op == "placeholder":
@@ -201,25 +233,16 @@ def on_two_axes(args: list[Any], kwargs: dict[str, Any], chosen: tuple[Strategy,
                 a, k = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*a, **k)
         result.backward(seed)
-        return result.detach(), [t.grad for t in given_]
+        ran = [getattr(n.target, "__name__", "") for n in own.nodes if n.op == "call_function"]
+        return result.detach(), [t.grad for t in given_], ran
 
     whole = [x for x in leaves if isinstance(x, torch.Tensor)]
-    for value, grads in on_threads(degree * degree, work):
+    ranks = on_threads(degree ** len(chosen), work)
+    for index, (value, grads, _) in enumerate(ranks):
         torch.testing.assert_close(value, expected.detach(), rtol=1e-9, atol=1e-9)
         for grad, leaf in zip(grads, whole, strict=True):
-            torch.testing.assert_close(grad, leaf.grad, rtol=1e-9, atol=1e-9)
-
-
-class SubAxis:
-    """One line of a mesh."""
-
-    def __init__(self, degree: int) -> None:
-        from split_checks import Ring as Shared
-
-        self.shared = Shared(degree)
-
-    def rank(self, index: int) -> ThreadAxis:
-        return ThreadAxis(self.shared, index)
+            torch.testing.assert_close(grad, own_part(leaf.grad, index % degree), rtol=1e-9, atol=1e-9)
+    return [ran for _, _, ran in ranks]
 
 
 PAIRS = [
@@ -235,7 +258,18 @@ def test_two_axes(pair: tuple[str, str], few_heads: int) -> None:
     options = {"enable_gqa": few_heads < 4}
     graph, _ = graph_of(sdpa, args, options, sdpa(*args, **options))
     found = {s.name: s for s in strategies(call_for(graph, 2, True))}
-    on_two_axes(args, options, (found[pair[0]], found[pair[1]]), 2)
+    on_a_mesh(args, options, {"x": found[pair[0]], "y": found[pair[1]]}, 2)
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_sequences_become_heads(degree: int) -> None:
+    """All-to-all from parts of the sequence to heads (Jacobs et al., DeepSpeed-Ulysses, 2023)."""
+    args = [*(tensor(2, 5, 7, 3, seed=i) for i in range(3)), None, 0.0, True]
+    graph, _ = graph_of(sdpa, args, {}, sdpa(*args))
+    (heads,) = (s for s in strategies(call_for(graph, degree, True)) if s.name == "heads")
+    assert heads.inputs == (Shard(1, even(5, degree)),) * 3
+    for ran in on_a_mesh(args, {}, {"x": heads}, degree, source=Shard(2, even(7, degree))):
+        assert ran.count("all_to_all") == 3
 
 
 # ---- what a plan may believe -----------------------------------------------------------------------------------------
@@ -345,10 +379,3 @@ def test_online_softmax_of_no_keys_is_zero() -> None:
     sums = Sums(queries, k, k)
     sums.add(queries, Block(k, k, ()))
     assert not sums.result()[0].any()
-
-
-def test_a_sequence_is_cut_and_the_heads_follow() -> None:
-    """What all-to-all of the sequence for the heads needs (Jacobs et al., DeepSpeed-Ulysses, 2023)."""
-    found = offered(8, 2, True)
-    assert found["heads"].inputs == (Shard(1, even(4, 2)),) * 3
-    assert scaled(even(4, 2), 1) == even(4, 2)

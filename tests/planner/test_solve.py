@@ -133,7 +133,7 @@ def test_no_choice_is_better(model: Callable[[], nn.Module], purpose: str, rates
     seen = view(captured(model), 2, 2)
     demands = Demands(purpose, {"input:0": "shard(0)"} if purpose == "data" else {})
     choices = fewer(allowed(seen, options(seen, 2), 2, demands), 3 if len(seen.steps) < 6 else 2, random)
-    choice = choose(seen, choices, 2, Demands(purpose), rates=rates)
+    choice = choose(seen, choices, 2, Demands(purpose), rates=rates, gap=1e-7)
     setting, found = Setting(seen, 2, rates, {}), choice.report.prediction
     tried = [predict(setting, split) for split in every(choices, 2) if possible(setting, split)]
     least = min(limited(p, purpose) for p in tried)
@@ -173,7 +173,7 @@ def test_classes_change_nothing_where_blocks_are_alike() -> None:
     shared = choose(seen, offered, 2, Demands("tensor"))
     single = choose(seen, offered, 2, Demands("tensor"), hops=1000)
     assert shared.report.classes < single.report.classes
-    assert shared.report.prediction.seconds == pytest.approx(single.report.prediction.seconds, rel=1e-6)
+    assert shared.report.prediction.seconds == pytest.approx(single.report.prediction.seconds, rel=1e-3)
 
 
 def test_a_sequence_axis_cuts_inside_samples_and_keeps_parameters_whole() -> None:

@@ -259,7 +259,7 @@ def by_letters(
         inputs: a letter for every dimension of every input; None for what cannot be split. Dimensions with the same
             letter are cut alike.
         outputs: the same for every output. An input without the letter is replicated, its gradient partial.
-        names: letter -> the strategy's name; default "dim <letter>".
+        names: letter -> the strategy's name; default "dim 1", the number in the first output.
         summed: letters over which the operator sums products: the outputs are then partial.
         added: numbers of the inputs that are added at last (a bias): where the outputs are partial, they are too.
         local: what must change in each rank's call.
@@ -281,7 +281,8 @@ def by_letters(
                 i: _on(letters, letter, cuts, PARTIAL if letter in summed and i in added else rest)
                 for i, letters in enumerate(inputs)
             }
-            yield call.strategy((names or {}).get(letter, f"dim {letter}"), placed, given, local=local)
+            at = list(outputs[0]).index(letter) if letter in outputs[0] else letter
+            yield call.strategy((names or {}).get(letter, f"dim {at}"), placed, given, local=local)
 
 
 def _on(letters: Letters, letter: str, cuts: Cuts, otherwise: Placement) -> Placement:

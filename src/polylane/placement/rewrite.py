@@ -11,7 +11,9 @@ from torch import Tensor, fx
 from polylane.graph.sizes import Size
 from polylane.placement.call import Call, Edit, Strategy
 from polylane.placement.move import Move
-from polylane.placement.placement import REPLICATE, Placement, Shard
+from polylane.placement.move import name_of as collective
+from polylane.placement.placement import REPLICATE, Placement, Shard, gradient
+from polylane.placement.together import together
 from polylane.placement.view import Key, Sizes, bound, is_alias, key_of, name_of
 
 # A value's placement on every axis of the mesh, in the mesh's order.
@@ -110,10 +112,18 @@ class _Writer:
                 edit.axis, edit.index, edit.strategy = self.axes[axis], self.coordinates[axis], strategy
                 edit.call = replace(call, degree=self.splits[axis].degree)
                 strategy.local(edit)
+        if _returns(arguments) > 1:  # in the same order on all ranks
+            edit.target = together(edit.target)
         result = edit.emit()
         _label(self.graph, first, node)
         result.meta["stands"] = True
         return result
+
+
+def _returns(arguments: Mapping[str, Any]) -> int:
+    """How many of a call's arguments send their gradients through a collective of their own."""
+    moves = [value.target for value in arguments.values() if isinstance(value, fx.Node)]
+    return sum(isinstance(m, Move) and bool(collective(gradient(m.target), gradient(m.source))) for m in moves)
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -26,9 +26,12 @@ from polylane.planner.program import Solution
 
 # How much more memory than the least possible a faster split may take.
 SLACK = 0.05
-GAP = 1e-6
+GAP = 1e-4
 # What counts as equal.
 CLOSE = 1e-5
+# How far and how often the price of bytes is lowered.
+CHEAPER = 4.0
+LOWERINGS = 1
 
 
 @dataclass(frozen=True)
@@ -147,22 +150,31 @@ def choose(
 
 
 def _search(builder: Builder, slack: float, gap: float) -> tuple[float, Solution]:
-    """The least bytes, and the fastest solution that has little more of them.
+    """The least bytes, and a fast solution that has little more of them.
 
-    A limit on the bytes would make the program's relaxation loose. Bytes have a price instead, which is lowered as far
-    as the limit allows: the solution is the fastest of all that have no more bytes than itself. (Lagrangian relaxation;
-    the price is found on the lower convex hull of seconds and bytes.)
+    A limit on the bytes would make the program's relaxation loose, and the search long. Bytes have a price instead
+    (Lagrangian relaxation): what is found is the fastest of all solutions that have no more bytes than itself. The
+    price is raised along the lower convex hull of seconds and bytes until the limit is kept, then lowered again in
+    large steps while it is.
     """
-    fast = builder.program.solve(gap, builder.limited)
-    if not builder.limited or not len(fast.values) or fast.more <= 0:
+    program, bytes_ = builder.program, builder.limited
+    fast = program.solve(gap, bytes_)
+    if not bytes_ or not len(fast.values):
         return 0.0, fast
-    small = builder.program.solve(gap, builder.limited, math.inf)
+    small = program.solve(gap, bytes_, math.inf)
     least, most = small.more, (1 + slack) * small.more
-    while fast.more > most:
-        price = (small.cost - fast.cost) / (fast.more - small.more)
-        between = builder.program.solve(gap, builder.limited, price)
-        chord = small.cost + price * small.more
-        if between.cost + price * between.more >= chord * (1 - CLOSE):
+    too_low, price, found = 0.0, 0.0, fast
+    while found.more > most:
+        too_low, price = price, (small.cost - found.cost) / (found.more - small.more)
+        if price <= too_low * (1 + CLOSE):
             return least, small
-        fast, small = (between, small) if between.more > most else (fast, between)
-    return least, fast
+        found = program.solve(gap, bytes_, price)
+    for _ in range(LOWERINGS):
+        price /= CHEAPER
+        if price <= too_low:
+            break
+        other = program.solve(gap, bytes_, price)
+        if other.more > most:
+            break
+        found = other
+    return least, found

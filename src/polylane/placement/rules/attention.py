@@ -12,10 +12,12 @@ import torch
 from polylane.graph.precision import innermost
 from polylane.placement.attend import visible, wide
 from polylane.placement.call import Call, Edit, Letters, Place, Strategy, by_letters
+from polylane.placement.causal import Causal, CausalMask, Heads
 from polylane.placement.placement import PARTIAL, Cuts, Placement, Shard, divided, even, joined, scaled
 from polylane.placement.region import Regional
-from polylane.placement.ring import Causal, CausalMask, Circle, Heads, Keys, Ring, around
+from polylane.placement.ring import Circle, Keys, Ring
 from polylane.placement.rules.registry import rule
+from polylane.placement.together import around, together
 
 _ANY = "abcdefghijklmnopqrstuvwxyz"
 
@@ -53,12 +55,13 @@ def _samples_and_heads(call: Call) -> Iterator[Strategy]:
     names = {_ANY[d]: "batch" if d == 0 else f"dim {d}" for d in range(out.dim - 2)}
     if out.dim > 3:
         names[_ANY[out.dim - 3]] = "heads"
-    yield from by_letters(call, inputs, [[*letters, None, None]], names=names, local=_drawn if call.prefix else None)
+    yield from by_letters(call, inputs, [[*letters, None, None]], names=names, local=_part)
 
 
-def _drawn(edit: Edit) -> None:
-    """Where attention drops: draw what belongs to the part of the scores in hand."""
+def _part(edit: Edit) -> None:
+    """torch's own attention on a part; where it drops, what belongs to the part of the scores in hand."""
     assert edit.strategy is not None
+    edit.target = together(edit.target)
     cut = edit.strategy.outputs[0]
     if not edit.call.prefix or not isinstance(cut, Shard):
         return
@@ -109,7 +112,7 @@ def _grouped(edit: Edit) -> None:
             own = used
         if own != list(range(value.shape[-3])):
             edit[name] = edit.insert(Heads(tuple(own)), edit[name])
-    _drawn(edit)
+    _part(edit)
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------
@@ -131,12 +134,12 @@ def _some_queries(edit: Edit) -> None:
     assert edit.strategy is not None
     cut = edit.strategy.outputs[0]
     assert isinstance(cut, Shard)
+    _part(edit)
     queries = cut.ranges(edit.index)
     if edit.call.prefix:
         if edit.call["is_causal"]:
             mask = edit.insert(CausalMask(queries), edit["query"], edit["key"], edit["attn_mask"])
             edit["attn_mask"], edit["is_causal"] = mask, False
-        _drawn(edit)
     elif edit.call["is_causal"]:
         own = innermost(edit.target)
         edit.target = around(edit.target, Keys(own.keys, queries) if isinstance(own, Keys) else Causal(own, queries))

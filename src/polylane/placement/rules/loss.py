@@ -21,13 +21,20 @@ _ELEMENTWISE = (
     *("binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss"),
     "margin_ranking_loss",
 )
+# Their backward pass divides what it gives a tensor by that tensor's own size, and not by the number of losses: where a
+# tensor is broadcast along the dimension that is cut, the parts' gradients would not add up to the whole's.
+_OWN_MEAN = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 
 
 @rule(*_ELEMENTWISE)
 def elementwise(call: Call) -> Iterator[Strategy]:
     """Any dimension of all tensors together."""
     letters, inputs = _broadcast(call.inputs)
-    yield from _by_rows(call, inputs, letters)
+    skip = ""
+    if call.base in _OWN_MEAN and call["reduction"] == MEAN:
+        differentiated = [own for own, value in zip(inputs, call.inputs, strict=True) if value.gradient]
+        skip = "".join(letter for letter in letters if any(letter not in own for own in differentiated))
+    yield from _by_rows(call, inputs, letters, skip=skip)
 
 
 @rule("triplet_margin_loss")
@@ -74,17 +81,19 @@ def _broadcast(values: Sequence[Value]) -> tuple[list[str], list[list[str | None
 
 
 def _by_rows(
-    call: Call, inputs: Sequence[Letters], letters: Sequence[str], *, empty: bool = True
+    call: Call, inputs: Sequence[Letters], letters: Sequence[str], *, empty: bool = True, skip: str = ""
 ) -> Iterator[Strategy]:
     """Cut a dimension of what the loss is summed over, or of what it gives for each.
 
     Args:
         letters: of the losses before they are reduced.
         empty: whether the operator runs on no sample.
+        skip: letters that are not to be split.
     """
     reduction = call["reduction"]
     output, summed = (letters, "") if reduction == NONE else ((), "".join(letters))
-    for strategy in by_letters(call, inputs, [output], names={"a": "batch"}, summed=summed, local=_on_own_rows):
+    names = {"a": "batch"}
+    for strategy in by_letters(call, inputs, [output], names=names, summed=summed, local=_on_own_rows, skip=skip):
         if empty or all(shard.length(i) for shard in _shards(strategy) for i in range(call.degree)):
             yield strategy
 
