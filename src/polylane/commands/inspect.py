@@ -237,7 +237,7 @@ def _splits(prepared: Prepared) -> dict[str, dict[str, Any]]:
         shown = view(layout.graph, layout.samples, split.degree)
         setting = Setting(shown, split.degree, Rates(), dict(taken))
         pins = prepared.plan.pins(axis)
-        told = explain(setting, split, options(shown, split.degree), purpose=axis, pins=pins)
+        told = explain(setting, split, options(shown, split.degree), purpose=axis, pins=pins, whole=layout.whole)
         found[axis] = {**asdict(told), "lines": lines(told)}
         taken[axis] = split
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -90,7 +90,13 @@ class Explanation:
 
 
 def explain(
-    setting: Setting, split: Split, options: Options, *, purpose: str, pins: Mapping[str, str] | None = None
+    setting: Setting,
+    split: Split,
+    options: Options,
+    *,
+    purpose: str,
+    pins: Mapping[str, str] | None = None,
+    whole: Collection[str] = (),
 ) -> Explanation:
     """Tell what was chosen.
 
@@ -99,7 +105,12 @@ def explain(
         split: the choice.
         options: all that the rules offered.
         purpose, pins: as for :func:`~polylane.planner.solve.solve`.
+        whole: parameters that their optimizer must see whole.
     """
+    reasons = {
+        **dict.fromkeys(pins or {}, "pinned"),
+        **dict.fromkeys(whole, "its optimizer looks at all of it at once"),
+    }
     parameters = {key: s for key, s in setting.view.sources.items() if s.role[0] == "parameter"}
     summed = [key for key, s in parameters.items() if split.sources[key] == SHARED and s.value.gradient]
     return Explanation(
@@ -108,7 +119,7 @@ def explain(
         sum(parameter_bytes(setting, s, split.sources[key]) for key, s in parameters.items()),
         sum(setting.size(key) for key in parameters),
         sum(setting.size(key) for key in summed),
-        tuple(_kept(setting, split, options, pins or {})) if purpose == "tensor" else (),
+        tuple(_kept(setting, split, options, reasons)) if purpose == "tensor" else (),
     )
 
 
@@ -127,9 +138,9 @@ def lines(explanation: Explanation) -> list[str]:
 
 
 def _line(split: ModuleSplit) -> str:
-    words = [name for _, name in split.operators]
+    words = [in_words(name) for _, name in split.operators]
     if len(set(words)) > 1:
-        words = [f"{op} {name}" for op, name in split.operators]
+        words = [f"{op} {in_words(name)}" for op, name in split.operators]
     parts = [", ".join(dict.fromkeys(words))] if words else []
     for backward, text in ((False, "then"), (True, "backward")):
         told = [_told(c) for c in split.collectives if c.backward == backward]
@@ -138,9 +149,22 @@ def _line(split: ModuleSplit) -> str:
     return f"{split.module or 'model'}: {'; '.join(parts)}"
 
 
+def in_words(strategy: str) -> str:
+    """A strategy's name as people read it."""
+    if strategy.startswith("dim "):
+        return f"cut along {strategy}"
+    return _WHOLE.get(strategy, strategy)
+
+
+_WHOLE = {
+    "replicate": "whole on every rank",
+    "replicate, with partial gradients": "whole on every rank, gradients in summands",
+}
+
+
 def _told(collective: Collective) -> str:
     of = f" of {collective.what}" if collective.what else ""
-    return f"{collective.name}{of} ({_size(collective.sent)})"
+    return f"{collective.name.replace('_', '-')}{of} ({_size(collective.sent)})"
 
 
 def _size(size: float) -> str:
@@ -199,12 +223,12 @@ def _collectives(setting: Setting, moving: Moving) -> list[Collective]:
 # ---- parameters that stay whole --------------------------------------------------------------------------------------
 
 
-def _kept(setting: Setting, split: Split, options: Options, pins: Mapping[str, str]) -> Iterable[Kept]:
+def _kept(setting: Setting, split: Split, options: Options, reasons: Mapping[str, str]) -> Iterable[Kept]:
     found = []
     for key, source in setting.view.sources.items():
         if source.role[0] == "parameter" and isinstance(split.sources[key], Replicate):
             name = str(source.role[1])
-            reason = _reason(setting, split, options.sources[key], name, pins)
+            reason = _reason(setting, split, options.sources[key], name, reasons)
             found.append((name, (bytes_of(source.value), reason)))
     return [Kept(name, size, reason) for name, (size, reason) in _folded(found)]
 
@@ -214,10 +238,10 @@ def _reason(
     split: Split,
     offered: Sequence[Placement],
     name: str,
-    pins: Mapping[str, str],
+    reasons: Mapping[str, str],
 ) -> str:
-    if name in pins:
-        return "pinned"
+    if name in reasons:
+        return reasons[name]
     key = (f"parameter:{name}", 0)
     readers = [use for use in setting.uses[key] if use.step is not None]
     cuts = [p for p in offered if isinstance(p, Shard)]
@@ -234,7 +258,7 @@ def _reason(
         for use in readers
         if use.step is not None and not isinstance(split.steps[use.step.name].inputs[use.index], Shard)
     }
-    told = ", ".join(f"{base} needs it whole ({strategy})" for strategy, base in whole.items())
+    told = ", ".join(f"{base} needs it whole ({in_words(strategy)})" for strategy, base in whole.items())
     return f"smaller than what a cut would cost: {told}" if told else "smaller than what a cut would cost"
 
 

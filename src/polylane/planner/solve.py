@@ -162,6 +162,8 @@ def _search(builder: Builder, slack: float, gap: float) -> tuple[float, Solution
     if not bytes_ or not len(fast.values):
         return 0.0, fast
     small = program.solve(gap, bytes_, math.inf)
+    if not len(small.values):
+        return 0.0, small
     least, most = small.more, (1 + slack) * small.more
     too_low, price, found = 0.0, 0.0, fast
     while found.more > most:
@@ -169,6 +171,8 @@ def _search(builder: Builder, slack: float, gap: float) -> tuple[float, Solution
         if price <= too_low * (1 + CLOSE):
             return least, small
         found = program.solve(gap, bytes_, price)
+        if not len(found.values):
+            return least, small
     for _ in range(LOWERINGS):
         price /= CHEAPER
         if price <= too_low:
