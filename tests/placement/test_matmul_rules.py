@@ -128,8 +128,9 @@ def test_products_that_are_added(op: str, data: st.DataObject, alpha: float, bet
     bias = [1 if data.draw(st.booleans()) else size for size in kept]
     args = [tensor(*bias), tensor(*left, seed=1), tensor(*right, seed=2)]
     found = check(getattr(aten, op).default, args, {"alpha": alpha, "beta": beta}, degree=degree)
-    assert cut_outputs(found) == {d for d, size in enumerate(out) if size > 1}
-    assert cut_alike(found) == (0 if op == "addr" else (k > 1) + (op == "addbmm" and b > 1))
+    least = degree if op == "addmv" and bias != out else 2
+    assert cut_outputs(found) == {d for d, size in enumerate(out) if size >= least}
+    assert cut_alike(found) == (0 if op == "addr" else (k >= least) + (op == "addbmm" and b > 1))
     assert all(s.inputs[0] == PARTIAL for s in found if s.outputs[0] == PARTIAL)
 
 
@@ -187,7 +188,7 @@ def test_chains(lengths: list[int], row: bool, column: bool, degree: int) -> Non
 def test_bilinear(rows: list[int], i: int, j: int, n: int, bias: bool, degree: int) -> None:
     args = [tensor(*rows, i), tensor(*rows, j, seed=1), tensor(n, i, j, seed=2), tensor(n, seed=3) if bias else None]
     found = check(aten.bilinear.default, args, degree=degree)
-    assert cut_outputs(found) == {d for d, size in enumerate([*rows, n]) if size > 1}
+    assert cut_outputs(found) == {d for d, size in enumerate([*rows, n]) if size >= degree}
     assert cut_alike(found) == (i >= degree) + (j >= degree)
 
 

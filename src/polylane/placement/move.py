@@ -21,7 +21,7 @@ class Axis(Protocol):
     degree: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, the same bits everywhere; ``tensor`` may be overwritten."""
+        """The sum over all ranks, the same bits everywhere; ``tensor`` stays as it is."""
         ...
 
     def maximum(self, tensor: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def begin(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Callab
         if isinstance(target, Partial):
             return _done(x)
         if isinstance(target, Replicate):
-            return axis.begin_all_reduce(x.clone(memory_format=torch.contiguous_format))
+            return axis.begin_all_reduce(x.contiguous())
         return _reduce_scatter(axis, x, target)
     if isinstance(target, Shard):
         return _done(x) if target == source else _all_to_all(axis, x, source, target)

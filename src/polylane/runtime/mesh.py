@@ -15,6 +15,10 @@ from polylane.runtime.transport.protocol import Transport
 
 T = TypeVar("T")
 
+# Up to so many bytes two ranks swap what they have and add: over gloo a sum of 1 kB takes 0.2 ms so and 0.4 ms as a
+# collective, one of 512 kB 0.6 and 1.2, one of 2 MB 3.2 and 2.1.
+SWAPPED_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -62,11 +66,12 @@ class TransportAxis:
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         """The sum over all ranks, to be waited for."""
-        if self.degree == 2:  # one exchange: half the latency of a collective, and the same bytes
+        if self.degree == 2 and tensor.numel() * tensor.element_size() <= SWAPPED_BYTES:
             pieces: list[Tensor | None] = [tensor, tensor]
             swap = self.begin_exchange(pieces, [tensor.shape] * 2)
             return lambda: torch.add(*(part for part in swap() if part is not None))
-        pending = self._transport.all_reduce(tensor, sorted(self._ranks))
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        pending = self._transport.all_reduce(own, sorted(self._ranks))
         return self._timed(pending.wait)
 
     def _timed(self, wait: Callable[[], T]) -> Callable[[], T]:

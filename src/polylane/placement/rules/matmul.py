@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from string import ascii_lowercase
 
 from polylane.placement.call import Call, Letters, Strategy, Value, by_letters
@@ -84,7 +84,9 @@ def matmul(call: Call) -> Iterator[Strategy]:
 def added(call: Call) -> Iterator[Strategy]:
     """beta * self + alpha * (a product); ``self`` is broadcast."""
     bias, left, right = call.inputs
-    yield from _product(call, left, right, bias)
+    every = _product(call, left, right, bias)
+    # One number that is added to no rows remains one number (torch's addmv).
+    yield from _without_empty(call, every) if call.base == "addmv" and bias.shape != call.outputs[0].shape else every
 
 
 def _product(call: Call, left: Value, right: Value, bias: Value | None) -> Iterator[Strategy]:
@@ -178,9 +180,15 @@ def bilinear(call: Call) -> Iterator[Strategy]:
         weight.index: ["n", "i", "j"],
     }
     names = {**NAMES, "i": "features of the left", "j": "features of the right"}
-    for strategy in multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names, whole=[weight]):
-        features = [p for p in strategy.inputs if isinstance(p, Shard) and strategy.outputs == (PARTIAL,)]
-        if all(shard.length(i) for shard in features for i in range(call.degree)):  # torch refuses to sum over nothing
+    every = multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names, whole=[weight])
+    yield from _without_empty(call, every)  # torch refuses to sum over no features
+
+
+def _without_empty(call: Call, every: Iterable[Strategy]) -> Iterator[Strategy]:
+    """Those that give every rank something."""
+    for strategy in every:
+        shards = [placement for placement in strategy.inputs if isinstance(placement, Shard)]
+        if all(shard.length(i) for shard in shards for i in range(call.degree)):
             yield strategy
 
 
