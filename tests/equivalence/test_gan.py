@@ -60,7 +60,11 @@ def plain_loop(prepared: Prepared) -> tuple[list[float], dict[str, Tensor]]:
     return losses, copy.deepcopy(model.state_dict())
 
 
-@pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=3", "data=2,pipeline=2,microbatches=2"])
+PLANS = ("data=2", "pipeline=2,microbatches=3", "data=2,pipeline=2,microbatches=2")
+SPLIT = ("tensor=2", "tensor=3", "sequence=2", "data=2,tensor=2", "pipeline=2,tensor=2,microbatches=2")
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *SPLIT])
 def test_two_objectives_train_as_a_plain_loop_does(plan: str) -> None:
     prepared = prepare(network(), objectives_of(LOSSES, OPTIMIZERS, None), images(10, 0), plan, in_float64=True)
 
