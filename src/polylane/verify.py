@@ -23,6 +23,7 @@ from polylane.planner.layout import Layout, assembled
 from polylane.runtime.job import Job
 from polylane.runtime.lane import Tensors
 from polylane.runtime.launch import fork
+from polylane.runtime.materialize import Init, materialize, on_meta
 from polylane.runtime.prepare import Objective, Prepared, named_parameters, prepare
 from polylane.runtime.tracing import Trace, trace
 from polylane.runtime.weights import digest
@@ -102,6 +103,7 @@ def verify(
     clip_norm: float | None = None,
     seed: int = 0,
     tolerance: float = TOLERANCE,
+    init: Init | None = None,
 ) -> Verdict:
     """Train on ``batches`` twice, on one worker and by the plan, in float64, and compare.
 
@@ -112,6 +114,7 @@ def verify(
         plan: how the training is split; its workers are forked here.
         clip_norm, seed: as in training.
         tolerance: largest relative error that counts as rounding.
+        init: fills the tensors that a module itself owns, for a model on the meta device.
 
     Raises:
         PolylaneError: the plan does not fit the model.
@@ -119,7 +122,10 @@ def verify(
     """
     if not batches:
         raise PolylaneError("there is no batch to verify with")
-    model, objective = to_float64(_copied(model)), _in_float64(objective)
+    model, objective = _copied(model), _in_float64(objective)
+    if on_meta(model):  # a proof holds it against the whole
+        materialize(model, init, seed, torch.device("cpu"), lambda name, whole: whole)
+    model = to_float64(model)
     example = in_float64(batches[0])
     prepared = prepare(model, {objective.name: objective}, example, plan, in_float64=True)
     _see_that_it_runs(prepared, batches[0])

@@ -130,6 +130,7 @@ def prepare_once(request: Request, materials: Materials) -> Prepared:
         request.plan,
         batch_size=request.batch,
         evaluation=materials.test is not None,
+        init=materials.recipe.init,
     )
 
 
@@ -148,7 +149,13 @@ def apart(request: Request, world: World, tell: Tell) -> Outcome:
     """A worker that shares no memory with the others: rank 0 measures and decides, and its weights count."""
     materials = gather(request)
     prepared = prepare_together(
-        world, materials.model, materials.objectives, materials.example, request.plan, request.batch
+        world,
+        materials.model,
+        materials.objectives,
+        materials.example,
+        request.plan,
+        request.batch,
+        materials.recipe.init,
     )
     job = Job(
         prepared,

@@ -81,7 +81,7 @@ def _prove(
     batches = inputs.whole_batches(recipe, batch, steps, seed)
     objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
     say()
-    return verify(model, objective, batches, plan, clip_norm=clip_norm, seed=seed)
+    return verify(model, objective, batches, plan, clip_norm=clip_norm, seed=seed, init=recipe.init)
 
 
 def _show(verdict: Verdict) -> None:
