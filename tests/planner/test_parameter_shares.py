@@ -1,0 +1,40 @@
+"""No rank of tensor=4 holds more than 30% of the parameters, and what stays whole is told with its reason."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from models import example_case
+from polylane.cost.communicate import Rates
+from polylane.graph.capture import capture
+from polylane.graph.partition import Partition
+from polylane.placement.options import options
+from polylane.placement.placement import Replicate, local_shape
+from polylane.placement.view import view
+from polylane.plan.plan import from_partition
+from polylane.plan.spec import parse
+from polylane.planner.explain import explain, lines
+from polylane.planner.layout import choose_layout
+from polylane.planner.price import Setting
+
+GPT = {"layers": "6", "hidden": "64", "heads": "8", "seq_len": "32", "vocab": "128"}
+
+
+@pytest.mark.parametrize(("name", "settings"), [("gpt", GPT), ("digits", {"width": "16", "blocks": "2"})])
+def test_no_rank_holds_much_more_than_its_share(name: str, settings: dict[str, str]) -> None:
+    case = example_case(name, **settings)
+    graph = capture(case.model(), case.loss, case.batch(4, 0))
+    layout = choose_layout(graph, from_partition(Partition(graph, ()), parse("tensor=4"), 1), 4)
+    split, shown = layout.splits["tensor"], view(graph, 4, 4)
+    parameters = {key: s for key, s in shown.sources.items() if s.role[0] == "parameter"}
+    whole = sum(math.prod(s.value.shape) for s in parameters.values())
+    for rank in range(4):
+        held = sum(math.prod(local_shape(s.value.shape, split.sources[key], rank)) for key, s in parameters.items())
+        assert held <= 0.3 * whole, (rank, held / whole)
+    told = explain(Setting(shown, 4, Rates(), {}), split, options(shown, 4), purpose="tensor")
+    kept = {key[0].removeprefix("parameter:") for key in parameters if isinstance(split.sources[key], Replicate)}
+    assert bool(kept) == bool(told.kept)
+    assert all(each.reason for each in told.kept)
+    assert sum(line.startswith("whole on every rank") for line in lines(told)) == len(told.kept)
