@@ -92,6 +92,8 @@ latents         | 8 5 3 | sequence=2,tensor=2 | 1f1b 3 sgd
 ONLY_DATA = ("branching",)
 # A loss that is not made up of its samples' losses: there can be no microbatches.
 WHOLE_BATCHES = ("towers",)
+# Vectors through the user's own Python, which runs whole on every rank: there is no sequence to cut.
+UNSPLIT = (("custom_function", "sequence"),)
 
 
 @dataclass(frozen=True)
