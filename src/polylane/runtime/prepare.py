@@ -178,11 +178,7 @@ def prepare(
     leaves, rebuild = flatten(example)
     total = batch_size or sample_count(leaves)
     spec = parse(plan) if isinstance(plan, str) else plan
-    microbatches = spec.microbatches if isinstance(spec, Plan) else plans.default_microbatches(spec, total)
-    if microbatches > total:
-        raise PolylaneError(f"microbatches={microbatches}: a batch of {total} samples cannot be divided into so many")
-    if spec.data > total:
-        raise PolylaneError(f"data={spec.data}: a batch of {total} samples cannot be divided over so many replicas")
+    microbatches = _microbatches(spec, total)
     # What a worker will have in hand: the sizes that count for time and memory.
     hand = max(2, -(-total // (microbatches * spec.data)))
     part = few(leaves, min(hand, sample_count(leaves)))
@@ -199,12 +195,10 @@ def prepare(
         )
     main = next(iter(partitions.values()))
     chosen = spec if isinstance(spec, Plan) else plans.from_partition(main, spec, microbatches)
-    evaluations = {}
-    if evaluation:
-        evaluations = {
-            name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
-            for name, partition in partitions.items()
-        }
+    evaluations = {
+        name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
+        for name, partition in (partitions.items() if evaluation else ())
+    }
     layouts: dict[str, Layout] = {}
     if chosen.axes or meets:
         whole = whole_parameters(parameters, [o.optimizer for o in objectives.values()])
@@ -216,6 +210,16 @@ def prepare(
     for partition in evaluations.values():
         prepared.layout_of(partition)  # once, for all workers that are forked from here
     return prepared
+
+
+def _microbatches(spec: Spec | Plan, total: int) -> int:
+    """Into how many a batch of so many samples is divided."""
+    microbatches = spec.microbatches if isinstance(spec, Plan) else plans.default_microbatches(spec, total)
+    if microbatches > total:
+        raise PolylaneError(f"microbatches={microbatches}: a batch of {total} samples cannot be divided into so many")
+    if spec.data > total:
+        raise PolylaneError(f"data={spec.data}: a batch of {total} samples cannot be divided over so many replicas")
+    return microbatches
 
 
 def recaptured(
