@@ -55,9 +55,7 @@ class ThreadAxis:
         for i, (tensor, shape) in enumerate(zip(received, shapes, strict=True)):
             if i == self.index:
                 continue
-            assert (tensor is None) == (shape is None), (
-                f"rank {self.index} wants {shape} of {i}, which sends {tensor}"
-            )
+            assert (tensor is None) == (shape is None), f"rank {self.index} wants {shape} of {i}, which sends {tensor}"
             assert tensor is None or tuple(tensor.shape) == tuple(shape or ()), (tuple(tensor.shape), shape)
         return received
 

@@ -9,7 +9,7 @@ from torch import nn
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.materialize import materialize, shapes_only
-from training import batch_of, classify, workers
+from training import batch_of, workers
 
 CPU = torch.device("cpu")
 

@@ -67,7 +67,6 @@ class Call:
         written: numbers of the inputs that it writes in place.
         candidates: cuts that its neighbours may have, by dimension.
         prefix: how many leading positional arguments are not torch's (the part in hand, a key).
-        batch_dim: of keyed random operators: the dimension that holds the samples.
     """
 
     op: str
@@ -78,7 +77,6 @@ class Call:
     written: frozenset[int] = frozenset()
     candidates: Mapping[Place, tuple[Cuts, ...]] = field(default_factory=dict)
     prefix: int = 0
-    batch_dim: int | None = None
 
     @cached_property
     def base(self) -> str:
@@ -174,18 +172,17 @@ class Edit:
         prefix: Sequence[Any],
         arguments: dict[str, Any],
         positional: Sequence[str],
-        placed: Sequence[Mapping[str, Placement]],
         given: Sequence[Mapping[str, Placement]],
         coordinates: Mapping[str, int],
     ) -> None:
         """
         Args:
-            placed, given: of every input, of every output: its placement on each axis.
+            given: of every output: its placement on each axis.
             coordinates: this rank's index on each axis.
         """
         self.call, self.graph = call, graph
         self.target, self.prefix, self.arguments, self._positional = target, list(prefix), arguments, positional
-        self._placed, self._given, self._coordinates = placed, given, coordinates
+        self._given, self._coordinates = given, coordinates
         self._final: tuple[Any, ...] | None = None
         self._after: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.index = 0
@@ -201,10 +198,6 @@ class Edit:
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
         """The shape that this rank has of an output, with the splits of all axes."""
         return self._local(self.call.outputs[index].shape, self._given[index])
-
-    def input_shape(self, index: int) -> tuple[int, ...]:
-        """The shape that this rank has of an input, with the splits of all axes."""
-        return self._local(self.call.inputs[index].shape, self._placed[index])
 
     def _local(self, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> tuple[int, ...]:
         for axis, placement in placements.items():

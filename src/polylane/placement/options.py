@@ -104,12 +104,4 @@ class _Search:
 
 def _signature(call: Call, candidates: Mapping[Place, tuple[Cuts, ...]]) -> object:
     arguments = tuple((name, repr(value)) for name, value in call.arguments.items())
-    return (
-        call.op,
-        arguments,
-        call.inputs,
-        call.outputs,
-        call.written,
-        tuple(sorted(candidates.items())),
-        call.batch_dim,
-    )
+    return call.op, arguments, call.inputs, call.outputs, call.written, tuple(sorted(candidates.items()))

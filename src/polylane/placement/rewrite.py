@@ -103,7 +103,6 @@ class _Writer:
         edit = Edit(
             call, self.graph, node.target,
             fx.map_arg(node.args[:prefix], self.values.__getitem__), arguments, positional,
-            [{axis: s.inputs[i] for axis, s in chosen.items()} for i in range(len(call.inputs))],
             [{axis: s.outputs[i] for axis, s in chosen.items()} for i in range(len(call.outputs))],
             self.coordinates,
         )  # fmt: skip

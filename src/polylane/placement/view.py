@@ -245,7 +245,6 @@ def call_of(
         degree=degree,
         written=frozenset(i for i, n in enumerate(nodes) if id(n) in written),
         prefix=prefix,
-        batch_dim=node.args[2] if prefix == 3 else None,  # type: ignore[arg-type]
     )
     return call, tuple(reads)
 

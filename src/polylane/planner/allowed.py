@@ -75,7 +75,7 @@ def _collide(one: Strategy, other: Strategy) -> bool:
     mine, theirs = (*one.inputs, *one.outputs), (*other.inputs, *other.outputs)
     if any(_same_dim(a, b) for a, b in zip(mine, theirs, strict=True)):
         return True
-    # An operator that talks inside knows of one axis only.
+    # Not every operator that talks inside can do so along two axes; a rule has no way yet to say which one can.
     talks = (one.sent or one.messages) or (other.sent or other.messages)
     return bool(talks and one.local and other.local and _cut(mine) and _cut(theirs))
 

@@ -63,7 +63,10 @@ def max_pool(call: Call) -> Iterator[Strategy]:
         yield from _pool(call, spatial, d, each(call["dilation"], spatial)[d], -math.inf)
 
 
-@rule("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices")
+@rule(
+    "max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+)  # fmt: skip
 def max_pool_with_indices(call: Call) -> Iterator[Strategy]:
     """Samples and channels: an index counts all positions."""
     yield from _by_sample_and_channel(call, _spatial(call))
@@ -154,12 +157,6 @@ class Scaled:
 
     def __call__(self, x: Tensor) -> Tensor:
         return x * self.factor
-
-
-@rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
-def adaptive_max_pool(call: Call) -> Iterator[Strategy]:
-    """Samples and channels: an index counts all positions."""
-    yield from _by_sample_and_channel(call, _spatial(call))
 
 
 @rule("max_unpool2d", "max_unpool3d")
