@@ -85,3 +85,22 @@ def test_training_begins_and_goes_on_as_on_one_device(plan: str) -> None:
         assert losses == pytest.approx(expected[0], rel=1e-5)
         for name, value in state.items():
             torch.testing.assert_close(value, expected[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_tied_weight_is_cut_only_once_all_its_places_are_filled() -> None:
+    with torch.device("meta"):
+        model = Net()
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def keep(name: str, whole: torch.Tensor) -> torch.Tensor:
+        seen.append((name, tuple(whole.shape)))
+        return whole[:4].clone() if name == "second.weight" else whole
+
+    materialize(model, None, 3, CPU, keep)
+    with torch.device("meta"):
+        whole = Net()
+    materialize(whole, None, 3, CPU, lambda name, tensor: tensor)
+    assert ("second.weight", (8, 8)) in seen and len({name for name, _ in seen}) == len(seen)
+    assert model.third.weight is model.second.weight
+    assert torch.equal(model.second.weight, whole.second.weight[:4])
+    assert torch.equal(model.head.weight, whole.head.weight)

@@ -75,6 +75,35 @@ def test_an_optimizer_that_takes_norms_needs_whole_parameters() -> None:
     } or whole_parameters(named, [lambda p: torch.optim.Adafactor([q for _, q in p])]) == {name for name, _ in named}
 
 
+class RowWise(torch.optim.Optimizer):
+    """One rate for each row, as for large embedding tables."""
+
+    def __init__(self, parameters: Pairs) -> None:
+        super().__init__([{"params": [p for _, p in parameters]}], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.sub_(parameter.grad / parameter.grad.square().mean(-1, keepdim=True).sqrt().add(1e-3), alpha=0.01)
+
+
+def test_an_optimizer_that_looks_at_rows_needs_whole_parameters() -> None:
+    named = list(mlp(6, 8, 4).named_parameters())
+    assert whole_parameters(named, [lambda p: RowWise(list(p))]) == {name for name, _ in named}
+
+
+def test_bfloat16_goes_with_split_operators() -> None:
+    model = nn.Sequential(nn.Linear(6, 2), nn.LayerNorm(2), nn.Linear(2, 4))  # two features over three ranks
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0].float()), batch[1])
+
+    plan = "tensor=3,precision=bfloat16"
+    ((expected,),) = workers(lambda j: [j.step(batch_of(8)).loss], model, "data=1,precision=bfloat16", loss=loss)
+    for (found,) in workers(lambda j: [j.step(batch_of(8)).loss], model, plan, loss=loss):
+        assert found == pytest.approx(expected, rel=0.05)
+
+
 def test_a_worker_holds_its_part_and_saves_the_whole(tmp_path: Path) -> None:
     model = mlp(6, 16, 16, 4)
     whole = sum(p.numel() for p in model.parameters())

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from polylane.graph.sizes import Size
@@ -51,6 +52,7 @@ class _Writer:
     calls: Mapping[str, Call]
     sizes: Sizes
     aliases: Mapping[str, Key]
+    dtypes: Mapping[str, torch.dtype]
     graph: fx.Graph = field(default_factory=fx.Graph)
     axes: dict[str, fx.Node] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
@@ -111,12 +113,26 @@ class _Writer:
                 edit.axis, edit.index, edit.strategy = self.axes[axis], self.coordinates[axis], strategy
                 edit.call = replace(call, degree=self.splits[axis].degree)
                 strategy.local(edit)
+        if any(s.local is not None for s in chosen.values()) and name in self.dtypes:
+            edit.after(As(self.dtypes[name]))  # what stands in for the operator does as autocast lets that do
         if _returns(arguments) > 1:  # in the same order on all ranks
             edit.target = together(edit.target)
         result = edit.emit()
         _label(self.graph, first, node)
         result.meta["stands"] = True
         return result
+
+
+class As:
+    """A value in a dtype: ``as_(x)``."""
+
+    __module__, __name__ = "polylane", "as_"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
 
 
 def _returns(arguments: Mapping[str, Any]) -> int:
@@ -157,6 +173,7 @@ def rewrite(
     coordinates: Mapping[str, int],
     aliases: Mapping[str, Key] | None = None,
     leaving: Collection[str] = (),
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> fx.Graph:
     """What one rank runs of a graph.
 
@@ -169,11 +186,12 @@ def rewrite(
         aliases: as in :class:`~polylane.placement.view.View`.
         leaving: names of results that stay as they lie where they are made: they go to another stage. All others are
             whole on every rank.
+        dtypes: of what nodes give under autocast, by name.
 
     Returns:
         The code for this rank. Its first placeholders have the roles ("axis", name), the others are those of ``code``.
     """
-    writer = _Writer(splits, coordinates, calls, Sizes(samples), aliases or {})
+    writer = _Writer(splits, coordinates, calls, Sizes(samples), aliases or {}, dtypes or {})
     for name in splits:
         writer.axes[name] = axis = writer.graph.placeholder(f"axis_{name}")
         axis.meta["role"] = ("axis", name)

@@ -100,6 +100,7 @@ def bind(
         table["buffer", name] = buffers[name]
     table |= {("axis", name): axis for name, axis in mesh.axes.items()}
     autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
+    dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
     code = extract(partition, program.stage, tensors.device)
     runner = StageRunner(
         code=code,
@@ -107,9 +108,8 @@ def bind(
         gradients=frozenset(c.value for c in program.receives if c.requires_grad),
         device=tensors.device,
         autocast=autocast,
-        local=None if layout is None else Localized(code, partition, layout, mesh.coordinates),
+        local=None if layout is None else Localized(code, partition, layout, mesh.coordinates, dtypes),
     )
-    dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
     # The user's own Python may leave a parameter without a gradient.
     optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}

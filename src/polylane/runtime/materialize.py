@@ -59,11 +59,16 @@ def materialize(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         # Children first, as Module.apply does; shared modules once for each place, as it does too.
-        for path, module in _children_first(model, ""):
-            own = _emptied(module, device, names, made)
+        places = list(_children_first(model, ""))
+        # A tied weight, or one of a shared module, stays whole until the last of its places has been filled.
+        last = {id(t): i for i, (_, m) in enumerate(places) for t in _own(m) if t.is_meta}
+        waiting: dict[int, list[tuple[str, nn.Module, Tensor]]] = {}
+        for place, (path, module) in enumerate(places):
+            for name, tensor, before in _emptied(module, device, names, made):
+                waiting.setdefault(last[before], []).append((name, module, tensor))
             with torch.no_grad():
                 (init or default_init)(module)
-            for name, tensor in own.items():
+            for name, owner, tensor in waiting.pop(place, []):
                 if tensor.is_floating_point() and bool(tensor.isnan().any()):
                     raise PolylaneError(
                         f"{name} has no value: the model is on the meta device, and init({path or 'the model itself'}) "
@@ -74,8 +79,9 @@ def materialize(
                     tensor.data = kept
                 elif isinstance(tensor, nn.Parameter):
                     unkept[id(tensor)] = originals[name]
+                    tensor.data = tensor.data.new_empty(0)  # it is read no more
                 else:
-                    module._buffers[name.rpartition(".")[2]] = tensor.to("meta") if kept is None else kept
+                    owner._buffers[name.rpartition(".")[2]] = tensor.to("meta") if kept is None else kept
         for module in model.modules():
             for key, parameter in module._parameters.items():
                 module._parameters[key] = unkept.get(id(parameter), parameter)
@@ -87,21 +93,25 @@ def _children_first(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modu
     yield path, module
 
 
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    yield from (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
+
+
 def _emptied(
     module: nn.Module, device: torch.device, names: Mapping[int, str], made: dict[int, nn.Parameter]
-) -> dict[str, Tensor]:
-    """A module's own tensors that are on the meta device, now with memory; by their names in the model."""
-    own: dict[str, Tensor] = {}
+) -> list[tuple[str, Tensor, int]]:
+    """A module's own tensors that are on the meta device, now with memory: name in the model, tensor, former id."""
+    own: list[tuple[str, Tensor, int]] = []
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
             if id(parameter) not in made:  # tied ones are made once
-                made[id(parameter)] = own[names[id(parameter)]] = nn.Parameter(
-                    _unwritten(parameter, device), parameter.requires_grad
-                )
+                made[id(parameter)] = nn.Parameter(_unwritten(parameter, device), parameter.requires_grad)
+                own.append((names[id(parameter)], made[id(parameter)], id(parameter)))
             module._parameters[key] = made[id(parameter)]
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[key] = own[names[id(buffer)]] = _unwritten(buffer, device)
+            module._buffers[key] = _unwritten(buffer, device)
+            own.append((names[id(buffer)], module._buffers[key], id(buffer)))  # type: ignore[arg-type]
     return own
 
 

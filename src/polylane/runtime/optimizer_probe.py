@@ -30,19 +30,24 @@ def _not_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: Fa
     try:
         with torch.random.fork_rng(devices=[]):
             whole = _trained(factory, values, steps)
-            half = SIZE // 2
-            halves = [
-                _trained(factory, _rows(values, rows), [_rows(step, rows) for step in steps])
-                for rows in (slice(0, half), slice(half, SIZE))
-            ]
+            different = set[str]()
+            for dim in range(max(map(len, (v.shape for v in values.values())), default=0)):
+                halves = [
+                    _trained(factory, _part(values, dim, part), [_part(step, dim, part) for step in steps])
+                    for part in (slice(0, SIZE // 2), slice(SIZE // 2, SIZE))
+                ]
+                for n, value in whole.items():
+                    joined = torch.cat([half[n] for half in halves], min(dim, value.dim() - 1))
+                    if not torch.allclose(value, joined, rtol=1e-9, atol=0):
+                        different.add(n)
     except Exception:
         return {n for n, _ in cut}  # it takes none but the model's own parameters, so that nothing is known of it
-    joined = {n: torch.cat([half[n] for half in halves]) for n in whole}
-    return {n for n, value in whole.items() if not torch.allclose(value, joined[n], rtol=1e-9, atol=0)}
+    return different
 
 
-def _rows(values: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
-    return {n: v[rows] for n, v in values.items()}
+def _part(values: dict[str, torch.Tensor], dim: int, part: slice) -> dict[str, torch.Tensor]:
+    """Parts along a dimension, or along the last of what has fewer."""
+    return {n: v[(slice(None),) * min(dim, v.dim() - 1) + (part,)] for n, v in values.items()}
 
 
 def _trained(

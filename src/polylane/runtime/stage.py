@@ -174,7 +174,15 @@ def extract(partition: Partition, stage: int, device: torch.device) -> StageCode
 class Localized:
     """A stage's code as one rank of a mesh runs it: rewritten for every number of samples that comes."""
 
-    def __init__(self, whole: StageCode, partition: Partition, layout: Layout, coordinates: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        whole: StageCode,
+        partition: Partition,
+        layout: Layout,
+        coordinates: Mapping[str, int],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        self._dtypes = dtypes
         self.whole, self._layout, self._coordinates = whole, layout, coordinates
         self._nodes = {node.name: node for node in partition.graph.nodes}
         self._known: dict[int, StageCode] = {}
@@ -191,6 +199,7 @@ class Localized:
                 self._coordinates,
                 aliases=self._layout.view.aliases,
                 leaving=self.whole.outputs,
+                dtypes=self._dtypes,
             )
             overlap(graph)
             roles = tuple(n.meta["role"] for n in graph.nodes if n.op == "placeholder")
