@@ -134,7 +134,7 @@ def test_an_opaque_model_is_not_cut() -> None:
     graph = capture(models.Branching(), models.classify, models.vectors(4, 0))
     with pytest.raises(PolylaneError, match="the model is opaque and cannot be cut") as caught:
         balanced(graph, 2, estimate(graph))
-    assert "models.py" in str(caught.value)
+    assert "modules.py" in str(caught.value)
 
 
 # By hand -------------------------------------------------------------------------------------------------------------
