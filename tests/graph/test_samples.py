@@ -45,7 +45,7 @@ def test_in_batch_negatives_name_the_product() -> None:
     told = verdict(case.model(), case.loss, case.batch(6, 0))
     assert told is not None
     assert told.startswith("the loss is not a mean over samples: matmul in the model (")
-    assert "models.py:" in told
+    assert "modules.py:" in told
     assert "depend on the others" in told
 
 
