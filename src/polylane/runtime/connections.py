@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,6 +18,29 @@ Connect = Callable[..., Transport]
 SumReplicas = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Connections:
+    """What a worker reaches the others by.
+
+    Attributes:
+        transport: values between stages, gradients, objects.
+        statistics: sums batch statistics over the replicas of this worker's stage; None where each has its own.
+        mesh: the axes along which operators are split.
+        apart: further transports, whose collectives come in another order.
+    """
+
+    transport: Transport
+    statistics: SumReplicas | None
+    mesh: Mesh
+    apart: tuple[Transport, ...] = ()
+
+    def close(self) -> None:
+        """Leave together with all other workers: one that ends a group while another still talks may abort it."""
+        self.transport.barrier()
+        for transport in (*self.apart, self.transport):
+            transport.close()
+
+
 def connected(
     world: World,
     plan: Plan,
@@ -24,8 +48,8 @@ def connected(
     statistics: bool,
     connect: Connect,
     axes: Sequence[str] = (),
-) -> tuple[Transport, SumReplicas | None, Mesh]:
-    """The transport of a job, what sums batch statistics over the replicas of this worker's stage, and its mesh.
+) -> Connections:
+    """Open all that a job talks by.
 
     Args:
         world: this worker among all.
@@ -45,13 +69,13 @@ def connected(
     buckets = [bucket.ranks for each in programs for program in each for bucket in program.buckets]
     whole = [each for rank in ranks for each in (replica_of(plan, rank), plan.group(rank, plan.axes))]
     transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole, tuple(ranks)}))
-    mesh = _mesh(world, plan, connect, axes)
+    mesh, inner = _mesh(world, plan, connect, axes)
     if plan.data == 1 or not statistics or "data" in axes:
-        return transport, None, mesh
+        return Connections(transport, None, mesh, inner)
     # Statistics interleave with the gradients' own reductions, so they have groups of their own.
     apart = connect(world, [], replicas, tag=1, own_groups=True)
     members = plan.group(world.rank, ("data",))
-    return transport, lambda tensor: apart.all_reduce(tensor, members).wait(), mesh
+    return Connections(transport, lambda tensor: apart.all_reduce(tensor, members).wait(), mesh, (*inner, apart))
 
 
 def replica_of(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -59,15 +83,15 @@ def replica_of(plan: Plan, rank: int) -> tuple[int, ...]:
     return tuple(sorted(r for other in plan.column(rank) for r in plan.group(other, plan.axes)))
 
 
-def _mesh(world: World, plan: Plan, connect: Connect, axes: Sequence[str]) -> Mesh:
-    """The axes along which this worker's operators are split.
+def _mesh(world: World, plan: Plan, connect: Connect, axes: Sequence[str]) -> tuple[Mesh, tuple[Transport, ...]]:
+    """The axes along which this worker's operators are split, and what carries their collectives.
 
-    Their collectives interleave with gradients and with the values between stages, so they have channels of their own.
+    They interleave with gradients and with the values between stages, so they have channels of their own.
     """
     if not axes:
-        return Mesh()
+        return Mesh(), ()
     groups = sorted({plan.group(rank, (axis,)) for rank in range(world.size) for axis in axes})
     pairs = [(a, b) for group in groups for a in group for b in group if a != b]
     inner, waits = connect(world, pairs, groups, tag=2, own_groups=True), Waits()
     own = {axis: TransportAxis(plan.along(world.rank, axis), inner, waits) for axis in axes}
-    return Mesh(own, {name: axis.index for name, axis in own.items()}, waits)
+    return Mesh(own, {name: axis.index for name, axis in own.items()}, waits), (inner,)

@@ -109,9 +109,10 @@ class Job:
             name: programs_of(partition, self.plan, self._holders, True, prepared.layouts.get(name))
             for name, partition in prepared.partitions.items()
         }
-        self._transport, self._statistics, self._mesh = connected(
+        self._connections = connected(
             world, self.plan, self._programs.values(), _has_statistics(prepared), connect, prepared.axes
         )
+        self._transport = self._connections.transport
         self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
         column = self.plan.column(world.rank)
         self._buffers = Buffers(self._stage, column, self._tensors.buffers, world.device, self._transport)
@@ -208,8 +209,8 @@ class Job:
             self.plan,
             self._tensors,
             self._transport,
-            self._statistics,
-            self._mesh,
+            self._connections.statistics,
+            self._connections.mesh,
             layout,
         )
         return _Lane(partition, programs, worker)
@@ -498,9 +499,7 @@ class Job:
         """Wait for all messages and leave the other workers, if this job joined them."""
         if self._report is not None:
             self._report.complete()
-        self._transport.close()
-        if self.world.size > 1:
-            self._transport.barrier()  # a group that one worker ends while another still talks may abort from C++
+        self._connections.close()
         self.world.leave()
 
     def __enter__(self) -> Job:

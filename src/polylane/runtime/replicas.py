@@ -117,6 +117,7 @@ class Replicas:
 
     def close(self) -> None:
         """Leave the other workers, if this joined them."""
+        self._transport.barrier()
         self._transport.close()
         self._statistics.close()
         self.world.leave()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,7 +59,9 @@ class World:
             if name not in os.environ:
                 raise PolylaneError(f"RANK is set but {name} is not: start the workers with torchrun, or unset RANK")
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
-        return cls(rank, size, local_rank, device, backend, joined=True)
+        world = cls(rank, size, local_rank, device, backend, joined=True)
+        atexit.register(world.leave)  # gloo's threads must not outlive the interpreter
+        return world
 
     @classmethod
     def _of_existing_group(cls) -> World:

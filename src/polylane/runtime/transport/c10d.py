@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,6 +74,37 @@ class _Transfer:
         return self._wire if self._target is None else self._target
 
 
+@dataclass
+class _Groups:
+    """The process groups of one transport."""
+
+    channels: dict[Channel, tuple[dist.ProcessGroup, int]] = field(default_factory=dict)
+    sums: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    control: dist.ProcessGroup | None = None  # carries objects, which live on the CPU
+    made: list[dist.ProcessGroup] = field(default_factory=list)  # of these, those that are nobody else's
+
+    def make(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        """A new group; a collective over the whole world."""
+        group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=TIMEOUT)
+        if dist.get_rank() in ranks:
+            self.made.append(group)
+        return group
+
+    def release(self) -> None:
+        """End the groups made here, and hold none any more.
+
+        A group that lives on into the end of the interpreter may abort the process from one of gloo's threads, which
+        then still has a tensor of Python's to let go of.
+        """
+        for group in self.made:
+            with contextlib.suppress(ValueError):  # it has ended with the world
+                dist.destroy_process_group(group)
+        self.made.clear()
+        self.channels.clear()
+        self.sums.clear()
+        self.control = None
+
+
 class Transport:
     """The workers of a world over torch.distributed; the interface is :class:`~.protocol.Transport`.
 
@@ -104,35 +138,33 @@ class Transport:
         self._unsent: set[_Transfer] = set()
         has_tags = world.backend == "gloo"
         # Making a group is a collective over the whole world: every rank goes through the same lists, in their order.
-        self._channels = self._open_channels(channels, shared=has_tags)
-        self._groups = self._open_groups(groups, own_groups)
-        self._control: dist.ProcessGroup | None = None  # carries objects, which live on the CPU
+        self._groups = _Groups()
+        weakref.finalize(self, self._groups.release)  # with the transport, and at the latest before the interpreter
+        self._open_channels(channels, shared=has_tags)
+        self._open_groups(groups, own_groups)
         if self.size > 1:
-            self._control = _default_group() if has_tags else _new_group(range(self.size), backend="gloo")
+            control = _default_group() if has_tags else self._groups.make(range(self.size), backend="gloo")
+            self._groups.control = control
         if not has_tags:
             self._connect()
 
-    def _open_channels(self, channels: Iterable[Channel], shared: bool) -> dict[Channel, tuple[dist.ProcessGroup, int]]:
+    def _open_channels(self, channels: Iterable[Channel], shared: bool) -> None:
         """The group of each of this rank's channels, and the peer's rank in that group."""
-        opened: dict[Channel, tuple[dist.ProcessGroup, int]] = {}
         for sender, receiver in dict.fromkeys(channels):
             if sender == receiver or not {sender, receiver} <= set(range(self.size)):
                 raise ValueError(f"({sender}, {receiver}) is no channel between two of {self.size} workers")
-            group = _default_group() if shared else _new_group((sender, receiver))
+            group = _default_group() if shared else self._groups.make((sender, receiver))
             if self.rank in (sender, receiver):
                 peer = receiver if self.rank == sender else sender
-                opened[sender, receiver] = group, dist.get_group_rank(group, peer)
-        return opened
+                self._groups.channels[sender, receiver] = group, dist.get_group_rank(group, peer)
 
-    def _open_groups(self, groups: Iterable[Iterable[int]], own: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        opened: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    def _open_groups(self, groups: Iterable[Iterable[int]], own: bool) -> None:
         for ranks in dict.fromkeys(normalised(group, self.size) for group in groups):
             if len(ranks) == 1:
                 continue
-            group = _default_group() if len(ranks) == self.size and not own else _new_group(ranks)
+            group = _default_group() if len(ranks) == self.size and not own else self._groups.make(ranks)
             if self.rank in ranks:
-                opened[ranks] = group
-        return opened
+                self._groups.sums[ranks] = group
 
     def _connect(self) -> None:
         """Use every communicator once, in the same order everywhere.
@@ -140,10 +172,10 @@ class Transport:
         NCCL connects at the first use and waits there for the other side: left to the schedule, a ring of first uses
         would be a deadlock.
         """
-        for (sender, _), (group, there) in self._channels.items():
+        for (sender, _), (group, there) in self._groups.channels.items():
             token = torch.zeros(1, device=self._device)
             (group.send if self.rank == sender else group.recv)([token], there, 0).wait()
-        for group in self._groups.values():
+        for group in self._groups.sums.values():
             group.allreduce([torch.zeros(1, device=self._device)]).wait()
 
     def send(self, tensor: Tensor, peer: int) -> Pending:
@@ -190,66 +222,62 @@ class Transport:
         members = normalised(ranks, self.size)
         if members == (self.rank,) or tensor.numel() == 0:
             return Done(tensor)
-        if members not in self._groups:
+        if members not in self._groups.sums:
             raise ValueError(f"rank {self.rank} has no group {members}: declare it when the transport is made")
         self.counters.add("all_reduce", tensor)
         wire = as_sent(tensor)
         with (blame := _Blame(None, f"summing over ranks {members}", wire)):
-            work = self._groups[members].allreduce([torch.view_as_real(wire) if wire.is_complex() else wire])
+            work = self._groups.sums[members].allreduce([torch.view_as_real(wire) if wire.is_complex() else wire])
         return _Transfer(work, blame, wire, target=tensor.detach())
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`.protocol.Transport.all_gather_object`."""
         values: list[Any] = [value] * self.size
-        if self._control is not None:
+        if self._groups.control is not None:
             self.counters.add("object")
             with _Blame(None, "gathering objects"):
-                dist.all_gather_object(values, value, group=self._control)
+                dist.all_gather_object(values, value, group=self._groups.control)
         return values
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
         """See :meth:`.protocol.Transport.gather_object`."""
-        if self._control is None:
+        if self._groups.control is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == destination else None
         self.counters.add("object")
         with _Blame(None, f"gathering objects at rank {destination}"):
-            dist.gather_object(value, values, dst=destination, group=self._control)
+            dist.gather_object(value, values, dst=destination, group=self._groups.control)
         return values
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """See :meth:`.protocol.Transport.broadcast_object`."""
-        if self._control is None:
+        if self._groups.control is None:
             return value
         values = [value if self.rank == source else None]
         self.counters.add("object")
         with _Blame(source, "waiting for its object"):
-            dist.broadcast_object_list(values, src=source, group=self._control)
+            dist.broadcast_object_list(values, src=source, group=self._groups.control)
         return values[0]
 
     def barrier(self) -> None:
         """See :meth:`.protocol.Transport.barrier`."""
-        if self._control is not None:
+        if self._groups.control is not None:
             with _Blame(None, "waiting for all ranks"):
-                dist.barrier(group=self._control)
+                dist.barrier(group=self._groups.control)
 
     def close(self) -> None:
         """See :meth:`.protocol.Transport.close`."""
         while self._unsent:
             next(iter(self._unsent)).wait()
+        self._groups.release()
 
     def _channel(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup, int]:
         try:
-            return self._channels[sender, receiver]
+            return self._groups.channels[sender, receiver]
         except KeyError:
             raise ValueError(
                 f"rank {self.rank} has no channel from {sender} to {receiver}: declare it when the transport is made"
             ) from None
-
-
-def _new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=TIMEOUT)
-    return group
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -66,7 +66,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for what is still being sent. The process group stays: it is the world's."""
+        """Wait for what is still being sent, and end this worker's side; the world's own process group stays."""
         ...
 
 
