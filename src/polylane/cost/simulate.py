@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, Kind
+from polylane.schedule.stage_graph import StageGraph
 
 _Step = tuple[Kind, int, int]  # kind, stage, microbatch: what another stage may wait for
 _Needs = list[tuple[_Step, float]]  # what must have ended, and the ticks it then takes to arrive
@@ -17,18 +18,20 @@ def play(
     forward: float | Sequence[float],
     backward: float | Sequence[float],
     hop: float = 0,
+    graph: StageGraph | None = None,
 ) -> Timeline:
     """Run each stage's lane in exactly its order, every action as early as its inputs allow.
 
-    A forward waits for the forward of the stage before, a backward for the stage's own forward and for the backward of
-    the stage after; what comes from another stage arrives ``hop`` ticks after it was computed, and travelling keeps no
-    stage from computing. Whole numbers stay whole, so that theory can be checked exactly.
+    A forward waits for the forwards of the stages before, a backward for the stage's own forward and for the backwards
+    of the stages after; what comes from another stage arrives ``hop`` ticks after it was computed, and travelling keeps
+    no stage from computing. Whole numbers stay whole, so that theory can be checked exactly.
 
     Args:
         lanes: ``lanes[s]`` holds the forwards and backwards of stage s, first to last.
         forward: ticks of one forward, the same on all stages or one number for each stage.
         backward: ticks of one backward, likewise.
         hop: ticks from one stage to the next.
+        graph: which stages feed which; default: a chain.
 
     Returns:
         The timeline in ticks; rank = stage.
@@ -38,6 +41,11 @@ def play(
             of another kind; or lanes that can never proceed, with the action that is blocked and what it waits for.
     """
     _check(lanes)
+    if not lanes:
+        return Timeline((), ranks=0, unit="ticks")
+    graph = StageGraph.chain(len(lanes)) if graph is None else graph
+    if graph.stages != len(lanes):
+        raise ValueError(f"the graph has {graph.stages} stages, there are {len(lanes)} lanes")
     ticks = {
         Kind.FORWARD: _per_stage("forward", forward, len(lanes)),
         Kind.BACKWARD: _per_stage("backward", backward, len(lanes)),
@@ -52,7 +60,7 @@ def play(
         lane, done = lanes[stage], spans[stage]
         while len(done) < len(lane):
             action = lane[len(done)]
-            needs = _needs(action, len(lanes), hop)
+            needs = _needs(action, graph, hop)
             if not all(step in ended for step, _ in needs):
                 break  # the stage that ends the missing step tries this one again
             start = max((ended[step] + delay for step, delay in needs), default=0)
@@ -60,20 +68,18 @@ def play(
             end = start + ticks[action.kind][stage]
             done.append(Span(stage, action, start, end))
             ended[_step(action)] = end
-            neighbour = stage + (1 if action.kind is Kind.FORWARD else -1)
-            if 0 <= neighbour < len(lanes):
-                to_try.append(neighbour)
+            to_try += (graph.after if action.kind is Kind.FORWARD else graph.before)[stage]
 
-    _check_all_ran(lanes, [len(done) for done in spans], ended)
+    _check_all_ran(lanes, [len(done) for done in spans], ended, graph)
     return Timeline(tuple(span for lane_spans in spans for span in lane_spans), ranks=len(lanes), unit="ticks")
 
 
-def _needs(action: Action, stages: int, hop: float) -> _Needs:
+def _needs(action: Action, graph: StageGraph, hop: float) -> _Needs:
     kind, stage, microbatch = _step(action)
     if kind is Kind.FORWARD:
-        return [((kind, stage - 1, microbatch), hop)] if stage > 0 else []
+        return [((kind, before, microbatch), hop) for before in graph.before[stage]]
     own: _Needs = [((Kind.FORWARD, stage, microbatch), 0)]
-    return [*own, ((kind, stage + 1, microbatch), hop)] if stage < stages - 1 else own
+    return [*own, *(((kind, after, microbatch), hop) for after in graph.after[stage])]
 
 
 def _step(action: Action) -> _Step:
@@ -109,11 +115,13 @@ def _check(lanes: Sequence[Sequence[Action]]) -> None:
             seen.add(_step(action))
 
 
-def _check_all_ran(lanes: Sequence[Sequence[Action]], done: list[int], ended: dict[_Step, float]) -> None:
+def _check_all_ran(
+    lanes: Sequence[Sequence[Action]], done: list[int], ended: dict[_Step, float], graph: StageGraph
+) -> None:
     left = {_step(action) for lane, count in zip(lanes, done, strict=True) for action in lane[count:]}
     for lane, count in zip(lanes, done, strict=True):
         if count < len(lane):
             blocked = lane[count]
-            missing = next(step for step, _ in _needs(blocked, len(lanes), 0) if step not in ended)
+            missing = next(step for step, _ in _needs(blocked, graph, 0) if step not in ended)
             why = "is itself blocked, or comes later in its lane" if missing in left else "is in no lane"
             raise ValueError(f"deadlock: {_name(_step(blocked))} waits for {_name(missing)}, which {why}")

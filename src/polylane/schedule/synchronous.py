@@ -1,8 +1,9 @@
 """Synchronous pipeline schedules: the order in which every stage runs its forwards and backwards.
 
-A schedule is a function ``(stages, microbatches) -> lanes``; ``lanes[s]`` is what stage s does, first to last. It says
-nothing of time: `polylane.cost.simulate.play` adds the durations. In the tables below a row is a stage, a column is
-one tick, a forward takes one tick and so does a backward; ``0`` is the forward of microbatch 0, ``<0`` its backward.
+A schedule is a function ``(stages, microbatches) -> lanes``; ``lanes[s]`` is what stage s does, first to last. Stages
+are a number, of a chain, or a `StageGraph`, whose branches run at the same time. It says nothing of time:
+`polylane.cost.simulate.play` adds the durations. In the tables below a row is a stage, a column is one tick, a forward
+takes one tick and so does a backward; ``0`` is the forward of microbatch 0, ``<0`` its backward.
 Every schedule here runs backwards in ascending order of microbatch, so gradients accumulate as on one device.
 """
 
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from polylane.schedule.action import Action, Kind
+from polylane.schedule.stage_graph import StageGraph, stage_graph
 
 Lanes = tuple[tuple[Action, ...], ...]
 
 
-def naive(stages: int, microbatches: int) -> Lanes:
+def naive(stages: int | StageGraph, microbatches: int) -> Lanes:
     """One microbatch passes forward and backward through all stages before the next one starts.
 
     Raises:
@@ -25,14 +27,13 @@ def naive(stages: int, microbatches: int) -> Lanes:
     # 0   0  ·  ·  ·  · <0  1  ·  ·  ·  · <1
     # 1   ·  0  ·  · <0  ·  ·  1  ·  · <1  ·
     # 2   ·  ·  0 <0  ·  ·  ·  ·  1 <1  ·  ·
-    _check(stages, microbatches)
+    count = _graph(stages, microbatches).stages
     return tuple(
-        tuple(action for m in range(microbatches) for action in (_forward(s, m), _backward(s, m)))
-        for s in range(stages)
+        tuple(action for m in range(microbatches) for action in (_forward(s, m), _backward(s, m))) for s in range(count)
     )
 
 
-def all_forward_all_backward(stages: int, microbatches: int) -> Lanes:
+def all_forward_all_backward(stages: int | StageGraph, microbatches: int) -> Lanes:
     """Every forward, then every backward, first in first out; all microbatches are live at the turn.
 
     Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019 (there
@@ -45,17 +46,19 @@ def all_forward_all_backward(stages: int, microbatches: int) -> Lanes:
     # 0   0  1  2  3  ·  ·  ·  · <0 <1 <2 <3
     # 1   ·  0  1  2  3  ·  · <0 <1 <2 <3  ·
     # 2   ·  ·  0  1  2  3 <0 <1 <2 <3  ·  ·
-    _check(stages, microbatches)
+    count = _graph(stages, microbatches).stages
     return tuple(
         tuple(_forward(s, m) for m in range(microbatches)) + tuple(_backward(s, m) for m in range(microbatches))
-        for s in range(stages)
+        for s in range(count)
     )
 
 
-def one_forward_one_backward(stages: int, microbatches: int) -> Lanes:
+def one_forward_one_backward(stages: int | StageGraph, microbatches: int) -> Lanes:
     """A warm-up of k-1-s forwards on stage s, then one forward and one backward in turn, then the backwards left.
 
     As long as all forward, all backward where a hop costs nothing, with min(m, k-s) live microbatches instead of m.
+    Among branches the stages on the longest way from stage s to the end stand for k-s: a stage has started as many
+    microbatches as the way ahead can hold, and every stage before it at least one more: no two wait for each other.
 
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021, and "Efficient
     Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
@@ -67,8 +70,8 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Lanes:
     # 0   0  1  2  ·  · <0  3 <1  · <2  · <3
     # 1   ·  0  1  · <0  2 <1  3 <2  · <3  ·
     # 2   ·  ·  0 <0  1 <1  2 <2  3 <3  ·  ·
-    _check(stages, microbatches)
-    return tuple(_alternate(s, min(stages - 1 - s, microbatches), microbatches) for s in range(stages))
+    depth = _graph(stages, microbatches).depth
+    return tuple(_alternate(s, min(ahead - 1, microbatches), microbatches) for s, ahead in enumerate(depth))
 
 
 def _alternate(stage: int, warm_up: int, microbatches: int) -> tuple[Action, ...]:
@@ -81,21 +84,21 @@ def _alternate(stage: int, warm_up: int, microbatches: int) -> tuple[Action, ...
     )
 
 
-SCHEDULES: dict[str, Callable[[int, int], Lanes]] = {
+SCHEDULES: dict[str, Callable[[int | StageGraph, int], Lanes]] = {
     "naive": naive,
     "afab": all_forward_all_backward,
     "1f1b": one_forward_one_backward,
 }
 
-# (stages, microbatches, stage) -> the most microbatches that stage ever holds between forward and backward
-_LIVE: dict[str, Callable[[int, int, int], int]] = {
-    "naive": lambda stages, microbatches, stage: 1,
-    "afab": lambda stages, microbatches, stage: microbatches,
-    "1f1b": lambda stages, microbatches, stage: min(microbatches, stages - stage),
+# (microbatches, depth of the stage) -> the most microbatches that it ever holds between forward and backward
+_LIVE: dict[str, Callable[[int, int], int]] = {
+    "naive": lambda microbatches, depth: 1,
+    "afab": lambda microbatches, depth: microbatches,
+    "1f1b": min,
 }
 
 
-def schedule_lanes(schedule: str, stages: int, microbatches: int) -> Lanes:
+def schedule_lanes(schedule: str, stages: int | StageGraph, microbatches: int) -> Lanes:
     """The lanes of the schedule of that name.
 
     Raises:
@@ -105,17 +108,17 @@ def schedule_lanes(schedule: str, stages: int, microbatches: int) -> Lanes:
     return SCHEDULES[schedule](stages, microbatches)
 
 
-def live_bound(schedule: str, stages: int, microbatches: int, stage: int) -> int:
+def live_bound(schedule: str, stages: int | StageGraph, microbatches: int, stage: int) -> int:
     """How many microbatches ``stage`` holds at most between the start of their forward and the end of their backward.
 
     Raises:
         ValueError: an unknown schedule, fewer than one stage or microbatch, or a stage that is not there.
     """
     _check_name(schedule)
-    _check(stages, microbatches)
-    if not 0 <= stage < stages:
-        raise ValueError(f"stage must lie between 0 and {stages - 1}, not {stage}")
-    return _LIVE[schedule](stages, microbatches, stage)
+    graph = _graph(stages, microbatches)
+    if not 0 <= stage < graph.stages:
+        raise ValueError(f"stage must lie between 0 and {graph.stages - 1}, not {stage}")
+    return _LIVE[schedule](microbatches, graph.depth[stage])
 
 
 def _forward(stage: int, microbatch: int) -> Action:
@@ -126,10 +129,10 @@ def _backward(stage: int, microbatch: int) -> Action:
     return Action(Kind.BACKWARD, stage, microbatch)
 
 
-def _check(stages: int, microbatches: int) -> None:
-    for name, count in (("stages", stages), ("microbatches", microbatches)):
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
+def _graph(stages: int | StageGraph, microbatches: int) -> StageGraph:
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches must be a whole number of at least 1, not {microbatches!r}")
+    return stage_graph(stages)
 
 
 def _check_name(schedule: str) -> None:

@@ -1,0 +1,98 @@
+"""Which stages feed which: a chain, or any graph without circles, whose branches run at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The stages and what each one waits for.
+
+    Attributes:
+        before: of every stage, those whose values its forward pass reads; ascending, each once. Its backward pass reads
+            gradients of the stages that read its values.
+    """
+
+    before: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        for stage, others in enumerate(self.before):
+            for other in others:
+                if not 0 <= other < len(self.before):
+                    raise ValueError(f"stage {stage} comes after stage {other}, which is not there")
+        if (circle := self._circle()) is not None:
+            raise ValueError(f"stages {' -> '.join(map(str, circle))} wait for each other")
+
+    @classmethod
+    def chain(cls, stages: int) -> StageGraph:
+        """Every stage after the one before.
+
+        Raises:
+            ValueError: fewer than one stage.
+        """
+        if not isinstance(stages, int) or stages < 1:
+            raise ValueError(f"stages must be a whole number of at least 1, not {stages!r}")
+        return cls(tuple((s - 1,) if s else () for s in range(stages)))
+
+    @classmethod
+    def of_edges(cls, stages: int, edges: Iterable[tuple[int, int]]) -> StageGraph:
+        """From pairs (from, to)."""
+        before: list[set[int]] = [set() for _ in range(stages)]
+        for start, end in edges:
+            before[end].add(start)
+        return cls(tuple(tuple(sorted(each)) for each in before))
+
+    @property
+    def stages(self) -> int:
+        """How many."""
+        return len(self.before)
+
+    @cached_property
+    def after(self) -> tuple[tuple[int, ...], ...]:
+        """Of every stage, those that read its values, ascending."""
+        return tuple(
+            tuple(s for s, others in enumerate(self.before) if stage in others) for stage in range(self.stages)
+        )
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The stages so that each comes after those it waits for, the lowest number first."""
+        done: list[int] = []
+        while len(done) < self.stages:
+            done.append(next(s for s in range(self.stages) if s not in done and set(self.before[s]) <= set(done)))
+        return tuple(done)
+
+    @cached_property
+    def depth(self) -> tuple[int, ...]:
+        """Of every stage, how many stages lie on the longest way from it to the end, itself included."""
+        found: dict[int, int] = {}
+        for stage in reversed(self.order):
+            found[stage] = 1 + max((found[other] for other in self.after[stage]), default=0)
+        return tuple(found[stage] for stage in range(self.stages))
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether there is no branch and no skip."""
+        return self == StageGraph.chain(self.stages)
+
+    def _circle(self) -> list[int] | None:
+        """Some stages that wait for each other, the first one again at the end."""
+        left = set(range(len(self.before)))
+        while ready := {s for s in left if not left & set(self.before[s])}:
+            left -= ready
+        if not left:
+            return None
+        way: list[int] = [min(left)]
+        while way[-1] not in way[:-1]:
+            way.append(next(s for s in self.before[way[-1]] if s in left))
+        return way[way.index(way[-1]) :][::-1]
+
+
+def stage_graph(stages: int | StageGraph | Sequence[Sequence[int]]) -> StageGraph:
+    """A stage graph from what may stand for one: a number means a chain."""
+    if isinstance(stages, StageGraph):
+        return stages
+    return StageGraph.chain(stages) if isinstance(stages, int) else StageGraph(tuple(tuple(s) for s in stages))
