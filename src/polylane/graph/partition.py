@@ -30,31 +30,45 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Partition:
-    """A graph cut into contiguous stages.
+    """A graph cut into pieces, which make up the stages.
 
     Attributes:
         graph: what was cut.
-        cuts: position of the first node of every stage but the first, ascending.
+        cuts: position of the first node of every piece but the first, ascending.
+        owners: the stage of every piece; none given: each piece is a stage of its own. Every stage owns at least one.
     """
 
     graph: Graph
     cuts: tuple[int, ...]
+    owners: tuple[int, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int, int], ...]:
+        """Every piece as (first position, position after its last, stage), in the graph's order."""
+        ends = (0, *self.cuts, len(self.graph.nodes))
+        owners = self.owners or range(len(self.cuts) + 1)
+        return tuple(zip(ends[:-1], ends[1:], owners, strict=True))
 
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return len(self.cuts) + 1
+        return max(self.owners) + 1 if self.owners else len(self.cuts) + 1
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that has the end of the graph, and gives the loss."""
+        return self.pieces[-1][2]
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
         """The stage of every node, by name; free ones belong where they stand, and are computed anew elsewhere."""
-        ends = [*self.cuts, len(self.graph.nodes)]
-        stage, result = 0, {}
-        for position, node in enumerate(self.graph.nodes):
-            while position >= ends[stage]:
-                stage += 1
-            result[node.name] = stage
-        return result
+        nodes = self.graph.nodes
+        return {nodes[i].name: stage for first, end, stage in self.pieces for i in range(first, end)}
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Which stage's values which other stage reads, sorted."""
+        return tuple(sorted({(c.producer, consumer) for c in self.crossings for consumer in c.consumers}))
 
     @cached_property
     def _outputs(self) -> tuple[str, ...]:
@@ -67,7 +81,7 @@ class Partition:
         for stage in range(self.stages):
             needed = {i for i, n in enumerate(nodes) if not n.free and self.stage_of[n.name] == stage}
             reads = [name for i in needed for name in nodes[i].inputs]
-            reads += self._outputs if stage == self.stages - 1 else ()
+            reads += self._outputs if stage == self.loss_stage else ()
             while reads:
                 at = position[reads.pop()]
                 if nodes[at].free and at not in needed:
@@ -82,10 +96,10 @@ class Partition:
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
-        """Every value that crosses between stages, in graph order; what gives the loss goes to the last stage."""
+        """Every value that crosses between stages, in graph order; what gives the loss goes where the graph ends."""
         free = {n.name for n in self.graph.nodes if n.free}
         reads = [(stage, name) for stage in range(self.stages) for n in self.nodes(stage) for name in n.inputs]
-        reads += [(self.stages - 1, name) for name in self._outputs]
+        reads += [(self.loss_stage, name) for name in self._outputs]
         consumers: dict[str, set[int]] = {}
         for stage, name in reads:
             if name not in free and self.stage_of[name] != stage:
@@ -258,14 +272,15 @@ def aligned(reference: Partition, graph: Graph) -> Partition:
     """
     if reference.stages == 1:
         return Partition(graph, ())
-    stage_of = reference.stage_of
+    cut = Partition(reference.graph, reference.cuts)  # each piece for itself
+    piece_of = cut.stage_of
     known = {node.name: node for node in reference.graph.nodes}
     holder: dict[str, int] = {}
     modules: dict[str, int] = {}
     for node in reference.graph.nodes:
-        modules.setdefault(node.module, stage_of[node.name])
+        modules.setdefault(node.module, piece_of[node.name])
         for parameter in node.parameters:
-            holder.setdefault(parameter, stage_of[node.name])
+            holder.setdefault(parameter, piece_of[node.name])
     guesses: list[int | None] = []
     weights = []
     for node in graph.nodes:
@@ -273,10 +288,10 @@ def aligned(reference: Partition, graph: Graph) -> Partition:
         same = known.get(node.name)
         weights.append(1000.0 if held else 0.0 if node.free else 1.0)
         if same is not None and same.parameters == node.parameters:  # a tied weight lives on several stages
-            guesses.append(stage_of[node.name])
+            guesses.append(piece_of[node.name])
         else:
             guesses.append(held[0] if held else modules.get(node.module))
-    return Partition(graph, _agreeing_cuts(graph, guesses, weights, reference.stages))
+    return Partition(graph, _agreeing_cuts(graph, guesses, weights, cut.stages), reference.owners)
 
 
 def _agreeing_cuts(

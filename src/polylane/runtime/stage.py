@@ -146,7 +146,7 @@ def extract(partition: Partition, stage: int, device: torch.device) -> StageCode
     body = [n for n in source.nodes if n.op == "call_function" and n.meta["name"] in chosen]
     inside = set(body)
     loss: list[fx.Node] = []
-    if stage == partition.stages - 1:
+    if stage == partition.loss_stage:
         loss = list(source.output_node().args[0])  # type: ignore[arg-type]
     wanted = dict.fromkeys(i for n in body for i in n.all_input_nodes if i not in inside)
     wanted |= dict.fromkeys(n for n in loss if n not in inside)
