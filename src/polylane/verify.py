@@ -406,7 +406,7 @@ def _first_difference(
     prepared: Prepared, batch: Any, seed: int, deviations: Sequence[Deviation], tolerance: float
 ) -> str:
     """Run the first forward pass again, on both sides, and say at which node they part ways."""
-    graph, layout = prepared.main.graph, prepared.layout_of(prepared.main)
+    graph, layouts = prepared.main.graph, prepared.layouts_of(prepared.main)
     traces: list[Trace] = fork(lambda context: trace(prepared, World.join(), batch, seed), prepared.plan.workers)
     leaves, _ = flatten(batch)
     samples = sample_count(leaves)
@@ -422,7 +422,14 @@ def _first_difference(
             if (
                 node.name in seen
                 and parts
-                and not _makes_up(node, seen[node.name], parts, layout, microbatch, tolerance)
+                and not _makes_up(
+                    node,
+                    seen[node.name],
+                    parts,
+                    layouts[prepared.main.stage_of[node.name]],
+                    microbatch,
+                    tolerance,
+                )
             ):
                 return _told(node, f"microbatch {microbatch}")
     wrong = {d.name for d in deviations if d.gradient is not None and not d.gradient <= tolerance}

@@ -110,7 +110,7 @@ def test_groups_differ_along_their_axes_only() -> None:
     assert MESH.group(19, {"data", "sequence"}) == (7, 10, 19, 22)
     assert MESH.group(7, ()) == (7,)
     assert MESH.group(0, ("data", "sequence", "tensor")) == tuple(sorted(MESH.stages[0].devices))
-    assert MESH.column(7) == (1, 7) and PLAN.column(4) == (3, 4, 5)
+    assert MESH.peers(7, 0) == (1,) and [PLAN.peers(4, s) for s in range(3)] == [(3,), (4,), (5,)]
 
 
 def test_devices_in_any_order() -> None:

@@ -97,11 +97,11 @@ def test_free_nodes_do_not_travel() -> None:
 
 def test_replicas_keep_to_themselves() -> None:
     programs = lowered(chain(4), (2,), data=2)
-    assert [(p.rank, p.stage, p.replica, p.replicas, p.last) for p in programs] == [
-        (0, 0, 0, (0, 2), 1),
-        (1, 1, 0, (1, 3), 1),
-        (2, 0, 1, (0, 2), 3),
-        (3, 1, 1, (1, 3), 3),
+    assert [(p.rank, p.stage, p.replica, p.replicas) for p in programs] == [
+        (0, 0, 0, (0, 2)),
+        (1, 1, 0, (1, 3)),
+        (2, 0, 1, (0, 2)),
+        (3, 1, 1, (1, 3)),
     ]
     assert channels(programs) == [(0, 1), (1, 0), (2, 3), (3, 2)]
 
@@ -121,9 +121,9 @@ def test_ranks_that_share_an_operator_keep_to_their_own_coordinates() -> None:
     programs = lower(partition, from_partition(partition, Spec(2, 2, tensor=2), 1))
     check(programs)
     assert channels(programs) == [(0, 2), (1, 3), (2, 0), (3, 1), (4, 6), (5, 7), (6, 4), (7, 5)]
-    assert [(p.stage, p.replica, p.coordinates, p.replicas, p.last) for p in (programs[1], programs[6])] == [
-        (0, 0, {"tensor": 1}, (1, 5), 3),
-        (1, 1, {"tensor": 0}, (2, 6), 6),
+    assert [(p.stage, p.replica, p.coordinates, p.replicas) for p in (programs[1], programs[6])] == [
+        (0, 0, {"tensor": 1}, (1, 5)),
+        (1, 1, {"tensor": 0}, (2, 6)),
     ]
 
 

@@ -67,7 +67,8 @@ def lowereds(draw: st.DrawFn) -> Lowered:
     plan = from_partition(partition, spec, draw(st.integers(1, 6)))
     axes = st.sets(st.sampled_from(["sequence", "tensor"]))
     partial = draw(st.dictionaries(st.sampled_from(sorted(made.parameters)), axes)) if made.parameters else {}
-    return Lowered(partition, plan, partial, lower(partition, plan, None, partial))
+    partials = (partial,) * plan.pipeline
+    return Lowered(partition, plan, partial, lower(partition, plan, None, partials))
 
 
 def played(programs: tuple[Program, ...], seed: int = 0) -> int:
@@ -156,13 +157,13 @@ def test_a_stage_has_what_it_reads_before_it_computes(made: Lowered) -> None:
                 has.add((action.value, action.microbatch, action.gradient, action.peer))
             elif action.kind is Kind.FORWARD:
                 for crossing in program.receives:
-                    source = made.plan.column(program.rank)[crossing.producer]
+                    source = made.plan.peers(program.rank, crossing.producer)[0]
                     assert (crossing.value, action.microbatch, False, source) in has
             elif action.kind is Kind.BACKWARD:
                 assert (Kind.FORWARD, action.microbatch) in ready
                 for crossing in program.sends:
                     for consumer in crossing.consumers if crossing.requires_grad else ():
-                        source = made.plan.column(program.rank)[consumer]
+                        source = made.plan.peers(program.rank, consumer)[0]
                         assert (crossing.value, action.microbatch, True, source) in has
             elif action.kind is Kind.SEND:
                 made_by = Kind.BACKWARD if action.gradient else Kind.FORWARD
@@ -241,7 +242,7 @@ def test_a_program_that_lacks_a_message_is_refused(made: Lowered, data: st.DataO
 @given(lowereds())
 @settings(deadline=None)
 def test_lowering_is_a_function(made: Lowered) -> None:
-    assert lower(made.partition, made.plan, None, made.partial) == made.programs
+    assert lower(made.partition, made.plan, None, (made.partial,) * made.plan.pipeline) == made.programs
 
 
 @given(lowereds())
@@ -251,9 +252,9 @@ def test_groups_and_columns_divide_the_ranks(made: Lowered) -> None:
     for rank in range(plan.workers):
         stage, replica = plan.place(rank)
         coordinates = plan.coordinates(rank)
-        assert plan.rank_at(stage, replica, coordinates) == rank == plan.column(rank)[stage]
-        assert all(plan.place(other)[1] == replica for other in plan.column(rank))
-        assert all(plan.coordinates(other) == coordinates for other in plan.column(rank))
+        assert plan.rank_at(stage, replica, coordinates) == rank == plan.peers(rank, stage)[0]
+        for (other,) in (plan.peers(rank, each) for each in range(plan.pipeline)):
+            assert plan.place(other)[1] == replica and plan.coordinates(other) == coordinates
         for axes in ((), ("data",), ("tensor",), ("sequence",), ("data", "tensor"), ("data", "sequence", "tensor")):
             group = plan.group(rank, axes)
             assert rank in group and group == tuple(sorted(group))

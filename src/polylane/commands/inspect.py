@@ -230,10 +230,8 @@ def _splits(prepared: Prepared) -> dict[str, dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {}
     taken: dict[str, Split] = {}
-    layout = prepared.layouts.get(next(iter(prepared.partitions)))
-    if layout is None:
-        return found
-    for axis, split in layout.splits.items():
+    for layout in prepared.layouts_of(prepared.main).distinct[:1]:
+      for axis, split in layout.splits.items():
         shown = view(layout.graph, layout.samples, split.degree)
         setting = Setting(shown, split.degree, Rates(), dict(taken))
         pins = prepared.plan.pins(axis)

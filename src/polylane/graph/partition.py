@@ -167,13 +167,14 @@ def _live_bytes(graph: Graph) -> NDArray[np.float64]:
     return np.cumsum(delta)
 
 
-def balanced(graph: Graph, stages: int, seconds: Sequence[float]) -> Partition:
+def balanced(graph: Graph, stages: int, seconds: Sequence[float], workers: Sequence[int] | None = None) -> Partition:
     """Cut into ``stages`` so that the slowest is as fast as can be, and then (within 3% of it) as few bytes cross.
 
     Args:
         graph: what to cut.
         stages: into how many.
         seconds: time of every node, forward and backward (any unit).
+        workers: of every stage, how many share its work; default: as many on each.
 
     Raises:
         PolylaneError: the graph cannot be cut into so many.
@@ -186,18 +187,18 @@ def balanced(graph: Graph, stages: int, seconds: Sequence[float]) -> Partition:
     ends = np.array([0, *positions, len(graph.nodes)])
     work = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])[ends]
     live = _live_bytes(graph)[ends]
-    return Partition(graph, tuple(int(ends[i]) for i in _best(work, live, stages)))
+    return Partition(graph, tuple(int(ends[i]) for i in _best(work, live, tuple(workers or (1,) * stages))))
 
 
-def _best(work: NDArray[np.float64], live: NDArray[np.float64], stages: int) -> list[int]:
+def _best(work: NDArray[np.float64], live: NDArray[np.float64], workers: Sequence[int]) -> list[int]:
     """The cuts with the fewest bytes that the slack allows; among those the ones with the fastest slowest stage."""
-    low = _slowest(work, stages)
+    low = _slowest(work, workers)
     high = low * (1 + SLACK)
-    cuts = _fewest_bytes(work, live, stages, high)
+    cuts = _fewest_bytes(work, live, workers, high)
     fewest = live[cuts].sum()
     for _ in range(6):
         middle = (low + high) / 2
-        tighter = _fewest_bytes(work, live, stages, middle)
+        tighter = _fewest_bytes(work, live, workers, middle)
         if live[tighter].sum() <= fewest:
             cuts, high = tighter, middle
         else:
@@ -213,36 +214,45 @@ def _too_many(graph: Graph, stages: int, most: int) -> str:
     )
 
 
-def _slowest(work: NDArray[np.float64], stages: int) -> float:
-    """The smallest possible time of the slowest stage, by halving: a limit holds if filling greedily takes so many."""
-    low, high = work[-1] / stages, work[-1]
-    best = float(high)
+def _slowest(work: NDArray[np.float64], workers: Sequence[int]) -> float:
+    """The smallest possible time of the slowest stage, by halving."""
+    low, high = work[-1] / sum(workers), work[-1] / min(workers)
     for _ in range(64):
-        limit = (low + high) / 2
-        reached, slowest, taken = 0, 0.0, 0
-        while reached < len(work) - 1 and taken < stages:
-            start, reached = reached, int(np.searchsorted(work, work[reached] + limit, side="right")) - 1
-            if reached == start:
-                break
-            slowest, taken = max(slowest, float(work[reached] - work[start])), taken + 1
-        if reached == len(work) - 1:
-            best, high = min(best, slowest), limit
-        else:
-            low = limit
-    return best
+        middle = (low + high) / 2
+        low, high = (low, middle) if _fits(work, workers, middle) else (middle, high)
+    return float(high)
 
 
-def _fewest_bytes(work: NDArray[np.float64], live: NDArray[np.float64], stages: int, limit: float) -> list[int]:
+def _fits(work: NDArray[np.float64], workers: Sequence[int], limit: float) -> bool:
+    """Whether there are cuts with which every stage has something to do and stays within ``limit``."""
+    reached = np.zeros(len(work), dtype=bool)
+    reached[0] = True
+    for own in workers:
+        before = np.concatenate([[0], np.cumsum(reached)])  # how many of the first positions can be reached
+        reached = before[np.arange(len(work))] > before[_earliest(work, limit * own)]
+    return bool(reached[-1])
+
+
+def _earliest(work: NDArray[np.float64], limit: float) -> NDArray[np.int64]:
+    """For every end of a stage the first start with which it stays within ``limit``."""
+    starts: NDArray[np.int64] = np.searchsorted(work, work - limit - 1e-12 * work[-1], side="left")
+    return starts
+
+
+def _fewest_bytes(
+    work: NDArray[np.float64], live: NDArray[np.float64], workers: Sequence[int], limit: float
+) -> list[int]:
     """Indices of the cuts with the fewest bytes among those whose stages all stay within ``limit``.
 
     Dynamic programming over stages; the best start of a stage that ends at j is a minimum over a window that slides.
     """
     count = len(work)
-    earliest = np.searchsorted(work, work - limit - 1e-12 * work[-1], side="left")
+    earliest = _earliest(work, limit * workers[0])
     cost = np.where(earliest == 0, 0.0, np.inf)
     cost[0] = np.inf
     choices = []
-    for _ in range(stages - 1):
+    for own in workers[1:]:
+        earliest = _earliest(work, limit * own)
         previous, cost = cost + live, np.full(count, np.inf)
         choice = np.zeros(count, dtype=np.int64)
         window: deque[int] = deque()

@@ -15,7 +15,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, cut_positions
 from polylane.plan.pins import check_pins, read_pattern
-from polylane.plan.spec import Spec
+from polylane.plan.spec import Degrees, Spec
 
 # The axes of a stage's mesh, the outermost first: its devices are listed in this order.
 _MESH = ("data", "sequence", "tensor")
@@ -75,7 +75,7 @@ class Plan(_Strict):
 
     @property
     def data(self) -> int:
-        """Replicas of every stage."""
+        """Replicas of every stage; the most that one has."""
         return self.degree("data")
 
     @property
@@ -103,9 +103,26 @@ class Plan(_Strict):
         """The axes along which operators are split: "sequence", "tensor", as far as they have more than one rank."""
         return tuple(axis for axis in _OPERATOR_AXES if self.degree(axis) > 1)
 
-    def degree(self, axis: str) -> int:
-        """How many ranks there are along an axis of the mesh ("data", "sequence", "tensor"), the same on all stages."""
-        return self.stages[0].degree(axis)
+    def axes_of(self, stage: int) -> tuple[str, ...]:
+        """As :attr:`axes`, of one stage."""
+        return tuple(axis for axis in _OPERATOR_AXES if self.degree(axis, stage) > 1)
+
+    def degree(self, axis: str, stage: int | None = None) -> int:
+        """How many ranks there are along an axis of a stage's mesh ("data", "sequence", "tensor"); or the most."""
+        return max(each.degree(axis) for each in (self.stages if stage is None else self.stages[stage : stage + 1]))
+
+    def degrees(self, stage: int) -> Degrees:
+        """The mesh of a stage."""
+        return Degrees(*(self.degree(axis, stage) for axis in _MESH))
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all stages have the same mesh."""
+        return all(self.aligned(0, stage) for stage in range(self.pipeline))
+
+    def aligned(self, a: int, b: int) -> bool:
+        """Whether two stages have the same mesh: each rank of the one then has its counterpart on the other."""
+        return tuple(self.degrees(a)) == tuple(self.degrees(b))
 
     def place(self, rank: int) -> tuple[int, int]:
         """Stage and replica of a rank."""
@@ -113,41 +130,55 @@ class Plan(_Strict):
         return stage, at["data"]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's index on each of :attr:`axes`."""
-        _, at = self._where(rank)
-        return {axis: at[axis] for axis in self.axes}
+        """A rank's index on each of its stage's axes (:meth:`axes_of`)."""
+        stage, at = self._where(rank)
+        return {axis: at[axis] for axis in self.axes_of(stage)}
+
+    def indices(self, rank: int) -> dict[str, int]:
+        """A rank's index on every axis of the mesh, "data" among them."""
+        return self._where(rank)[1]
 
     def rank_at(self, stage: int, replica: int, coordinates: Mapping[str, int]) -> int:
-        """The rank of a replica of a stage with an index on each of :attr:`axes`."""
+        """The rank of a replica of a stage with an index on each of its axes."""
         position = replica
         for axis in _OPERATOR_AXES:
-            position = position * self.degree(axis) + (coordinates[axis] if self.degree(axis) > 1 else 0)
+            degree = self.degree(axis, stage)
+            position = position * degree + (coordinates[axis] if degree > 1 else 0)
         return self.stages[stage].devices[position]
 
     def group(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The ranks of the same stage that differ from ``rank`` only along these axes of the mesh, ascending."""
         stage, at = self._where(rank)
-        ways = [range(self.degree(axis)) if axis in axes else (at[axis],) for axis in _MESH]
+        ways = [range(self.degree(axis, stage)) if axis in axes else (at[axis],) for axis in _MESH]
         every = (dict(zip(_MESH, indices, strict=True)) for indices in itertools.product(*ways))
         return tuple(sorted(self.rank_at(stage, each["data"], each) for each in every))
 
     def along(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks of the same stage that differ from ``rank`` only on one axis of the mesh, by their index on it."""
         stage, here = self._where(rank)
-        every = ({**here, axis: index} for index in range(self.degree(axis)))
+        every = ({**here, axis: index} for index in range(self.degree(axis, stage)))
         return tuple(self.rank_at(stage, at["data"], at) for at in every)
 
-    def column(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the same replica with the same coordinates, by stage: a pipeline."""
-        _, replica = self.place(rank)
-        coordinates = self.coordinates(rank)
-        return tuple(self.rank_at(stage, replica, coordinates) for stage in range(self.pipeline))
+    def peers(self, rank: int, stage: int) -> tuple[int, ...]:
+        """The ranks of another stage with which this one may exchange values.
 
-    def pins(self, axis: str) -> dict[str, str]:
-        """The placements that the stages ask for on one axis, by the name of a parameter or node."""
+        Of a stage with the same mesh that is its counterpart there; else all of the same replica if there are as many
+        replicas, or else all of the stage.
+        """
+        own, (_, replica) = self._where(rank)[0], self.place(rank)
+        devices = self.stages[stage].devices
+        if self.aligned(own, stage):
+            return (devices[self.stages[own].devices.index(rank)],)
+        if self.degree("data", own) != self.degree("data", stage):
+            return devices
+        size = len(devices) // self.degree("data", stage)
+        return devices[replica * size : (replica + 1) * size]
+
+    def pins(self, axis: str, stages: Collection[int] | None = None) -> dict[str, str]:
+        """The placements that stages (default: all) ask for on one axis, by the name of a parameter or node."""
         return {
             name: pattern
-            for stage in self.stages
+            for stage in (self.stages if stages is None else [self.stages[s] for s in stages])
             for name, on_axes in stage.placements.items()
             for own, pattern in on_axes.items()
             if own == axis
@@ -159,7 +190,7 @@ class Plan(_Strict):
             if rank in stage.devices:
                 position, at = stage.devices.index(rank), dict[str, int]()
                 for axis in reversed(_MESH):
-                    position, at[axis] = divmod(position, self.degree(axis))
+                    position, at[axis] = divmod(position, self.degree(axis, number))
                 return number, at
         raise PolylaneError(f"rank {rank} is on none of the plan's stages")
 
@@ -167,6 +198,8 @@ class Plan(_Strict):
     def spec(self) -> str:
         """The plan in one line; the stages' bounds and their placements are left out."""
         degrees = [f"data={self.data}", f"pipeline={self.pipeline}", *(f"{a}={self.degree(a)}" for a in self.axes)]
+        if not self.uniform:
+            degrees = [f"[{' | '.join(str(self.degrees(stage)) for stage in range(self.pipeline))}]"]
         line = ",".join([*degrees, f"schedule={self.schedule}", f"microbatches={self.microbatches}"])
         return line if self.precision == "float32" else f"{line},precision={self.precision}"
 
@@ -180,21 +213,17 @@ def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
     """The plan that puts each stage of ``partition`` on a mesh of data x sequence x tensor ranks.
 
     Replicas are outermost, then stages, and ranks that split an operator are neighbours: they talk the most, and a
-    host is filled with them first.
+    host is filled with them first. Stages with meshes of their own follow each other.
     """
     ends = [0, *partition.cuts, len(partition.graph.nodes)]
     nodes = partition.graph.nodes
-    mesh = {"data": spec.data, "sequence": spec.sequence, "tensor": spec.tensor}
-    inner = spec.sequence * spec.tensor
     stages = tuple(
         Stage(
             nodes=(nodes[ends[s]].name, nodes[ends[s + 1] - 1].name),
-            devices=tuple(
-                (replica * spec.pipeline + s) * inner + index for replica in range(spec.data) for index in range(inner)
-            ),
-            mesh={axis: n for axis, n in mesh.items() if n > 1 or axis == "data"},  # type: ignore[misc]
+            devices=devices,
+            mesh={axis: n for axis, n in zip(_MESH, degrees, strict=True) if n > 1 or axis == "data"},  # type: ignore[misc]
         )
-        for s in range(spec.pipeline)
+        for s, (degrees, devices) in enumerate(zip(spec.meshes, _devices(spec), strict=True))
     )
     return Plan(
         graph=fingerprint(partition.graph),
@@ -203,6 +232,18 @@ def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
         microbatches=microbatches,
         precision=spec.precision,  # type: ignore[arg-type]
     )
+
+
+def _devices(spec: Spec) -> list[tuple[int, ...]]:
+    """The ranks of every stage, in the order of its mesh."""
+    if spec.stages:
+        ends = list(itertools.accumulate((degrees.workers for degrees in spec.stages), initial=0))
+        return [tuple(range(first, end)) for first, end in itertools.pairwise(ends)]
+    inner = spec.sequence * spec.tensor
+    return [
+        tuple((replica * spec.pipeline + s) * inner + index for replica in range(spec.data) for index in range(inner))
+        for s in range(spec.pipeline)
+    ]
 
 
 def default_microbatches(spec: Spec, batch: int) -> int:
@@ -257,12 +298,6 @@ def _check_devices(plan: Plan, path: str | Path) -> None:
         if len(stage.devices) != math.prod(stage.mesh.values()):
             mesh = ", ".join(f"{axis}={stage.degree(axis)}" for axis in _MESH if axis in stage.mesh)
             raise PolylaneError(f"plan {path}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
-        for axis in _MESH:
-            if stage.degree(axis) != plan.degree(axis):
-                raise PolylaneError(
-                    f"plan {path}: stages.{index}.mesh: {axis}={stage.degree(axis)} beside "
-                    f"{axis}={plan.degree(axis)} on stage 0: all stages must have the same degrees"
-                )
         for device in stage.devices:
             if device in seen:
                 raise PolylaneError(

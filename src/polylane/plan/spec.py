@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from polylane.errors import PolylaneError
 from polylane.schedule.synchronous import SCHEDULES
@@ -11,6 +12,22 @@ from polylane.schedule.synchronous import SCHEDULES
 PRECISIONS = ("float32", "bfloat16")
 _COUNTS = ("data", "pipeline", "sequence", "tensor", "microbatches")
 _KEYS = (*_COUNTS, "schedule", "precision")
+
+
+class Degrees(NamedTuple):
+    """The mesh of one stage."""
+
+    data: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    @property
+    def workers(self) -> int:
+        """How many ranks there are in the mesh."""
+        return self.data * self.sequence * self.tensor
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={n}" for axis, n in self._asdict().items() if n > 1) or "1"
 
 
 @dataclass(frozen=True)
@@ -25,6 +42,7 @@ class Spec:
         precision: "float32" (whatever the model has), or "bfloat16" for autocast.
         tensor: ranks over which the operators of a stage are split so that each holds a part of the parameters.
         sequence: ranks over which they are split so that each holds a part of the activations, and all parameters.
+        stages: the mesh of every stage, where they differ; the degrees above are then the largest ones.
     """
 
     data: int = 1
@@ -34,11 +52,17 @@ class Spec:
     precision: str = "float32"
     tensor: int = 1
     sequence: int = 1
+    stages: tuple[Degrees, ...] = ()
+
+    @property
+    def meshes(self) -> tuple[Degrees, ...]:
+        """The mesh of every stage."""
+        return self.stages or (Degrees(self.data, self.sequence, self.tensor),) * self.pipeline
 
     @property
     def workers(self) -> int:
         """How many workers the plan takes."""
-        return self.data * self.pipeline * self.sequence * self.tensor
+        return sum(degrees.workers for degrees in self.meshes)
 
 
 def parse(text: str) -> Spec:

@@ -18,7 +18,6 @@ from polylane.placement.options import Options, options
 from polylane.placement.placement import REPLICATE, SHARED, Partial, Placement, Shard, even, local_shape
 from polylane.placement.rewrite import Split, State
 from polylane.placement.view import View, view
-from polylane.plan.plan import Plan
 from polylane.planner.solve import carry, solve
 from polylane.planner.transfer import transfer
 
@@ -31,10 +30,19 @@ class Layout:
         samples: for which the splits were chosen.
         splits: by axis, in the order of the mesh.
         whole: parameters that every rank must hold whole, for their optimizer's sake.
+        plain: values of which no rank may have a summand only, nor of their gradients.
     """
 
-    def __init__(self, graph: Graph, samples: int, splits: Mapping[str, Split], whole: Collection[str] = ()) -> None:
-        self.graph, self.samples, self.splits, self.whole = graph, samples, dict(splits), frozenset(whole)
+    def __init__(
+        self,
+        graph: Graph,
+        samples: int,
+        splits: Mapping[str, Split],
+        whole: Collection[str] = (),
+        plain: Collection[str] = (),
+    ) -> None:
+        self.graph, self.samples, self.splits = graph, samples, dict(splits)
+        self.whole, self.plain = frozenset(whole), frozenset(plain)
         self._views = {axis: view(graph, samples, split.degree) for axis, split in splits.items()}
         self._known: dict[int, tuple[Mapping[str, Call], Mapping[str, Split]]] = {
             samples: (_calls(self._views), self.splits)
@@ -51,7 +59,7 @@ class Layout:
             views = {axis: view(self.graph, samples, split.degree) for axis, split in self.splits.items()}
             splits = {}
             for axis, split in self.splits.items():
-                choice = options(views[axis], split.degree)
+                choice = _choice(views[axis], split.degree, self.plain)
                 if axis == "data":
                     choice = _divided(views[axis], choice, split.degree, _sampled(self, split))
                 splits[axis] = transfer(split, self._views[axis], views[axis], choice)
@@ -95,26 +103,55 @@ class Layout:
 
 
 def choose_layout(
-    graph: Graph, plan: Plan, samples: int, whole: Collection[str] = (), sampled: Sequence[bool] = ()
+    graph: Graph,
+    degrees: Mapping[str, int],
+    samples: int,
+    *,
+    pins: Mapping[str, Mapping[str, str]] | None = None,
+    whole: Collection[str] = (),
+    sampled: Sequence[bool] = (),
+    plain: Collection[str] = (),
 ) -> Layout:
-    """Choose how the operators of a graph lie on the axes of a plan.
+    """Choose how the operators of a graph lie on the axes of a mesh.
 
     Args:
+        degrees: ranks along each axis that splits operators, in the order of the mesh.
         samples: that a worker has in hand; where replicas split the operators, that they have together.
+        pins: placements asked for, by axis.
         whole: parameters that every rank must hold whole.
-        sampled: which leaves of the batch are divided over the replicas, if those split the operators: samples meet
-            in this graph (a loss with in-batch negatives), so that it is not enough to average over replicas.
+        sampled: which leaves of the batch are divided over the replicas, if those split the operators ("data" is one of
+            the axes): samples meet in this graph (a loss with in-batch negatives), so that it is not enough to average
+            over replicas.
+        plain: values of which no rank may have a summand only, nor of their gradients.
     """
     splits: dict[str, Split] = {}
-    for axis in (*(("data",) if sampled else ()), *plan.axes):
-        degree = plan.degree(axis)
+    for axis, degree in degrees.items():
         shown = view(graph, samples, degree)
-        choice = options(shown, degree)
-        pins = {} if axis == "data" else _pins(plan.pins(axis), whole)
+        choice = _choice(shown, degree, plain)
+        asked = {} if axis == "data" else _pins((pins or {}).get(axis, {}), whole)
         if axis == "data":
             choice = _divided(shown, choice, degree, sampled)
-        splits[axis] = solve(shown, choice, degree, purpose=axis, pins=pins, taken=splits)
-    return Layout(graph, samples, splits, whole)
+        splits[axis] = solve(shown, choice, degree, purpose=axis, pins=asked, taken=splits)
+    return Layout(graph, samples, splits, whole, plain)
+
+
+def _choice(shown: View, degree: int, plain: Collection[str]) -> Options:
+    """What may be chosen from, without summands of plain values and of their gradients."""
+    found = options(shown, degree)
+    keys = {shown.aliases.get(name, (name, 0)) for name in plain}
+    if not keys:
+        return found
+    steps = dict(found.steps)
+    for step in shown.steps:
+        places = [i for i, key in enumerate(step.gives) if key in keys]
+        if places:
+            steps[step.name] = tuple(s for s in steps[step.name] if all(_is_plain(s.outputs[i]) for i in places))
+    sources = {k: tuple(p for p in ps if k not in keys or _is_plain(p)) for k, ps in found.sources.items()}
+    return Options(steps, sources)
+
+
+def _is_plain(placement: Placement) -> bool:
+    return placement == REPLICATE or isinstance(placement, Shard)
 
 
 def _pins(asked: Mapping[str, str], whole: Collection[str]) -> dict[str, str]:
@@ -141,16 +178,16 @@ def _divided(shown: View, choice: Options, degree: int, sampled: Sequence[bool])
     return Options(choice.steps, sources)
 
 
-def layout_like(main: Layout, graph: Graph) -> Layout:
+def layout_like(main: Layout, graph: Graph, plain: Collection[str] = ()) -> Layout:
     """Split another graph of the same model (evaluation, another loss) so that its parameters lie as in ``main``."""
     splits: dict[str, Split] = {}
     for axis, split in main.splits.items():
         shown = view(graph, main.samples, split.degree)
-        choice = options(shown, split.degree)
+        choice = _choice(shown, split.degree, plain)
         if axis == "data":
             choice = _divided(shown, choice, split.degree, _sampled(main, split))
         splits[axis] = carry(split, shown, choice, purpose=axis, taken=splits)
-    return Layout(graph, main.samples, splits)
+    return Layout(graph, main.samples, splits, plain=plain)
 
 
 def _sampled(main: Layout, split: Split) -> list[bool]:

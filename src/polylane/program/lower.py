@@ -10,7 +10,10 @@ from polylane.graph.partition import Crossing, Partition
 from polylane.plan.plan import Plan
 from polylane.program.program import Bucket, Program
 from polylane.schedule.action import Action, Kind
+from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import SCHEDULES
+
+Partials = Sequence[Mapping[str, Collection[str]]]
 
 # Small gradients travel together up to this size; larger ones alone, and without being copied. gloo's all-reduce
 # costs its latency (half a millisecond and more) up to about 1 MB, and its bytes above that.
@@ -21,7 +24,7 @@ def lower(
     partition: Partition,
     plan: Plan,
     holders: Mapping[str, Collection[int]] | None = None,
-    partial: Mapping[str, Collection[str]] | None = None,
+    partial: Partials = (),
 ) -> tuple[Program, ...]:
     """Every worker's program, by rank.
 
@@ -30,21 +33,21 @@ def lower(
         plan: what runs where, in which order.
         holders: stages that must keep a parameter up to date although they do not use it here (another objective of the
             same training does).
-        partial: parameter -> the operator axes along which every rank has only a summand of its gradient.
+        partial: of every stage, parameter -> the operator axes along which every rank has only a summand of its
+            gradient.
 
-    A value goes straight from the rank that makes it to the rank with the same replica and coordinates of every stage
-    that needs it; its gradient comes back the same way. On each directed pair of ranks, sends and receives are in the
-    same order.
+    A value goes straight from the ranks that make it to those of every stage that need it; its gradient comes back the
+    same way. On each directed pair of ranks, sends and receives are in the same order.
     """
-    lanes = SCHEDULES[plan.schedule](plan.pipeline, plan.microbatches)
-    buckets = _buckets(partition, plan, holders or {}, partial or {})
+    lanes = SCHEDULES[plan.schedule](StageGraph.of_edges(plan.pipeline, partition.edges), plan.microbatches)
+    buckets = _buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline)
     programs = []
     for rank in range(plan.workers):
-        (stage, replica), column = plan.place(rank), plan.column(rank)
+        (stage, replica), peers = plan.place(rank), [plan.peers(rank, other) for other in range(plan.pipeline)]
         receives = tuple(c for c in partition.crossings if stage in c.consumers)
         sends = tuple(c for c in partition.crossings if c.producer == stage)
         own = tuple(bucket for bucket in buckets if rank in bucket.ranks)
-        actions = [each for action in lanes[stage] for each in _with_communication(action, column, receives, sends)]
+        actions = [each for action in lanes[stage] for each in _with_communication(action, peers, receives, sends)]
         actions += [Action(Kind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
         actions.append(Action(Kind.STEP, stage))
         programs.append(
@@ -53,7 +56,6 @@ def lower(
                 stage=stage,
                 replica=replica,
                 replicas=plan.group(rank, ("data",)),
-                last=column[-1],
                 actions=tuple(actions),
                 receives=receives,
                 sends=sends,
@@ -78,25 +80,25 @@ _TRAVEL = (Kind.SEND, Kind.RECEIVE)
 
 
 def _with_communication(
-    action: Action, column: Sequence[int], receives: Sequence[Crossing], sends: Sequence[Crossing]
+    action: Action, peers: Sequence[Sequence[int]], receives: Sequence[Crossing], sends: Sequence[Crossing]
 ) -> list[Action]:
-    """A compute action between the receives it needs and the sends it makes possible; ``column``: ranks by stage."""
+    """A compute action between the receives it needs and the sends it makes possible; ``peers``: ranks by stage."""
     stage, microbatch = action.stage, action.microbatch
 
-    def travel(kind: Kind, crossing: Crossing, peer_stage: int, gradient: bool) -> Action:
-        return Action(kind, stage, microbatch, crossing.value, column[peer_stage], gradient)
+    def travel(kind: Kind, crossing: Crossing, stages: Sequence[int], gradient: bool) -> list[Action]:
+        return [Action(kind, stage, microbatch, crossing.value, p, gradient) for other in stages for p in peers[other]]
 
     if action.kind is Kind.FORWARD:
-        before = [travel(Kind.RECEIVE, c, c.producer, False) for c in receives]
-        after = [travel(Kind.SEND, c, consumer, False) for c in sends for consumer in c.consumers]
+        before = [a for c in receives for a in travel(Kind.RECEIVE, c, [c.producer], False)]
+        after = [a for c in sends for a in travel(Kind.SEND, c, c.consumers, False)]
     else:
-        before = [travel(Kind.RECEIVE, c, consumer, True) for c in sends if c.requires_grad for consumer in c.consumers]
-        after = [travel(Kind.SEND, c, c.producer, True) for c in receives if c.requires_grad]
+        before = [a for c in sends if c.requires_grad for a in travel(Kind.RECEIVE, c, c.consumers, True)]
+        after = [a for c in receives if c.requires_grad for a in travel(Kind.SEND, c, [c.producer], True)]
     return [*before, action, *after]
 
 
 def _buckets(
-    partition: Partition, plan: Plan, others: Mapping[str, Collection[int]], partial: Mapping[str, Collection[str]]
+    partition: Partition, plan: Plan, others: Mapping[str, Collection[int]], partial: Partials
 ) -> tuple[Bucket, ...]:
     """Gradients grouped by who sums them, in reverse order of first use, as a backward pass finishes them.
 
@@ -107,31 +109,42 @@ def _buckets(
     differentiated = _differentiated(graph)
     held = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
     order = {name: i for i, name in reversed(list(enumerate(p for node in graph.nodes for p in node.parameters)))}
-    alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[str]] = {}
+    alike: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...]], list[str]] = {}
     for name in sorted(order, key=order.__getitem__, reverse=True):
         if name in differentiated:
             holders = tuple(
                 stage for stage in range(plan.pipeline) if name in held[stage] or stage in others.get(name, ())
             )
-            axes = tuple(axis for axis in plan.axes if axis in partial.get(name, ()))
+            axes = tuple(tuple(a for a in plan.axes_of(s) if a in partial[s].get(name, ())) for s in holders)
             alike.setdefault((holders, axes), []).append(name)
     buckets = []
     for holders, axes in sorted(alike, key=lambda key: (len(key[0]), key)):
         label = f"stage{holders[0]}" if len(holders) == 1 else "tied" + "-".join(map(str, holders))
+        groups, silent = _summing(plan, holders, axes)
         for number, names in enumerate(_filled(graph.parameters, alike[holders, axes])):
-            name = ".".join([label, *axes, str(number)])
-            buckets += [Bucket(name, ranks, names) for ranks in _summing(plan, holders, axes)]
+            name = ".".join([label, *dict.fromkeys(a for each in axes for a in each), str(number)])
+            buckets += [Bucket(name, ranks, names, silent) for ranks in groups]
     return tuple(buckets)
 
 
-def _summing(plan: Plan, stages: Sequence[int], axes: Collection[str]) -> list[tuple[int, ...]]:
-    """The ranks of these stages in groups that sum gradients: alike but for replica, stage and indices on ``axes``."""
+def _summing(
+    plan: Plan, stages: Sequence[int], axes: Sequence[Collection[str]]
+) -> tuple[list[tuple[int, ...]], frozenset[int]]:
+    """Groups of ranks of these stages that sum gradients, and those of them whose gradient is another one's too.
+
+    Of stages with the same mesh those sum who are alike but for replica, stage and indices on ``axes``. Else all do.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
-    for stage in stages:
+    silent: set[int] = set()
+    aligned = all(plan.aligned(stages[0], stage) for stage in stages)
+    for stage, summed in zip(stages, axes, strict=True):
         for rank in plan.stages[stage].devices:
             at = plan.coordinates(rank)
-            groups.setdefault(tuple(at[axis] for axis in plan.axes if axis not in axes), []).append(rank)
-    return [tuple(sorted(ranks)) for ranks in groups.values()]
+            rest = tuple(index for axis, index in at.items() if axis not in summed)
+            groups.setdefault(rest if aligned else (), []).append(rank)
+            if not aligned and any(rest):
+                silent.add(rank)
+    return [tuple(sorted(ranks)) for ranks in groups.values()], frozenset(silent)
 
 
 def _differentiated(graph: Graph) -> set[str]:

@@ -20,11 +20,13 @@ class Bucket:
         ranks: who sums: the replicas of a stage, or of all stages that hold the tied weights; with them those along the
             operator axes on which the gradients are summands.
         parameters: canonical names, in the order in which a backward pass finishes them.
+        silent: those of the ranks whose gradients another one of them has as well: they add zeros.
     """
 
     name: str
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
+    silent: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,6 @@ class Program:
     Attributes:
         rank, stage, replica: who it is.
         replicas: ranks that hold the same parts of the same stage, ascending.
-        last: rank of the last stage with the same replica and coordinates; it has this replica's loss.
         actions: in order; receives stand where their value is needed (a worker may post them earlier).
         receives: values that come in for each microbatch, with their stage of origin.
         sends: values that go out for each microbatch.
@@ -47,7 +48,6 @@ class Program:
     stage: int
     replica: int
     replicas: tuple[int, ...]
-    last: int
     actions: tuple[Action, ...]
     receives: tuple[Crossing, ...]
     sends: tuple[Crossing, ...]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polylane.graph.partition import Partition
+from polylane.runtime.pieces import Pieces
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.weights import shared
 
@@ -20,22 +21,29 @@ class Buffers:
 
     Args:
         stage: this worker's.
-        column: the ranks of this worker's replica, by stage.
+        stages: how many there are.
+        column: the ranks among which buffers are handed on: one of each stage, all with the same parts, or all ranks.
+        speaks: whether this worker has the values of its stage that count.
         tensors: this worker's buffers, by name.
         device: of tensors that the transport carries.
         transport: between the workers; ``column`` is one of its groups.
+        pieces: puts together what is handed on, where ranks of the column hold different parts; else None.
     """
 
     def __init__(
         self,
         stage: int,
+        stages: int,
         column: Sequence[int],
+        speaks: bool,
         tensors: Callable[[], Mapping[str, Tensor]],
         device: torch.device,
         transport: Transport,
+        pieces: Pieces | None = None,
     ) -> None:
-        self._stage = stage
-        self._column = tuple(column)
+        self._stage, self._stages = stage, stages
+        self._column, self._speaks = tuple(column), speaks
+        self._pieces = pieces
         self._tensors = tensors
         self._device = device
         self._transport = transport
@@ -48,15 +56,22 @@ class Buffers:
             current = self._current.get(name)
             if current is not None and not stages <= current:
                 tensor = self._tensors()[name]
-                value = shared(tensor.to(self._device), self._stage == min(current), self._transport, self._column)
+                owns = self._speaks and self._stage == min(current)
                 with torch.no_grad():
-                    tensor.copy_(value)
-                self._current[name] = set(range(len(self._column)))
+                    tensor.copy_(self._handed_on(name, tensor.to(self._device), owns))
+                self._current[name] = set(range(self._stages))
 
     def written(self, partition: Partition) -> None:
         """After a graph has run in training: only the stages that used a buffer have its new value."""
-        if len(self._column) > 1:
+        if self._stages > 1:
             self._current |= self._used(partition)
+
+    def _handed_on(self, name: str, own: Tensor, owns: bool) -> Tensor:
+        if self._pieces is None:
+            return shared(own, owns, self._transport, self._column)
+        part = self._pieces.whole(name, own if owns else None, own)
+        whole = shared(part, True, self._transport, self._column)
+        return self._pieces.of({name: whole}).get(name, whole)
 
     def owner(self, name: str) -> int:
         """A stage that has the current value."""

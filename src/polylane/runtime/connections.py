@@ -47,7 +47,8 @@ def connected(
     programs: Collection[Sequence[Program]],
     statistics: bool,
     connect: Connect,
-    axes: Sequence[str] = (),
+    axes: Sequence[Sequence[str]],
+    together: bool,
 ) -> Connections:
     """Open all that a job talks by.
 
@@ -57,20 +58,22 @@ def connected(
         programs: of all workers, for every objective.
         statistics: whether any operator shares statistics between replicas.
         connect: makes a transport.
-        axes: along which operators are split, in the order of the mesh.
+        axes: of every stage, along which operators are split, in the order of the mesh.
+        together: whether replicas split operators too.
     """
     ranks = range(world.size)
-    columns = {plan.column(rank) for rank in ranks}
+    peers = {(rank, peer) for rank in ranks for s in range(plan.pipeline) for peer in plan.peers(rank, s)}
     replicas = sorted({plan.group(rank, ("data",)) for rank in ranks})
     if world.backend == "nccl":  # one communicator for each pair that talks
         pairs = sorted({pair for each in programs for pair in channels(each)})
     else:
-        pairs = sorted({(a, b) for column in columns for a in column for b in column if a != b})
+        pairs = sorted((a, b) for a, b in peers if a != b)
     buckets = [bucket.ranks for each in programs for program in each for bucket in program.buckets]
     whole = [each for rank in ranks for each in (replica_of(plan, rank), plan.group(rank, plan.axes))]
+    columns = {column_of(plan, rank) for rank in ranks}
     transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole, tuple(ranks)}))
     mesh, inner = _mesh(world, plan, connect, axes)
-    if plan.data == 1 or not statistics or "data" in axes:
+    if plan.data == 1 or not statistics or together:
         return Connections(transport, None, mesh, inner)
     # Statistics interleave with the gradients' own reductions, so they have groups of their own.
     apart = connect(world, [], replicas, tag=1, own_groups=True)
@@ -79,19 +82,32 @@ def connected(
 
 
 def replica_of(plan: Plan, rank: int) -> tuple[int, ...]:
-    """All ranks of the same replica: every stage, and every place in its mesh."""
-    return tuple(sorted(r for other in plan.column(rank) for r in plan.group(other, plan.axes)))
+    """All ranks of the same replica: every stage, and every place in its mesh; all there are where meshes differ."""
+    if not plan.uniform:
+        return tuple(range(plan.workers))
+    return tuple(sorted(r for other in column_of(plan, rank) for r in plan.group(other, plan.axes)))
 
 
-def _mesh(world: World, plan: Plan, connect: Connect, axes: Sequence[str]) -> tuple[Mesh, tuple[Transport, ...]]:
+def column_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The ranks with the same place in the meshes of all stages, by stage; all there are where meshes differ."""
+    if not plan.uniform:
+        return tuple(range(plan.workers))
+    return tuple(plan.peers(rank, stage)[0] for stage in range(plan.pipeline))
+
+
+def _mesh(
+    world: World, plan: Plan, connect: Connect, axes: Sequence[Sequence[str]]
+) -> tuple[Mesh, tuple[Transport, ...]]:
     """The axes along which this worker's operators are split, and what carries their collectives.
 
     They interleave with gradients and with the values between stages, so they have channels of their own.
     """
-    if not axes:
+    if not any(axes):
         return Mesh(), ()
-    groups = sorted({plan.group(rank, (axis,)) for rank in range(world.size) for axis in axes})
+    stages = [plan.place(rank)[0] for rank in range(world.size)]
+    groups = sorted({plan.group(rank, (axis,)) for rank, stage in enumerate(stages) for axis in axes[stage]})
     pairs = [(a, b) for group in groups for a in group for b in group if a != b]
     inner, waits = connect(world, pairs, groups, tag=2, own_groups=True), Waits()
-    own = {axis: TransportAxis(plan.along(world.rank, axis), inner, waits) for axis in axes}
+    mine = axes[stages[world.rank]]
+    own = {axis: TransportAxis(plan.along(world.rank, axis), inner, waits) for axis in mine}
     return Mesh(own, {name: axis.index for name, axis in own.items()}, waits), (inner,)

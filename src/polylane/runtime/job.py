@@ -19,7 +19,7 @@ from polylane.graph.partition import Partition
 from polylane.program.program import Program
 from polylane.runtime import clock, data, optimizer, weights
 from polylane.runtime.buffers import Buffers
-from polylane.runtime.connections import Connect, connected, replica_of
+from polylane.runtime.connections import Connect, column_of, connected, replica_of
 from polylane.runtime.division import Batch
 from polylane.runtime.lane import Tensors, bind, programs_of
 from polylane.runtime.materialize import materialize, on_meta, shapes_only
@@ -103,20 +103,34 @@ class Job:
         self._signature = signature(leaves, self._sampled)
         self._compared = False
         self._tensors = Tensors(prepared.model, [o.loss for o in prepared.objectives.values()], world.device)
-        self._stage, _ = self.plan.place(world.rank)
+        self._stage, self._replica = self.plan.place(world.rank)
         self._holders = _holders(prepared)
         self._programs = {
-            name: programs_of(partition, self.plan, self._holders, True, prepared.layouts.get(name))
+            name: programs_of(partition, self.plan, self._holders, True, prepared.layouts_of(partition))
             for name, partition in prepared.partitions.items()
         }
         self._connections = connected(
-            world, self.plan, self._programs.values(), _has_statistics(prepared), connect, prepared.axes
+            world,
+            self.plan,
+            self._programs.values(),
+            _has_statistics(prepared),
+            connect,
+            [prepared.axes(stage) for stage in range(self.plan.pipeline)],
+            any(layouts.together for layouts in prepared.layouts.values()),
         )
         self._transport = self._connections.transport
         self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
-        column = self.plan.column(world.rank)
-        self._buffers = Buffers(self._stage, column, self._tensors.buffers, world.device, self._transport)
-        self._pieces = Pieces(prepared, self.plan.coordinates(world.rank))
+        self._pieces = Pieces(prepared, self._stage, self.plan.coordinates(world.rank))
+        self._buffers = Buffers(
+            self._stage,
+            self.plan.pipeline,
+            column_of(self.plan, world.rank),
+            self.plan.uniform or self._replica == 0,
+            self._tensors.buffers,
+            world.device,
+            self._transport,
+            None if self.plan.uniform else self._pieces,
+        )
         self._materialized = self._materialize()
         self._hold(same_weights or self._materialized)
         optimizers = {name: self._optimizer(name) for name in prepared.objectives}  # which see whole parameters
@@ -172,7 +186,8 @@ class Job:
         clipper = None
         if clip_norm is not None:
             reduced = {p for program in self._programs[name] for bucket in program.buckets for p in bucket.parameters}
-            counted = [n for n in held if n in reduced and self._stage == min(self._holders[n])]
+            counts = self.plan.uniform or self._replica == 0  # else all replicas are summed over
+            counted = [n for n in held if counts and n in reduced and self._stage == min(self._holders[n])]
             together = replica_of(self.plan, self.world.rank)
             clipper = Clipper(
                 clip_norm,
@@ -198,8 +213,8 @@ class Job:
     def lane(self, partition: Partition, programs: tuple[Program, ...]) -> _Lane:
         """A partition of one of the model's graphs, with every worker's program, bound to this worker's tensors."""
         self._tensors.hold({*partition.parameters(self._stage), *partition.buffers(self._stage)})
-        layout = self._prepared.layout_of(partition)
-        if layout is not None and len(set(self._transport.all_gather_object(layout.digest))) > 1:
+        layouts = self._prepared.layouts_of(partition)
+        if layouts.distinct and len(set(self._transport.all_gather_object(layouts.digest))) > 1:
             raise PolylaneError(
                 "workers chose different splits of the operators: are their models, batches and library versions the "
                 "same? A plan file may fix placements"
@@ -211,7 +226,7 @@ class Job:
             self._transport,
             self._connections.statistics,
             self._connections.mesh,
-            layout,
+            layouts,
         )
         return _Lane(partition, programs, worker)
 
@@ -325,8 +340,8 @@ class Job:
             ahead = self._prepared.evaluations.get(name) if not training and form == self._signature else None
             partition = ahead or self._captured(name, self._rebuild(few(batch.leaves, 4, batch.sampled)), training)
             self._refuse_moved(partition)
-            layout = self._prepared.layout_of(partition)
-            lanes[key] = self.lane(partition, programs_of(partition, self.plan, self._holders, training, layout))
+            layouts = self._prepared.layouts_of(partition)
+            lanes[key] = self.lane(partition, programs_of(partition, self.plan, self._holders, training, layouts))
         return lanes[key]
 
     def _captured(self, name: str, batch: Any, training: bool) -> Partition:
@@ -474,10 +489,9 @@ class Job:
             for stage in range(self.plan.pipeline):
                 for name in partition.buffers(stage):
                     stages[name] = self._buffers.owner(name)
-        first = self.plan.place(self.world.rank)[1] == 0
         return weights.full_state(
             self.model,
-            {name: first and stage == self._stage for name, stage in stages.items()},
+            {name: self._replica == 0 and stage == self._stage for name, stage in stages.items()},
             tied,
             self._pieces.whole,
             self._transport,

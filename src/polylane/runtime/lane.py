@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from polylane.graph.dtypes import dtypes_under_autocast
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
-from polylane.planner.layout import Layout
+from polylane.planner.layouts import Layouts
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
 from polylane.runtime.mesh import Mesh
+from polylane.runtime.relays import Relays
 from polylane.runtime.stage import OWN_PYTHON, Localized, StageRunner, extract, wires
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.transport.protocol import Transport
@@ -69,11 +70,10 @@ def programs_of(
     plan: Plan,
     holders: Mapping[str, Collection[int]],
     training: bool,
-    layout: Layout | None = None,
+    layouts: Layouts,
 ) -> tuple[Program, ...]:
     """Every worker's checked program for training with, or evaluating, a graph."""
-    partial = layout.summed() if layout is not None else {}
-    programs = lower(partition, plan, holders, partial) if training else lower_evaluation(partition, plan)
+    programs = lower(partition, plan, holders, layouts.partials) if training else lower_evaluation(partition, plan)
     check(programs)
     return programs
 
@@ -85,7 +85,7 @@ def bind(
     transport: Transport,
     statistics: Callable[[Tensor], Tensor] | None,
     mesh: Mesh,
-    layout: Layout | None,
+    layouts: Layouts,
 ) -> Worker:
     """One worker's program, bound to its tensors."""
     partition, graph = program.partition, program.partition.graph
@@ -101,7 +101,7 @@ def bind(
     table |= {("axis", name): axis for name, axis in mesh.axes.items()}
     autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
     dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
-    code = extract(partition, program.stage, tensors.device)
+    code, layout = extract(partition, program.stage, tensors.device), layouts[program.stage]
     runner = StageRunner(
         code=code,
         tensors=table,
@@ -115,4 +115,5 @@ def bind(
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
     reducer = Reducer(program.buckets, held, optional, transport)
     travelling = wires(partition, dtypes, layout, mesh.coordinates)
-    return Worker(program, runner, travelling, transport, statistics, reducer, mesh)
+    relays = Relays(program.rank, plan, partition, layouts, {name: wire.sizes for name, wire in travelling.items()})
+    return Worker(program, runner, travelling, relays, transport, statistics, reducer, mesh)

@@ -17,18 +17,19 @@ class Pieces:
 
     Args:
         prepared: with the layouts of all graphs.
-        coordinates: this worker's index on each axis that cuts parameters.
+        stage: this worker's.
+        coordinates: its index on each axis that cuts parameters.
 
     Attributes:
         shapes: of whole parameters and buffers, by name.
     """
 
-    def __init__(self, prepared: Prepared, coordinates: Mapping[str, int]) -> None:
+    def __init__(self, prepared: Prepared, stage: int, coordinates: Mapping[str, int]) -> None:
         self._coordinates = coordinates
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._placements: dict[tuple[str, str], dict[str, Placement]] = {}
-        for name, partition in prepared.partitions.items():
-            graph, layout = partition.graph, prepared.layouts.get(name)
+        for partition in prepared.partitions.values():
+            graph, layout = partition.graph, prepared.layouts_of(partition)[stage]
             for kind, table in (("parameter", graph.parameters), ("buffer", graph.buffers)):
                 for key, info in table.items():
                     self.shapes[key] = info.shape

@@ -21,7 +21,7 @@ from polylane.graph.samples import splits_exactly
 from polylane.plan import plan as plans
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
-from polylane.planner.layout import Layout, choose_layout, layout_like
+from polylane.planner.layouts import Layouts, choose_layouts, layouts_like
 from polylane.runtime.optimizer_probe import whole_parameters
 
 Parameters = list[tuple[str, nn.Parameter]]
@@ -50,7 +50,7 @@ class Prepared:
         plan: how it is split.
         in_float64: whether casts to lower types inside keep float64 (for proofs).
         evaluations: of the graphs in evaluation mode, as far as they were asked for; others are captured when needed.
-        layouts: how the operators of every objective's graph are split; empty where none is.
+        layouts: how the operators of every stage are split, for every objective's graph; empty where none is.
         init: fills a module's own tensors, for a model on the meta device.
     """
 
@@ -60,24 +60,24 @@ class Prepared:
     plan: Plan
     in_float64: bool = False
     evaluations: dict[str, Partition] = field(default_factory=dict)
-    layouts: dict[str, Layout] = field(default_factory=dict)
+    layouts: dict[str, Layouts] = field(default_factory=dict)
     init: Callable[[nn.Module], None] | None = None
-    _others: dict[int, tuple[Partition, Layout]] = field(default_factory=dict, repr=False, compare=False)
+    _others: dict[int, tuple[Partition, Layouts]] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes along which operators are split; "data" among them where the samples of a batch meet."""
-        return next((tuple(layout.splits) for layout in self.layouts.values()), ())
+    def axes(self, stage: int) -> tuple[str, ...]:
+        """The axes along which a stage's operators are split; "data" among them where the samples of a batch meet."""
+        return next((layouts.axes(stage) for layouts in self.layouts.values()), ())
 
-    def layout_of(self, partition: Partition) -> Layout | None:
+    def layouts_of(self, partition: Partition) -> Layouts:
         """How the operators of one of the model's graphs are split; its parameters lie as the main graph's do."""
         if not self.layouts:
-            return None
+            return Layouts((None,) * self.plan.pipeline)
         for name, own in self.partitions.items():
             if own is partition:
                 return self.layouts[name]
         if id(partition) not in self._others:
-            self._others[id(partition)] = partition, layout_like(next(iter(self.layouts.values())), partition.graph)
+            main = next(iter(self.layouts.values()))
+            self._others[id(partition)] = partition, layouts_like(main, partition, self.plan)
         return self._others[id(partition)][1]
 
     @property
@@ -199,16 +199,14 @@ def prepare(
         name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
         for name, partition in (partitions.items() if evaluation else ())
     }
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, Layouts] = {}
     if chosen.axes or meets:
         whole = whole_parameters(parameters, [o.optimizer for o in objectives.values()])
         sampled = sampled_leaves(leaves) if meets else ()
-        # Replicas whose samples meet hold one microbatch together.
-        hand = max(2, -(-total // microbatches)) if meets else hand
-        layouts = _layouts(partitions, chosen, hand, whole, sampled)
+        layouts = _layouts(partitions, chosen, -(-total // microbatches), whole, sampled)
     prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init)
     for partition in evaluations.values():
-        prepared.layout_of(partition)  # once, for all workers that are forked from here
+        prepared.layouts_of(partition)  # once, for all workers that are forked from here
     return prepared
 
 
@@ -247,19 +245,19 @@ def _cut(
     if plan.pipeline == 1:
         return Partition(graph, ())
     times = seconds(graph, loss, leaves) if seconds is not None else compute.measure(graph, model, loss, cloned(leaves))
-    return balanced(graph, plan.pipeline, times)
+    return balanced(graph, plan.pipeline, times, [degrees.workers for degrees in plan.meshes])
 
 
 def _layouts(
-    partitions: Mapping[str, Partition], plan: Plan, hand: int, whole: Collection[str], sampled: Sequence[bool]
-) -> dict[str, Layout]:
-    layouts: dict[str, Layout] = {}
+    partitions: Mapping[str, Partition], plan: Plan, samples: int, whole: Collection[str], sampled: Sequence[bool]
+) -> dict[str, Layouts]:
+    layouts: dict[str, Layouts] = {}
     for name, partition in partitions.items():
         first = next(iter(layouts.values()), None)
         if first is None:
-            layouts[name] = choose_layout(partition.graph, plan, hand, whole, sampled)
+            layouts[name] = choose_layouts(partition, plan, samples, whole, sampled)
         else:
-            layouts[name] = layout_like(first, partition.graph)
+            layouts[name] = layouts_like(first, partition, plan)
     return layouts
 
 
@@ -295,5 +293,11 @@ def alone(plan: str | Spec | Plan, samples: int) -> Spec:
         return Spec(schedule=plan.schedule, microbatches=plan.microbatches, precision=plan.precision)
     spec = parse(plan) if isinstance(plan, str) else plan
     return replace(
-        spec, data=1, pipeline=1, sequence=1, tensor=1, microbatches=plans.default_microbatches(spec, samples)
+        spec,
+        data=1,
+        pipeline=1,
+        sequence=1,
+        tensor=1,
+        stages=(),
+        microbatches=plans.default_microbatches(spec, samples),
     )

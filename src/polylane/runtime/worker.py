@@ -15,8 +15,10 @@ from polylane.graph.batch import bounds
 from polylane.graph.part import Part
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
+from polylane.program.relay import Box, shape_of
 from polylane.runtime.division import Batch, Share, shares
 from polylane.runtime.mesh import Mesh
+from polylane.runtime.relays import Relays, place, taken
 from polylane.runtime.stage import StageRunner, Wire, node_at_fault
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.transport.protocol import Pending, Transport
@@ -32,6 +34,7 @@ class StepState:
 
     shares: dict[int, Share]
     parts: dict[int, Part]
+    sizes: dict[int, int]  # samples of the whole microbatch, of all replicas
     values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     returned: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -54,6 +57,7 @@ class Worker:
         program: what to do.
         runner: the stage's code on this worker's tensors.
         wires: how travelling values look.
+        relays: which pieces of them go where.
         transport: carries values and gradients; declared with the program's channels and groups.
         statistics: sums batch statistics over the replicas, apart from the gradients.
         reducer: sums gradients.
@@ -65,6 +69,7 @@ class Worker:
         program: Program,
         runner: StageRunner,
         wires: Mapping[str, Wire],
+        relays: Relays,
         transport: Transport,
         statistics: Callable[[Tensor], Tensor] | None,
         reducer: Reducer,
@@ -73,6 +78,7 @@ class Worker:
         self.program = program
         self.runner = runner
         self.wires = wires
+        self.relays = relays
         self.transport = transport
         self.statistics = statistics
         self.reducer = reducer
@@ -91,7 +97,8 @@ class Worker:
         """
         own = {share.microbatch: share for share in self.shares(batch.samples)}
         parts = {i: self._part(share, batch.samples, step, seed) for i, share in own.items()}
-        state = StepState(own, parts)
+        ends = bounds(batch.samples, self._microbatches())
+        state = StepState(own, parts, {i: ends[i][1] - ends[i][0] for i in own})
         last_backward = max(
             (i for i, a in enumerate(self.program.actions) if a.kind is Kind.BACKWARD and a.microbatch in own),
             default=-1,
@@ -100,6 +107,8 @@ class Worker:
         for index, action in enumerate(self.program.actions):
             if action.microbatch is not None and action.microbatch not in own:
                 continue  # a microbatch without samples, skipped by every worker alike
+            if action.kind in _TRAVEL and self._piece(action, state) is None:
+                continue  # of these samples nothing goes this way
             try:
                 while posted < self._horizon[index]:
                     self._post(self.program.actions[posted], state)
@@ -148,9 +157,17 @@ class Worker:
     def _post(self, action: Action, state: StepState) -> None:
         if action.kind is not Kind.RECEIVE or action.microbatch not in state.shares:
             return
-        assert action.value is not None and action.peer is not None
-        wire, samples = self.wires[action.value], state.parts[action.microbatch].samples
-        state.received[action] = self.transport.receive(wire.shape(samples), wire.dtype, action.peer)
+        piece = self._piece(action, state)
+        if piece is not None:
+            assert action.value is not None and action.peer is not None
+            dtype = self.wires[action.value].dtype
+            state.received[action] = self.transport.receive(shape_of(piece), dtype, action.peer)
+
+    def _piece(self, action: Action, state: StepState) -> Box | None:
+        """What of this worker's part of a value is sent or received, by positions in that part."""
+        assert action.value is not None and action.peer is not None and action.microbatch is not None
+        find = self.relays.sent if action.kind is Kind.SEND else self.relays.received
+        return find(action.value, action.peer, state.sizes[action.microbatch], action.gradient)
 
     def _sum_replicas(self, tensor: Tensor) -> Tensor:
         assert self.statistics is not None
@@ -205,7 +222,11 @@ class Worker:
                 dtype=torch.float64,
             )
         state.outgoing.pop(i, None)  # with the autograd graph that hangs on it
-        state.returned[i] = self.runner.backward(i, state.gradients.pop(i, {}), seed)
+        gradients = state.gradients.pop(i, {})
+        for crossing in self.program.sends:
+            if crossing.requires_grad and crossing.value not in gradients:  # all that was asked for came from others
+                gradients[crossing.value] = self._zeros(crossing.value, state.parts[i].samples)
+        state.returned[i] = self.runner.backward(i, gradients, seed)
 
     def _send(self, action: Action, state: StepState) -> None:
         i, name = action.microbatch, action.value
@@ -218,17 +239,29 @@ class Worker:
                 f"the value {name} is {value.dtype} {tuple(value.shape)} where capture saw "
                 f"{wire.dtype} {wire.shape(samples)}"
             )
-        state.sent.append(self.transport.send(value.detach(), action.peer))
+        piece = self._piece(action, state)
+        assert piece is not None
+        state.sent.append(self.transport.send(taken(value.detach(), piece), action.peer))
 
     def _receive(self, action: Action, state: StepState) -> None:
         i, name = action.microbatch, action.value
         assert i is not None and name is not None
-        value = state.received.pop(action).wait()
-        if not action.gradient:
-            state.values.setdefault(i, {})[name] = value
-            return
-        sums = state.gradients.setdefault(i, {})
-        sums[name] = value if name not in sums else sums[name] + value
+        value, piece = state.received.pop(action).wait(), self._piece(action, state)
+        assert piece is not None
+        found = (state.gradients if action.gradient else state.values).setdefault(i, {})
+        if value.shape != self.wires[name].shape(state.parts[i].samples):
+            into = found.pop(name, None)
+            into = self._zeros(name, state.parts[i].samples) if into is None else into
+            place(into, piece, value, add=action.gradient)
+            value = into
+        found[name] = value if name not in found else found[name] + value
+
+    def _zeros(self, name: str, samples: int) -> Tensor:
+        wire = self.wires[name]
+        return torch.zeros(wire.shape(samples), dtype=wire.dtype, device=self.runner.device)
+
+
+_TRAVEL = (Kind.SEND, Kind.RECEIVE)
 
 
 def _horizons(actions: tuple[Action, ...]) -> list[int]:

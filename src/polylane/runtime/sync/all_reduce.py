@@ -88,12 +88,13 @@ class Reducer:
         bucket = self._buckets[index]
         parameters = [self._parameters[name] for name in bucket.parameters]
         optional = [name for name in bucket.parameters if name in self._optional]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        silent = self._transport.rank in bucket.silent
+        grads = [torch.zeros_like(p) if p.grad is None or silent else p.grad for p in parameters]
         if len(grads) == 1 and not optional and grads[0].is_contiguous():
             parameters[0].grad = grads[0]
             flat, wire = None, grads[0]
         else:
-            had = [float(self._parameters[name].grad is not None) for name in optional]
+            had = [float(self._parameters[name].grad is not None and not silent) for name in optional]
             flags = [torch.tensor(had, dtype=grads[0].dtype, device=grads[0].device)] if had else []
             flat = wire = torch.cat([*(g.reshape(-1) for g in grads), *flags])
         pending = self._transport.all_reduce(wire, bucket.ranks)

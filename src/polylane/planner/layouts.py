@@ -1,0 +1,110 @@
+"""Layouts: how the operators of every stage lie on its own mesh."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from polylane.graph.partition import Partition
+from polylane.plan.plan import Plan
+from polylane.planner.layout import Layout, choose_layout, layout_like
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """One graph's layouts.
+
+    Attributes:
+        stages: of every stage its layout, None where no operator is split. Stages with the same mesh have the same one.
+    """
+
+    stages: tuple[Layout | None, ...]
+
+    def __getitem__(self, stage: int) -> Layout | None:
+        return self.stages[stage]
+
+    def axes(self, stage: int) -> tuple[str, ...]:
+        """The axes along which a stage's operators are split; "data" among them where the samples of a batch meet."""
+        layout = self.stages[stage]
+        return () if layout is None else tuple(layout.splits)
+
+    @cached_property
+    def distinct(self) -> tuple[Layout, ...]:
+        """Every layout once, in the order of the stages."""
+        return tuple({id(layout): layout for layout in self.stages if layout is not None}.values())
+
+    @property
+    def together(self) -> bool:
+        """Whether replicas split operators too: samples meet in this graph."""
+        return any("data" in layout.splits for layout in self.distinct)
+
+    @cached_property
+    def digest(self) -> str:
+        """A number of all that was chosen: workers that chose apart must have chosen alike."""
+        return hashlib.sha256(" ".join(layout.digest for layout in self.distinct).encode()).hexdigest()[:16]
+
+    @cached_property
+    def partials(self) -> tuple[Mapping[str, tuple[str, ...]], ...]:
+        """Of every stage, parameters whose gradients are summands on the ranks of an axis, and the axes."""
+        return tuple({} if layout is None else layout.summed() for layout in self.stages)
+
+
+def choose_layouts(
+    partition: Partition, plan: Plan, samples: int, whole: Collection[str] = (), sampled: Sequence[bool] = ()
+) -> Layouts:
+    """Choose how the operators of every stage lie on its mesh.
+
+    The whole graph is laid out once for every mesh that there is, so that all stages that have it fit together. What
+    crosses between two meshes is whole values or parts of them, on both sides; parameters that stages with different
+    meshes share are whole on all of them.
+
+    Args:
+        samples: of a microbatch.
+        whole: parameters that every rank must hold whole.
+        sampled: as for :func:`polylane.planner.layout.choose_layout`; empty where samples do not meet.
+    """
+    plain = crossing_meshes(partition, plan)
+    whole = {*whole, *_shared(partition, plan)}
+    found: dict[tuple[int, ...], Layout | None] = {}
+    for stage in range(plan.pipeline):
+        mesh = plan.degrees(stage)
+        axes = (*(("data",) if sampled and mesh.data > 1 else ()), *plan.axes_of(stage))
+        if mesh not in found:
+            alike = [other for other in range(plan.pipeline) if plan.degrees(other) == mesh]
+            found[mesh] = None
+            if axes:
+                found[mesh] = choose_layout(
+                    partition.graph,
+                    {axis: plan.degree(axis, stage) for axis in axes},
+                    max(2, samples if sampled else -(-samples // mesh.data)),
+                    pins={axis: plan.pins(axis, alike) for axis in plan.axes_of(stage)},
+                    whole=whole,
+                    sampled=sampled,
+                    plain=plain,
+                )
+    return Layouts(tuple(found[plan.degrees(stage)] for stage in range(plan.pipeline)))
+
+
+def layouts_like(main: Layouts, partition: Partition, plan: Plan) -> Layouts:
+    """Split another graph of the same model (evaluation, another loss) so that its parameters lie as in ``main``."""
+    plain = crossing_meshes(partition, plan)
+    found = {id(layout): layout_like(layout, partition.graph, plain) for layout in main.distinct}
+    return Layouts(tuple(None if layout is None else found[id(layout)] for layout in main.stages))
+
+
+def crossing_meshes(partition: Partition, plan: Plan) -> frozenset[str]:
+    """The values that cross between stages whose meshes differ."""
+    return frozenset(
+        c.value for c in partition.crossings for stage in c.consumers if not plan.aligned(c.producer, stage)
+    )
+
+
+def _shared(partition: Partition, plan: Plan) -> set[str]:
+    """The parameters and buffers that stages with different meshes hold."""
+    holders: dict[str, list[int]] = {}
+    for stage in range(partition.stages):
+        for name in (*partition.parameters(stage), *partition.buffers(stage)):
+            holders.setdefault(name, []).append(stage)
+    return {name for name, stages in holders.items() if not all(plan.aligned(stages[0], s) for s in stages)}
