@@ -231,13 +231,13 @@ def _splits(prepared: Prepared) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     taken: dict[str, Split] = {}
     for layout in prepared.layouts_of(prepared.main).distinct[:1]:
-      for axis, split in layout.splits.items():
-        shown = view(layout.graph, layout.samples, split.degree)
-        setting = Setting(shown, split.degree, Rates(), dict(taken))
-        pins = prepared.plan.pins(axis)
-        told = explain(setting, split, options(shown, split.degree), purpose=axis, pins=pins, whole=layout.whole)
-        found[axis] = {**asdict(told), "lines": lines(told)}
-        taken[axis] = split
+        for axis, split in layout.splits.items():
+            shown = view(layout.graph, layout.samples, split.degree)
+            setting = Setting(shown, split.degree, Rates(), dict(taken))
+            pins = prepared.plan.pins(axis)
+            told = explain(setting, split, options(shown, split.degree), purpose=axis, pins=pins, whole=layout.whole)
+            found[axis] = {**asdict(told), "lines": lines(told)}
+            taken[axis] = split
     return found
 
 

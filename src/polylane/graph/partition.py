@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,16 +121,17 @@ class Partition:
         return tuple(name for name in self.graph.buffers if name in used)
 
 
-def cut_positions(graph: Graph) -> list[int]:
+def cut_positions(graph: Graph, staying: Collection[str] = ()) -> list[int]:
     """Where a graph may be cut: before which nodes.
 
     Never inside a group that shares written memory, never where a value would have to travel whose size depends on
-    data, and only before nodes that do work of their own.
+    data, or one of those that are to stay on their stage, and only before nodes that do work of their own.
     """
     closed = np.zeros(len(graph.nodes) + 1, dtype=np.int64)  # changes from one position to the next
     last = _last_uses(graph)
     spans = [*graph.uncut]
-    spans += [(i, last.get(n.name, i)) for i, n in enumerate(graph.nodes) if not n.crossable and not n.free]
+    stuck = {n.name for n in graph.nodes if not n.crossable} | set(staying)
+    spans += [(i, last.get(n.name, i)) for i, n in enumerate(graph.nodes) if n.name in stuck and not n.free]
     for first, end in spans:
         closed[first + 1] += 1
         closed[end + 1] -= 1
@@ -167,7 +168,13 @@ def _live_bytes(graph: Graph) -> NDArray[np.float64]:
     return np.cumsum(delta)
 
 
-def balanced(graph: Graph, stages: int, seconds: Sequence[float], workers: Sequence[int] | None = None) -> Partition:
+def balanced(
+    graph: Graph,
+    stages: int,
+    seconds: Sequence[float],
+    workers: Sequence[int] | None = None,
+    staying: Collection[str] = (),
+) -> Partition:
     """Cut into ``stages`` so that the slowest is as fast as can be, and then (within 3% of it) as few bytes cross.
 
     Args:
@@ -175,13 +182,14 @@ def balanced(graph: Graph, stages: int, seconds: Sequence[float], workers: Seque
         stages: into how many.
         seconds: time of every node, forward and backward (any unit).
         workers: of every stage, how many share its work; default: as many on each.
+        staying: values that must not cross.
 
     Raises:
         PolylaneError: the graph cannot be cut into so many.
     """
     if stages == 1:
         return Partition(graph, ())
-    positions = cut_positions(graph)
+    positions = cut_positions(graph, staying)
     if stages > len(positions) + 1:
         raise PolylaneError(_too_many(graph, stages, len(positions) + 1))
     ends = np.array([0, *positions, len(graph.nodes)])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ from polylane.graph.keying import AsPart
 from polylane.graph.part import Part
 from polylane.graph.precision import PROMOTED, Promoted, innermost
 from polylane.graph.statistics import batch_norm, whole_batch_norm
+
+
+class Order(StrEnum):
+    """How the parts of a batch make up a value of the whole."""
+
+    ROWS = "rows"  # one after another along the dimension of the samples
+    ALIKE = "alike"  # the same for any samples
+    MEAN = "mean"  # in their mean, weighted by their samples
+    SUM = "sum"
+    OTHER = "other"
+
 
 # Of an example batch; fewer than the fewest cannot be split unequally.
 FEWEST, MOST = 5, 32
@@ -44,7 +56,9 @@ class _PartFails(Exception):
     pass
 
 
-def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> str | None:
+def splits_exactly(
+    graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any], orders: dict[str, Order] | None = None
+) -> str | None:
     """Whether the batch may be split: its parts' losses make up the whole's, and its buffers end the same.
 
     Args:
@@ -52,6 +66,7 @@ def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[
         model: with its values; unchanged by this.
         loss: the user's.
         leaves: an example batch, flat.
+        orders: gets, for every value by its node's name, how its parts make up the whole's.
 
     Returns:
         None where splitting is exact (or cannot be tried, on the meta device); else one sentence for the user, that
@@ -72,7 +87,7 @@ def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[
     differing: list[Node] = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]), Promoted():
         try:
-            outputs = _side_by_side(graph, runs, nodes, differing)
+            outputs = _side_by_side(graph, runs, nodes, differing, {} if orders is None else orders)
         except _PartFails as failure:
             return str(failure)
     if not _makes_up(graph.mean, outputs, [run.part.samples for run in runs[1:]]):
@@ -101,7 +116,9 @@ def _in_float64(whole: Whole, graph: Graph, leaves: Sequence[Any]) -> Tables:
     return table
 
 
-def _side_by_side(graph: Graph, runs: list[_Run], nodes: dict[str, Node], differing: list[Node]) -> list[list[Tensor]]:
+def _side_by_side(
+    graph: Graph, runs: list[_Run], nodes: dict[str, Node], differing: list[Node], orders: dict[str, Order]
+) -> list[list[Tensor]]:
     """Run the code node by node in all runs; each one's outputs. Notes where two parts do not make up the whole."""
     code = graph.code.fx
     last_use = {used: node for node in code.nodes for used in node.all_input_nodes}
@@ -118,6 +135,8 @@ def _side_by_side(graph: Graph, runs: list[_Run], nodes: dict[str, Node], differ
             value, *parts = (run.values[node] for run in runs)
             if not _related(value, parts, sizes):
                 differing.append(described)
+            if isinstance(value, Tensor):
+                orders[described.name] = _order(described, value, parts, sizes)
             for used in node.all_input_nodes:
                 if last_use[used] is node:
                     for run in runs:
@@ -236,6 +255,58 @@ def _related(value: Any, parts: list[Any], sizes: list[int]) -> bool:
     if len(along) == 1 and sum(p.shape[along[0]] for p in parts) == value.shape[along[0]]:
         return _equal(value, torch.cat(parts, along[0])) or _same_elements(value, parts)
     return False
+
+
+def _order(node: Node, value: Tensor, parts: list[Tensor], sizes: list[int]) -> Order:
+    dim = node.batch_dim
+    if dim is not None:
+        rest = {tuple(n for d, n in enumerate(t.shape) if d != dim) for t in (value, *parts)}
+        return Order.ROWS if len(rest) == 1 and _equal(value, torch.cat(parts, dim)) else Order.OTHER
+    if any(part.shape != value.shape for part in parts):
+        return Order.OTHER
+    if all(_equal(value, part) for part in parts):
+        return Order.ALIKE
+    if not (value.is_floating_point() or value.is_complex()):
+        return Order.OTHER
+    if _equal(value, sum(n * p for n, p in zip(sizes, parts, strict=True)) / sum(sizes)):
+        return Order.MEAN
+    return Order.SUM if _equal(value, sum(parts)) else Order.OTHER
+
+
+def orders_of(graph: Graph, seen: Mapping[str, Order]) -> dict[str, Order]:
+    """How the parts of a batch make up every value of a graph.
+
+    Args:
+        graph: seen or not.
+        seen: by node name, of this graph or another one of the same model; see :func:`splits_exactly`.
+
+    Returns:
+        By node name. What is the same for parts of one batch counts as their mean if it depends on them: it may be so
+        by chance (a zero at the start), and a mean of what is alike is the same again.
+    """
+    code, moving, result = graph.code.fx, set[fx.Node](), dict[str, Order]()
+    roles = {node: node.meta["role"][0] for node in code.nodes if node.op == "placeholder"}
+    names = {node.id: node for node in graph.nodes}
+    for node in code.nodes:
+        if roles.get(node) == "input" or any(used in moving for used in node.all_input_nodes):
+            moving.add(node)
+        if node.op != "call_function" or node.name not in names:
+            continue
+        described, val = names[node.name], node.meta.get("val")
+        continuous = isinstance(val, Tensor) and (val.is_floating_point() or val.is_complex())
+        order = seen.get(described.name)
+        if order is None:
+            order = Order.ALIKE if described.batch_dim is None else _rows(described, val, graph.samples)
+        if order is Order.ALIKE and node in moving:
+            order = Order.MEAN if continuous else Order.OTHER if described.name not in seen else Order.ALIKE
+        result[described.name] = order
+    return result
+
+
+def _rows(node: Node, val: Any, samples: int) -> Order:
+    """Where nothing was computed: rows of samples lie in order if each sample has one."""
+    assert node.batch_dim is not None
+    return Order.ROWS if isinstance(val, Tensor) and node.shape[node.batch_dim] == samples else Order.OTHER
 
 
 def _same_elements(value: Tensor, parts: list[Tensor]) -> bool:

@@ -227,6 +227,7 @@ class Job:
             self._connections.statistics,
             self._connections.mesh,
             layouts,
+            self._prepared.orders_of(partition),
         )
         return _Lane(partition, programs, worker)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from polylane.graph.dtypes import dtypes_under_autocast
 from polylane.graph.partition import Partition
+from polylane.graph.samples import Order
 from polylane.plan.plan import Plan
 from polylane.planner.layouts import Layouts
 from polylane.program.check import check
@@ -86,6 +87,7 @@ def bind(
     statistics: Callable[[Tensor], Tensor] | None,
     mesh: Mesh,
     layouts: Layouts,
+    orders: Mapping[str, Order],
 ) -> Worker:
     """One worker's program, bound to its tensors."""
     partition, graph = program.partition, program.partition.graph
@@ -115,5 +117,6 @@ def bind(
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
     reducer = Reducer(program.buckets, held, optional, transport)
     travelling = wires(partition, dtypes, layout, mesh.coordinates)
-    relays = Relays(program.rank, plan, partition, layouts, {name: wire.sizes for name, wire in travelling.items()})
+    sizes = {name: wire.sizes for name, wire in travelling.items()}
+    relays = Relays(program.rank, plan, partition, layouts, sizes, orders)
     return Worker(program, runner, travelling, relays, transport, statistics, reducer, mesh)

@@ -17,7 +17,7 @@ from polylane.graph.capture import capture
 from polylane.graph.export import Loss
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, aligned, balanced
-from polylane.graph.samples import splits_exactly
+from polylane.graph.samples import Order, orders_of, splits_exactly
 from polylane.plan import plan as plans
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
@@ -52,6 +52,7 @@ class Prepared:
         evaluations: of the graphs in evaluation mode, as far as they were asked for; others are captured when needed.
         layouts: how the operators of every stage are split, for every objective's graph; empty where none is.
         init: fills a module's own tensors, for a model on the meta device.
+        seen: how the parts of a batch made up every value, by objective and node.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class Prepared:
     evaluations: dict[str, Partition] = field(default_factory=dict)
     layouts: dict[str, Layouts] = field(default_factory=dict)
     init: Callable[[nn.Module], None] | None = None
+    seen: dict[str, Mapping[str, Order]] = field(default_factory=dict)
     _others: dict[int, tuple[Partition, Layouts]] = field(default_factory=dict, repr=False, compare=False)
 
     def axes(self, stage: int) -> tuple[str, ...]:
@@ -79,6 +81,22 @@ class Prepared:
             main = next(iter(self.layouts.values()))
             self._others[id(partition)] = partition, layouts_like(main, partition, self.plan)
         return self._others[id(partition)][1]
+
+    def orders_of(self, partition: Partition) -> Mapping[str, Order]:
+        """How the parts of a batch make up the values of one of the model's graphs; needed where replicas differ."""
+        if len({degrees.data for degrees in map(self.plan.degrees, range(self.plan.pipeline))}) == 1:
+            return {crossing.value: Order.ROWS for crossing in partition.crossings}
+        seen = next((s for name, s in self.seen.items() if self.partitions[name] is partition), self._seen_anywhere)
+        orders = orders_of(partition.graph, seen)
+        for crossing in partition.crossings:
+            degrees = [self.plan.degree("data", stage) for stage in (crossing.producer, *crossing.consumers)]
+            if orders[crossing.value] is Order.OTHER and len(set(degrees)) > 1:
+                raise PolylaneError(_cannot_cross(partition, crossing.value, degrees))
+        return orders
+
+    @property
+    def _seen_anywhere(self) -> dict[str, Order]:
+        return {name: order for seen in reversed(self.seen.values()) for name, order in seen.items()}
 
     @property
     def main(self) -> Partition:
@@ -184,14 +202,23 @@ def prepare(
     part = few(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
     partitions: dict[str, Partition] = {}
-    meets = False
+    meets, orders = False, dict[str, Mapping[str, Order]]()
     for objective in objectives.values():
         trainable = optimized(parameters, objective.optimizer)
         graph = capture(model, objective.loss, rebuild(cloned(part)), trainable=trainable, in_float64=in_float64)
         if spec.data > 1 or microbatches > 1:
-            meets = _samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64) or meets
+            found = dict[str, Order]()
+            meets = _samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64, found) or meets
+            orders[objective.name] = found
         partitions[objective.name] = _cut(
-            graph, model, objective.loss, part, spec, next(iter(partitions.values()), None), seconds
+            graph,
+            model,
+            objective.loss,
+            part,
+            spec,
+            next(iter(partitions.values()), None),
+            seconds,
+            orders.get(objective.name, {}),
         )
     main = next(iter(partitions.values()))
     chosen = spec if isinstance(spec, Plan) else plans.from_partition(main, spec, microbatches)
@@ -204,7 +231,9 @@ def prepare(
         whole = whole_parameters(parameters, [o.optimizer for o in objectives.values()])
         sampled = sampled_leaves(leaves) if meets else ()
         layouts = _layouts(partitions, chosen, -(-total // microbatches), whole, sampled)
-    prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init)
+    prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init, orders)
+    for partition in partitions.values():
+        prepared.orders_of(partition)  # so that what cannot be is refused here
     for partition in evaluations.values():
         prepared.layouts_of(partition)  # once, for all workers that are forked from here
     return prepared
@@ -237,6 +266,7 @@ def _cut(
     plan: Spec | Plan,
     main: Partition | None,
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
+    seen: Mapping[str, Order],
 ) -> Partition:
     if main is not None:
         return aligned(main, graph)
@@ -245,7 +275,20 @@ def _cut(
     if plan.pipeline == 1:
         return Partition(graph, ())
     times = seconds(graph, loss, leaves) if seconds is not None else compute.measure(graph, model, loss, cloned(leaves))
-    return balanced(graph, plan.pipeline, times, [degrees.workers for degrees in plan.meshes])
+    staying: list[str] = []
+    if len({degrees.data for degrees in plan.meshes}) > 1:
+        staying = [name for name, order in orders_of(graph, seen).items() if order is Order.OTHER]
+    return balanced(graph, plan.pipeline, times, [degrees.workers for degrees in plan.meshes], staying)
+
+
+def _cannot_cross(partition: Partition, name: str, degrees: Sequence[int]) -> str:
+    node = partition.graph.nodes[partition.graph.positions[name]]
+    line = f" ({node.source})" if node.source else ""
+    counts = " and ".join(f"data={n}" for n in dict.fromkeys(degrees))
+    return (
+        f"plan: stages: {name}{line} crosses between stages with {counts}, but its rows do not follow the samples of a "
+        "batch, so that it cannot be divided anew: give these stages the same data, or cut the graph elsewhere"
+    )
 
 
 def _layouts(
@@ -262,7 +305,13 @@ def _layouts(
 
 
 def _samples_meet(
-    graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], microbatches: int, in_float64: bool
+    graph: Graph,
+    model: nn.Module,
+    loss: Loss,
+    leaves: list[Any],
+    microbatches: int,
+    in_float64: bool,
+    orders: dict[str, Order],
 ) -> bool:
     """Whether the loss of a batch is not made up of its parts' losses: replicas then have to split the operators.
 
@@ -270,7 +319,7 @@ def _samples_meet(
         PolylaneError: so it is, and there are microbatches.
     """
     try:
-        reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))))
+        reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))), orders)
     except PolylaneError:
         raise
     except Exception as error:

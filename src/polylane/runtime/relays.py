@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from polylane.graph.partition import Partition
+from polylane.graph.samples import Order
 from polylane.placement.placement import Shard
 from polylane.plan.plan import Plan
 from polylane.planner.layouts import Layouts
@@ -31,6 +32,7 @@ class Relays:
         partition: for where the samples of a value lie.
         layouts: of every stage, how its operators are split.
         sizes: shapes of the values, for any number of samples.
+        orders: how the parts of a batch make up a value.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class Relays:
     partition: Partition
     layouts: Layouts
     sizes: Sizes
+    orders: Mapping[str, Order]
     _pieces: dict[tuple[str, int, int, int, bool], Box | None] = field(default_factory=dict)
     _known: dict[tuple[str, int, int, int, bool], tuple[Transfer, ...]] = field(default_factory=dict)
     _boxes: dict[tuple[str, int, int], Box] = field(default_factory=dict)
@@ -54,6 +57,23 @@ class Relays:
     def received(self, value: str, peer: int, samples: int, gradient: bool) -> Box | None:
         """What a peer sends of this worker's part, by positions in that; None: nothing."""
         return self._piece(value, peer, self.rank, samples, gradient)
+
+    def summed(self, value: str) -> bool:
+        """Whether replicas of another stage with another number of them get the sum of what all replicas send."""
+        return self.orders[value] in (Order.MEAN, Order.SUM)
+
+    def factor(self, value: str, peer: int, samples: int, gradient: bool) -> float:
+        """By what this worker multiplies what it sends to a peer.
+
+        Of a mean over the samples in hand every consumer gets the mean over all samples, and of a sum its share of the
+        sum over all: the loss, in which they count by samples, is the same, and so are the gradients.
+        """
+        stages = [self.plan.place(rank)[0] for rank in (self.rank, peer)]
+        if not self.summed(value) or len(self._replicas(stages[0])) == len(self._replicas(stages[1])):
+            return 1.0
+        producer, consumer = (peer, self.rank) if gradient else (self.rank, peer)
+        start, stop, weight = self._share(producer if self.orders[value] is Order.MEAN else consumer, samples)
+        return weight * (stop - start) / samples
 
     def _piece(self, value: str, sender: int, receiver: int, samples: int, gradient: bool) -> Box | None:
         key = (value, sender, receiver, samples, gradient)
@@ -91,9 +111,12 @@ class Relays:
         replicas = [self._replicas(stage) for stage in (start, end)]
         if len(replicas[0]) == len(replicas[1]):
             return list(zip(*replicas, strict=True))
-        if gradient and self._batch_dim(value) is None:
+        senders, receivers = replicas
+        if self.summed(value):
+            everyone = [rank for ranks in receivers for rank in ranks]
+            return [(ranks, everyone) for ranks in senders]
+        if gradient and self.orders[value] is Order.ALIKE:
             # Every replica has a summand, of its own samples; whoever gets it, they are summed in the end.
-            senders, receivers = replicas
             return [(ranks, receivers[i * len(receivers) // len(senders)]) for i, ranks in enumerate(senders)]
         # Who computes on another one's sample, for want of one of its own, is asked for nothing and owed no gradient.
         counting = [[r for rank in each for r in rank if self._counts(r, samples)] for each in replicas]

@@ -241,7 +241,9 @@ class Worker:
             )
         piece = self._piece(action, state)
         assert piece is not None
-        state.sent.append(self.transport.send(taken(value.detach(), piece), action.peer))
+        value = taken(value.detach(), piece)
+        factor = self.relays.factor(name, action.peer, state.sizes[i], action.gradient)
+        state.sent.append(self.transport.send(value if factor == 1.0 else value * factor, action.peer))
 
     def _receive(self, action: Action, state: StepState) -> None:
         i, name = action.microbatch, action.value
@@ -252,7 +254,7 @@ class Worker:
         if value.shape != self.wires[name].shape(state.parts[i].samples):
             into = found.pop(name, None)
             into = self._zeros(name, state.parts[i].samples) if into is None else into
-            place(into, piece, value, add=action.gradient)
+            place(into, piece, value, add=action.gradient or self.relays.summed(name))
             value = into
         found[name] = value if name not in found else found[name] + value
 
