@@ -95,7 +95,8 @@ def check(row: table.Row) -> None:
     assert verdict.passed, f"{row}: worst {verdict.worst:.2g}, {verdict.culprit}"
     assert verdict.worst <= 1e-9 and verdict.replicas_equal and verdict.steps == 3
     assert any(d.gradient is not None for d in verdict.deviations)
-    for axis, split in (axis_split for layout in prepared.layouts.values() for axis_split in layout.splits.items()):
+    layouts = [layout for each in prepared.layouts.values() for layout in each.distinct]
+    for axis, split in (axis_split for layout in layouts for axis_split in layout.splits.items()):
         cut = any(strategy.share < 1 for strategy in split.steps.values())
         assert cut or (row.model, axis) in table.UNSPLIT, f"{row}: nothing is split over {axis}"
         parameters = [p for key, p in split.sources.items() if key[0].startswith("parameter:")]

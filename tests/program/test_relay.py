@@ -11,26 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from boxes import read, write
 from polylane.placement.placement import even, joined
 from polylane.program.relay import Box, Transfer, cut, inside, meet, relay, shape_of, volume, whole
-
-
-def read(tensor: Tensor, box: Box) -> Tensor:
-    """A box of a tensor, element by element."""
-    index = [
-        torch.tensor([i for start, stop in ranges for i in range(start, stop)], dtype=torch.int64) for ranges in box
-    ]
-    return tensor[torch.meshgrid(*index, indexing="ij")] if index else tensor.clone()
-
-
-def write(tensor: Tensor, box: Box, values: Tensor) -> None:
-    index = [
-        torch.tensor([i for start, stop in ranges for i in range(start, stop)], dtype=torch.int64) for ranges in box
-    ]
-    if index:
-        tensor[torch.meshgrid(*index, indexing="ij")] = values
-    else:
-        tensor.copy_(values)
 
 
 def relayed(
