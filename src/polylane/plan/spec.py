@@ -1,8 +1,9 @@
-"""A plan in one line: ``data=2,pipeline=2,schedule=1f1b,microbatches=8``."""
+"""A plan in one line: ``data=2,pipeline=2,schedule=1f1b,microbatches=8``, or ``[data=2 | tensor=2 | 1],...``."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,8 +11,12 @@ from polylane.errors import PolylaneError
 from polylane.schedule.synchronous import SCHEDULES
 
 PRECISIONS = ("float32", "bfloat16")
-_COUNTS = ("data", "pipeline", "sequence", "tensor", "microbatches")
+DEGREES = ("data", "pipeline", "sequence", "tensor")
+_COUNTS = (*DEGREES, "microbatches")
 _KEYS = (*_COUNTS, "schedule", "precision")
+
+# As many workers as a plan may have, and as many microbatches: ten times the largest machines.
+MOST = 2**20
 
 
 class Degrees(NamedTuple):
@@ -54,6 +59,16 @@ class Spec:
     sequence: int = 1
     stages: tuple[Degrees, ...] = ()
 
+    def __post_init__(self) -> None:
+        check_workers(self.workers, {axis: getattr(self, axis) for axis in DEGREES})
+
+    @classmethod
+    def of_meshes(cls, meshes: Sequence[Degrees], schedule: str, microbatches: int | None, precision: str) -> Spec:
+        """Stages with a mesh each; it is the same as degrees for all where all have the same."""
+        data, sequence, tensor = (max(degrees) for degrees in zip(*meshes, strict=True))
+        own = () if len(set(meshes)) == 1 else tuple(meshes)
+        return cls(data, len(meshes), schedule, microbatches, precision, tensor, sequence, own)
+
     @property
     def meshes(self) -> tuple[Degrees, ...]:
         """The mesh of every stage."""
@@ -62,7 +77,20 @@ class Spec:
     @property
     def workers(self) -> int:
         """How many workers the plan takes."""
-        return sum(degrees.workers for degrees in self.meshes)
+        if self.stages:
+            return sum(degrees.workers for degrees in self.stages)
+        return self.data * self.pipeline * self.sequence * self.tensor
+
+
+def check_workers(workers: int, degrees: Mapping[str, int]) -> None:
+    """Refuse more workers than any machine has, before anything is computed for each of them.
+
+    Raises:
+        PolylaneError: with the degrees that make them so many.
+    """
+    if workers > MOST:
+        product = " times ".join(f"{axis}={_shown(n)}" for axis, n in degrees.items() if n > 1)
+        raise PolylaneError(f"{product} would be more than {MOST:,} workers, the most that a plan can have")
 
 
 def parse(text: str) -> Spec:
@@ -71,36 +99,79 @@ def parse(text: str) -> Spec:
     Raises:
         PolylaneError: naming the key at fault and what it may be.
     """
+    try:
+        return _parsed(text)
+    except PolylaneError as error:
+        raise PolylaneError(f"plan {_shown(text)!r}: {error}") from None
+
+
+def _parsed(text: str) -> Spec:
+    opened = text.strip().startswith("[")
+    inside, closed, rest = text.strip()[1:].partition("]") if opened else ("", "", text)
+    if opened and (not closed or rest.strip()[:1] not in ("", ",")):
+        raise PolylaneError("meshes of stages are written [data=2 | tensor=2 | 1], and then a comma and the rest")
+    given = _given(rest, opened)
+    if not given and not opened:
+        raise PolylaneError("nothing is said: give degrees, as in data=2,pipeline=2, or data=1 for one worker")
+    schedule, precision = given.get("schedule", "1f1b"), given.get("precision", "float32")
+    if schedule not in SCHEDULES:
+        raise PolylaneError(f"schedule={_shown(schedule)} is not known, known are {', '.join(SCHEDULES)}")
+    if precision not in PRECISIONS:
+        raise PolylaneError(f"precision={_shown(precision)} is not known, known are {', '.join(PRECISIONS)}")
+    counts = {key: _count(key, given[key]) for key in _COUNTS if key in given}
+    microbatches = counts.pop("microbatches", None)
+    if opened:
+        meshes = [_mesh(stage, number) for number, stage in enumerate(inside.split("|"))]
+        return Spec.of_meshes(meshes, schedule, microbatches, precision)
+    data, pipeline, sequence, tensor = (counts.get(key, 1) for key in DEGREES)
+    return Spec(data, pipeline, schedule, microbatches, precision, tensor, sequence)
+
+
+def _mesh(text: str, stage: int) -> Degrees:
+    """The mesh of one stage: "data=2,tensor=2", or "1" for one worker."""
+    degrees: dict[str, int] = {}
+    for item in filter(None, (piece.strip() for piece in text.split(","))) if text.strip() != "1" else ():
+        key, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals or key not in Degrees._fields:
+            raise PolylaneError(
+                f"stage {stage}: {_shown(item)!r} is no degree of a mesh: a stage is 1, or has "
+                f"{', '.join(f'{axis}=n' for axis in Degrees._fields)}"
+            )
+        if key in degrees:
+            raise PolylaneError(f"stage {stage}: {key} is given twice")
+        degrees[key] = _count(key, value)
+    if not text.strip():
+        raise PolylaneError(f"stage {stage} has no mesh: write 1 for one worker")
+    return Degrees(**degrees)
+
+
+def _given(text: str, opened: bool) -> dict[str, str]:
     given: dict[str, str] = {}
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals:
-            raise PolylaneError(f"plan {text!r}: {item!r} is not of the form key=value, as in data=2,pipeline=2")
+            raise PolylaneError(f"{_shown(item)!r} is not of the form key=value, as in data=2,pipeline=2")
         if key not in _KEYS:
             close = difflib.get_close_matches(key, _KEYS, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise PolylaneError(f"plan {text!r}: unknown key {key!r}, known are {', '.join(_KEYS)}{hint}")
+            raise PolylaneError(f"unknown key {_shown(key)!r}, known are {', '.join(_KEYS)}{hint}")
         if key in given:
-            raise PolylaneError(f"plan {text!r}: {key} is given twice")
+            raise PolylaneError(f"{key} is given twice")
+        if opened and key in DEGREES:
+            raise PolylaneError(f"{key} is given beside the stages' own meshes: say it inside the brackets")
         given[key] = value
-    counts = {key: _count(text, key, given[key]) for key in _COUNTS if key in given}
-    schedule, precision = given.get("schedule", "1f1b"), given.get("precision", "float32")
-    if schedule not in SCHEDULES:
-        raise PolylaneError(f"plan {text!r}: schedule={schedule} is not known, known are {', '.join(SCHEDULES)}")
-    if precision not in PRECISIONS:
-        raise PolylaneError(f"plan {text!r}: precision={precision} is not known, known are {', '.join(PRECISIONS)}")
-    return Spec(
-        data=counts.get("data", 1),
-        pipeline=counts.get("pipeline", 1),
-        schedule=schedule,
-        microbatches=counts.get("microbatches"),
-        precision=precision,
-        tensor=counts.get("tensor", 1),
-        sequence=counts.get("sequence", 1),
-    )
+    return given
 
 
-def _count(text: str, key: str, value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise PolylaneError(f"plan {text!r}: {key}={value} must be a whole number of at least 1")
+def _count(key: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal()) or not value.strip("0"):
+        raise PolylaneError(f"{key}={_shown(value)} must be a whole number of at least 1")
+    if len(value.lstrip("0")) > len(str(MOST)) or int(value) > MOST:
+        raise PolylaneError(f"{key}={_shown(value)} is more than {MOST:,}, the most that a plan can have")
     return int(value)
+
+
+def _shown(given: str | int, most: int = 80) -> str:
+    """What was given, as far as it can be read in a sentence."""
+    text = str(given)
+    return text if len(text) <= most else f"{text[:most]}…"
