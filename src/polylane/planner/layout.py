@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
+from polylane.graph.sizes import batch_dimension
 from polylane.placement.call import Call
 from polylane.placement.move import piece
 from polylane.placement.options import Options, options
@@ -51,9 +52,8 @@ class Layout:
             views = {axis: view(self.graph, samples, split.degree) for axis, split in self.splits.items()}
             splits = {}
             for axis, split in self.splits.items():
-                choice = options(views[axis], split.degree)
-                if axis == "data":
-                    choice = _divided(views[axis], choice, split.degree, _sampled(self, split))
+                sampled = _sampled(self, split, self.graph) if axis == "data" else ()
+                choice = _choice(views[axis], split.degree, axis, sampled)
                 splits[axis] = transfer(split, self._views[axis], views[axis], choice)
             self._known[samples] = _calls(views), splits
         return self._known[samples]
@@ -109,10 +109,8 @@ def choose_layout(
     for axis in (*(("data",) if sampled else ()), *plan.axes):
         degree = plan.degree(axis)
         shown = view(graph, samples, degree)
-        choice = options(shown, degree)
+        choice = _choice(shown, degree, axis, sampled)
         pins = {} if axis == "data" else _pins(plan.pins(axis), whole)
-        if axis == "data":
-            choice = _divided(shown, choice, degree, sampled)
         splits[axis] = solve(shown, choice, degree, purpose=axis, pins=pins, taken=splits)
     return Layout(graph, samples, splits, whole)
 
@@ -125,6 +123,24 @@ def _pins(asked: Mapping[str, str], whole: Collection[str]) -> dict[str, str]:
                 "so every rank must hold it whole"
             )
     return {**dict.fromkeys(whole, "replicate"), **asked}
+
+
+def _choice(shown: View, degree: int, axis: str, sampled: Sequence[bool]) -> Options:
+    """What may be chosen along an axis.
+
+    Raises:
+        PolylaneError: replicas cannot divide the samples, for the graph holds for one number of them.
+    """
+    if axis != "data":
+        return options(shown, degree)
+    for source in shown.sources.values():
+        kind, index = source.role
+        if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
+            raise PolylaneError(
+                f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
+                f"together, but the model computes with {source.value.shape[0]} samples and no other number; use data=1"
+            )
+    return _divided(shown, options(shown, degree), degree, sampled)
 
 
 def _divided(shown: View, choice: Options, degree: int, sampled: Sequence[bool]) -> Options:
@@ -146,14 +162,17 @@ def layout_like(main: Layout, graph: Graph) -> Layout:
     splits: dict[str, Split] = {}
     for axis, split in main.splits.items():
         shown = view(graph, main.samples, split.degree)
-        choice = options(shown, split.degree)
-        if axis == "data":
-            choice = _divided(shown, choice, split.degree, _sampled(main, split))
+        sampled = _sampled(main, split, graph) if axis == "data" else ()
+        choice = _choice(shown, split.degree, axis, sampled)
         splits[axis] = carry(split, shown, choice, purpose=axis, taken=splits)
     return Layout(graph, main.samples, splits)
 
 
-def _sampled(main: Layout, split: Split) -> list[bool]:
+def _sampled(main: Layout, split: Split, graph: Graph) -> list[bool]:
+    """Which leaves of the batch are divided: those of ``main``, or in a batch of another form those that may grow."""
+    if graph.code.leaves != main.graph.code.leaves:
+        own = {n.meta["role"]: n.meta.get("val") for n in graph.code.fx.nodes if n.op == "placeholder"}
+        return [batch_dimension(own.get(("input", i))) == 0 for i in range(graph.code.leaves)]
     inputs = {s.role[1]: key for key, s in main.view.sources.items() if s.role[0] == "input"}
     return [isinstance(split.sources.get(inputs.get(i, ("", 0))), Shard) for i in range(max(inputs, default=-1) + 1)]
 
