@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from polylane.graph.part import Part
 from polylane.placement.call import Call, Strategy
 from polylane.placement.move import Move
+from polylane.placement.overlap import Finish, overlap
 from polylane.placement.placement import REPLICATE, SHARED, Cuts, Placement, Shard, even, joined
 from polylane.placement.rewrite import Split, rewrite
 from polylane.placement.rules.registry import strategies
@@ -36,21 +37,23 @@ class ThreadAxis:
     def __init__(self, ring: Ring, index: int) -> None:
         self.ring, self.index, self.degree = ring, index, ring.degree
 
-    def _all(self, value: Any) -> list[Any]:
-        self.ring.slots[self.index] = value
+    def _all(self, asked: tuple[Any, ...], value: Any) -> list[Any]:
+        self.ring.slots[self.index] = asked, value
         self.ring.barrier.wait(20)
-        values = list(self.ring.slots)
+        slots = list(self.ring.slots)
         self.ring.barrier.wait(20)
-        return values
+        assert len({known for known, _ in slots}) == 1, f"ranks ask for {[known for known, _ in slots]} at a time"
+        return [own for _, own in slots]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._all(tensor.detach().clone())).sum(0)
+        return torch.stack(self._all(("sum", tensor.shape, tensor.dtype), tensor.detach().clone())).sum(0)
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._all(tensor.detach().clone())).amax(0)
+        return torch.stack(self._all(("maximum", tensor.shape, tensor.dtype), tensor.detach().clone())).amax(0)
 
     def exchange(self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
-        every = self._all([None if p is None else p.detach().clone() for p in pieces])
+        dtype = next(p.dtype for p in pieces if p is not None)
+        every = self._all(("exchange", dtype), [None if p is None else p.detach().clone() for p in pieces])
         received = [sent[self.index] for sent in every]
         for i, (tensor, shape) in enumerate(zip(received, shapes, strict=True)):
             if i == self.index:
@@ -88,6 +91,23 @@ def on_threads(degree: int, work: Callable[[ThreadAxis], Any]) -> list[Any]:
         if errors:
             raise (real or errors)[0]
         return [f.result() for f in futures]
+
+
+def on_rank(*args: Any, **kwargs: Any) -> fx.Graph:
+    """What a rank runs: a graph rewritten, as by :func:`rewrite`, with its moves taken apart."""
+    graph = rewrite(*args, **kwargs)
+    overlap(graph)
+    return graph
+
+
+def travels(graph: fx.Graph) -> list[str]:
+    """What a rank's graph asks of its axes, and what it waits for, in order: all ranks must do so alike."""
+    axes = {n for n in graph.nodes if n.op == "placeholder" and n.meta["role"][0] == "axis"}
+    return [
+        f"{node.target.__name__} of {node.meta['name']}"  # type: ignore[union-attr]
+        for node in graph.nodes
+        if axes.intersection(node.all_input_nodes) or isinstance(node.target, Finish)
+    ]
 
 
 def graph_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> tuple[fx.Graph, list[Tensor]]:
@@ -202,8 +222,8 @@ def _check_one(
     inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["role"][0] == "input"]
     split = Split(degree, {"op": strategy}, {(f"input:{i}", 0): REPLICATE for i in range(len(inputs))})
 
-    def work(axis: ThreadAxis) -> tuple[list[Tensor], list[Tensor]]:
-        own = rewrite(graph, {"op": call}, {"x": split}, 1, {"x": axis.index})
+    def work(axis: ThreadAxis) -> tuple[list[Tensor], list[Tensor], list[str]]:
+        own = on_rank(graph, {"op": call}, {"x": split}, 1, {"x": axis.index})
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         values: dict[fx.Node, Any] = {}
         results: Any = ()
@@ -219,14 +239,16 @@ def _check_one(
         roots = [(r, s) for r, s in zip(results, seeds, strict=True) if s is not None]
         if roots:
             torch.autograd.backward([r for r, _ in roots], [s for _, s in roots])
-        return [r.detach() for r in results], [g.grad if g.grad is not None else torch.zeros_like(g) for g in given]
+        grads = [g.grad if g.grad is not None else torch.zeros_like(g) for g in given]
+        return [r.detach() for r in results], grads, travels(own)
 
     where = f"{call.op} {strategy.name} {strategy.inputs} -> {strategy.outputs} on {degree} ranks"
     try:
         ranks = on_threads(degree, work)
     except BaseException as error:
         raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
-    for rank, (values, grads) in enumerate(ranks):
+    for rank, (values, grads, asked) in enumerate(ranks):
+        assert asked == ranks[0][2], f"{where}: rank {rank} asks for {asked}, rank 0 for {ranks[0][2]}"
         for i, (value, out) in enumerate(zip(values, outs, strict=True)):
             _close(value, out.detach(), tolerance, f"{where}: output {i} of rank {rank}")
         for i, (grad, right) in enumerate(zip(grads, wanted, strict=True)):
@@ -251,4 +273,7 @@ def uneven(size: int, degree: int, shift: int = 1) -> Cuts:
     return (tuple(max(0, p - shift) if 0 < p < size else p for p in ends),)
 
 
-__all__ = ["SHARED", "Move", "Placement", "Shard", "ThreadAxis", "check", "even", "joined", "on_threads", "uneven"]
+__all__ = [
+    "SHARED", "Move", "Placement", "Shard", "ThreadAxis", "check", "even", "joined", "on_rank", "on_threads", "travels",
+    "uneven",
+]  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_checks import Ring as Shared
-from split_checks import ThreadAxis, call_for, check, graph_of, on_threads, uneven
+from split_checks import ThreadAxis, call_for, check, graph_of, on_rank, on_threads, uneven
 
 from polylane.graph.part import Part
 from polylane.graph.random_operators import attention as keyed
@@ -18,7 +18,7 @@ from polylane.placement.call import Strategy
 from polylane.placement.causal import Causal
 from polylane.placement.move import piece
 from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Cuts, Placement, Shard, even, joined
-from polylane.placement.rewrite import Split, rewrite
+from polylane.placement.rewrite import Split
 from polylane.placement.ring import Circle, Keys, Ring
 from polylane.placement.rules.registry import strategies
 
@@ -220,7 +220,7 @@ def on_a_mesh(
     def work(axis: ThreadAxis) -> tuple[torch.Tensor, list[torch.Tensor], list[str]]:
         x, y = axis.index % degree, axis.index // degree
         axes = {"x": lines[0][y].rank(x), "y": lines[1][x].rank(y)}
-        own = rewrite(graph, {"op": call}, splits, 1, {a: axes[a].index for a in splits})
+        own = on_rank(graph, {"op": call}, splits, 1, {a: axes[a].index for a in splits})
         given_ = [own_part(t.detach(), x).clone().requires_grad_(t.requires_grad) for t in tensors]
         values: dict[Any, Any] = {}
         for node in own.nodes:

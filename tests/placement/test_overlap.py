@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from split_checks import ThreadAxis, on_threads
+from split_checks import ThreadAxis, on_rank, on_threads
 from torch import Tensor, fx, nn
 
 from polylane.graph.capture import capture
+from polylane.graph.precision import InAutocast
 from polylane.placement.call import Strategy
 from polylane.placement.overlap import Begin, Finish, Held, Hold, overlap
 from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Shard, even
@@ -161,3 +162,44 @@ def _telling(hold: Hold, events: list[str]) -> Any:
         return out
 
     return held
+
+
+class WritesUnderAutocast(nn.Module):
+    """Writes in place to a part of what a split layer reads later, under a setting of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        part = hidden[:, 0]
+        with torch.autocast("cpu", enabled=False):
+            part.mul_(2.0)
+            aside = torch.sin(x)
+        return self.down(hidden) + aside[:, :3] + part.unsqueeze(1)
+
+
+def test_nothing_begins_before_the_last_write() -> None:
+    model, batch = WritesUnderAutocast().double(), torch.randn(5, 4, dtype=torch.float64)
+    graph = capture(model, loss, batch)
+    assert any(isinstance(n.target, InAutocast) and n.meta["op"] == "aten.mul_.Tensor" for n in graph.code.fx.nodes)
+    shown = view(graph, 5, 2)
+    hidden, steps, sources = Shard(1, even(6, 2)), dict[str, Strategy](), dict.fromkeys(shown.sources, REPLICATE)
+    for step in shown.steps:
+        steps[step.name] = step.call.strategy("replicate", {}, REPLICATE, default=REPLICATE)
+        if step.module == "down":
+            steps[step.name] = Strategy("rows", (hidden, hidden, PARTIAL), (PARTIAL,))
+    calls, split = {s.name: s.call for s in shown.steps}, Split(2, steps, sources)
+
+    def work(axis: ThreadAxis) -> Any:
+        own = on_rank(graph.code.fx, calls, {"x": split}, 5, {"x": axis.index})
+        return run(own, axis, model, batch, split)
+
+    whole = loss(model, batch)
+    whole.backward()
+    for value, grads in on_threads(2, work):
+        torch.testing.assert_close(value, whole.detach(), rtol=1e-12, atol=0)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-14, msg=name)

@@ -384,3 +384,10 @@ class _Grid:
 
     def axes(self, row: int, column: int) -> tuple[ThreadAxis, ThreadAxis]:
         return ThreadAxis(self.down[column], row), ThreadAxis(self.across[row], column)
+
+
+@pytest.mark.parametrize("op", [aten.sum.default, aten.mean.default, aten.cumsum.default, aten.diff.default])
+def test_summands_of_complex_numbers(op: Any) -> None:
+    x = torch.complex(numbers([4, 3], grad=False), numbers([4, 3], seed=1, grad=False)).requires_grad_()
+    found = check(op, [x, 0] if op is aten.cumsum.default else [x])
+    assert PARTIAL in {s.outputs[0] for s in found if s.name == "summands"}

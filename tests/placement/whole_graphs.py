@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 import torch
-from split_checks import Ring, ThreadAxis
+from split_checks import Ring, ThreadAxis, on_rank, travels
 from torch import Tensor, fx
 
 import models
@@ -26,8 +26,8 @@ from polylane.graph.precision import Within, innermost
 from polylane.placement.call import Strategy
 from polylane.placement.options import Options, options
 from polylane.placement.placement import REPLICATE, Placement, Replicate, Shard, gradient
-from polylane.placement.rewrite import Split, State, rewrite
-from polylane.placement.view import Key, Step, View, key_of, view
+from polylane.placement.rewrite import Split, State
+from polylane.placement.view import Key, View, key_of, view
 from polylane.planner.allowed import Demands, allowed
 from polylane.planner.layout import assembled, part_of
 from polylane.runtime.lane import Tensors
@@ -177,7 +177,6 @@ def random_split(
             for s in offered.steps[step.name]
             if all(fixed.get(key, s.inputs[i]) == s.inputs[i] for key, i in written.items())
             and all(s.inputs[i] in offered.sources[key] for key, i in written.items())
-            and not any(_swap(split, other, step, s) for other in taken.values())
         ]
         assert fits, f"nothing can be chosen for {step.name}"
         steps[step.name] = chosen = _drawn(random, fits, lambda s: any(map(_splits, (*s.inputs, *s.outputs))))
@@ -193,20 +192,6 @@ def _drawn(random: Random, every: Sequence[Any], bold: Callable[[Any], bool]) ->
 
 def _splits(placement: Placement) -> bool:
     return not isinstance(placement, Replicate)
-
-
-def _swap(split: Split, other: Split, step: Step, strategy: Strategy) -> bool:
-    """Whether two axes would have to swap their dimensions of a tensor: neither could go first."""
-    for index, key in enumerate(step.reads):
-        have, need = split.placement(key), strategy.inputs[index]
-        there, then = other.placement(key), other.steps[step.name].inputs[index]
-        if have != need and there != then and _same_dim(have, then) and _same_dim(need, there):
-            return True
-    return False
-
-
-def _same_dim(a: Placement, b: Placement) -> bool:
-    return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -240,10 +225,12 @@ def run_split(case: Subject, splits: Mapping[str, Split]) -> dict[Coordinates, R
     """Every rank's run of a graph that is split so."""
     calls = {step.name: step.call for step in case.at(next(iter(splits.values())).degree)[0].steps}
     aliases = case.at(next(iter(splits.values())).degree)[0].aliases
+    asked: dict[Coordinates, list[str]] = {}
 
     def work(axes: dict[str, ThreadAxis]) -> Run:
         coordinates = {name: axis.index for name, axis in axes.items()}
-        code = rewrite(case.graph.code.fx, calls, splits, SAMPLES, coordinates, aliases)
+        code = on_rank(case.graph.code.fx, calls, splits, SAMPLES, coordinates, aliases)
+        asked[tuple(coordinates.values())] = travels(code)
 
         def given(role: tuple[str, Any]) -> Any:
             value = case.table[role]
@@ -255,7 +242,11 @@ def run_split(case: Subject, splits: Mapping[str, Split]) -> dict[Coordinates, R
 
         return execute(case.graph, code, given, axes)
 
-    return on_mesh({name: split.degree for name, split in splits.items()}, work)
+    ranks = on_mesh({name: split.degree for name, split in splits.items()}, work)
+    first = next(iter(asked.values()))
+    for at, own in asked.items():
+        assert own == first, f"rank {at} asks for {own} of the others, the first one for {first}"
+    return ranks
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polylane.verify import Deviation, Verdict
 
 ROWS = 20  # of the table; --json has all
+NAMED = 4  # parameters in a line; --json has all
 
 
 def run(
@@ -45,6 +46,7 @@ def run(
         raise PolylaneError("verify starts its own workers: run it without torchrun")
     chosen = inputs.choose_plan(plan, workers)
     inputs.positive("--clip-norm", clip_norm)
+    _refuse_too_small(batch, chosen)
     note = f"{path}: {plural(steps, 'step')} in float64, on one worker and on {chosen.workers} ({_line(chosen)})"
     say = partial(print, note, file=sys.stderr if json else sys.stdout, flush=True)
     verdict = _prove(path, chosen, steps, batch, seed, settings, clip_norm, say)
@@ -53,6 +55,14 @@ def run(
     else:
         _show(verdict)
     return verdict.passed
+
+
+def _refuse_too_small(batch: int, plan: Spec | Plan) -> None:
+    """Before a model is built, which may take a while."""
+    for key, parts in (("data", plan.data), ("microbatches", plan.microbatches or 1)):
+        if parts > batch:
+            samples = plural(batch, "sample")
+            raise PolylaneError(f"{key}={parts}: a batch of {samples} cannot be divided into so many parts")
 
 
 def _line(plan: Spec | Plan) -> str:
@@ -101,7 +111,18 @@ def _show(verdict: Verdict) -> None:
     for step, (reference, plan) in enumerate(verdict.losses, start=1):
         print(f"loss of step {step}: {reference:.12g} on one worker, {plan:.12g} by the plan")
     print(f"the reference: {verdict.reference}, with the plan's microbatches")
+    if verdict.rounding:
+        print(_rounding(verdict.rounding))
     out.print(_sentence(verdict), style="bold green" if verdict.passed else "bold red", soft_wrap=True, markup=False)
+
+
+def _rounding(names: Sequence[str]) -> str:
+    more = len(names) - NAMED
+    listed = ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    return (
+        f"the gradient of {listed} is zero up to rounding, in whole or in part: there the plan's optimizer was given "
+        "the reference's rounding in place of its own"
+    )
 
 
 def _error(deviation: Deviation) -> float:

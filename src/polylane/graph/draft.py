@@ -20,7 +20,7 @@ from polylane.graph.inplace import values_not_places
 from polylane.graph.leaf import Normalizing, leaves_kept, line_of, observe, opaque_call
 from polylane.graph.opaque import FunctionCall, forget_sites
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
-from polylane.graph.sizes import allowed_sizes, free_the_sizes, refused_sizes
+from polylane.graph.sizes import allowed_sizes, free_the_sizes, open_inputs, refused_sizes
 
 
 @dataclass(frozen=True)
@@ -264,9 +264,10 @@ def _opaque_draft(whole: Whole, leaves: Sequence[Any], dry: DryRun) -> Draft:
             if name in first_names:
                 inputs.append(graph.placeholder(f"{kind[0]}_{name.replace('.', '_')}"))
                 inputs[-1].meta |= {"role": (kind, name), "val": tensor.detach().to("meta")}
+    opened = open_inputs(leaves)
     for i in call.tensor_at:
         inputs.append(graph.placeholder(f"leaves_{i}"))
-        inputs[-1].meta |= {"role": ("input", i), "val": leaves[i].detach().to("meta")}
+        inputs[-1].meta |= {"role": ("input", i), "val": opened[i]}
     node = graph.call_function(call, (part, inputs))
     node.meta["val"] = [value.detach().to("meta") for value in dry.results]
     outputs = []

@@ -277,11 +277,11 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
 
     Parameters, buffers, gradients, train flags, and every attribute of every module (not what attributes hold inside).
     """
-    tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers())]
+    tensors = [(t, t.detach().clone(), t.grad, t.is_leaf) for t in (*model.parameters(), *model.buffers())]
     inner = ("_parameters", "_buffers", "_modules")
     modules = [(m, dict(m.__dict__), [dict(m.__dict__[name]) for name in inner]) for m in model.modules()]
     random = torch.get_rng_state()
-    devices = {t.device for t, _, _ in tensors if t.device.type == "cuda"}
+    devices = {t.device for t, *_ in tensors if t.device.type == "cuda"}
     device_random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore() -> None:
@@ -292,7 +292,9 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
             module.__dict__.clear()
             module.__dict__.update(attributes)
         with torch.no_grad():
-            for tensor, value, grad in tensors:
+            for tensor, value, grad, leaf in tensors:
+                if leaf and not tensor.is_leaf:  # a write left its gradients behind
+                    tensor.detach_()
                 tensor.data.copy_(value)
                 tensor.grad = grad
         torch.set_rng_state(random)

@@ -10,11 +10,8 @@ import torch
 from torch import fx
 
 from polylane.graph.leaf import LeafCall
+from polylane.graph.twins import functional_name, give_value
 
-_TWINS = {
-    "aten.normal_.default": "aten.normal_functional.default",
-    "aten.bernoulli_.float": "aten.bernoulli.p",
-}
 # These may hand back their argument itself, without saying so in their schema.
 _SILENT_ALIASES = (
     "aten.dropout.default",
@@ -102,36 +99,23 @@ def values_not_places(graph: fx.Graph) -> list[list[fx.Node]]:
     for node, first in groups.items():
         members.setdefault(first, []).append(node)
     for node in list(graph.nodes):
-        twin = _twin(node)
-        if twin is None:
+        if not functional_name(node) or len(writes(node)) != 1:
             continue
         (written,) = writes(node)
         first = groups[written]
         # Alone: no earlier view of the memory is read later, and it is nobody's placeholder.
         others = (n for n in members[first] if order[n] < order[node] and n is not written)
-        if first.op != "placeholder" and not any(order[user] > order[node] for n in others for user in n.users):
+        if first.op == "placeholder" or any(order[user] > order[node] for n in others for user in n.users):
+            continue
+        before = give_value(node)
+        if before is not None:
+            order |= dict.fromkeys(before, order[node])
             written.replace_all_uses_with(node, delete_user_cb=_later_than(order, node))
-            node.target = twin
     return _written_groups(graph)
 
 
 def _later_than(order: dict[fx.Node, int], node: fx.Node) -> Callable[[fx.Node], bool]:
     return lambda user: order[user] > order[node]
-
-
-def functional_name(node: fx.Node) -> str:
-    """The operator that gives as a new value what ``node`` writes in place ("aten.add.Tensor"), or ""."""
-    name, _, overload = str(node.target).removeprefix("aten.").partition(".")
-    if not str(node.target).startswith("aten.") or not name.endswith("_") or name.endswith("__"):
-        return ""
-    return _TWINS.get(f"aten.{name}.{overload}", f"aten.{name[:-1]}.{overload}")
-
-
-def _twin(node: fx.Node) -> Any:
-    if node.op != "call_function" or len(writes(node)) != 1:
-        return None
-    _, name, overload = (functional_name(node) or "..").split(".")
-    return getattr(getattr(torch.ops.aten, name, None), overload, None) if name else None
 
 
 def _written_groups(graph: fx.Graph) -> list[list[fx.Node]]:

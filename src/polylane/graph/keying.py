@@ -13,7 +13,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from polylane.graph.ambient import as_part
 from polylane.graph.describe import source_of
 from polylane.graph.export import at
-from polylane.graph.inplace import functional_name
 from polylane.graph.leaf import LeafCall
 from polylane.graph.opaque import FunctionCall
 from polylane.graph.precision import innermost
@@ -21,6 +20,7 @@ from polylane.graph.random import salt_of, seed_of
 from polylane.graph.random_operators import KEYED
 from polylane.graph.rewrite import op_name
 from polylane.graph.sizes import batch_dimension
+from polylane.graph.twins import completed, functional_name
 
 
 class AsPart:
@@ -109,7 +109,7 @@ def _keyed(node: fx.Node, part: fx.Node, salt: int) -> str:
     plain = op_name(node)
     function = KEYED.get(plain)
     if function is None and functional_name(node) in KEYED:
-        function = InPlace(KEYED[functional_name(node)])
+        function, node.args = InPlace(KEYED[functional_name(node)]), completed(node)
     if function is None or "generator" in node.kwargs:
         return "torch draws them from its own generator"
     of = node.args[0] if plain in _LIKE_THEIR_INPUT else node

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from polylane.graph.inplace import writes
 from polylane.graph.opaque import site_of
+from polylane.graph.twins import functional_name
 
 _ASSERTIONS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range", "aten._assert_async")
 
@@ -89,9 +90,22 @@ def _inline(node: fx.Node, graph: fx.Graph, values: dict[fx.Node, Any], extra: d
         else:
             _copy_node(each, graph, inner, region, extra)
     if "set_grad_enabled" in str(node.target) and not args[0]:
-        own = {n for n in graph.nodes if n not in outside}
+        own = {n: None for n in graph.nodes if n not in outside}
+        for each in own:
+            _write_without_gradient(graph, each)
         result = fx.map_arg(result, lambda n: _detached(graph, n) if n in own else n)
     return result
+
+
+def _write_without_gradient(graph: fx.Graph, node: fx.Node) -> None:
+    """What a region without gradients writes in place outlives it, a buffer even the step: let no gradient hang on."""
+    if not functional_name(node):
+        return
+    written = set(writes(node))
+    with graph.inserting_before(node):
+        node.args, node.kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: n if n in written else _detached(graph, n)
+        )
 
 
 def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:

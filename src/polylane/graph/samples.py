@@ -22,6 +22,7 @@ from polylane.graph.keying import AsPart
 from polylane.graph.part import Part
 from polylane.graph.precision import PROMOTED, Promoted, innermost
 from polylane.graph.statistics import batch_norm, whole_batch_norm
+from polylane.graph.twins import is_unfilled
 
 
 class Order(StrEnum):
@@ -166,6 +167,8 @@ def _run_node(node: fx.Node, runs: list[_Run], described: Node) -> None:
 def _call(node: fx.Node, run: _Run) -> Any:
     args, kwargs = run.arguments(node)
     target: Any = innermost(node.target)
+    if is_unfilled(str(node.meta["op"])):  # whatever lay there differs from part to part
+        return target(*args, **kwargs).zero_()
     if not isinstance(target, AsPart):
         return target(*args, **kwargs)
     with _Still():  # which numbers the user's own Python draws is no question of samples

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
+
+from polylane.graph.batch import is_sampled, sample_count
 
 
 def size_function(expression: Any) -> Callable[[int], Any]:
@@ -80,6 +83,20 @@ def free_the_sizes(graph: fx.Graph, part: fx.Node) -> None:
         except ValueError:
             continue
         node.target, node.args, node.kwargs = Size(of, val), (part,), {}
+
+
+def open_inputs(leaves: Sequence[Any]) -> list[Any]:
+    """Tensors without data in the form of a batch's, whose first size is the number of samples where they are split."""
+    samples, mode = sample_count(leaves), FakeTensorMode(shape_env=ShapeEnv())
+
+    def opened(leaf: Tensor) -> Tensor:
+        sizes = [DimDynamic.STATIC] * leaf.dim()
+        if is_sampled(leaf, samples):
+            sizes[0] = DimDynamic.DYNAMIC
+        form: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        return mode.from_tensor(leaf.detach().to("meta"), symbolic_context=form)
+
+    return [opened(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def batch_dimension(val: Any) -> int | None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polylane.placement.wide import wide
+
 # Positions along a sequence as (start, stop), in ascending order.
 Span = tuple[tuple[int, int], ...]
 
@@ -143,11 +145,6 @@ def _of(mask: Tensor | None, columns: Span | None) -> Tensor | None:
 def _positions(span: Span, device: torch.device) -> Tensor:
     parts = [torch.arange(start, stop, device=device) for start, stop in span]
     return torch.cat(parts) if parts else torch.arange(0, device=device)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def finite(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from polylane.placement.placement import (
-    PARTIAL,
     REPLICATE,
     SHARED,
     Cuts,
@@ -227,56 +226,3 @@ class Edit:
         for function, args in self._after:
             node = self.graph.call_function(function, (*args, node))
         return node
-
-
-# ---- the rules' common forms -----------------------------------------------------------------------------------------
-
-Letters = Sequence[str | None]
-
-
-def by_letters(
-    call: Call,
-    inputs: Sequence[Letters],
-    outputs: Sequence[Letters],
-    *,
-    names: Mapping[str, str] | None = None,
-    summed: str = "",
-    added: Sequence[int] = (),
-    local: Callable[[Edit], None] | None = None,
-    skip: str = "",
-) -> Iterator[Strategy]:
-    """The strategies of an operator whose dimensions are independent of each other: shard one letter.
-
-    Args:
-        call: the operator.
-        inputs: a letter for every dimension of every input; None for what cannot be split. Dimensions with the same
-            letter are cut alike.
-        outputs: the same for every output. An input without the letter is replicated, its gradient partial.
-        names: letter -> the strategy's name; default "dim 1", the number in the first output.
-        summed: letters over which the operator sums products: the outputs are then partial.
-        added: numbers of the inputs that are added at last (a bias): where the outputs are partial, they are too.
-        local: what must change in each rank's call.
-        skip: letters that are not to be split.
-    """
-    places: dict[str, list[Place]] = {}
-    for part, every in (("in", inputs), ("out", outputs)):
-        for index, letters in enumerate(every):
-            for dim, letter in enumerate(letters):
-                if letter is not None and letter not in skip:
-                    places.setdefault(letter, []).append((part, index, dim))
-    for letter, where in places.items():
-        if letter not in summed and not all(letter in letters for letters in outputs):
-            continue
-        for cuts in call.layouts(*where):
-            given: list[Placement] = [_on(letters, letter, cuts, PARTIAL) for letters in outputs]
-            rest: Placement = SHARED
-            placed = {
-                i: _on(letters, letter, cuts, PARTIAL if letter in summed and i in added else rest)
-                for i, letters in enumerate(inputs)
-            }
-            at = list(outputs[0]).index(letter) if letter in outputs[0] else letter
-            yield call.strategy((names or {}).get(letter, f"dim {at}"), placed, given, local=local)
-
-
-def _on(letters: Letters, letter: str, cuts: Cuts, otherwise: Placement) -> Placement:
-    return Shard(list(letters).index(letter), cuts) if letter in letters else otherwise

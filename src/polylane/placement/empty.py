@@ -52,6 +52,16 @@ class _Nothing(torch.autograd.Function):
         return None, None, *(zeros if n else None for zeros, n in zip(given, ctx.needs_input_grad[2:], strict=True))
 
 
+def leaves_nobody_out(strategy: Strategy) -> bool:
+    """Whether every rank has something of all that a strategy cuts among the inputs."""
+    return not any(map(_leaves_out, strategy.inputs))
+
+
+def _leaves_out(placement: Placement) -> bool:
+    """Whether some rank has nothing of a value that lies so."""
+    return isinstance(placement, Shard) and any(placement.length(i) == 0 for i in range(len(placement.cuts[0]) - 1))
+
+
 def is_empty(edit: Edit, placements: Sequence[Placement]) -> bool:
     """Whether this rank has an empty part in one of these placements."""
     return any(isinstance(p, Shard) and p.length(edit.index) == 0 for p in placements)
@@ -70,8 +80,8 @@ def sparing(strategy: Strategy, placements: Sequence[Placement] | None = None) -
     Args:
         placements: default: all of the strategy's.
     """
-    watched = [p for p in placements or (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)]
-    if not any(p.length(i) == 0 for p in watched for i in range(len(p.cuts[0]) - 1)):
+    watched = placements or (*strategy.inputs, *strategy.outputs)
+    if not any(map(_leaves_out, watched)):
         return strategy
     before = strategy.local
 

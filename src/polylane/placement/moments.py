@@ -16,7 +16,7 @@ from torch import Tensor
 from polylane.graph.part import Part
 from polylane.placement.across import total
 from polylane.placement.move import Axis
-from polylane.placement.reduced import wide
+from polylane.placement.wide import widened
 
 
 class _Normalized(torch.autograd.Function):
@@ -30,7 +30,7 @@ class _Normalized(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, axes: Sequence[Axis],
         dims: list[int], count: int, eps: float, centred: bool,
     ) -> Tensor:  # fmt: skip
-        values = wide(x)
+        values = widened(x)
         mean = total(axes, values.sum(dims, keepdim=True)) / count if centred else values.new_zeros(())
         away = values - mean
         inverse = (total(axes, away.square().sum(dims, keepdim=True)) / count + eps).rsqrt()
@@ -46,8 +46,8 @@ class _Normalized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, bias, mean, inverse = ctx.saved_tensors
-        grad = wide(grads[0])
-        normal = (wide(x) - mean) * inverse
+        grad = widened(grads[0])
+        normal = (widened(x) - mean) * inverse
         inner = grad if weight is None else grad * weight
         own = [(inner * normal).sum(ctx.dims, keepdim=True)]
         if ctx.centred:
@@ -103,7 +103,7 @@ class RmsNorm:
     ) -> Tensor:  # fmt: skip
         dims = list(range(x.dim() - len(normalized_shape), x.dim()))
         if eps is None:
-            eps = torch.finfo(wide(x).dtype).eps
+            eps = torch.finfo(widened(x).dtype).eps
         count = math.prod(normalized_shape)
         return _Normalized.apply(x.to(self.dtype), weight, None, axes, dims, count, eps, False)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -12,7 +12,7 @@ from polylane.placement.rules.registry import strategies
 from polylane.placement.view import Key, Source, Step, View, with_candidates
 
 # Ways to cut one dimension that are looked at: the even one, and those that heads, groups and fused matrices ask for.
-MOST = 8
+MOST_CUTS = 8
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Search:
             for key, placement in pairs:
                 if isinstance(placement, Shard):
                     known = self.cuts.setdefault((key, placement.dim), {even(placement.size, self.degree): None})
-                    if placement.cuts not in known and len(known) < MOST:
+                    if placement.cuts not in known and len(known) < MOST_CUTS:
                         known[placement.cuts] = None
                         changed[key] = None
         return list(changed)

@@ -12,13 +12,14 @@ layer; Korthikanti et al., Reducing Activation Recomputation in Large Transforme
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.inplace import writes
 from polylane.placement.move import Axis, Move, begin, name_of
 from polylane.placement.placement import Placement, gradient
 
@@ -153,18 +154,65 @@ class _HeldLinear(torch.autograd.Function):
 
 
 def overlap(graph: fx.Graph) -> None:
-    """Take the moves of a rank's graph apart, in place, wherever something else can be computed meanwhile."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    """Take the moves of a rank's graph apart, in place, wherever something else can be computed meanwhile.
+
+    All ranks must ask for what travels in the same order, and what a rank computes in an operator's turn depends on its
+    part: where that is empty, or cut through, there may be more steps or fewer. So nothing here looks at them: only at
+    turns and moves, of which all ranks have the same.
+    """
+    turns = _Turns(graph)
     for node in [n for n in graph.nodes if isinstance(n.target, Move)]:
         axis, value = node.args
         assert isinstance(value, fx.Node) and isinstance(axis, fx.Node)
-        if _is_weight(value) or not node.users:
+        if _is_weight(value):
             continue
-        first = min(node.users, key=order.__getitem__)
+        after, computes = turns.made(value, node)
         layers = _layers(node)
-        if _previous(first) is _made(value, first) and not layers:
-            continue
-        _take_apart(graph, node, axis, value, first, layers)
+        if computes or layers:
+            _take_apart(graph, node, axis, value, after, turns.needed(node), layers)
+
+
+class _Turns:
+    """Which operators of the whole graph come one after another, whatever a rank computes in the turn of each.
+
+    A move is in the turn of the operator that first asks for it, before all that is computed there.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.first: dict[int, fx.Node] = {}
+        self.last: dict[int, fx.Node] = {}
+        self.writing: list[int] = []
+        self.computing: list[int] = []
+        for node in graph.nodes:
+            if isinstance(node.target, Move):
+                continue
+            turn = node.meta["turn"]
+            self.last[turn] = node
+            if self.first.setdefault(turn, node) is not node or node.op != "call_function":
+                continue
+            if node.meta["writes"]:
+                self.writing.append(turn)
+            if node.target is not operator.getitem:
+                self.computing.append(turn)
+
+    def made(self, value: fx.Node, move: fx.Node) -> tuple[fx.Node, bool]:
+        """The node after which a value is what a move moves: its own, or the last one that wrote in place.
+
+        And whether anything is computed from then on until it is needed.
+        """
+        since, until = value.meta["turn"], move.meta["turn"]
+        if not isinstance(value.target, (Move, Finish)):
+            since += 1
+        written = self.writing[bisect_left(self.writing, since) : bisect_left(self.writing, until)]
+        if written:
+            value, since = self.last[written[-1]], written[-1] + 1
+        return value, bisect_left(self.computing, since) < bisect_left(self.computing, until)
+
+    def needed(self, move: fx.Node) -> fx.Node:
+        """The node before which what moves has to be there: the next move of the same value, or the operator."""
+        turn = move.meta["turn"]
+        following = (user for user in move.users if isinstance(user.target, Move) and user.meta["turn"] == turn)
+        return next(following, self.first[turn])
 
 
 def _is_weight(node: fx.Node) -> bool:
@@ -172,26 +220,11 @@ def _is_weight(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta.get("role", ("",))[0] in ("parameter", "buffer")
 
 
-def _made(value: fx.Node, first: fx.Node) -> fx.Node:
-    """The node after which a value is what ``first`` reads: its own, or the last one that wrote in place."""
-    made = node = value
-    while node.next is not first:
-        node = node.next
-        if writes(node):
-            made = node
-    return made
-
-
-def _previous(first: fx.Node) -> fx.Node:
-    """The node that computes just before ``first``, leaving moves aside."""
-    node = first.prev
-    while isinstance(node.target, (Move, Begin, Finish)):
-        node = node.prev
-    return node
-
-
 def _layers(move: fx.Node) -> list[fx.Node]:
-    """The linear layers that read a moved value whose gradient has to be summed: their weights' gradients may wait."""
+    """The linear layers that read a moved value whose gradient has to be summed: their weights' gradients may wait.
+
+    A linear layer runs as it is on every rank's part, also an empty one.
+    """
     target: Any = move.target
     if not name_of(gradient(target.target), gradient(target.source)):
         return []
@@ -207,15 +240,20 @@ def _layers(move: fx.Node) -> list[fx.Node]:
 
 
 def _take_apart(
-    graph: fx.Graph, move: fx.Node, axis: fx.Node, value: fx.Node, first: fx.Node, layers: list[fx.Node]
+    graph: fx.Graph,
+    move: fx.Node,
+    axis: fx.Node,
+    value: fx.Node,
+    after: fx.Node,
+    needed: fx.Node,
+    layers: list[fx.Node],
 ) -> None:
     target: Any = move.target
-    after = _made(value, first)
     while after.next.op == "placeholder" or isinstance(after.next.target, Begin):
         after = after.next
     with graph.inserting_after(after):
         token = graph.call_function(Begin(target.source, target.target), (axis, value))
-    with graph.inserting_before(first):
+    with graph.inserting_before(needed):
         held = {layer: graph.call_function(Hold(), (layer.args[1],)) for layer in layers}
         finished = graph.call_function(Finish(), (token,))
     for made in (token, finished, *held.values()):

@@ -145,6 +145,11 @@ def inside(cuts: Cuts, start: int, stop: int) -> Cuts:
     return shortest(tuple(clipped))
 
 
+def same_dim(a: Placement, b: Placement) -> bool:
+    """Whether both cut the same dimension: two axes cannot at a time."""
+    return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
+
+
 def local_shape(shape: Sequence[int], placement: Placement, index: int) -> tuple[int, ...]:
     """The shape that rank ``index`` has of a value."""
     if not isinstance(placement, Shard):

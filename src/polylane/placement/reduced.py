@@ -14,13 +14,7 @@ from torch import Tensor
 
 from polylane.placement.across import largest, total
 from polylane.placement.move import Axis, summed
-
-_NARROW = (torch.float16, torch.bfloat16)
-
-
-def wide(x: Tensor) -> Tensor:
-    """In the precision in which torch itself sums."""
-    return x.float() if x.dtype in _NARROW else x
+from polylane.placement.wide import wide, widened
 
 
 def _peak(axes: Sequence[Axis], x: Tensor, dims: Sequence[int]) -> Tensor:
@@ -53,7 +47,7 @@ class Softmax:
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dim: int, log: bool, safe: bool) -> Tensor:
-        values = wide(x)
+        values = widened(x)
         peak = _peak(axes, values, [dim])
         if safe:
             peak = peak.masked_fill(peak == -math.inf, 0.0)
@@ -70,7 +64,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (out,) = ctx.saved_tensors
-        grad, values = wide(grads[0]), wide(out)
+        grad, values = widened(grads[0]), widened(out)
         inner = total(ctx.axes, (grad if ctx.log else grad * values).sum(ctx.dim, keepdim=True))
         back = grad - values.exp() * inner if ctx.log else values * (grad - inner)
         return back.to(out.dtype), None, None, None, None
@@ -98,7 +92,7 @@ class LogSumExp:
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int]) -> Tensor:
-        values = wide(x)
+        values = widened(x)
         peak = _peak(axes, values, dims)
         base = peak.masked_fill(peak.abs() == math.inf, 0.0)
         out = (total(axes, (values - base).exp().sum(list(dims), keepdim=True)).log() + base).to(x.dtype)
@@ -125,8 +119,7 @@ class Mean:
         self.count, self.dtype = count, dtype
 
     def __call__(self, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
-        exact = torch.float32 if self.dtype in _NARROW else self.dtype
-        return (x.sum(dim, keepdim, dtype=exact) / self.count).to(self.dtype)
+        return (x.sum(dim, keepdim, dtype=wide(self.dtype)) / self.count).to(self.dtype)
 
 
 class Variance:
@@ -154,7 +147,7 @@ class Variance:
         self.root, self.mean, self.dtype = root, mean, dtype
 
     def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Any:
-        values = wide(x.to(self.dtype))
+        values = widened(x.to(self.dtype))
         own = values.sum(self.dims, keepdim=True) / self.count
         mean = total(axes, own.detach().clone())
         # By the mean itself the gradient is zero: deviations from it sum to nothing.
@@ -195,7 +188,7 @@ class Norm:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int], order: float) -> Tensor:
-        powers = wide(x).abs().pow(order).sum(list(dims), keepdim=True)
+        powers = widened(x).abs().pow(order).sum(list(dims), keepdim=True)
         out = total(axes, powers).pow(1.0 / order).to(x.dtype)
         ctx.save_for_backward(x, out)
         ctx.order = order

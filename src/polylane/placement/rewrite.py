@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from polylane.graph.inplace import writes
 from polylane.graph.sizes import Size
 from polylane.placement.call import Call, Edit, Strategy
 from polylane.placement.move import Move
 from polylane.placement.move import name_of as collective
-from polylane.placement.placement import REPLICATE, Placement, Shard, gradient
+from polylane.placement.placement import REPLICATE, Placement, gradient, same_dim
 from polylane.placement.together import together
-from polylane.placement.view import Key, Sizes, bound, is_alias, key_of, name_of
+from polylane.placement.view import Key, Sizes, bound, is_alias, key_of, name_of, op_of
 
 # A value's placement on every axis of the mesh, in the mesh's order.
 State = tuple[Placement, ...]
@@ -67,23 +69,22 @@ class _Writer:
     def as_needed(self, node: fx.Node, needed: State) -> Any:
         """A node's value as a consumer needs it; moved once for all consumers that need it so."""
         have, value = self.state(node), self.values[node]
-        for i in _order(have, needed):
-            after = (*have[:i], needed[i], *have[i + 1 :])
-            if after != have:
-                known = self.moved.get((value, after))
-                if known is None:
-                    axis = self.axes[list(self.splits)[i]]
-                    known = self.graph.call_function(Move(have[i], needed[i]), (axis, value))
-                    known.meta["stands"] = False
-                    if node.op != "placeholder":  # one of those belongs to who asks for it first
-                        known.meta["name"] = node.meta["name"]
-                    self.moved[value, after] = known
-                value, have = known, after
+        for i, placement in one_by_one(have, needed):
+            after = (*have[:i], placement, *have[i + 1 :])
+            known = self.moved.get((value, after))
+            if known is None:
+                axis = self.axes[list(self.splits)[i]]
+                known = self.graph.call_function(Move(have[i], placement), (axis, value))
+                known.meta["stands"] = False
+                if node.op != "placeholder":  # one of those belongs to who asks for it first
+                    known.meta["name"] = node.meta["name"]
+                self.moved[value, after] = known
+            value, have = known, after
         return value
 
     def step(self, node: fx.Node) -> fx.Node:
         """One operator, with the moves before it."""
-        name, first = name_of(node), next(reversed(self.graph.nodes), None)
+        name, before = name_of(node), _end(self.graph)
         call = self.calls[name]
         chosen = {axis: split.steps[name] for axis, split in self.splits.items()}
         prefix, given, positional = bound(node, node.args, node.kwargs)
@@ -102,6 +103,7 @@ class _Writer:
             return {k: local(v) for k, v in value.items()} if isinstance(value, dict) else value
 
         arguments = {key: local(value) for key, value in given.items()}
+        several = _returns(arguments) > 1  # before a rank's own changes: all ranks must find the same
         edit = Edit(
             call, self.graph, node.target,
             fx.map_arg(node.args[:prefix], self.values.__getitem__), arguments, positional,
@@ -115,10 +117,10 @@ class _Writer:
                 strategy.local(edit)
         if any(s.local is not None for s in chosen.values()) and name in self.dtypes:
             edit.after(As(self.dtypes[name]))  # what stands in for the operator does as autocast lets that do
-        if _returns(arguments) > 1:  # in the same order on all ranks
+        if several:  # in the same order on all ranks
             edit.target = together(edit.target)
         result = edit.emit()
-        _label(self.graph, first, node)
+        _label(self.graph, before, node)
         result.meta["stands"] = True
         return result
 
@@ -145,11 +147,18 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
-def _label(graph: fx.Graph, first: fx.Node | None, node: fx.Node) -> None:
+def _end(graph: fx.Graph) -> fx.Node | None:
+    return next(reversed(graph.nodes), None)
+
+
+def _since(graph: fx.Graph, before: fx.Node | None) -> Iterator[fx.Node]:
+    """What has been written since a node was the last one."""
+    return takewhile(lambda node: node is not before, reversed(graph.nodes))
+
+
+def _label(graph: fx.Graph, before: fx.Node | None, node: fx.Node) -> None:
     """Everything new belongs to the user's node."""
-    for made in reversed(graph.nodes):
-        if made is first:
-            return
+    for made in _since(graph, before):
         made.meta.setdefault("name", node.meta["name"])
         made.meta.setdefault("stands", False)  # for the node itself: only the last one does
         for key in ("stack_trace", "nn_module_stack", "module", "op"):
@@ -157,12 +166,29 @@ def _label(graph: fx.Graph, first: fx.Node | None, node: fx.Node) -> None:
                 made.meta.setdefault(key, node.meta[key])
 
 
-def _order(have: State, needed: State) -> Sequence[int]:
-    """The axes in an order in which no dimension is cut by two axes at a time."""
-    order = list(range(len(have)))
-    taken = {p.dim for i, p in enumerate(have) if isinstance(p, Shard)}
-    # Those that gather or sum first: they free a dimension.
-    return sorted(order, key=lambda i: isinstance(p := needed[i], Shard) and p.dim in taken and have[i] != p)
+def one_by_one(have: State, needed: State) -> Iterator[tuple[int, Placement]]:
+    """The moves from one state to another, an axis at a time, such that no two axes ever cut the same dimension.
+
+    Axes that wait for each other in a circle (two that swap their dimensions, say) cannot all go straight: one of them
+    gathers first, and cuts again when its dimension is free.
+    """
+    now, waiting = list(have), [i for i, p in enumerate(needed) if have[i] != p]
+
+    def in_the_way(i: int) -> int | None:
+        return next((j for j in waiting if j != i and same_dim(now[j], needed[i])), None)
+
+    while waiting:
+        i = next((i for i in waiting if in_the_way(i) is None), None)
+        if i is not None:
+            waiting.remove(i)
+            now[i] = needed[i]
+        else:
+            i = waiting[0]
+            for _ in waiting:  # after so many, in the circle
+                i = in_the_way(i)
+                assert i is not None
+            now[i] = REPLICATE
+        yield i, now[i]
 
 
 def rewrite(
@@ -190,13 +216,16 @@ def rewrite(
 
     Returns:
         The code for this rank. Its first placeholders have the roles ("axis", name), the others are those of ``code``.
+        Every node knows its "turn", the number of the one of ``code`` that it is written for, and whether that "writes"
+        in place: both are the same on all ranks.
     """
     writer = _Writer(splits, coordinates, calls, Sizes(samples), aliases or {}, dtypes or {})
     for name in splits:
         writer.axes[name] = axis = writer.graph.placeholder(f"axis_{name}")
-        axis.meta["role"] = ("axis", name)
+        axis.meta |= {"role": ("axis", name), "turn": -1, "writes": False}
     needed = tuple(REPLICATE for _ in splits)
-    for node in code.nodes:
+    for turn, node in enumerate(code.nodes):
+        before = _end(writer.graph)
         if node.op == "placeholder":
             writer.values[node] = copied = writer.graph.placeholder(node.name)
             copied.meta = dict(node.meta)
@@ -210,4 +239,13 @@ def rewrite(
         elif not isinstance(node.target, Size):
             writer.values[node] = copied = writer.graph.node_copy(node, writer.values.__getitem__)
             copied.meta = dict(node.meta)
+        for made in _since(writer.graph, before):
+            made.meta |= {"turn": turn, "writes": _writes(node)}
     return writer.graph
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether the user's operator writes in place, also where it runs under a setting of its own."""
+    name = op_of(node).removeprefix("aten.").partition(".")[0]
+    in_place = name.endswith("_") and not name.endswith("__")
+    return node.op == "call_function" and (in_place or bool(writes(node)))

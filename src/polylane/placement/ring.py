@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.placement.attend import Block, Gradients, Queries, Span, Sums, length, visible, wide
+from polylane.placement.attend import Block, Gradients, Queries, Span, Sums, length, visible
 from polylane.placement.move import Axis
+from polylane.placement.wide import wide
 
 
 @dataclass(frozen=True)

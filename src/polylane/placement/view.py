@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.graph.inplace import writes
 from polylane.graph.precision import innermost
@@ -17,6 +20,9 @@ from polylane.graph.rewrite import op_name
 from polylane.graph.sizes import Size, size_function
 from polylane.placement.call import Call, Place, Value
 from polylane.placement.placement import Cuts
+
+# Operators that give all that they take in another form, and the argument that says in which.
+_REFORMS = {"_unsafe_view": "size", "reshape": "shape", "view": "size"}
 
 # A tensor of the graph: the name of its node (a placeholder or an operator) and which of the tensors that it gives.
 Key = tuple[str, int]
@@ -157,10 +163,28 @@ def view(graph: Graph, samples: int, degree: int) -> View:
         elif not is_alias(node):
             own = described[node.name]
             call, reads = call_of(node, sizes, degree, flows)
+            _require_as_many(node, call, samples)
             fixed = own.name in pinned or not call.op.startswith("aten.")
             steps.append(Step(own.name, own.module, call, reads, fixed, own.flops))
     aliases = {str(n.meta["name"]): key_of(n) for n in code.nodes if is_alias(n) and not isinstance(n.target, Size)}
     return View(graph, samples, sources, tuple(steps), results, aliases)
+
+
+def _require_as_many(node: fx.Node, call: Call, samples: int) -> None:
+    """A model with a number of samples written into it fails with another; let no split of it seem to work.
+
+    Raises:
+        PolylaneError: an operator would give more, or fewer, elements than it takes.
+    """
+    form = call.arguments.get(_REFORMS.get(call.base, ""))
+    vals = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    if not isinstance(form, list) or -1 in form or any(free_unbacked_symbols(val) for val in vals if val is not None):
+        return
+    if math.prod(form) != math.prod(call.inputs[0].shape):
+        raise PolylaneError(
+            f"the model does not compute with {samples} samples at a time: {name_of(node)} makes {tuple(form)} of "
+            f"{call.inputs[0].shape}; is the number of samples written into it?"
+        )
 
 
 def _pinned(graph: Graph) -> set[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
+from polylane.graph.sizes import batch_dimension
 from polylane.placement.call import Call
 from polylane.placement.move import piece
 from polylane.placement.options import Options, options
@@ -59,9 +60,8 @@ class Layout:
             views = {axis: view(self.graph, samples, split.degree) for axis, split in self.splits.items()}
             splits = {}
             for axis, split in self.splits.items():
-                choice = _choice(views[axis], split.degree, self.plain)
-                if axis == "data":
-                    choice = _divided(views[axis], choice, split.degree, _sampled(self, split))
+                sampled = _sampled(self, split, self.graph) if axis == "data" else ()
+                choice = _choice(views[axis], split.degree, axis, sampled, self.plain)
                 splits[axis] = transfer(split, self._views[axis], views[axis], choice)
             self._known[samples] = _calls(views), splits
         return self._known[samples]
@@ -127,31 +127,10 @@ def choose_layout(
     splits: dict[str, Split] = {}
     for axis, degree in degrees.items():
         shown = view(graph, samples, degree)
-        choice = _choice(shown, degree, plain)
+        choice = _choice(shown, degree, axis, sampled, plain)
         asked = {} if axis == "data" else _pins((pins or {}).get(axis, {}), whole)
-        if axis == "data":
-            choice = _divided(shown, choice, degree, sampled)
         splits[axis] = solve(shown, choice, degree, purpose=axis, pins=asked, taken=splits)
     return Layout(graph, samples, splits, whole, plain)
-
-
-def _choice(shown: View, degree: int, plain: Collection[str]) -> Options:
-    """What may be chosen from, without summands of plain values and of their gradients."""
-    found = options(shown, degree)
-    keys = {shown.aliases.get(name, (name, 0)) for name in plain}
-    if not keys:
-        return found
-    steps = dict(found.steps)
-    for step in shown.steps:
-        places = [i for i, key in enumerate(step.gives) if key in keys]
-        if places:
-            steps[step.name] = tuple(s for s in steps[step.name] if all(_is_plain(s.outputs[i]) for i in places))
-    sources = {k: tuple(p for p in ps if k not in keys or _is_plain(p)) for k, ps in found.sources.items()}
-    return Options(steps, sources)
-
-
-def _is_plain(placement: Placement) -> bool:
-    return placement == REPLICATE or isinstance(placement, Shard)
 
 
 def _pins(asked: Mapping[str, str], whole: Collection[str]) -> dict[str, str]:
@@ -162,6 +141,43 @@ def _pins(asked: Mapping[str, str], whole: Collection[str]) -> dict[str, str]:
                 "so every rank must hold it whole"
             )
     return {**dict.fromkeys(whole, "replicate"), **asked}
+
+
+def _choice(shown: View, degree: int, axis: str, sampled: Sequence[bool], plain: Collection[str]) -> Options:
+    """What may be chosen along an axis.
+
+    Raises:
+        PolylaneError: replicas cannot divide the samples, for the graph holds for one number of them.
+    """
+    choice = _without_summands(shown, options(shown, degree), plain)
+    if axis != "data":
+        return choice
+    for source in shown.sources.values():
+        kind, index = source.role
+        if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
+            raise PolylaneError(
+                f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
+                f"together, but the model computes with {source.value.shape[0]} samples and no other number; use data=1"
+            )
+    return _divided(shown, choice, degree, sampled)
+
+
+def _without_summands(shown: View, choice: Options, plain: Collection[str]) -> Options:
+    """What may be chosen when no rank may have only a summand of the plain values, nor of their gradients."""
+    keys = {shown.aliases.get(name, (name, 0)) for name in plain}
+    if not keys:
+        return choice
+    steps = dict(choice.steps)
+    for step in shown.steps:
+        places = [i for i, key in enumerate(step.gives) if key in keys]
+        if places:
+            steps[step.name] = tuple(s for s in steps[step.name] if all(_is_plain(s.outputs[i]) for i in places))
+    sources = {k: tuple(p for p in ps if k not in keys or _is_plain(p)) for k, ps in choice.sources.items()}
+    return Options(steps, sources)
+
+
+def _is_plain(placement: Placement) -> bool:
+    return placement == REPLICATE or isinstance(placement, Shard)
 
 
 def _divided(shown: View, choice: Options, degree: int, sampled: Sequence[bool]) -> Options:
@@ -183,14 +199,17 @@ def layout_like(main: Layout, graph: Graph, plain: Collection[str] = ()) -> Layo
     splits: dict[str, Split] = {}
     for axis, split in main.splits.items():
         shown = view(graph, main.samples, split.degree)
-        choice = _choice(shown, split.degree, plain)
-        if axis == "data":
-            choice = _divided(shown, choice, split.degree, _sampled(main, split))
+        sampled = _sampled(main, split, graph) if axis == "data" else ()
+        choice = _choice(shown, split.degree, axis, sampled, plain)
         splits[axis] = carry(split, shown, choice, purpose=axis, taken=splits)
     return Layout(graph, main.samples, splits, plain=plain)
 
 
-def _sampled(main: Layout, split: Split) -> list[bool]:
+def _sampled(main: Layout, split: Split, graph: Graph) -> list[bool]:
+    """Which leaves of the batch are divided: those of ``main``, or in a batch of another form those that may grow."""
+    if graph.code.leaves != main.graph.code.leaves:
+        own = {n.meta["role"]: n.meta.get("val") for n in graph.code.fx.nodes if n.op == "placeholder"}
+        return [batch_dimension(own.get(("input", i))) == 0 for i in range(graph.code.leaves)]
     inputs = {s.role[1]: key for key, s in main.view.sources.items() if s.role[0] == "input"}
     return [isinstance(split.sources.get(inputs.get(i, ("", 0))), Shard) for i in range(max(inputs, default=-1) + 1)]
 

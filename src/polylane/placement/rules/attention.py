@@ -6,26 +6,27 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise, product
+from string import ascii_letters
 
 import torch
 
 from polylane.graph.precision import innermost
-from polylane.placement.attend import visible, wide
-from polylane.placement.call import Call, Edit, Letters, Place, Strategy, by_letters
+from polylane.placement.attend import visible
+from polylane.placement.call import Call, Edit, Place, Strategy
 from polylane.placement.causal import Causal, CausalMask, Heads
+from polylane.placement.letters import Letters, by_letters
 from polylane.placement.placement import PARTIAL, Cuts, Placement, Shard, divided, even, joined, scaled
 from polylane.placement.region import Regional
 from polylane.placement.ring import Circle, Keys, Ring
 from polylane.placement.rules.registry import rule
 from polylane.placement.together import around, together
-
-_ANY = "abcdefghijklmnopqrstuvwxyz"
+from polylane.placement.wide import wide
 
 # Cuts of the queries, and of the keys, that a ring tries with each other where the two are different sequences.
-MOST = 3
+MOST_RING_CUTS = 3
 
 
-@rule("scaled_dot_product_attention")
+@rule("scaled_dot_product_attention", composes=True)
 def attention(call: Call) -> Iterator[Strategy]:
     """query (..., H, L, E), key (..., Hk, S, E), value (..., Hv, S, Ev) -> (..., H, L, Ev); the mask broadcasts.
 
@@ -45,16 +46,16 @@ def attention(call: Call) -> Iterator[Strategy]:
 def _samples_and_heads(call: Call) -> Iterator[Strategy]:
     """Every dimension before the last two; those of heads only where all tensors have the same heads."""
     out = call.outputs[0]
-    letters = [None if n == 1 else _ANY[d] for d, n in enumerate(out.shape[:-2])]
+    letters = [None if n == 1 else ascii_letters[d] for d, n in enumerate(out.shape[:-2])]
     if call["enable_gqa"]:
         letters[-1] = None
     inputs: list[Letters] = []
     for value in call.inputs:
         own = letters[len(letters) - (value.dim - 2) :] if value.dim > 2 else []
         inputs.append([*(None if n == 1 else k for n, k in zip(value.shape, own, strict=False)), None, None])
-    names = {_ANY[d]: "batch" if d == 0 else f"dim {d}" for d in range(out.dim - 2)}
+    names = {ascii_letters[d]: "batch" if d == 0 else f"dim {d}" for d in range(out.dim - 2)}
     if out.dim > 3:
-        names[_ANY[out.dim - 3]] = "heads"
+        names[ascii_letters[out.dim - 3]] = "heads"
     yield from by_letters(call, inputs, [[*letters, None, None]], names=names, local=_part)
 
 
@@ -154,7 +155,7 @@ def _ring(call: Call) -> Iterator[Strategy]:
     if query.shape[-2] == key.shape[-2]:
         pairs = [(cuts, cuts) for cuts in _layouts(call, *of_queries, *of_keys)]
     else:
-        pairs = list(product(_layouts(call, *of_queries)[:MOST], call.layouts(*of_keys)[:MOST]))
+        pairs = list(product(_layouts(call, *of_queries)[:MOST_RING_CUTS], call.layouts(*of_keys)[:MOST_RING_CUTS]))
     sizes = (math.prod(x.shape) // max(x.shape[-2], 1) for x in (key, value))
     per_key = sum(sizes) * key.dtype.itemsize
     for rows, columns in pairs:

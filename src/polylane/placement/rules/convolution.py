@@ -67,7 +67,7 @@ class Form:
 
 @rule(
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
-    "_convolution",
+    "_convolution", composes=True,
 )  # fmt: skip
 def convolution(call: Call) -> Iterator[Strategy]:
     """x (N, C, ...) or (C, ...), weight (F, C / groups, ...), bias (F); transposed: weight (C, F / groups, ...)."""

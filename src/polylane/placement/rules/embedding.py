@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from string import ascii_lowercase
 
-from polylane.placement.call import Call, Edit, Letters, Strategy, by_letters
+from polylane.placement.call import Call, Edit, Strategy
+from polylane.placement.letters import Letters, by_letters
 from polylane.placement.placement import PARTIAL, SHARED, Placement, Shard
 from polylane.placement.rules.registry import rule
 from polylane.placement.rules.vocabulary import Lookup

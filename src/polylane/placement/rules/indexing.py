@@ -9,15 +9,15 @@ from string import ascii_uppercase
 
 import torch
 
-from polylane.placement.call import Call, Edit, Place, Strategy, Value, by_letters
+from polylane.placement.call import Call, Edit, Place, Strategy, Value
+from polylane.placement.letters import broadcast, by_letters, letters_of, nothing, summands
 from polylane.placement.placement import PARTIAL, Cuts, Shard, even, inside, joined, shortest
 from polylane.placement.rules.registry import rule
-from polylane.placement.rules.shape import broadcast, letters_of, nothing, summands
 
 aten = torch.ops.aten
 
 # Combinations of cuts of the pieces of one dimension that are looked at.
-MOST = 16
+MOST_COMBINATIONS = 16
 
 # ---- one dimension of several pieces ---------------------------------------------------------------------------------
 
@@ -37,7 +37,7 @@ def pieces(call: Call, whole: Place, parts: Sequence[Place], sizes: Sequence[int
     most = max(len(way) for way in ways.values())
     together = (tuple(way[min(i, len(way) - 1)] for way in ways.values()) for i in range(most))
     found: dict[tuple[Cuts, tuple[Cuts, ...]], None] = {}
-    for choice in islice(chain(together, product(*ways.values())), MOST):
+    for choice in islice(chain(together, product(*ways.values())), MOST_COMBINATIONS):
         chosen = dict(zip(ways, choice, strict=True))
         made = tuple(chosen[n] for n in sizes)
         found[shortest(joined(made)), made] = None

@@ -10,7 +10,9 @@ from string import ascii_lowercase
 import torch
 
 from polylane.placement.across import reduced_bytes
-from polylane.placement.call import Call, Edit, Letters, Strategy, Value, by_letters
+from polylane.placement.call import Call, Edit, Strategy, Value
+from polylane.placement.empty import leaves_nobody_out
+from polylane.placement.letters import Letters, broadcast, by_letters
 from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Placement, Shard
 from polylane.placement.rules.registry import rule
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM, ClassLoss
@@ -29,7 +31,8 @@ _OWN_MEAN = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 @rule(*_ELEMENTWISE)
 def elementwise(call: Call) -> Iterator[Strategy]:
     """Any dimension of all tensors together."""
-    letters, inputs = _broadcast(call.inputs)
+    letters = _all_dimensions(call)
+    inputs = [broadcast(value, letters) for value in call.inputs]
     skip = ""
     if call.base in _OWN_MEAN and call["reduction"] == MEAN:
         differentiated = [own for own, value in zip(inputs, call.inputs, strict=True) if value.gradient]
@@ -40,7 +43,8 @@ def elementwise(call: Call) -> Iterator[Strategy]:
 @rule("triplet_margin_loss")
 def triplet(call: Call) -> Iterator[Strategy]:
     """Three times (..., features), broadcast; by all dimensions but the last."""
-    letters, inputs = _broadcast(call.inputs)
+    letters = _all_dimensions(call)
+    inputs = [broadcast(value, letters) for value in call.inputs]
     yield from _by_rows(call, [[*own[:-1], None] if own else own for own in inputs], letters[:-1])
 
 
@@ -69,15 +73,9 @@ def ctc(call: Call) -> Iterator[Strategy]:
     yield from _by_rows(call, [shapes.get(value.index, ["a"]) for value in call.inputs], ["a"], empty=False)
 
 
-def _broadcast(values: Sequence[Value]) -> tuple[list[str], list[list[str | None]]]:
-    """Letters of all tensors broadcast together, and of each."""
-    shape = torch.broadcast_shapes(*(value.shape for value in values))
-    letters = list(ascii_lowercase[: len(shape)])
-    inputs: list[list[str | None]] = []
-    for value in values:
-        start = len(shape) - value.dim
-        inputs.append([letters[start + d] if n == shape[start + d] else None for d, n in enumerate(value.shape)])
-    return letters, inputs
+def _all_dimensions(call: Call) -> list[str]:
+    """A letter for every dimension of all tensors broadcast together."""
+    return list(ascii_lowercase[: max(value.dim for value in call.inputs)])
 
 
 def _by_rows(
@@ -94,18 +92,14 @@ def _by_rows(
     output, summed = (letters, "") if reduction == NONE else ((), "".join(letters))
     names = {"a": "batch"}
     for strategy in by_letters(call, inputs, [output], names=names, summed=summed, local=_on_own_rows, skip=skip):
-        if empty or all(shard.length(i) for shard in _shards(strategy) for i in range(call.degree)):
+        if empty or leaves_nobody_out(strategy):
             yield strategy
-
-
-def _shards(strategy: Strategy) -> list[Shard]:
-    return [placement for placement in strategy.inputs if isinstance(placement, Shard)]
 
 
 def _on_own_rows(edit: Edit) -> None:
     """A mean of what is in hand counts for as much as there is in hand; a mean of nothing for nothing."""
     assert edit.strategy is not None
-    shard = _shards(edit.strategy)[0]
+    shard = next(p for p in edit.strategy.inputs if isinstance(p, Shard))
     for name in ("input_lengths", "target_lengths"):  # of ctc_loss, where they are numbers
         if name in edit.arguments and not isinstance(edit.call[name], Value):
             edit[name] = [n for start, stop in shard.ranges(edit.index) for n in edit[name][start:stop]]
@@ -121,7 +115,7 @@ def _on_own_rows(edit: Edit) -> None:
 # ---- one of several classes ------------------------------------------------------------------------------------------
 
 
-@rule("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
+@rule("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d", composes=True)
 def of_classes(call: Call) -> Iterator[Strategy]:
     """Scores (C), (N, C) or (N, C, ...); targets are classes, or for a cross entropy probabilities of all of them."""
     yield from _by_targets(call)

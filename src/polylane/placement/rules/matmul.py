@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from string import ascii_lowercase
 
-from polylane.placement.call import Call, Letters, Strategy, Value, by_letters
-from polylane.placement.placement import PARTIAL, Shard
+from polylane.placement.call import Call, Strategy, Value
+from polylane.placement.empty import leaves_nobody_out
+from polylane.placement.letters import Letters, broadcast, by_letters
+from polylane.placement.placement import PARTIAL
 from polylane.placement.rules.registry import rule
 
 # Dimensions that are neither m, n nor k: those of a batch.
@@ -47,7 +49,7 @@ def multilinear(
         own = call.inputs[i].shape
         inputs[i] = [None if n != sizes.get(c or "") else c for n, c in zip(own, letters, strict=True)]
     if added is not None:
-        inputs[added.index] = aligned(added, output, call.outputs[0])
+        inputs[added.index] = broadcast(added, output)
     last = [] if added is None else [added.index]
     summed = "".join(letter for letter in sizes if letter not in output)
     yield from by_letters(call, inputs, [output], names=names, summed=summed, added=last, skip=skip)
@@ -55,12 +57,6 @@ def multilinear(
         value = call.inputs[i]
         if value not in whole and (value.dtype.is_floating_point or value.dtype.is_complex):
             yield call.strategy("summands", dict.fromkeys((i, *last), PARTIAL), PARTIAL)
-
-
-def aligned(value: Value, letters: Sequence[str], output: Value) -> list[str | None]:
-    """The letters of a value that is broadcast to an output: its last dimensions, without what it repeats."""
-    start = output.dim - value.dim
-    return [letters[start + d] if n == output.shape[start + d] else None for d, n in enumerate(value.shape)]
 
 
 @rule("linear")
@@ -86,7 +82,8 @@ def added(call: Call) -> Iterator[Strategy]:
     bias, left, right = call.inputs
     every = _product(call, left, right, bias)
     # One number that is added to no rows remains one number (torch's addmv).
-    yield from _without_empty(call, every) if call.base == "addmv" and bias.shape != call.outputs[0].shape else every
+    refuses = call.base == "addmv" and bias.shape != call.outputs[0].shape
+    yield from filter(leaves_nobody_out, every) if refuses else every
 
 
 def _product(call: Call, left: Value, right: Value, bias: Value | None) -> Iterator[Strategy]:
@@ -181,15 +178,7 @@ def bilinear(call: Call) -> Iterator[Strategy]:
     }
     names = {**NAMES, "i": "features of the left", "j": "features of the right"}
     every = multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names, whole=[weight])
-    yield from _without_empty(call, every)  # torch refuses to sum over no features
-
-
-def _without_empty(call: Call, every: Iterable[Strategy]) -> Iterator[Strategy]:
-    """Those that give every rank something."""
-    for strategy in every:
-        shards = [placement for placement in strategy.inputs if isinstance(placement, Shard)]
-        if all(shard.length(i) for shard in shards for i in range(call.degree)):
-            yield strategy
+    yield from filter(leaves_nobody_out, every)  # torch refuses to sum over no features
 
 
 @rule("einsum")

@@ -9,17 +9,15 @@ from functools import partial
 from typing import Any
 
 from polylane.placement.across import communicate, reduced_bytes
-from polylane.placement.call import Call, Edit, Place, Strategy, Value, by_letters
+from polylane.placement.call import Call, Edit, Place, Strategy, Value
 from polylane.placement.empty import sparing
+from polylane.placement.letters import Letters, by_letters, letters_of
 from polylane.placement.moments import GroupNorm, InstanceNorm, LayerNorm, OverParts, RmsNorm
 from polylane.placement.placement import Cuts, Placement, Shard, divided, even
-from polylane.placement.rules.pointwise import dimensions
 from polylane.placement.rules.registry import rule
 
-_Letters = Sequence[str | None]
 
-
-def _inputs(call: Call, letters: Mapping[str, _Letters]) -> list[_Letters]:
+def _inputs(call: Call, letters: Mapping[str, Letters]) -> list[Letters]:
     """The letters of all inputs, of which those with these names have some."""
     known = {value.index: letters[name] for name in letters if isinstance(value := call.arguments.get(name), Value)}
     return [known.get(value.index, [None] * value.dim) for value in call.inputs]
@@ -38,14 +36,14 @@ def _sums(call: Call, rows: int, forward: int, backward: int) -> dict[str, Any]:
 # ---- over features ---------------------------------------------------------------------------------------------------
 
 
-@rule("layer_norm")
+@rule("layer_norm", composes=True)
 def layer_norm(call: Call) -> Iterator[Strategy]:
     """All dimensions in front; normalized ones, and the weights with them."""
     yield from _in_front(call)
     yield from _features(call, LayerNorm(call.outputs[0].dtype), 2, 2)
 
 
-@rule("rms_norm")
+@rule("rms_norm", composes=True)
 def rms_norm(call: Call) -> Iterator[Strategy]:
     """All dimensions in front; normalized ones, and the weight with them."""
     yield from _in_front(call)
@@ -61,7 +59,7 @@ def native(call: Call) -> Iterator[Strategy]:
 def _in_front(call: Call) -> Iterator[Strategy]:
     x = call["input"]
     behind = len(call["normalized_shape"])
-    letters = [*dimensions(x)[: x.dim - behind], *[None] * behind]
+    letters = [*letters_of(x)[: x.dim - behind], *[None] * behind]
     yield from by_letters(call, _inputs(call, {"input": letters}), [letters for _ in call.outputs])
 
 
@@ -86,7 +84,7 @@ def _features(call: Call, function: Any, forward: int, backward: int) -> Iterato
 # ---- over channels and space -----------------------------------------------------------------------------------------
 
 
-@rule("group_norm")
+@rule("group_norm", composes=True)
 def group_norm(call: Call) -> Iterator[Strategy]:
     """x (N, C, ...): samples; channels between groups; space, with every group's sums over all ranks."""
     x, weights = call["input"], _given(call, ("weight", "bias"))
@@ -127,14 +125,14 @@ def _space(call: Call, function: Any, rows: int) -> Iterator[Strategy]:
             yield call.strategy("space", {x.index: shard}, shard, local=local, **_sums(call, rows, 2, 2))
 
 
-@rule("instance_norm")
+@rule("instance_norm", composes=True)
 def instance_norm(call: Call) -> Iterator[Strategy]:
     """x (N, C, ...): samples, channels; space, with the sums over all ranks."""
     x = call["input"]
     own, running = bool(call["use_input_stats"]), call["running_mean"] is not None
     if own and running:  # written in place, over all samples
         return
-    letters = dimensions(x) if not own else [*dimensions(x)[:2], *[None] * (x.dim - 2)]
+    letters = letters_of(x) if not own else [*letters_of(x)[:2], *[None] * (x.dim - 2)]
     yield from map(sparing, by_letters(call, _per_channel(call, letters), [letters], names=_NAMES))
     if own:
         yield from _space(call, InstanceNorm(math.prod(x.shape[2:]), call.outputs[0].dtype), math.prod(x.shape[:2]))
@@ -143,19 +141,19 @@ def instance_norm(call: Call) -> Iterator[Strategy]:
 _NAMES = {"a": "samples", "b": "channels"}  # the first two of the letters of an input
 
 
-def _per_channel(call: Call, letters: _Letters) -> list[_Letters]:
+def _per_channel(call: Call, letters: Letters) -> list[Letters]:
     channels = letters[1:2]
     names = ("weight", "bias", "running_mean", "running_var")
     return _inputs(call, {"input": letters, **dict.fromkeys(names, channels)})
 
 
-@rule("batch_norm")
+@rule("batch_norm", composes=True)
 def batch_norm(call: Call) -> Iterator[Strategy]:
     """x (N, C, ...): channels, with their weights and running statistics; samples and space.
 
     In training the statistics of a part of the samples or of space are summed over the axis.
     """
-    letters = dimensions(call["input"])
+    letters = letters_of(call["input"])
     training = bool(call["training"])
     every = "".join(letter for letter in letters if letter)
     inputs = _per_channel(call, letters)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from polylane.placement.call import Call, Strategy, Value, by_letters
+from polylane.placement.call import Call, Strategy, Value
+from polylane.placement.letters import broadcast_inputs, by_letters, letters_of
 from polylane.placement.placement import PARTIAL, SHARED, Cuts, Shard, inside, joined
 from polylane.placement.rules.registry import rule
-
-ANY = "abcdefghijklmnopqrstuvwxyz"
 
 # Pointwise all the same, though torch does not tag them so.
 _UNTAGGED = (
@@ -61,26 +60,9 @@ def pointwise(call: Call) -> Iterator[Strategy]:
     """Cut one dimension of the output, and of every input that has it and does not broadcast along it."""
     if call.written or not call.outputs or call.op == "aten.where.default":  # the latter finds what is not zero
         return
-    letters = dimensions(call.outputs[0])
-    yield from by_letters(call, broadcast(call, letters), [letters for _ in call.outputs])
+    letters = letters_of(call.outputs[0])
+    yield from by_letters(call, broadcast_inputs(call, letters), [letters for _ in call.outputs])
     yield from _of_summands(call)
-
-
-def dimensions(value: Value) -> list[str | None]:
-    """A letter for every dimension of a value that can be cut."""
-    return [None if n <= 1 else ANY[d] for d, n in enumerate(value.shape)]
-
-
-def broadcast(call: Call, letters: Sequence[str | None]) -> list[list[str | None]]:
-    """The letters of inputs that are broadcast to a form; an input that only lends its type has none."""
-    found: list[list[str | None]] = []
-    lender = call.arguments.get("other") if call.base in ("type_as", "to") else None
-    for value in call.inputs:
-        own = letters[len(letters) - value.dim :] if value.dim <= len(letters) else [None] * value.dim
-        if value is lender and value.shape != call.outputs[0].shape:
-            own = [None] * value.dim
-        found.append([None if n == 1 else letter for n, letter in zip(value.shape, own, strict=True)])
-    return found
 
 
 def _of_summands(call: Call) -> Iterator[Strategy]:
@@ -98,7 +80,7 @@ def _of_summands(call: Call) -> Iterator[Strategy]:
 @rule("prelu")
 def prelu(call: Call) -> Iterator[Strategy]:
     """x (N, C, ...), with a slope for every channel, or one for all."""
-    letters = dimensions(call.outputs[0])
+    letters = letters_of(call.outputs[0])
     slopes = [letters[1] if call["weight"].shape != (1,) and len(letters) > 1 else None] * call["weight"].dim
     yield from by_letters(call, [letters, slopes], [letters])
 
@@ -107,7 +89,7 @@ def prelu(call: Call) -> Iterator[Strategy]:
 def glu(call: Call) -> Iterator[Strategy]:
     """Any dimension; the one that is halved if both halves are cut alike."""
     x, out = call["self"], call.outputs[0]
-    letters = dimensions(out)
+    letters = letters_of(out)
     halved = call["dim"] % max(x.dim, 1)
     name, letters[halved] = letters[halved], None
     yield from by_letters(call, [letters], [letters])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from string import ascii_letters
 
 import torch
-from torch import Tensor
 
-from polylane.placement.call import Call, Edit, Strategy, by_letters
+from polylane.placement.call import Call, Edit, Strategy
 from polylane.placement.empty import sparing
 from polylane.placement.halo import Pick, Range, Trim, Weighted, by_position, stretches
+from polylane.placement.letters import by_letters, letters_of, summands
 from polylane.placement.placement import PARTIAL, Shard, repeated, scaled
 from polylane.placement.rules.convolution import POSITIONS, Window, each, fewer_groups, in_units, per_group, put
 from polylane.placement.rules.registry import rule
@@ -26,7 +27,7 @@ def _by_kept(call: Call, kept: Sequence[int], spatial: int | None = None) -> Ite
         spatial: how many dimensions of positions there are, behind samples and channels; None: who knows.
     """
     x = call.inputs[0]
-    letters = [ascii_letters[d] if d in kept else None for d in range(x.dim)]
+    letters = letters_of(x, [d for d in range(x.dim) if d not in kept])
     names = {ascii_letters[d]: f"dim {d}" for d in kept}
     if spatial is not None:
         names |= {ascii_letters[x.dim - spatial - 1]: "channels", ascii_letters[x.dim - spatial - 2]: "samples"}
@@ -43,16 +44,10 @@ def _spatial(call: Call) -> int:
     return next(int(c) for c in call.base if c.isdigit())
 
 
-def _summands(call: Call) -> Iterator[Strategy]:
-    """What is linear works on summands."""
-    if call.outputs[0].dtype.is_floating_point or call.outputs[0].dtype.is_complex:
-        yield call.strategy("summands", {0: PARTIAL}, PARTIAL)
-
-
 # ---- pools -----------------------------------------------------------------------------------------------------------
 
 
-@rule("max_pool1d", "max_pool2d", "max_pool3d")
+@rule("max_pool1d", "max_pool2d", "max_pool3d", composes=True)
 def max_pool(call: Call) -> Iterator[Strategy]:
     """Samples, channels and positions."""
     spatial = _spatial(call)
@@ -72,12 +67,12 @@ def max_pool_with_indices(call: Call) -> Iterator[Strategy]:
     yield from _by_sample_and_channel(call, _spatial(call))
 
 
-@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d", composes=True)
 def avg_pool(call: Call) -> Iterator[Strategy]:
     """Samples, channels and positions; windows at the ends are weighted by what they hold."""
     spatial = _spatial(call)
     yield from _by_sample_and_channel(call, spatial)
-    yield from _summands(call)
+    yield from summands(call, call.inputs[0])
     for d in range(spatial):
         yield from _pool(call, spatial, d, 1, 0.0, _weights(call, spatial, d))
 
@@ -129,7 +124,7 @@ def adaptive_avg_pool(call: Call) -> Iterator[Strategy]:
     """Samples and channels; positions where every output is the mean of as many, or where there is but one."""
     x, out, spatial = call["self"], call.outputs[0], _spatial(call)
     yield from _by_sample_and_channel(call, spatial)
-    yield from _summands(call)
+    yield from summands(call, call.inputs[0])
     for d in range(spatial):
         dim = x.dim - spatial + d
         if out.shape[dim] != 1:
@@ -144,19 +139,7 @@ def _mean_of_part(edit: Edit) -> None:
     assert edit.strategy is not None
     part = edit.strategy.inputs[0]
     assert isinstance(part, Shard)
-    edit.after(Scaled(part.length(edit.index) / part.size))
-
-
-class Scaled:
-    """A value times a number: ``scaled(x)``."""
-
-    __module__, __name__ = "polylane", "scaled"
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x * self.factor
+    edit.after(operator.mul, part.length(edit.index) / part.size)
 
 
 @rule("max_unpool2d", "max_unpool3d")
@@ -204,7 +187,7 @@ def upsample(call: Call) -> Iterator[Strategy]:
     argument = "input" if "input" in call.arguments else "self"
     x, spatial = call[argument], call[argument].dim - 2
     yield from _by_sample_and_channel(call, spatial)
-    yield from _summands(call)
+    yield from summands(call, call.inputs[0])
     if call.base.endswith("_aa"):  # torch's antialiasing is wrong where only one position is made (CPU, torch 2.13)
         return
     taps = 0 if "nearest" in call.base else 2 if "cubic" in call.base else 1
@@ -268,7 +251,7 @@ def pad(call: Call) -> Iterator[Strategy]:
     dims = {x.dim - 1 - j: (amounts[2 * j], amounts[2 * j + 1]) for j in range(len(amounts) // 2)}
     yield from _by_kept(call, [d for d in range(x.dim) if dims.get(d, (0, 0)) == (0, 0)])
     if mode != "constant" or not value:
-        yield from _summands(call)
+        yield from summands(call, call.inputs[0])
     for dim, ends in dims.items():
         if ends != (0, 0) and (mode == "constant" or min(ends) >= 0):
             yield from _padded(call, name, dim, mode, value)
@@ -335,7 +318,7 @@ def pixel_shuffle(call: Call) -> Iterator[Strategy]:
     x, up = call["self"], call.base == "pixel_shuffle"
     r = int(call["upscale_factor" if up else "downscale_factor"])
     yield from _by_kept(call, range(x.dim - 3), 2)
-    yield from _summands(call)
+    yield from summands(call, call.inputs[0])
     for name, dim, units in (
         ("channels", x.dim - 3, (r * r, 1)), ("height", x.dim - 2, (1, r)), ("width", x.dim - 1, (1, r))
     ):  # fmt: skip
@@ -348,7 +331,7 @@ def folded(call: Call) -> Iterator[Strategy]:
     x = call["self"]
     kernel, to_blocks = math.prod(each(call["kernel_size"], 2)), call.base == "im2col"
     lead = x.dim - (3 if to_blocks else 2)
-    yield from _summands(call)
+    yield from summands(call, call.inputs[0])
     if lead:
         yield from _by_units(call, "samples", (0, 0), (1, 1))
     yield from _by_units(call, "channels", (lead, lead), (1, kernel) if to_blocks else (kernel, 1))
@@ -359,7 +342,7 @@ def channel_shuffle(call: Call) -> Iterator[Strategy]:
     """x (N, groups * C, ...) to (N, C * groups, ...): a part of each group, or whole groups; all other dimensions."""
     x, out, groups = call["self"], call.outputs[0], int(call["groups"])
     yield from _by_kept(call, [d for d in range(x.dim) if d != 1], x.dim - 2)
-    yield from _summands(call)
+    yield from summands(call, call.inputs[0])
     size = x.shape[1] // max(groups, 1)
     inside = [*in_units(call, size, [(out, 1, groups)]), *per_group(call, groups, size, [(x, 1)])]
     for cuts in dict.fromkeys(inside):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polylane.placement.call import Call, Edit, Strategy, by_letters
-from polylane.placement.placement import PARTIAL, Shard
+from polylane.placement.call import Call, Edit, Strategy
+from polylane.placement.letters import broadcast_inputs, by_letters, letters_of, summands
+from polylane.placement.placement import Shard
 from polylane.placement.region import Regional
-from polylane.placement.rules.pointwise import broadcast, dimensions, pointwise
+from polylane.placement.rules.pointwise import pointwise
 from polylane.placement.rules.registry import rule
 
 # Of these a number is drawn for every sample and channel: the dimensions behind have no say in it.
@@ -24,7 +25,7 @@ def dropout(call: Call) -> Iterator[Strategy]:
     else:
         return
     if "alpha" not in call.base and not call.written:
-        yield call.strategy("summands", {call["input"].index: PARTIAL}, PARTIAL)
+        yield from summands(call, call["input"])
 
 
 @rule("rrelu")
@@ -51,8 +52,8 @@ def multinomial(call: Call) -> Iterator[Strategy]:
 
 def _drawn(call: Call) -> Iterator[Strategy]:
     if call.prefix and not call.written:
-        letters = dimensions(call.outputs[0])
-        yield from by_letters(call, broadcast(call, letters), [letters], local=_regional)
+        letters = letters_of(call.outputs[0])
+        yield from by_letters(call, broadcast_inputs(call, letters), [letters], local=_regional)
 
 
 def _regional(edit: Edit) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polylane.placement.call import Call, Edit, Letters, Strategy, Value, by_letters
+from polylane.placement.call import Call, Edit, Strategy, Value
+from polylane.placement.letters import Letters, by_letters
 from polylane.placement.placement import Shard
 from polylane.placement.region import Regional
 from polylane.placement.rules.registry import rule

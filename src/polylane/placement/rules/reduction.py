@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from string import ascii_letters
 from typing import Any
 
 from polylane.placement.across import communicate, reduced_bytes
-from polylane.placement.call import Call, Edit, Strategy, Value, by_letters
+from polylane.placement.call import Call, Edit, Strategy
+from polylane.placement.letters import Letters, broadcast_inputs, by_letters, letters_of, summands
 from polylane.placement.placement import PARTIAL, REPLICATE, Placement, Shard
 from polylane.placement.reduced import Extreme, LogSumExp, Mean, Norm, Softmax, Variance
-from polylane.placement.rules.pointwise import ANY, broadcast
 from polylane.placement.rules.registry import rule, rule_of
-
-_Letters = list[str | None]
 
 
 def _reduced(call: Call) -> list[int]:
@@ -25,11 +24,7 @@ def _reduced(call: Call) -> list[int]:
     return sorted({d % max(x.dim, 1) for d in ([dims] if isinstance(dims, int) else dims)} if x.dim else ())
 
 
-def _letters(x: Value, without: Sequence[int] = ()) -> _Letters:
-    return [None if n <= 1 or d in without else ANY[d] for d, n in enumerate(x.shape)]
-
-
-def _left(letters: Sequence[str | None], call: Call, dims: Sequence[int]) -> _Letters:
+def _left(letters: Letters, call: Call, dims: Sequence[int]) -> list[str | None]:
     """The letters of what a reduction gives."""
     if call.arguments.get("keepdim"):
         return [None if d in dims else letter for d, letter in enumerate(letters)]
@@ -39,21 +34,16 @@ def _left(letters: Sequence[str | None], call: Call, dims: Sequence[int]) -> _Le
 def _over_kept(call: Call) -> Iterator[Strategy]:
     """Cut dimensions that are not reduced."""
     dims = _reduced(call)
-    letters = _letters(call.inputs[0], dims)
+    letters = letters_of(call.inputs[0], dims)
     left = _left(letters, call, dims)
     if all(out.dim == len(left) for out in call.outputs):
         yield from by_letters(call, [letters], [left for _ in call.outputs])
 
 
-def _summands(call: Call) -> Iterator[Strategy]:
-    if call.inputs[0].dtype.is_floating_point and call.outputs[0].dtype.is_floating_point:
-        yield call.strategy("summands", {0: PARTIAL}, PARTIAL)
-
-
 def _additive(call: Call, local: Callable[[Edit], None] | None = None) -> Iterator[Strategy]:
     """Cut any dimension; parts of one that is reduced are added."""
     dims = _reduced(call)
-    letters = _letters(call.inputs[0])
+    letters = letters_of(call.inputs[0])
     left = _left(letters, call, dims)
     if call.outputs[0].dim == len(left):
         added = "".join(letters[d] or "" for d in dims)
@@ -76,7 +66,7 @@ def _composite(call: Call, function: Any, outputs: Placement | Sequence[Placemen
     for dim in dims:
         for cuts in call.layouts(x.at(dim)):
             yield call.strategy(
-                f"over dim {ANY[dim]}",
+                f"over dim {ascii_letters[dim]}",
                 {0: Shard(dim, cuts)},
                 outputs,
                 local=partial(communicate, function=function),
@@ -89,7 +79,7 @@ def _composite(call: Call, function: Any, outputs: Placement | Sequence[Placemen
 def sum_(call: Call) -> Iterator[Strategy]:
     """Any dimension; summands too."""
     yield from _additive(call)
-    yield from _summands(call)
+    yield from summands(call, call.inputs[0])
 
 
 @rule("nansum", "count_nonzero")
@@ -102,7 +92,7 @@ def counted(call: Call) -> Iterator[Strategy]:
 def mean(call: Call) -> Iterator[Strategy]:
     """Any dimension; a rank's sum is divided by the whole count."""
     yield from _additive(call, local=_by_whole_count)
-    yield from _summands(call)
+    yield from summands(call, call.inputs[0])
 
 
 def _by_whole_count(edit: Edit) -> None:
@@ -116,7 +106,7 @@ def kept(call: Call) -> Iterator[Strategy]:
     yield from _over_kept(call)
 
 
-@rule("max", "min", "amax", "amin", "any", "all")
+@rule("max", "min", "amax", "amin", "any", "all", composes=True)
 def extreme(call: Call) -> Iterator[Strategy]:
     """Any dimension, unless positions are asked for; max and min of two tensors are pointwise."""
     if len(call.inputs) == 2:
@@ -132,14 +122,14 @@ def extreme(call: Call) -> Iterator[Strategy]:
         yield from _composite(call, function, REPLICATE, 2 if call.outputs[0].dtype.is_floating_point else 1)
 
 
-@rule("logsumexp", "special_logsumexp")
+@rule("logsumexp", "special_logsumexp", composes=True)
 def logsumexp(call: Call) -> Iterator[Strategy]:
     """Any dimension."""
     yield from _over_kept(call)
     yield from _composite(call, LogSumExp(_reduced(call), call["keepdim"], call.outputs[0].dtype), REPLICATE, 2)
 
 
-@rule("var", "std", "var_mean", "std_mean")
+@rule("var", "std", "var_mean", "std_mean", composes=True)
 def variance(call: Call) -> Iterator[Strategy]:
     """Any dimension; over a cut one the ranks agree on the mean first."""
     yield from _over_kept(call)
@@ -152,7 +142,7 @@ def variance(call: Call) -> Iterator[Strategy]:
     yield from _composite(call, function, REPLICATE if root else PARTIAL, len(call.outputs) + root if root else 1)
 
 
-@rule("norm", "linalg_vector_norm")
+@rule("norm", "linalg_vector_norm", composes=True)
 def norm(call: Call) -> Iterator[Strategy]:
     """Any dimension for positive orders: powers are added."""
     order = call.arguments.get("p", call.arguments.get("ord"))
@@ -178,7 +168,7 @@ def softmax(call: Call) -> Iterator[Strategy]:
     rows = math.prod(x.shape) // max(x.shape[dim], 1)
     for cuts in call.layouts(x.at(dim), out.at(dim)):
         yield call.strategy(
-            f"over dim {ANY[dim]}",
+            f"over dim {ascii_letters[dim]}",
             {0: Shard(dim, cuts)},
             Shard(dim, cuts),
             local=partial(communicate, function=function),
@@ -191,7 +181,7 @@ def softmax(call: Call) -> Iterator[Strategy]:
 def cumsum(call: Call) -> Iterator[Strategy]:
     """Every other dimension; summands too."""
     yield from _along(call)
-    yield from _summands(call)
+    yield from summands(call, call.inputs[0])
 
 
 @rule("cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "msort")
@@ -203,7 +193,7 @@ def along(call: Call) -> Iterator[Strategy]:
 def _along(call: Call) -> Iterator[Strategy]:
     x = call.inputs[0]
     if x.dim:
-        letters = _letters(x, [call.arguments.get("dim", 0) % x.dim])
+        letters = letters_of(x, [call.arguments.get("dim", 0) % x.dim])
         yield from by_letters(call, [letters], [letters for _ in call.outputs])
 
 
@@ -212,16 +202,15 @@ def cosine_similarity(call: Call) -> Iterator[Strategy]:
     """Every dimension but the one of the vectors."""
     out, places = call.outputs[0], max(v.dim for v in call.inputs)
     along = call["dim"] % max(places, 1)
-    letters = [None if n <= 1 else ANY[d] for d, n in enumerate(out.shape)]
+    letters = letters_of(out)
     letters.insert(along, None)
-    yield from by_letters(call, broadcast(call, letters), [letters[:along] + letters[along + 1 :]])
+    yield from by_letters(call, broadcast_inputs(call, letters), [letters[:along] + letters[along + 1 :]])
 
 
 @rule("diff")
 def diff(call: Call) -> Iterator[Strategy]:
     """Every dimension but the one along which neighbours are subtracted; summands too."""
     x = call.inputs[0]
-    letters = _letters(x, [call["dim"] % max(x.dim, 1)])
+    letters = letters_of(x, [call["dim"] % max(x.dim, 1)])
     yield from by_letters(call, [letters for _ in call.inputs], [letters])
-    if call.outputs[0].dtype.is_floating_point:
-        yield call.strategy("summands", {}, PARTIAL, default=PARTIAL)
+    yield from summands(call, *call.inputs)

@@ -30,16 +30,24 @@ FAMILIES = (
 )
 
 _RULES: dict[str, Rule] = {}
+_COMPOSING: set[str] = set()
 
 
-def rule(*operators: str) -> Callable[[Rule], Rule]:
-    """Register a rule for operators by their names without library and overload ("linear")."""
+def rule(*operators: str, composes: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for operators by their names without library and overload ("linear").
+
+    Args:
+        operators: the names.
+        composes: whether its strategies go together on two axes also where one of them communicates inside; say so of
+            what tests/placement/test_two_axes.py tries.
+    """
 
     def register(function: Rule) -> Rule:
         for name in operators:
             if name in _RULES:
                 raise ValueError(f"{name} has a rule already")
             _RULES[name] = function
+        _COMPOSING.update(operators if composes else ())
         return function
 
     return register
@@ -60,6 +68,12 @@ def rule_of(op: str) -> Rule | None:
     if base in _RULES:
         return _RULES[base]
     return _RULES["pointwise"] if is_pointwise(op) else None
+
+
+def composing() -> frozenset[str]:
+    """The operators whose strategies go together on two axes also where one of them communicates inside."""
+    _load()
+    return frozenset(_COMPOSING)
 
 
 @cache

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polylane.placement.call import Call, Edit, Letters, Place, Strategy, Value, by_letters
+from polylane.placement.call import Call, Edit, Place, Strategy, Value
+from polylane.placement.letters import broadcast, by_letters, letters_of, nothing, summands
 from polylane.placement.placement import (
     PARTIAL,
     REPLICATE,
@@ -81,29 +82,6 @@ def pairs(
         if given is not None:
             found[given, cuts] = None
     yield from found
-
-
-def summands(call: Call, *values: Value | None) -> Iterator[Strategy]:
-    """What is linear in these inputs together works on summands of them."""
-    present = [v for v in values if v is not None]
-    if all(v.dtype.is_floating_point or v.dtype.is_complex for v in (*present, *call.outputs)):
-        yield call.strategy("summands", {v.index: PARTIAL for v in present}, PARTIAL)
-
-
-def letters_of(value: Value, uncut: Sequence[int] = ()) -> list[str | None]:
-    """A letter for every dimension of a value but these."""
-    return [None if d in uncut else ascii_letters[d] for d in range(value.dim)]
-
-
-def nothing(value: Value) -> list[str | None]:
-    """No letter for any dimension: a value that is whole on every rank."""
-    return [None] * value.dim
-
-
-def broadcast(value: Value, letters: Letters) -> list[str | None]:
-    """The letters of a value that broadcasts to dimensions with these."""
-    own = letters[len(letters) - value.dim :]
-    return [None if n == 1 else letter for n, letter in zip(value.shape, own, strict=True)]
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------
@@ -215,7 +193,7 @@ def permuted(call: Call) -> Iterator[Strategy]:
 def expand(call: Call) -> Iterator[Strategy]:
     """Along an expanded dimension every rank expands to its own part what it has whole."""
     x, out = call["self"], call.outputs[0]
-    letters = [None if n == 1 else ascii_letters[d] for d, n in enumerate(out.shape)]
+    letters = letters_of(out)
     for lies in (nothing, lambda _: letters):
         rest = [lies(v) for v in call.inputs[1:]]
         yield from by_letters(call, [broadcast(x, letters), *rest], [letters], local=_expanded)
@@ -229,7 +207,7 @@ def _expanded(edit: Edit) -> None:
 @rule("broadcast_tensors")
 def broadcast_tensors(call: Call) -> Iterator[Strategy]:
     """All to one shape: who has a dimension is cut along it, who broadcasts is whole."""
-    letters = [None if n == 1 else ascii_letters[d] for d, n in enumerate(call.outputs[0].shape)]
+    letters = letters_of(call.outputs[0])
     yield from by_letters(call, [broadcast(v, letters) for v in call.inputs], [letters for _ in call.outputs])
     yield from summands(call, *call.inputs)
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from polylane.placement.across import largest, total
 from polylane.placement.move import Axis, summed
+from polylane.placement.wide import HALF, wide, widened
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for how a loss is reduced
 
@@ -126,8 +127,7 @@ class ClassLoss:
             vocabulary: the axis that cuts the classes.
             counted: axes that cut the samples of a mean: the loss is then a summand of it.
         """
-        half = scores.dtype in (torch.float16, torch.bfloat16)
-        dtype = self.dtype if half else scores.dtype
+        dtype = self.dtype if scores.dtype in HALF else scores.dtype
         dim = 0 if scores.dim() == 1 else 1
         if target.is_floating_point():
             each = self._probable(scores, target, weight, label_smoothing, dim, vocabulary)
@@ -136,7 +136,7 @@ class ClassLoss:
             ignored = target == ignore_index
             index = target.long().masked_fill(ignored, 0)
             check_range(index, self.classes)
-            own = None if weight is None else weight.to(_wide(scores))
+            own = None if weight is None else weight.to(wide(scores.dtype))
             each = self._each(scores, index, own, label_smoothing, dim, vocabulary).masked_fill(ignored, 0)
             count = (torch.ones_like(each) if own is None else own[index]).masked_fill(ignored, 0)
         if reduction == NONE:
@@ -155,11 +155,11 @@ class ClassLoss:
         ranges = self.ranges if self.ranges is not None else ((0, self.classes),)
         if not self.logits:
             at, own = position(index, ranges)
-            right = _taken(scores, at, own, dim).to(_wide(scores))
+            right = _taken(scores, at, own, dim).to(wide(scores.dtype))
             return -right if weight is None else -right * weight[index]
         smoothed: Tensor | None = None
         if smoothing:
-            mine = scores.new_ones(self.classes, dtype=_wide(scores)) if weight is None else weight
+            mine = scores.new_ones(self.classes, dtype=wide(scores.dtype)) if weight is None else weight
             smoothed = torch.cat([mine[start:stop] for start, stop in ranges] or [mine[:0]])
         at, own = position(index, ranges)
         normalizer, right, weighted = _Reduced.apply(scores, at, own, smoothed, dim, axis)  # type: ignore[no-untyped-call]
@@ -187,10 +187,6 @@ class ClassLoss:
         return both[0] * normalizer - both[1]  # type: ignore[no-any-return]
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-
-
 def _taken(x: Tensor, at: Tensor, own: Tensor, dim: int) -> Tensor:
     """What lies at one position along ``dim``, without that dimension; 0 where it is another rank's."""
     if not x.shape[dim]:
@@ -210,13 +206,13 @@ class _Reduced(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, at: Tensor, own: Tensor, weight: Tensor | None, dim: int, axis: Axis | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide, axes = x.to(_wide(x)), [] if axis is None else [axis]
+        values, axes = widened(x), [] if axis is None else [axis]
         if weight is not None:
             weight = weight.view([-1 if d == dim else 1 for d in range(x.dim())])
-        highest = wide.amax(dim) if x.shape[dim] else wide.new_full(at.shape, -torch.inf)
+        highest = values.amax(dim) if x.shape[dim] else values.new_full(at.shape, -torch.inf)
         highest = largest(axes, highest)
-        sums = [(wide - highest.unsqueeze(dim)).exp_().sum(dim), _taken(wide, at, own, dim)]
-        sums += [] if weight is None else [(wide * weight).sum(dim)]
+        sums = [(values - highest.unsqueeze(dim)).exp_().sum(dim), _taken(values, at, own, dim)]
+        sums += [] if weight is None else [(values * weight).sum(dim)]
         every = total(axes, torch.stack(sums))
         normalizer = every[0].log() + highest
         ctx.dim = dim

@@ -1,0 +1,263 @@
+"""Gradients that are zero up to rounding: what an optimizer makes of them is no difference, any real error is one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+from polylane.proof.rounding import Rounding, give, zero_up_to_rounding
+from polylane.runtime.job import Job
+from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.verify import Verdict, in_float64, prove
+
+WIDTH, HEADS, VOCAB = 8, 2, 16
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+class Attention(nn.Module):
+    """Softmax takes no notice of what is added to all keys: the gradient of their bias is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attend(self.query(x), self.key(x), self.value(x))
+
+
+class Fused(nn.Module):
+    """Of its one bias a third is that of the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attend(*self.all(x).chunk(3, -1))
+
+
+def attend(*parts: Tensor) -> Tensor:
+    q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    """Both, a bias before BatchNorm, and a layer whose gradient is tiny but real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.one, self.two = Attention(), Fused()
+        self.faint = nn.Linear(WIDTH, WIDTH)
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.one(x)
+        x = torch.tanh(x + self.two(x))
+        x = x + 1e-14 * torch.tanh(self.faint(x))
+        x = self.norm(self.before(x).flatten(0, 1)).unflatten(0, tokens.shape)
+        return self.head(x)
+
+
+ZERO = {"one.key.bias", "two.all.bias", "before.bias"}
+
+
+class Signs(torch.optim.Optimizer):
+    """Moves every element by as much, however small its gradient: nothing makes more of rounding."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad.sign()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, as Lookahead's is, which does not call its base class."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def adamw(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(named), lr=1e-2, weight_decay=0.1)
+
+
+def sharp_adamw(named: Named) -> torch.optim.Optimizer:
+    """Nothing dampens what is small."""
+    return torch.optim.AdamW(list(named), lr=1e-2, weight_decay=0.1, eps=1e-30)
+
+
+def signs(named: Named) -> torch.optim.Optimizer:
+    return Signs([parameter for _, parameter in named])
+
+
+def wrapped(named: Named) -> torch.optim.Optimizer:
+    return Wrapper(sharp_adamw(named))
+
+
+BATCHES = [models.tokens(samples, seed, length=6, vocab=VOCAB) for seed, samples in enumerate((7, 6, 5))]
+
+
+@functools.cache
+def training(plan: str) -> Prepared:
+    torch.manual_seed(0)
+    objective = Objective("loss", models.next_token, adamw)
+    return prepare(Model().double(), {"loss": objective}, in_float64(BATCHES[0]), plan, in_float64=True)
+
+
+def verdict(plan: str, optimizer: Callable[[Named], torch.optim.Optimizer], clip_norm: float | None = None) -> Verdict:
+    objective = Objective("loss", models.next_token, optimizer)
+    return prove(replace(training(plan), objectives={"loss": objective}), BATCHES, clip_norm=clip_norm)
+
+
+@pytest.mark.parametrize("optimizer", [sharp_adamw, signs])
+@pytest.mark.parametrize("plan", ["data=2", "tensor=2", "pipeline=2,microbatches=2", "data=2,microbatches=2"])
+def test_what_an_optimizer_makes_of_rounding(plan: str, optimizer: Callable[[Named], torch.optim.Optimizer]) -> None:
+    result = verdict(plan, optimizer)
+    assert result.passed, (result.worst, result.culprit)
+    assert set(result.rounding) <= ZERO
+    assert {"one.key.bias", "before.bias"} <= set(result.rounding) or "pipeline" in plan  # which has the same bits
+
+
+@pytest.mark.parametrize("optimizer", [adamw, wrapped])
+def test_with_clipping(optimizer: Callable[[Named], torch.optim.Optimizer]) -> None:
+    assert verdict("data=2", optimizer, clip_norm=0.01).passed
+
+
+def test_the_gradients_that_are_told_are_the_plans_own() -> None:
+    result = verdict("data=2", sharp_adamw)
+    told = {d.name: d.gradient for d in result.deviations}
+    assert all(told[name] for name in ("one.key.bias", "before.bias"))  # rounding, which differs
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[nn.Parameter], None], steps: set[int]) -> None:
+    """Change what a plan's workers hand to the optimizer, in some of the steps."""
+    finish = Job._finish
+
+    def spoiled(self: Job, trainer: Any, *rest: Any) -> None:
+        if self._step in steps and name in trainer.held:
+            change(trainer.held[name])
+        finish(self, trainer, *rest)
+
+    monkeypatch.setattr(Job, "_finish", spoiled)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "step"),
+    [
+        ("one.key.bias", 1e-3, 0),
+        ("one.key.bias", 1e-8, 1),
+        ("one.key.bias", 1e-13, 2),
+        ("before.bias", 1e-3, 2),
+        ("before.bias", 1e-8, 0),
+        ("before.bias", 1e-13, 1),
+    ],
+)
+def test_an_error_in_a_gradient_that_should_be_zero(
+    monkeypatch: pytest.MonkeyPatch, name: str, size: float, step: int
+) -> None:
+    """Of all sizes that are not rounding, in any step; the largest gradients are about 0.1."""
+    spoil(monkeypatch, name, lambda parameter: parameter.grad.add_(size), {step})  # type: ignore[union-attr]
+    result = verdict("data=2", sharp_adamw)
+    assert not result.passed
+    worst = max(result.deviations, key=lambda d: max(d.value, d.gradient or 0.0))
+    assert worst.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("one.key.bias", slice(None)),
+        ("before.bias", slice(None)),
+        ("two.all.bias", slice(WIDTH, 2 * WIDTH)),
+    ],
+)
+def test_an_error_in_a_value_whose_gradient_is_zero(monkeypatch: pytest.MonkeyPatch, name: str, part: slice) -> None:
+    """Such a value changes no loss, no gradient, at most the mean that BatchNorm sees; still it has to be right."""
+
+    def drift(parameter: nn.Parameter) -> None:
+        parameter.data[part] *= 1 + 1e-7
+
+    spoil(monkeypatch, name, drift, {1})
+    result = verdict("data=2", sharp_adamw)
+    assert not result.passed
+    wrong = {d.name for d in result.deviations if d.value > result.tolerance}
+    assert name in wrong and wrong <= {name, "norm.running_mean"}
+
+
+def test_an_error_in_the_rest_of_a_gradient_that_is_zero_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.grad[2 * WIDTH :] *= 1 + 1e-6
+
+    spoil(monkeypatch, "two.all.bias", wrong, {0})
+    result = verdict("data=2", sharp_adamw)
+    assert not result.passed and result.culprit is not None and "two.all.bias" in result.culprit
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0])
+def test_a_tiny_gradient_is_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Its error is invisible next to the other gradients; what the optimizer makes of it is not."""
+    spoil(monkeypatch, "faint.weight", lambda parameter: parameter.grad.mul_(factor), {0, 1})  # type: ignore[union-attr]
+    result = verdict("data=2", sharp_adamw)
+    assert not result.passed
+    wrong = {d.name for d in result.deviations if d.value > result.tolerance}
+    assert "faint.weight" in wrong and wrong <= {"faint.weight", "faint.bias"}
+
+
+def test_only_what_does_not_hold_still_is_rounding() -> None:
+    """Two tensors of tiny elements: one is the same again to 12 digits, the other is another number each time."""
+    random = torch.Generator().manual_seed(0)
+    real = 1e-14 * torch.randn(5, generator=random, dtype=torch.float64)
+    gradients = {"large": torch.ones(3, dtype=torch.float64), "real": real, "noise": 1e-17 * torch.ones(5)}
+
+    def again(time: int) -> dict[str, Tensor]:
+        return {"large": gradients["large"], "real": real * (1 + 1e-12), "noise": 1e-17 * torch.full((5,), -1.0)}
+
+    found = zero_up_to_rounding(gradients, again, 1e-9)
+    assert set(found) == {"noise"}
+    assert 1e-17 < found["noise"].bound < 1e-12
+
+
+def test_one_that_stands_still_by_chance_is_tried_again() -> None:
+    tried: list[int] = []
+
+    def again(time: int) -> dict[str, Tensor]:
+        tried.append(time)
+        return {"large": torch.ones(()), "noise": torch.tensor(1e-17 * time)}
+
+    found = zero_up_to_rounding({"large": torch.ones(()), "noise": torch.tensor(0.0)}, again, 1e-9)
+    assert tried == [0, 1] and set(found) == {"noise"}
+    tried.clear()
+    assert not zero_up_to_rounding({"large": torch.ones(())}, again, 1e-9)
+    assert not tried  # where all is large, nothing runs twice
+
+
+def test_only_rounding_is_replaced() -> None:
+    """Where both are small; the plan's own comes back afterwards."""
+    tensor = functools.partial(torch.tensor, dtype=torch.float64)
+    own = {"a": tensor([1e-16, 1e-10, 1e-16, 1.0]), "b": tensor([1.0]), "c": None}
+    whole = tensor([2e-16, 2e-16, 1.0, 1e-16])
+    before = {name: None if g is None else g.clone() for name, g in own.items()}
+    with give({"a": Rounding(whole, 1e-15)}, own) as given:
+        assert given == {"a"}
+        assert own["a"] is not None and own["a"].tolist() == [2e-16, 1e-10, 1e-16, 1.0]
+    assert all(torch.equal(own[name], value) for name, value in before.items() if value is not None)
