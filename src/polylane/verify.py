@@ -229,7 +229,7 @@ class _Trained:
 
 def _pieces_of(rounding: Sequence[Mapping[str, Rounding]], prepared: Prepared, rank: int) -> list[dict[str, Rounding]]:
     """Of every step, the reference's gradients in the shapes that a worker holds."""
-    pieces = Pieces(prepared, prepared.plan.coordinates(rank))
+    pieces = Pieces(prepared, prepared.plan.place(rank)[0], prepared.plan.coordinates(rank))
     own = []
     for step in rounding:
         cut = pieces.of({name: each.gradient for name, each in step.items()})

@@ -1,0 +1,62 @@
+"""The promise for stages that differ: each with its own mesh, its values laid anew where they cross."""
+
+from __future__ import annotations
+
+import pytest
+import table
+import torch
+from test_equivalence import by_work, case_of, objective_of, verdict_on
+
+from polylane.plan.plan import from_partition
+from polylane.plan.spec import parse
+from polylane.runtime.prepare import Prepared, prepare
+from polylane.verify import in_float64
+
+ROWS = """
+model     / sizes / plan                                   / proof
+digits    / 8 7 5 / [data=2 | tensor=2 | 1]                / 1f1b 2 adamw
+digits    / 8 5 3 / [1 | data=3]                           / naive 3 sgd
+inception / 5 7 3 / [data=2,tensor=2 | tensor=3]           / afab 2 own
+inception / 8 7 3 / [1 | data=2 | 1]                       / 1f1b 4 sgd
+unet      / 6 5 3 / [tensor=2 | data=2 | 1]                / 1f1b 3 adamw
+unet      / 6 5 3 / [data=3 | 1 | data=2]                  / afab 2 own
+gpt       / 8 7 3 / [sequence=2 | data=2 | tensor=2]       / 1f1b 2 own
+gpt       / 8 7 3 / [data=2 | sequence=2,tensor=2]         / naive 4 adamw
+hf_llama  / 5 3 2 / [tensor=2 | data=2,tensor=2 | 1]       / 1f1b 2 adamw
+hf_llama  / 5 3 2 / [data=3 | 1 | data=2 | tensor=2]       / afab 3 sgd
+hf_gpt2   / 5 4 3 / [data=2 | 1 | tensor=2]                / 1f1b 4 adamw
+towers    / 8 7 5 / [data=2 | tensor=2]                    / naive 1 own
+towers    / 8 7 5 / [data=3 | data=2 | 1]                  / naive 1 adamw
+routed    / 7 5 3 / [data=3 | tensor=2 | data=2]           / 1f1b 2 adamw
+nested    / 9 5 2 / [data=3 | data=2]                      / afab 4 sgd
+encoder   / 8 7 3 / [sequence=2 | tensor=3 | data=2]       / 1f1b 2 adamw
+"""
+
+
+def rows() -> list[table.Row]:
+    found = []
+    for line in ROWS.strip().splitlines()[1:]:
+        model, sizes, plan, proof = (cell.strip() for cell in line.split("/"))
+        schedule, microbatches, optimizer = proof.split()
+        batches = tuple(int(size) for size in sizes.split())
+        found.append(table.Row(model, plan, schedule, int(microbatches), optimizer, batches))
+    return found
+
+
+def prepared_for(row: table.Row) -> Prepared:
+    torch.manual_seed(0)
+    case = case_of(row.model)
+    model, example = case.model().double(), in_float64(case.batch(row.batches[0], 0))
+    return prepare(model, {"loss": objective_of(row)}, example, row.spec, in_float64=True, seconds=by_work)
+
+
+@pytest.mark.parametrize("row", rows(), ids=str)
+def test_stages_with_meshes_of_their_own(row: table.Row) -> None:
+    prepared = prepared_for(row)
+    plan = prepared.plan
+    assert not plan.uniform and plan.spec == f"{row.spec}" and plan.workers <= 8
+    assert plan == from_partition(prepared.main, parse(row.spec), row.microbatches)
+    verdict = verdict_on(row, prepared)
+    assert verdict.passed, f"{row}: worst {verdict.worst:.2g}, {verdict.culprit}"
+    assert verdict.worst <= 1e-9 and verdict.replicas_equal and verdict.steps == 3
+    assert any(d.gradient is not None for d in verdict.deviations)
