@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,8 +15,12 @@ import yaml
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, cut_positions
-from polylane.plan.pins import check_pins, read_pattern
-from polylane.plan.spec import Spec
+from polylane.plan import reading
+from polylane.plan.pins import check_axes, check_pins, read_pattern
+from polylane.plan.spec import Spec, check_workers
+
+# What counts something; true is no number here, nor is "2".
+_Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
 # The axes of a stage's mesh, the outermost first: its devices are listed in this order.
 _MESH = ("data", "sequence", "tensor")
@@ -30,8 +35,8 @@ class Fingerprint(_Strict):
     """Which graph a plan is for, with enough of it to say what differs from another."""
 
     id: str
-    nodes: int
-    parameters: int
+    nodes: pydantic.StrictInt
+    parameters: pydantic.StrictInt
 
 
 class Stage(_Strict):
@@ -44,8 +49,8 @@ class Stage(_Strict):
     """
 
     nodes: tuple[str, str]
-    devices: tuple[int, ...]
-    mesh: dict[Literal["data", "sequence", "tensor"], pydantic.PositiveInt] = {"data": 1}
+    devices: tuple[pydantic.StrictInt, ...]
+    mesh: dict[Literal["data", "sequence", "tensor"], _Count] = {"data": 1}
     placements: dict[
         str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
     ] = {}
@@ -63,15 +68,29 @@ class Sync(_Strict):
 
 
 class Plan(_Strict):
-    """A way to split the training of one graph."""
+    """A way to split the training of one graph.
+
+    ``graph`` says which one; a plan that a person writes may leave it out. Names of nodes and parameters that the model
+    does not have are refused either way.
+    """
 
     polylane: Literal[1] = 1
-    graph: Fingerprint
+    graph: Fingerprint | None = None
     stages: tuple[Stage, ...]
     schedule: Literal["naive", "afab", "1f1b"] = "1f1b"
-    microbatches: pydantic.PositiveInt = 1
+    microbatches: _Count = 1
     sync: Sync = Sync()
     precision: Literal["float32", "bfloat16"] = "float32"
+    _file: str = pydantic.PrivateAttr("")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two plans say the same, wherever they were read."""
+        return isinstance(other, Plan) and self.model_dump() == other.model_dump()
+
+    @property
+    def title(self) -> str:
+        """What errors call it: "plan run/plan.yaml", or "plan" for one that is in no file."""
+        return f"plan {self._file}" if self._file else "plan"
 
     @property
     def data(self) -> int:
@@ -215,6 +234,8 @@ def default_microbatches(spec: Spec, batch: int) -> int:
 def dump(plan: Plan) -> str:
     """The plan as YAML."""
     data = plan.model_dump(mode="json")
+    if plan.graph is None:
+        del data["graph"]
     for stage in data["stages"]:
         if not stage["placements"]:
             del stage["placements"]
@@ -227,50 +248,66 @@ def load(path: str | Path) -> Plan:
     Raises:
         PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names it.
     """
-    try:
-        data = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise PolylaneError(f"plan {path}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PolylaneError(f"plan {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise PolylaneError(f"plan {path} is not a mapping with the keys polylane, graph and stages")
+    data = reading.read(path)
     try:
         plan = Plan.model_validate(data)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        if key == "polylane":
+        # Where a key is missing, one that nobody knows is mostly why.
+        first = min(error.errors(), key=lambda each: each["type"] == "missing")
+        if first["loc"][0] == "polylane":
             raise PolylaneError(
                 f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
             ) from error
-        raise PolylaneError(f"plan {path}: {key}: {first['msg']}") from error
-    _check_devices(plan, path)
+        raise PolylaneError(f"plan {path}: {reading.sentence(first, _keys)}") from error
+    plan._file = str(path)
+    _check_meshes(plan)
+    _check_devices(plan)
     return plan
 
 
-def _check_devices(plan: Plan, path: str | Path) -> None:
+def _keys(place: Sequence[int | str]) -> list[str]:
+    """The keys of a mapping in a plan file."""
+    models: dict[str, type[_Strict]] = {"graph": Fingerprint, "stages": Stage, "sync": Sync}
+    return list((models[str(place[0])] if place else Plan).model_fields)
+
+
+def _check_meshes(plan: Plan) -> None:
     if not plan.stages:
-        raise PolylaneError(f"plan {path}: stages: there must be at least one")
-    seen: dict[int, int] = {}
+        raise PolylaneError(f"{plan.title}: stages: there must be at least one")
     for index, stage in enumerate(plan.stages):
         if len(stage.devices) != math.prod(stage.mesh.values()):
-            mesh = ", ".join(f"{axis}={stage.degree(axis)}" for axis in _MESH if axis in stage.mesh)
-            raise PolylaneError(f"plan {path}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
+            mesh = ", ".join(f"{axis}={stage.degree(axis)}" for axis in _MESH if axis in stage.mesh) or "data=1"
+            raise PolylaneError(f"{plan.title}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
         for axis in _MESH:
             if stage.degree(axis) != plan.degree(axis):
                 raise PolylaneError(
-                    f"plan {path}: stages.{index}.mesh: {axis}={stage.degree(axis)} beside "
+                    f"{plan.title}: stages.{index}.mesh: {axis}={stage.degree(axis)} beside "
                     f"{axis}={plan.degree(axis)} on stage 0: all stages must have the same degrees"
                 )
+    check_workers(plan.workers, {axis: plan.degree(axis) for axis in _MESH} | {"pipeline": plan.pipeline})
+    check_axes([stage.placements for stage in plan.stages], plan.axes, plan.title)
+
+
+def _check_devices(plan: Plan) -> None:
+    """Every worker has one place, and none is left out."""
+    seen: dict[int, int] = {}
+    for index, stage in enumerate(plan.stages):
         for device in stage.devices:
             if device in seen:
-                raise PolylaneError(
-                    f"plan {path}: device {device} is on stages {seen[device]} and {index}: each can have one"
+                where = (
+                    f"stages.{index}.devices names {device} twice"
+                    if seen[device] == index
+                    else f"device {device} is on stages {seen[device]} and {index}"
                 )
+                raise PolylaneError(f"{plan.title}: {where}: every worker has one place")
             seen[device] = index
-    if sorted(seen) != list(range(len(seen))):
-        raise PolylaneError(f"plan {path}: devices must be numbered 0 to {len(seen) - 1}, they are {sorted(seen)}")
+    most = len(seen) - 1
+    missing = next((device for device in range(len(seen)) if device not in seen), None)
+    if missing is not None:
+        other = next(device for device in seen if not 0 <= device <= most)
+        raise PolylaneError(
+            f"{plan.title}: devices must be numbered from 0 to {most}: {other} is there, but {missing} is not"
+        )
 
 
 def partition_for(plan: Plan, graph: Graph) -> Partition:
@@ -281,56 +318,74 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
         order.
     """
     own = fingerprint(graph)
-    if plan.graph.id != own.id:
-        raise PolylaneError(f"the plan is for another model: {_difference(plan, graph, own)}")
-    starts = [_position(plan, graph.nodes, index) for index in range(plan.pipeline)]
-    cuts = tuple(first for first, _ in starts[1:])
-    for index, (first, last) in enumerate(starts):
-        expected = 0 if index == 0 else starts[index - 1][1] + 1
-        end_expected = len(graph.nodes) - 1 if index == plan.pipeline - 1 else last
-        if first != expected or last != end_expected or last < first:
-            raise PolylaneError(
-                f"plan: stages.{index}.nodes: stages must follow each other and cover the graph; this one starts at "
-                f"{graph.nodes[first].name} where {graph.nodes[min(expected, len(graph.nodes) - 1)].name} comes next"
-                if first != expected
-                else f"plan: stages.{index}.nodes: the last stage must end at {graph.nodes[-1].name}"
-            )
+    if plan.graph is not None and plan.graph.id != own.id:
+        which = plan.title if plan.title != "plan" else "the plan"
+        raise PolylaneError(f"{which} is for another model: {_difference(plan, plan.graph, graph, own)}")
+    cuts = _cuts(plan, graph)
     allowed = set(cut_positions(graph))
     for index, cut in enumerate(cuts, start=1):
         if cut not in allowed:
             raise PolylaneError(
-                f"plan: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it shares memory "
-                "that is written in place, or reads a value whose size depends on data"
+                f"{plan.title}: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it "
+                "shares memory that is written in place, or reads a value whose size depends on data"
             )
     partition = Partition(graph, cuts)
-    check_pins([stage.placements for stage in plan.stages], partition)
+    placements = [stage.placements for stage in plan.stages]
+    check_axes(placements, plan.axes, plan.title)
+    check_pins(placements, partition, plan.title)
     return partition
 
 
+def _cuts(plan: Plan, graph: Graph) -> tuple[int, ...]:
+    """Where every stage but the first begins; the stages follow each other and cover the graph."""
+    nodes, cuts, begin = graph.nodes, list[int](), 0
+    for index in range(plan.pipeline):
+        first, last = _position(plan, nodes, index)
+        wrong = ""
+        if first != begin:
+            comes = f"{nodes[begin].name} comes next" if begin < len(nodes) else "no node is left"
+            wrong = "stages must follow each other and cover the graph; this one starts at "
+            wrong += f"{nodes[first].name}, but {comes}"
+        elif last < first:
+            wrong = f"{nodes[last].name} comes before {nodes[first].name}"
+        elif index == plan.pipeline - 1 and last != len(nodes) - 1:
+            wrong = f"the last stage must end at {nodes[-1].name}"
+        if wrong:
+            raise PolylaneError(f"{plan.title}: stages.{index}.nodes: {wrong}")
+        cuts, begin = [*cuts, first], last + 1
+    return tuple(cuts[1:])
+
+
+def completed(plan: Plan, graph: Graph) -> Plan:
+    """The plan with what it carries of its graph: whoever writes it down says what it is for."""
+    return plan if plan.graph is not None else plan.model_copy(update={"graph": fingerprint(graph)})
+
+
 def _position(plan: Plan, nodes: tuple[Node, ...], index: int) -> tuple[int, int]:
-    first = _find(nodes, plan.stages[index].nodes[0], index)
-    last = _find(nodes, plan.stages[index].nodes[1], index)
+    first, last = (_find(plan, nodes, name, index) for name in plan.stages[index].nodes)
     return first[0], last[-1]
 
 
-def _find(nodes: tuple[Node, ...], name: str, index: int) -> list[int]:
+def _find(plan: Plan, nodes: tuple[Node, ...], name: str, index: int) -> list[int]:
     exact = [i for i, node in enumerate(nodes) if node.name == name]
     inside = [i for i, node in enumerate(nodes) if node.module == name or node.module.startswith(f"{name}.")]
     if not exact and not inside:
-        raise PolylaneError(f"plan: stages.{index}.nodes: the model has no node and no module {name!r}")
+        close = difflib.get_close_matches(name, [*(n.name for n in nodes), *(n.module for n in nodes)], 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise PolylaneError(f"{plan.title}: stages.{index}.nodes: the model has no node and no module {name!r}{hint}")
     return exact or inside
 
 
-def _difference(plan: Plan, graph: Graph, own: Fingerprint) -> str:
+def _difference(plan: Plan, said: Fingerprint, graph: Graph, own: Fingerprint) -> str:
     known = {node.name for node in graph.nodes} | {node.module for node in graph.nodes}
     missing = [name for stage in plan.stages for name in stage.nodes if name not in known]
     if missing:
         return f"it names {missing[0]!r}, which this model does not have"
-    if plan.graph.parameters != own.parameters:
-        return f"it has {plan.graph.parameters} parameter tensors, this model {own.parameters}"
-    if plan.graph.nodes != own.nodes:
-        return f"it has {plan.graph.nodes} nodes, this model {own.nodes}"
-    return f"the shapes or the wiring differ (fingerprint {plan.graph.id}, this model's is {own.id})"
+    if said.parameters != own.parameters:
+        return f"it has {said.parameters} parameter tensors, this model {own.parameters}"
+    if said.nodes != own.nodes:
+        return f"it has {said.nodes} nodes, this model {own.nodes}"
+    return f"the shapes or the wiring differ (fingerprint {said.id}, this model's is {own.id})"
 
 
 def summary(plan: Plan) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -15,6 +15,7 @@ from polylane.placement.placement import SHARED, Placement, Replicate, Shard, gr
 from polylane.placement.rewrite import Split
 from polylane.placement.view import Step
 from polylane.planner.price import Moving, Setting, bytes_of, moves, parameter_bytes
+from polylane.planner.solve import OPTIMAL, Report, Solved
 
 # An operator with so many operations for each element that it gives is worth a word, even without parameters.
 HEAVY = 16
@@ -79,6 +80,7 @@ class Explanation:
         parameters, whole: bytes of the parameters on the busiest rank, and altogether.
         summed: bytes of the parameters whose gradients are summed over the ranks once a step.
         kept: the parameters that every rank has whole although the axis is there to cut them.
+        report: how the split was found; None for one that was not searched for.
     """
 
     degree: int
@@ -87,6 +89,7 @@ class Explanation:
     whole: float
     summed: float
     kept: tuple[Kept, ...]
+    report: Report | None = None
 
 
 def explain(
@@ -96,7 +99,7 @@ def explain(
     *,
     purpose: str,
     pins: Mapping[str, str] | None = None,
-    whole: Collection[str] = (),
+    whole: Mapping[str, str] | None = None,
 ) -> Explanation:
     """Tell what was chosen.
 
@@ -105,12 +108,9 @@ def explain(
         split: the choice.
         options: all that the rules offered.
         purpose, pins: as for :func:`~polylane.planner.solve.solve`.
-        whole: parameters that their optimizer must see whole.
+        whole: parameters that every rank has whole for their optimizer's sake, and why.
     """
-    reasons = {
-        **dict.fromkeys(pins or {}, "pinned"),
-        **dict.fromkeys(whole, "its optimizer looks at all of it at once"),
-    }
+    reasons = {**dict.fromkeys(pins or {}, "pinned"), **(whole or {})}
     parameters = {key: s for key, s in setting.view.sources.items() if s.role[0] == "parameter"}
     summed = [key for key, s in parameters.items() if split.sources[key] == SHARED and s.value.gradient]
     return Explanation(
@@ -120,6 +120,7 @@ def explain(
         sum(setting.size(key) for key in parameters),
         sum(setting.size(key) for key in summed),
         tuple(_kept(setting, split, options, reasons)) if purpose == "tensor" else (),
+        split.report if isinstance(split, Solved) else None,
     )
 
 
@@ -134,7 +135,18 @@ def lines(explanation: Explanation) -> list[str]:
     if explanation.summed:
         found.append(f"gradients of {_size(explanation.summed)} of parameters are summed once a step")
     found += [f"whole on every rank: {k.parameter} ({_size(k.bytes)}): {k.reason}" for k in explanation.kept]
+    if explanation.report is not None and explanation.report.status != OPTIMAL:
+        found.append(_unproven(explanation.report))
     return found
+
+
+def _unproven(report: Report) -> str:
+    """What is known of a split that need not be the best."""
+    if report.gap < 1:
+        known = f"by the model it is within {100 * report.gap:.2g} % of it"
+    else:
+        known = "how far from it is not known"
+    return f"the search for the best split {report.status} after {report.seconds:.0f} s: {known}"
 
 
 def _line(split: ModuleSplit) -> str:

@@ -22,7 +22,7 @@ from polylane.plan import plan as plans
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.planner.layout import Layout, choose_layout, layout_like
-from polylane.runtime.optimizer_probe import whole_parameters
+from polylane.runtime.optimizer_probe import Untried, whole_parameters
 
 Parameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
@@ -52,6 +52,7 @@ class Prepared:
         evaluations: of the graphs in evaluation mode, as far as they were asked for; others are captured when needed.
         layouts: how the operators of every objective's graph are split; empty where none is.
         init: fills a module's own tensors, for a model on the meta device.
+        whole: parameters that every rank holds whole for their optimizer's sake, and why.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class Prepared:
     evaluations: dict[str, Partition] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     init: Callable[[nn.Module], None] | None = None
+    whole: Mapping[str, str] = field(default_factory=dict)
     _others: dict[int, tuple[Partition, Layout]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -183,30 +185,26 @@ def prepare(
     hand = max(2, -(-total // (microbatches * spec.data)))
     part = few(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
-    partitions: dict[str, Partition] = {}
-    meets = False
+    partitions, meets = dict[str, Partition](), False
     for objective in objectives.values():
         trainable = optimized(parameters, objective.optimizer)
         graph = capture(model, objective.loss, rebuild(cloned(part)), trainable=trainable, in_float64=in_float64)
         if spec.data > 1 or microbatches > 1:
             meets = _samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64) or meets
-        partitions[objective.name] = _cut(
-            graph, model, objective.loss, part, spec, next(iter(partitions.values()), None), seconds
-        )
-    main = next(iter(partitions.values()))
-    chosen = spec if isinstance(spec, Plan) else plans.from_partition(main, spec, microbatches)
+        main = next(iter(partitions.values()), None)
+        partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, main, seconds)
+    chosen = _plan_of(next(iter(partitions.values())), spec, microbatches)
     evaluations = {
         name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
         for name, partition in (partitions.items() if evaluation else ())
     }
-    layouts: dict[str, Layout] = {}
+    layouts, whole = dict[str, Layout](), dict[str, str]()
     if chosen.axes or meets:
-        whole = whole_parameters(parameters, [o.optimizer for o in objectives.values()])
-        sampled = sampled_leaves(leaves) if meets else ()
+        whole = _kept_whole(parameters, objectives, chosen)
         # Replicas whose samples meet hold one microbatch together.
         hand = max(2, -(-total // microbatches)) if meets else hand
-        layouts = _layouts(partitions, chosen, hand, whole, sampled)
-    prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init)
+        layouts = _layouts(partitions, chosen, hand, whole, sampled_leaves(leaves) if meets else ())
+    prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init, whole)
     for partition in evaluations.values():
         prepared.layout_of(partition)  # once, for all workers that are forked from here
     return prepared
@@ -250,6 +248,38 @@ def _cut(
     return balanced(graph, plan.pipeline, times)
 
 
+def _plan_of(main: Partition, spec: Spec | Plan, microbatches: int) -> Plan:
+    """The plan, with all that it says of its graph.
+
+    Raises:
+        PolylaneError: of some axis' ranks there are so many that some would have no part of anything.
+    """
+    graph = main.graph
+    plan = plans.completed(spec, graph) if isinstance(spec, Plan) else plans.from_partition(main, spec, microbatches)
+    shapes = [*(node.shape for node in graph.nodes), *(info.shape for info in graph.parameters.values())]
+    longest = max((size for shape in shapes for size in shape), default=1)
+    for axis in plan.axes:
+        if plan.degree(axis) > longest:
+            raise PolylaneError(
+                f"{axis}={plan.degree(axis)}: nothing in the model can be cut into so many parts, its longest "
+                f"dimension is {longest}: lower {axis}"
+            )
+    return plan
+
+
+def _kept_whole(parameters: Parameters, objectives: Mapping[str, Objective], plan: Plan) -> dict[str, str]:
+    """What optimizers must see whole, and why; with a warning where that is not known."""
+    whole = whole_parameters(parameters, [o.optimizer for o in objectives.values()])
+    untried = [why for why in whole.values() if isinstance(why, Untried)]
+    if untried and plan.tensor > 1:
+        warnings.warn(
+            f"{len(untried)} parameters stay whole on every rank of tensor={plan.tensor}, for it is not known whether "
+            f"parts of them can be updated apart: {untried[0]}",
+            stacklevel=3,
+        )
+    return whole
+
+
 def _layouts(
     partitions: Mapping[str, Partition], plan: Plan, hand: int, whole: Collection[str], sampled: Sequence[bool]
 ) -> dict[str, Layout]:
@@ -257,10 +287,20 @@ def _layouts(
     for name, partition in partitions.items():
         first = next(iter(layouts.values()), None)
         if first is None:
-            layouts[name] = choose_layout(partition.graph, plan, hand, whole, sampled)
+            layouts[name] = _first_layout(partition.graph, plan, hand, whole, sampled)
         else:
             layouts[name] = layout_like(first, partition.graph)
     return layouts
+
+
+def _first_layout(graph: Graph, plan: Plan, hand: int, whole: Collection[str], sampled: Sequence[bool]) -> Layout:
+    try:
+        return choose_layout(graph, plan, hand, whole, sampled)
+    except PolylaneError as error:
+        about, colon, rest = str(error).removeprefix("plan: ").partition(":")
+        if not about.startswith("placements"):
+            raise
+        raise PolylaneError(f"{plan.title}: {about}{colon}{rest}") from error
 
 
 def _samples_meet(
