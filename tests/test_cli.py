@@ -23,8 +23,10 @@ import polylane
 from polylane import verify as verification
 from polylane.cli import app
 from polylane.commands import inputs
+from polylane.commands.output import ranges
 from polylane.observe.timeline import Timeline
 from polylane.plan import plan as plans
+from polylane.planner.program import Program
 from polylane.runtime.prepare import Objective, prepare
 
 RECIPE = """
@@ -176,6 +178,15 @@ assert not {"torch", "numpy", "sklearn"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+def test_many_numbers_are_ranges() -> None:
+    assert ranges([0, 3, 1]) == "0, 3, 1" and ranges([]) == ""
+    assert ranges(range(12)) == "0-11 (12)"
+    assert ranges([*range(8), 20, 21, 23]) == "0-7, 20-21, 23 (11)"
+    assert ranges([n for start in range(0, 4000, 100) for n in range(start, start + 50)]) == (
+        "0-49, 100-149, ..., 3900-3949 (2,000)"
+    )
+
+
 @pytest.mark.parametrize("command", ["train", "verify", "inspect", "lanes"])
 def test_help_of_every_command_has_an_example(command: str) -> None:
     assert f"  {command} " in call("--help").stdout
@@ -219,6 +230,16 @@ def test_version() -> None:
         ),
         ("train tiny.py --plan dta=2", "unknown key 'dta'"),
         ("inspect tiny.py --plan tensor=0", "tensor=0 must be a whole number of at least 1"),
+        ("inspect tiny.py --plan ,", "plan ',': nothing is said: give degrees"),
+        ("inspect tiny.py --plan=", "plan '': nothing is said: give degrees"),
+        (f"inspect tiny.py --plan data=2,{'x' * 300}=1", "unknown key 'xxx"),
+        ("inspect tiny.py --plan .", "plan .: Is a directory"),
+        ("inspect tiny.py --plan tensor=99999999999", "tensor=99999999999 is more than 1,048,576, the most"),
+        ("train tiny.py --workers 99999999999", "Invalid value for '--workers': "),
+        ("verify tiny.py --plan tensor=100000", "the plan takes 100,000 workers, and at most "),
+        ("train tiny.py --workers 100000", "are started on one host: use fewer, or let torchrun start them"),
+        ("inspect tiny.py --write plan.yaml", "--write plan.yaml writes a plan: say which one with --plan"),
+        ("lanes 1f1b --stages 99999 --microbatches 99999", "are more than 262,144 passes, too many to draw"),
         ("inspect tiny.py --plan none.yaml", "plan none.yaml: No such file"),
         ("train tiny.py --plan tiny.py", "plan tiny.py is not"),
         ("train none.py", "There is no recipe at none.py"),
@@ -243,6 +264,7 @@ def test_bad_command_lines(here: Path, line: str, sentence: str) -> None:
     assert result.stderr.startswith("polylane: ")
     assert result.stderr.count("\n") == 1
     assert sentence in result.stderr
+    assert "Input should" not in result.stderr and "Value error" not in result.stderr, "a library's words, not ours"
 
 
 def test_a_folder_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +356,8 @@ def test_inspect_as_json(here: Path) -> None:
 
 
 def test_inspect_with_a_plan(here: Path) -> None:
-    result = json.loads(call("inspect", "tiny.py", "--plan", "data=2,pipeline=3,microbatches=4", "--json").stdout)
+    line = ("inspect", "tiny.py", "--set", "depth=12", "--plan", "data=2,pipeline=3,microbatches=4")
+    result = json.loads(call(*line, "--json").stdout)
     assert [stage["devices"] for stage in result["stages"]] == [[0, 3], [1, 4], [2, 5]]
     assert sum(stage["time_share"] for stage in result["stages"]) == pytest.approx(1)
     skip = next(crossing for crossing in result["crossings"] if crossing["value"] == "relu")
@@ -375,7 +398,106 @@ def test_inspect_holds_to_a_plans_placements(here: Path) -> None:
     Path("pinned.yaml").write_text(plans.dump(written).replace("layers.1.0.weight", "layers.1.0.wait"))
     refused = call("inspect", "tiny.py", "--plan", "pinned.yaml")
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
-    assert "stages.0.placements.layers.1.0.wait: the model has no parameter and no node of this name" in refused.stderr
+    says = "plan pinned.yaml: stages.0.placements.layers.1.0.wait: the model has no parameter and no node of this name"
+    assert says in refused.stderr
+
+
+def test_inspect_writes_the_plan(here: Path) -> None:
+    line = ("inspect", "tiny.py", "--plan", "data=2,pipeline=2,tensor=2,microbatches=4")
+    shown = call(*line, "--write", "made/plan.yaml")
+    assert "made/plan.yaml has this plan" in shown.stdout
+    plan = plans.load("made/plan.yaml")
+    assert plan.spec == "data=2,pipeline=2,tensor=2,schedule=1f1b,microbatches=4" and plan.graph is not None
+    again = json.loads(call("inspect", "tiny.py", "--plan", "made/plan.yaml", "--write", "b.yaml", "--json").stdout)
+    assert again["plan"] == plan.spec and again["file"] == "b.yaml" and plans.load("b.yaml") == plan
+    assert "tiny.py/b.yaml cannot be written" in call(*line, "--write", "tiny.py/b.yaml").stderr
+
+
+WRITTEN = """
+stages:
+- nodes: [inward, layers.1]
+  devices: [0, 1]
+  mesh: {tensor: 2}
+  placements:
+    inward.weight: {tensor: shard(0)}
+- nodes: [layers.2.0/linear, loss]
+  devices: [2, 3]
+  mesh: {tensor: 2}
+microbatches: 2
+"""
+
+
+def test_a_plan_that_a_person_writes(here: Path) -> None:
+    Path("mine.yaml").write_text(WRITTEN)
+    result = json.loads(call("inspect", "tiny.py", "--plan", "mine.yaml", "--write", "full.yaml", "--json").stdout)
+    assert [stage["last"] for stage in result["stages"]] == ["layers.1.1/tanh", "loss/cross_entropy_loss"]
+    assert plans.load("mine.yaml").graph is None and plans.load("full.yaml").graph is not None
+    Path("mine.yaml").write_text(WRITTEN.replace("layers.1]", "layers.7]"))
+    refused = call("inspect", "tiny.py", "--plan", "mine.yaml")
+    assert "plan mine.yaml: stages.0.nodes: the model has no node and no module 'layers.7'" in refused.stderr
+    for placement, says in (
+        ("{tensor: shard(0), tensor: shard(1)}", "tensor is there twice"),
+        ("{tensor: partial}", ""),
+    ):
+        Path("mine.yaml").write_text(WRITTEN.replace("{tensor: shard(0)}", placement))
+        refused = call("inspect", "tiny.py", "--plan", "mine.yaml")
+        assert refused.exit_code == 2 and refused.stderr.startswith("polylane: plan mine.yaml: ")
+        assert (says or "placements.inward.weight.tensor: partial: not possible here") in refused.stderr
+
+
+def test_plans_of_thousands_of_workers_are_looked_at(here: Path) -> None:
+    line = ("inspect", "tiny.py", "--set", "samples=8192", "--batch", "8192", "--plan", "data=4096,pipeline=2,tensor=2")
+    shown = call(*line).stdout
+    assert "0-1, 4-5, ..., 16380-16381 (8,192)" in shown and len(shown) < 9000
+    refused = call("inspect", "tiny.py", "--plan", "tensor=4096")
+    assert "tensor=4096: nothing in the model can be cut into so many parts, its longest dimension is" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("plan", "share"),
+    [
+        ("data=1", "for 12 samples: the batch"),
+        ("microbatches=3", "for 4 samples: a microbatch"),
+        ("data=2", "for 6 samples: a replica's part of the batch"),
+        ("data=2,microbatches=3", "for 2 samples: a replica's part of a microbatch"),
+        ("data=12", "for 2 samples: no fewer are looked at, though the plan gives a worker fewer at a time"),
+    ],
+)
+def test_inspect_says_for_how_many_samples(here: Path, plan: str, share: str) -> None:
+    shown = call("inspect", "tiny.py", "--batch", "12", "--plan", plan).stdout
+    assert f"forward, {share}" in " ".join(shown.split())
+
+
+def test_inspect_says_that_replicas_compute_a_batch_together(here: Path) -> None:
+    recipe = (
+        Path("tiny.py")
+        .read_text()
+        .replace("F.cross_entropy(model(x), y)", "(model(x) @ model(x).T).softmax(1).diag().mean()")
+    )
+    Path("meeting.py").write_text(recipe)
+    shown = call("inspect", "meeting.py", "--batch", "8", "--plan", "data=2").stdout
+    share = "for 4 samples: as many as each replica has of a batch; samples meet, so 2 replicas compute it together"
+    assert share in " ".join(shown.split()) and "How operators are split along data" in shown
+
+
+def test_inspect_says_what_an_optimizer_kept_whole(here: Path) -> None:
+    picky = "if len(next(iter(parameters))[1]) < 5: raise ValueError('too small')\n    return torch.optim.SGD"
+    recipe = Path("tiny.py").read_text().replace("return torch.optim.SGD", picky)
+    Path("picky.py").write_text(recipe)
+    with pytest.warns(UserWarning, match="10 parameters stay whole on every rank of tensor=2, .*ValueError: too small"):
+        shown = call("inspect", "picky.py", "--plan", "tensor=2").stdout
+    why = "its optimizer does not run on small parameters (picky.py:34: optimizer(parameters) raised ValueError: too"
+    assert "whole on every rank: inward.weight (128 B): " + why in shown
+
+
+def test_inspect_says_where_a_search_stopped_early(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    solve = Program.solve
+    stopped = {"status": "stopped early", "gap": 0.031}
+    monkeypatch.setattr(Program, "solve", lambda *args, **more: replace(solve(*args, **more), **stopped))
+    shown = call("inspect", "tiny.py", "--plan", "tensor=2").stdout
+    assert "the search for the best split stopped early after 0 s: by the model it is within 3.1 % of it" in shown
+    found = json.loads(call("inspect", "tiny.py", "--plan", "tensor=2", "--json").stdout)["splits"]["tensor"]
+    assert found["report"]["status"] == "stopped early" and found["report"]["gap"] == 0.031
 
 
 def test_inspect_sums_up_deep_models(here: Path) -> None:
@@ -457,7 +579,7 @@ def test_a_written_plan_is_a_plan_to_use(trained: tuple[dict[str, Any], str, Pat
     ]
     other = call("train", "tiny.py", "--set", "width=12", "--set", "depth=2", "--plan", file)
     assert other.exit_code == 2
-    assert "the plan is for another model" in other.stderr
+    assert f"plan {file} is for another model: it " in other.stderr
     fewer = call("train", "tiny.py", "--set", "width=12", "--workers", "2", "--plan", file)
     assert "--workers 2, but the plan takes 4" in fewer.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class _Sentences(TyperGroup):
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except _CommandLineError as error:
-            code = _say(error.format_message(), 2)  # type: ignore[attr-defined]
+            code = _say(_plain(error.format_message()), 2)  # type: ignore[attr-defined]
         except PolylaneError as error:
             code = _say(str(error), 2)
         except WorkerFailed as error:
@@ -47,6 +48,22 @@ class _Sentences(TyperGroup):
         if code == INTERRUPTED:
             _say("interrupted", INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+# How typer says what a value must be, and how people do.
+_PLAIN = (
+    (r"Input should be greater than or equal to", "must be at least"),
+    (r"Input should be less than or equal to", "must be at most"),
+    (r"Input should be a valid integer.*", "must be a whole number"),
+    (r"Input should be a valid number.*", "must be a number"),
+    (r"Value error, ", ""),
+)
+
+
+def _plain(message: str) -> str:
+    for said, plain in _PLAIN:
+        message = re.sub(said, plain, message)
+    return message
 
 
 def _say(message: str, code: int) -> int:
@@ -86,8 +103,8 @@ def _polylane(
     optimizer(parameters) and data(split); scheduler(optimizer) and collate(samples) if you like.
 
     A SPEC is a plan in one line, data=2,pipeline=2,schedule=1f1b,microbatches=8 (tensor=2 to split the operators and
-    their parameters, sequence=2 to split the operators only, precision=bfloat16 for autocast), or a plan file, such as
-    the plan.yaml of an earlier run.
+    their parameters, sequence=2 to split the operators only, precision=bfloat16 for autocast), or a plan file: one that
+    inspect --write made, the plan.yaml of an earlier run, or your own.
 
     \b
     Example:
@@ -114,7 +131,9 @@ _Plan = Annotated[
 ]
 _Workers = Annotated[
     int | None,
-    typer.Option("--workers", metavar="N", min=1, help="How many workers: what the plan takes, which is the default."),
+    typer.Option(
+        "--workers", metavar="N", min=1, max=2**20, help="How many workers: what the plan takes, which is the default."
+    ),
 ]
 _Batch = Annotated[int, typer.Option("--batch", metavar="B", min=1, help="Samples in a batch, over all workers.")]
 _Set = Annotated[
@@ -240,6 +259,10 @@ def inspect(
     ] = None,
     batch: _Batch = 64,
     set_: _Set = None,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="FILE", help="Write the plan as a file, to edit and to give as --plan."),
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Show what is captured of a model, and how a plan cuts it.
@@ -252,10 +275,11 @@ def inspect(
     Examples:
       polylane inspect examples/unet.py --plan pipeline=4
       polylane inspect examples/gpt.py --plan tensor=2
+      polylane inspect examples/gpt.py --plan pipeline=2,tensor=2 --write plan.yaml
     """
     from polylane.commands import inspect as command
 
-    command.run(recipe, plan=plan, batch=batch, settings=set_ or [], json=json)
+    command.run(recipe, plan=plan, batch=batch, settings=set_ or [], file=write, json=json)
 
 
 class _Schedule(StrEnum):

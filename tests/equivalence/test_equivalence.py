@@ -15,7 +15,7 @@ from torch import nn
 import models
 from polylane.graph.graph import Graph
 from polylane.placement.placement import Shard
-from polylane.plan.plan import from_partition
+from polylane.plan.fit import from_partition
 from polylane.plan.spec import Spec, parse
 from polylane.runtime.prepare import Objective, Prepared, prepare
 from polylane.verify import Verdict, in_float64, prove

@@ -7,7 +7,7 @@ import table
 import torch
 from test_equivalence import by_work, case_of, objective_of, verdict_on
 
-from polylane.plan.plan import from_partition
+from polylane.plan.fit import from_partition
 from polylane.plan.spec import parse
 from polylane.runtime.prepare import Prepared, prepare
 from polylane.verify import in_float64

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import models
 from polylane.graph.partition import Partition
-from polylane.plan.plan import from_partition
+from polylane.plan.fit import from_partition
 from polylane.plan.spec import parse
 from polylane.program import lower
 from polylane.runtime import worker

@@ -9,43 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
+from plan_files import GRAPH, MESH, PLAN, edited, refusal
 
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.plan import plan as plans
-from polylane.plan.plan import Plan, default_microbatches, dump, from_partition, load, partition_for
+from polylane.plan.fit import completed, from_partition, partition_for
+from polylane.plan.plan import Plan, default_microbatches, dump, load
 from polylane.plan.spec import Spec, parse
 from synthetic import chain, graph
-
-GRAPH = chain(6)
-PLAN = from_partition(Partition(GRAPH, (2, 4)), Spec(data=2, pipeline=3, schedule="afab"), microbatches=4)
-MESH = from_partition(Partition(GRAPH, (2,)), Spec(data=2, pipeline=2, tensor=3, sequence=2), microbatches=4)
-
-
-def edited(path: Path, plan: Plan = PLAN, **changes: Any) -> Path:
-    """A plan file with some of its keys changed; "stages.1.devices" reaches inside, None removes."""
-    data = yaml.safe_load(dump(plan))
-    for key, value in changes.items():
-        inside: Any = data
-        *way, last = [int(part) if part.isdigit() else part for part in key.split(".")]
-        for part in way:
-            inside = inside[part]
-        if value is None:
-            del inside[last]
-        else:
-            inside[last] = value
-    file = path / "plan.yaml"
-    file.write_text(yaml.safe_dump(data))
-    return file
-
-
-def refusal(file: Path) -> str:
-    with pytest.raises(PolylaneError) as caught:
-        load(file)
-    message = str(caught.value)
-    assert message.startswith(f"plan {file}") and "\n" not in message
-    return message
-
 
 # Reading and writing
 
@@ -153,61 +125,17 @@ def test_default_microbatches(spec: str, batch: int, expected: int) -> None:
     assert default_microbatches(parse(spec), batch) == expected
 
 
-# What is wrong with a file
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"stagse": []}, "stagse: Extra inputs are not permitted"),
-        ({"stages": None}, "stages: Field required"),
-        ({"stages": []}, "stages: there must be at least one"),
-        ({"graph": None}, "graph: Field required"),
-        ({"graph.nodes": "many"}, "graph.nodes: Input should be a valid integer"),
-        ({"polylane": 2}, "polylane: 2 is a form that this version cannot read"),
-        ({"schedule": "gpipe"}, "schedule: Input should be 'naive', 'afab' or '1f1b'"),
-        ({"microbatches": 0}, "microbatches: Input should be greater than 0"),
-        ({"precision": "float16"}, "precision: Input should be"),
-        ({"sync": {"kind": "gossip"}}, "sync.kind: Input should be 'all_reduce'"),
-        ({"stages.1.nodes": ["layer2/op"]}, "stages.1.nodes.1: Field required"),
-        ({"stages.0.mesh": {"data": 2, "tensor": 2}}, "stages.0: 2 devices for a mesh of data=2, tensor=2"),
-        ({"stages.0.mesh": {"data": 2, "tensr": 2}}, "stages.0.mesh.tensr: Input should be"),
-        ({"stages.0.mesh.tensor": 0}, "stages.0.mesh.tensor: Input should be greater than 0"),
-        ({"stages.1.mesh": {"tensor": 2}}, "stages.1.mesh: data=1 beside data=2 on stage 0: all stages must have"),
-        ({"stages.2.mesh": {"data": 1, "sequence": 2}}, "stages.2.mesh: data=1 beside data=2"),
-        ({"stages.1.mesh": {"data": 3}}, "stages.1: 2 devices for a mesh of data=3"),
-        ({"stages.1.devices": [1], "stages.1.mesh": {"data": 1}}, "stages.1.mesh: data=1 beside data=2 on stage 0"),
-        ({"stages.1.devices": [0, 4]}, "device 0 is on stages 0 and 1"),
-        ({"stages.2.devices": [2, 9]}, "devices must be numbered 0 to 5"),
-        ({"stages.0.devices": [], "stages.0.mesh": {"data": 0}}, "stages.0.mesh.data: Input should be greater than 0"),
-    ],
-)
-def test_a_wrong_file(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
-    assert says in refusal(edited(tmp_path, **changes))
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("stages: [", "is not YAML"),
-        ("\x00", "is not YAML"),
-        ("", "is not a mapping"),
-        ("- 1", "is not a mapping"),
-        ("data=2,pipeline=2", "is not a mapping"),
-    ],
-)
-def test_no_plan_at_all(text: str, says: str, tmp_path: Path) -> None:
-    file = tmp_path / "plan.yaml"
-    file.write_text(text)
-    assert says in refusal(file)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    assert "No such file" in refusal(tmp_path / "plan.yaml")
-    assert "Is a directory" in refusal(tmp_path)
-
-
 # Placements
+
+
+def test_a_placement_on_an_axis_that_there_is_not(tmp_path: Path) -> None:
+    plan = from_partition(Partition(GRAPH, ()), Spec(tensor=2), 1)
+    for asked, mesh in (("shard(0)", {"data": 1, "tensor": 2}), ("replicate", {"sequence": 1, "tensor": 2})):
+        on_stage = {"stages.0.placements": {"w0": {"sequence": asked}}, "stages.0.mesh": mesh}
+        says = "stages.0.placements.w0.sequence: the stage splits nothing along sequence: leave it out, or give"
+        assert says in refusal(edited(tmp_path, plan, **on_stage))
+    with pytest.raises(PolylaneError, match=r"^plan: stages\.0\.placements\.w0\.sequence: the stage splits nothing"):
+        partition_for(placed({"w0": {"sequence": "shard(0)"}}, plan=plan), GRAPH)
 
 
 def placed(*stages: dict[str, dict[str, str]], plan: Plan = MESH) -> Plan:
@@ -223,24 +151,6 @@ def test_placements_survive_a_round_trip(tmp_path: Path) -> None:
     assert plan.pins("tensor") == {"w0": "shard(1)", "layer1/op": "partial", "w5": "shard(0)"}
     assert plan.pins("sequence") == {"w0": "replicate"}
     assert partition_for(plan, GRAPH) == Partition(GRAPH, (2,))
-
-
-@pytest.mark.parametrize(
-    ("placements", "says"),
-    [
-        ({"a.b": {"tensor": "shart(0)"}}, "a.b.tensor: 'shart(0)' is not replicate, shard(<dim>) or partial"),
-        ({"w0": {"tensor": "shard(-1)"}}, "w0.tensor: 'shard(-1)' is not replicate, shard(<dim>) or partial"),
-        ({"w0": {"tensor": "Shard(0)"}}, "w0.tensor: 'Shard(0)' is not replicate"),
-        ({"w0": {"tensor": "shard(0) "}}, "w0.tensor: 'shard(0) ' is not replicate"),
-        ({"w0": {"tensor": 0}}, "w0.tensor: 0 is not replicate, shard(<dim>) or partial"),
-        ({"w0": {"tensr": "replicate"}}, "w0.tensr: Input should be 'sequence' or 'tensor'"),
-        ({"w0": {"data": "replicate"}}, "w0.data: Input should be 'sequence' or 'tensor'"),
-        ({"w0": "shard(0)"}, "w0: Input should be a valid dictionary"),
-    ],
-)
-def test_a_placement_that_is_none(placements: dict[str, Any], says: str, tmp_path: Path) -> None:
-    file = edited(tmp_path, MESH, **{"stages.0.placements": placements})
-    assert refusal(file).startswith(f"plan {file}: stages.0.placements.{says}")
 
 
 @pytest.mark.parametrize(
@@ -295,12 +205,31 @@ def test_first_and_last_by_module_path() -> None:
 @pytest.mark.parametrize(
     ("nodes", "says"),
     [
-        ((("layer0", "layer1"), ("layer3", "layer3"), ("layer4", "layer5")), "stages.1.nodes: stages must follow"),
-        ((("layer0", "layer2"), ("layer2", "layer3"), ("layer4", "layer5")), "stages.1.nodes: stages must follow"),
-        ((("layer1", "layer2"), ("layer3", "layer3"), ("layer4", "layer5")), "stages.0.nodes: stages must follow"),
-        ((("layer0", "layer1"), ("layer2", "layer3"), ("layer4", "layer4")), "must end at layer5/op"),
-        ((("layer0", "layer1"), ("layer2", "layer1"), ("layer2", "layer5")), "stages.1.nodes"),
-        ((("layer0", "layer9"), ("layer2", "layer3"), ("layer4", "layer5")), "no node and no module 'layer9'"),
+        (
+            (("layer0", "layer1"), ("layer3", "layer3"), ("layer4", "layer5")),
+            "layer3/op on stage 1 needs layer2/op, which no",
+        ),
+        (
+            (("layer0", "layer2"), ("layer2", "layer3"), ("layer4", "layer5")),
+            "layer2/op is on stage 0 already: every node",
+        ),
+        (
+            (("layer1", "layer2"), ("layer3", "layer3"), ("layer4", "layer5")),
+            "stages: layer1/op on stage 0 needs layer0/op, which no stage",
+        ),
+        (
+            (("layer0", "layer1"), ("layer2", "layer3"), ("layer4", "layer4")),
+            "no stage has layer5/op: together they must cover the graph",
+        ),
+        ((("layer0", "layer1"), ("layer2", "layer1"), ("layer2", "layer5")), "layer1/op comes before layer2/op"),
+        (
+            (("layer0", "layer1"), ("layer2", "layer5"), ("layer5", "layer5")),
+            "stages.2.nodes: layer5/op is on stage 1 already: every node has one stage",
+        ),
+        (
+            (("layer0", "layer9"), ("layer2", "layer3"), ("layer4", "layer5")),
+            "no node and no module 'layer9'; did you mean layer5",
+        ),
     ],
 )
 def test_stages_that_do_not_cover_the_graph(nodes: tuple[tuple[str, str], ...], says: str) -> None:
@@ -333,6 +262,31 @@ def test_a_plan_for_another_model(other: Any, difference: str) -> None:
     with pytest.raises(PolylaneError) as caught:
         partition_for(PLAN, other)
     assert str(caught.value).startswith("the plan is for another model: ") and difference in str(caught.value)
+
+
+def test_a_plan_without_a_fingerprint_is_for_any_model_that_has_its_nodes(tmp_path: Path) -> None:
+    file = edited(tmp_path, graph=None)
+    plan = load(file)
+    assert plan.graph is None and "graph" not in dump(plan)
+    assert partition_for(plan, GRAPH).cuts == partition_for(plan, chain(6, skips=[(0, 4)])).cuts == (2, 4)
+    assert completed(plan, GRAPH) == PLAN and completed(PLAN, chain(5)) == PLAN
+    with pytest.raises(PolylaneError) as caught:
+        partition_for(plan, chain(5))
+    assert str(caught.value).startswith(f"plan {file}: stages.2.nodes: the model has no node and no module 'layer5/op'")
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    file = edited(tmp_path, MESH, **{"stages.1.placements": {"w9": {"tensor": "shard(0)"}}})
+    for wrong, says in ((GRAPH, ": stages.1.placements.w9: the model has no"), (chain(5), " is for another model: ")):
+        with pytest.raises(PolylaneError) as caught:
+            partition_for(load(file), wrong)
+        assert str(caught.value).startswith(f"plan {file}{says}")
+
+
+def test_thousands_of_devices_in_a_file(tmp_path: Path) -> None:
+    plan = from_partition(Partition(GRAPH, (2, 4)), Spec(data=64, pipeline=3, sequence=8, tensor=16), 1)
+    (tmp_path / "plan.yaml").write_text(dump(plan))
+    assert load(tmp_path / "plan.yaml") == plan and plan.workers == 24_576
 
 
 def test_a_summary_is_plain_data() -> None:

@@ -9,7 +9,7 @@ from polylane.plan.spec import Spec, parse
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        ("", Spec()),
+        ("data=1", Spec()),
         ("data=2", Spec(data=2)),
         ("data=2,pipeline=3", Spec(data=2, pipeline=3)),
         (" pipeline = 4 , schedule = afab ,", Spec(pipeline=4, schedule="afab")),
@@ -51,6 +51,13 @@ def test_microbatches_are_left_open() -> None:
         ("pipeline=two", "pipeline=two must be a whole number"),
         ("microbatches=1.5", "microbatches=1.5 must be a whole number"),
         ("data=²", "data=² must be a whole number"),
+        ("data=٣", "data=٣ must be a whole number"),
+        ("data=00", "data=00 must be a whole number of at least 1"),
+        ("", "nothing is said: give degrees, as in data=2,pipeline=2"),
+        (" , ,", "nothing is said"),
+        ("tensor=99999999999", "tensor=99999999999 is more than 1,048,576, the most that a plan can have"),
+        ("microbatches=1048577", "microbatches=1048577 is more than 1,048,576"),
+        ("data=1024,tensor=2048", "data=1024 times tensor=2048 would be more than 1,048,576 workers, the most"),
         ("data=", "data= must be a whole number"),
         ("schedule=gpipe", "schedule=gpipe is not known, known are naive, afab, 1f1b"),
         ("precision=float16", "precision=float16 is not known, known are float32, bfloat16"),
@@ -61,3 +68,16 @@ def test_what_is_wrong_with_a_line(text: str, says: str) -> None:
         parse(text)
     assert says in str(caught.value)
     assert str(caught.value).startswith(f"plan {text!r}: ") and "\n" not in str(caught.value)
+
+
+def test_a_million_workers_are_not_counted_one_by_one() -> None:
+    assert parse("data=1024,tensor=1024").workers == 2**20
+    with pytest.raises(PolylaneError, match="data=99999999999 would be more than 1,048,576 workers"):
+        Spec(data=99999999999)
+
+
+def test_what_is_too_long_to_read_is_cut() -> None:
+    for text in ("tensor=" + "9" * 6000, "x" * 6000, "schedule=" + "x" * 6000):
+        with pytest.raises(PolylaneError) as caught:
+            parse(text)
+        assert len(str(caught.value)) < 350

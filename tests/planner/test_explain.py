@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ from polylane.placement.view import View, view
 from polylane.planner.allowed import Demands
 from polylane.planner.explain import Explanation, explain, lines
 from polylane.planner.price import Setting
-from polylane.planner.solve import choose
+from polylane.planner.solve import Solved, choose, solve
 
 
 class Block(nn.Module):
@@ -76,6 +78,28 @@ def test_what_stays_whole_and_why() -> None:
     assert reasons["blocks.0.up.weight"] == "pinned"
     assert reasons["scale"] == "no rule cuts it in aten.linalg_matrix_exp.default"
     assert any("linear needs it whole" in reason for reason in reasons.values())
+
+
+def test_what_an_optimizer_keeps_whole_says_why() -> None:
+    seen, offered = tower(2)
+    names = [str(s.role[1]) for s in seen.sources.values() if s.role[0] == "parameter"]
+    split = solve(seen, offered, 2, purpose="tensor", pins=dict.fromkeys(names, "replicate"))
+    whole = dict.fromkeys(names, "its optimizer does not run on small parameters (ValueError: no)")
+    found = explain(Setting(seen, 2, Rates(), {}), split, offered, purpose="tensor", pins={"scale": "r"}, whole=whole)
+    assert {kept.reason for kept in found.kept} == set(whole.values()) and found.parameters == found.whole
+
+
+def test_only_a_search_that_stopped_early_is_told() -> None:
+    seen, offered = tower(2)
+    split = solve(seen, offered, 2, purpose="tensor")
+    assert isinstance(split, Solved) and split.report is not None and split.report.status == "optimal"
+    setting = Setting(seen, 2, Rates(), {})
+    found = explain(setting, split, offered, purpose="tensor")
+    assert found.report == split.report and not any("search" in line for line in lines(found))
+    for gap, says in ((0.25, "by the model it is within 25 % of it"), (float("inf"), "how far from it is not known")):
+        stopped = replace(split.report, status="stopped early", gap=gap, seconds=61.2)
+        told = lines(explain(setting, replace(split, report=stopped), offered, purpose="tensor"))
+        assert told[-1] == f"the search for the best split stopped early after 61 s: {says}"
 
 
 def test_other_axes_keep_parameters_whole() -> None:

@@ -13,11 +13,8 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import bounds
 from polylane.graph.capture import capture
 from polylane.graph.graph import Graph
-from polylane.graph.partition import Partition
 from polylane.placement.placement import Shard
 from polylane.placement.view import view
-from polylane.plan.plan import Plan, from_partition
-from polylane.plan.spec import parse
 from polylane.planner.layout import Layout, choose_layout, layout_like
 
 SAMPLES = (1, 2, 3, 5, 8, 13)
@@ -50,10 +47,6 @@ def graph_of(looks: bool, *more: Tensor) -> Graph:
     return capture(Net(looks), contrast, batch_of(5, *more))
 
 
-def plan_of(graph: Graph, line: str = "data=2") -> Plan:
-    return from_partition(Partition(graph, ()), parse(line), 1)
-
-
 def rows(layout: Layout, graph: Graph, samples: int) -> list[list[int]]:
     """Of every input: how many rows each replica has."""
     _, splits = layout.at(samples)
@@ -71,7 +64,7 @@ def rows(layout: Layout, graph: Graph, samples: int) -> list[list[int]]:
 def test_every_number_of_samples_is_divided_as_batches_are(looks: bool) -> None:
     graph = graph_of(looks)
     assert graph.opaque == looks
-    layout = choose_layout(graph, plan_of(graph), 8, (), [True, False])
+    layout = choose_layout(graph, {"data": 2}, 8, sampled=[True, False])
     for samples in SAMPLES:
         shares = [stop - start for start, stop in bounds(samples, 2)]
         assert rows(layout, graph, samples) == [shares, [7, 7]]
@@ -80,7 +73,7 @@ def test_every_number_of_samples_is_divided_as_batches_are(looks: bool) -> None:
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_batch_of_another_form_is_divided_by_what_grows(looks: bool) -> None:
     graph, other = graph_of(looks), graph_of(looks, torch.ones(5), torch.ones(3))
-    main = choose_layout(graph, plan_of(graph), 8, (), [True, False])
+    main = choose_layout(graph, {"data": 2}, 8, sampled=[True, False])
     for samples in SAMPLES:
         shares = [stop - start for start, stop in bounds(samples, 2)]
         assert rows(layout_like(main, other), other, samples) == [shares, [7, 7], shares, [3, 3]]
@@ -91,4 +84,4 @@ def test_a_graph_for_one_number_of_samples_is_refused() -> None:
     (x,) = [n for n in graph.code.fx.nodes if n.meta.get("role") == ("input", 0)]
     x.meta["val"] = torch.empty(5, 6, device="meta")
     with pytest.raises(PolylaneError, match=r"hold the 8 samples of a batch together, .* with 5 samples and no other"):
-        choose_layout(graph, plan_of(graph), 8, (), [True, False])
+        choose_layout(graph, {"data": 2}, 8, sampled=[True, False])

@@ -13,7 +13,7 @@ from polylane.graph.partition import Partition
 from polylane.placement.options import options
 from polylane.placement.placement import Replicate, local_shape
 from polylane.placement.view import view
-from polylane.plan.plan import from_partition
+from polylane.plan.fit import from_partition
 from polylane.plan.spec import parse
 from polylane.planner.explain import explain, lines
 from polylane.planner.layout import choose_layout

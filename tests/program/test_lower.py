@@ -8,7 +8,7 @@ import pytest
 
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
-from polylane.plan.plan import from_partition
+from polylane.plan.fit import from_partition
 from polylane.plan.spec import Spec
 from polylane.program import lower as lowering
 from polylane.program.check import channels, check, matched

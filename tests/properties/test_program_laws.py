@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
-from polylane.plan.plan import Plan, from_partition
+from polylane.plan.fit import from_partition
+from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.program.check import check, matched
 from polylane.program.lower import lower, lower_evaluation

@@ -16,7 +16,8 @@ from boxes import read
 from polylane.graph.partition import Partition
 from polylane.graph.samples import Order
 from polylane.placement.placement import REPLICATE, Placement, Shard, even
-from polylane.plan.plan import Plan, from_partition
+from polylane.plan.fit import from_partition
+from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees, Spec
 from polylane.planner.layout import Layout
 from polylane.planner.layouts import Layouts

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from polylane.plan.plan import Plan
 
 
+# How many workers are started on one host: more would only wait for each other.
+MOST_STARTED = 256
+EACH_CORE = 4
+
 # The plan ------------------------------------------------------------------------------------------------------------
 
 
@@ -31,14 +35,18 @@ def choose_plan(text: str | None, workers: int | None) -> Spec | Plan:
     """The plan that a command line asks for: one line or a file; without either, replicas on all workers.
 
     Raises:
-        PolylaneError: the plan cannot be read, or takes another number of workers.
+        PolylaneError: the plan cannot be read, or takes another number of workers, or more than a host can start.
     """
-    if text is None:
-        return Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1")))
-    plan = read_plan(text)
+    plan = Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1"))) if text is None else read_plan(text)
     if workers is not None and plan.workers != workers:
         product = " times ".join(degrees(plan))
         raise PolylaneError(f"--workers {workers}, but the plan takes {plan.workers} ({product}): they must be equal")
+    most = max(MOST_STARTED, EACH_CORE * (os.cpu_count() or 1))
+    if plan.workers > most and "RANK" not in os.environ:
+        raise PolylaneError(
+            f"the plan takes {plan.workers:,} workers, and at most {most} are started on one host: use fewer, or let "
+            "torchrun start them on several hosts"
+        )
     return plan
 
 
@@ -48,11 +56,19 @@ def read_plan(text: str) -> Spec | Plan:
     Raises:
         PolylaneError: naming the key at fault.
     """
-    if not text.endswith((".yaml", ".yml")) and not Path(text).exists():
+    if not text.endswith((".yaml", ".yml")) and not _is_there(text):
         return specs.parse(text)
     from polylane.plan import plan as plans
 
     return plans.load(text)
+
+
+def _is_there(text: str) -> bool:
+    """Whether a file has this name, which may be none that a file can have."""
+    try:
+        return bool(text.strip()) and Path(text).exists()
+    except OSError:
+        return False
 
 
 def degrees(plan: Spec | Plan) -> list[str]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -13,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from polylane.commands import inputs
-from polylane.commands.output import console, count, plural, print_json
+from polylane.commands.output import console, count, plural, print_json, ranges, write
+from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,12 +52,16 @@ class Row:
     bytes: int
 
 
-def run(path: str, *, plan: str | None, batch: int, settings: Sequence[str], json: bool) -> None:
-    """Capture, cut where there is a plan, and print.
+def run(
+    path: str, *, plan: str | None, batch: int, settings: Sequence[str], file: Path | None = None, json: bool
+) -> None:
+    """Capture, cut where there is a plan, write that down where asked to, and print.
 
     Raises:
-        PolylaneError: what was given is wrong.
+        PolylaneError: what was given is wrong, or the file cannot be written.
     """
+    if file is not None and plan is None:
+        raise PolylaneError(f"--write {file} writes a plan: say which one with --plan, as in --plan pipeline=2")
     chosen = None if plan is None else inputs.read_plan(plan)
     recipe = inputs.open_recipe(path, settings)
     from polylane.runtime.launch import single_threaded
@@ -72,8 +78,14 @@ def run(path: str, *, plan: str | None, batch: int, settings: Sequence[str], jso
         graph = _captured(recipe, model, objective, example)
         found |= describe(graph)
     else:
-        graph, cut = _cut(model, objective, example, chosen, batch)
-        found |= {**describe(graph), **cut}
+        prepared, seconds = _prepared(model, objective, example, chosen, batch)
+        graph = prepared.main.graph
+        found |= {**describe(graph), **_cut(prepared, seconds, batch)}
+        if file is not None:
+            from polylane.plan.plan import dump
+
+            write(file, dump(prepared.plan))
+            found["file"] = str(file)
     if json:
         print_json(found)
     else:
@@ -88,10 +100,10 @@ def _captured(recipe: Recipe, model: nn.Module, objective: Objective, example: A
     return capture(model, recipe.loss, example, trainable=trainable)
 
 
-def _cut(
+def _prepared(
     model: nn.Module, objective: Objective, example: Any, plan: Spec | Plan, batch: int
-) -> tuple[Graph, dict[str, Any]]:
-    """The graph for what one worker has in hand of a microbatch, and the plan's stages and crossings as plain data."""
+) -> tuple[Prepared, tuple[float, ...]]:
+    """The graph of what one worker has in hand, cut; and the time of every node."""
     from polylane.cost import compute
     from polylane.graph.batch import cloned, flatten, take
     from polylane.runtime.prepare import prepare
@@ -103,17 +115,34 @@ def _cut(
         return measured[0]
 
     prepared = prepare(model, {objective.name: objective}, example, plan, batch_size=batch, seconds=measure)
-    graph = prepared.main.graph
     if not measured:  # nothing had to be balanced
         leaves, _ = flatten(example)
-        measure(graph, objective.loss, take(leaves, 0, graph.samples))
-    return graph, {
+        measure(prepared.main.graph, objective.loss, take(leaves, 0, prepared.main.graph.samples))
+    return prepared, measured[0]
+
+
+def _cut(prepared: Prepared, seconds: Sequence[float], batch: int) -> dict[str, Any]:
+    """The plan's stages and crossings, and how operators are split, as plain data."""
+    return {
         "plan": prepared.plan.spec,
         "workers": prepared.plan.workers,
-        "stages": _stages(prepared.main, prepared.plan, measured[0]),
+        "share": _share(prepared, batch),
+        "stages": _stages(prepared.main, prepared.plan, seconds),
         "crossings": _crossings(prepared.main),
         "splits": _splits(prepared),
     }
+
+
+def _share(prepared: Prepared, batch: int) -> str:
+    """Of what the samples that a graph is shown for are a part."""
+    plan, samples = prepared.plan, prepared.main.graph.samples
+    if prepared.layouts_of(prepared.main).together:
+        return f"as many as each replica has of a batch; samples meet, so {plan.data} replicas compute it together"
+    parts = plan.data * plan.microbatches
+    if samples > -(-batch // parts):
+        return "no fewer are looked at, though the plan gives a worker fewer at a time"
+    whole = "a microbatch" if plan.microbatches > 1 else "the batch"
+    return f"a replica's part of {whole}" if plan.data > 1 else whole
 
 
 # Plain data ----------------------------------------------------------------------------------------------------------
@@ -221,7 +250,7 @@ def _crossings(partition: Partition) -> list[dict[str, Any]]:
 
 
 def _splits(prepared: Prepared) -> dict[str, dict[str, Any]]:
-    """How the operators are split along each axis, as data and in "lines" for people."""
+    """How the operators are split along each axis (of each mesh), as data and in "lines" for people."""
     from polylane.cost.communicate import Rates
     from polylane.placement.options import options
     from polylane.placement.view import view
@@ -229,14 +258,26 @@ def _splits(prepared: Prepared) -> dict[str, dict[str, Any]]:
     from polylane.planner.price import Setting
 
     found: dict[str, dict[str, Any]] = {}
-    taken: dict[str, Split] = {}
-    for layout in prepared.layouts_of(prepared.main).distinct[:1]:
+    plan, main = prepared.plan, prepared.main
+    layouts = prepared.layouts_of(main)
+    for layout in layouts.distinct:
+        stages = [stage for stage, own in enumerate(layouts.stages) if own is layout]
+        only = {node.name for stage in stages for node in main.nodes(stage)}
+        only |= {name for stage in stages for name in main.parameters(stage)}
+        taken: dict[str, Split] = {}
         for axis, split in layout.splits.items():
             shown = view(layout.graph, layout.samples, split.degree)
-            setting = Setting(shown, split.degree, Rates(), dict(taken))
-            pins = prepared.plan.pins(axis)
-            told = explain(setting, split, options(shown, split.degree), purpose=axis, pins=pins, whole=layout.whole)
-            found[axis] = {**asdict(told), "lines": lines(told)}
+            told = explain(
+                Setting(shown, split.degree, Rates(), dict(taken)),
+                split,
+                options(shown, split.degree),
+                purpose=axis,
+                pins=plan.pins(axis, stages),
+                whole=layout.whole,
+                only=None if plan.uniform else only,
+            )
+            name = axis if plan.uniform else f"{axis} on stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+            found[name] = {**asdict(told), "stages": stages, "lines": lines(told)}
             taken[axis] = split
     return found
 
@@ -254,7 +295,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 def _show(graph: Graph, found: dict[str, Any]) -> None:
     out = console()
-    of = f"for {plural(graph.samples, 'sample')}" + (": a replica's part of a microbatch" if "plan" in found else "")
+    of = f"for {plural(graph.samples, 'sample')}" + (f": {found['share']}" if "plan" in found else "")
     table = _table(f"{found['recipe']}, forward, {of}", "module", "nodes", "parameters", "FLOPs", "activations")
     for row in readable_rows(graph):
         name = row.module or "(the model itself)"
@@ -272,6 +313,8 @@ def _show(graph: Graph, found: dict[str, Any]) -> None:
         print()
         _show_cut(out, found)
         show_splits(found["plan"], {axis: split["lines"] for axis, split in found["splits"].items()})
+    if "file" in found:
+        print(f"\n{found['file']} has this plan")
 
 
 def show_splits(plan: str, splits: Mapping[str, Sequence[str]]) -> None:
@@ -293,7 +336,7 @@ def _show_cut(out: Console, found: dict[str, Any]) -> None:
     for stage in found["stages"]:
         stages.add_row(
             str(stage["stage"]),
-            ", ".join(map(str, stage["devices"])),
+            ranges(stage["devices"]),
             stage["first"],
             stage["last"],
             str(stage["nodes"]),

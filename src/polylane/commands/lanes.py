@@ -12,6 +12,8 @@ from polylane.errors import PolylaneError
 from polylane.lanes import lanes_summary, lanes_timeline
 from polylane.observe import swimlane
 
+MOST = 2**18  # forward passes in a picture
+
 
 def run(
     schedule: str,
@@ -29,6 +31,10 @@ def run(
     Raises:
         PolylaneError: durations that do not fit the stages, or a file that cannot be written.
     """
+    if stages * microbatches > MOST:
+        raise PolylaneError(
+            f"--stages {stages} times --microbatches {microbatches} are more than {MOST:,} passes, too many to draw"
+        )
     try:
         timeline = lanes_timeline(
             schedule, stages, microbatches, _ticks("--forward", forward), _ticks("--backward", backward)

@@ -6,12 +6,15 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from polylane.errors import PolylaneError
+
+FEW = 8  # numbers that are listed one by one
 
 _THOUSANDS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -71,6 +74,17 @@ def seconds(duration: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """``0, 3``, and of many what is ascending in one: ``0-63, 256-319, ..., 768-831 (256)``."""
+    if len(numbers) <= FEW:
+        return ", ".join(map(str, numbers))
+    starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
+    ends = [*(i - 1 for i in starts[1:]), len(numbers) - 1]
+    runs = [f"{numbers[a]}-{numbers[b]}" if b > a else f"{numbers[a]}" for a, b in zip(starts, ends, strict=True)]
+    shown = runs if len(runs) <= FEW // 2 else [*runs[:2], "...", runs[-1]]
+    return f"{', '.join(shown)} ({len(numbers):,})"
 
 
 def plural(number: int, word: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -29,8 +29,38 @@ def read_pattern(given: Any) -> str:
     return given
 
 
-def check_pins(stages: Sequence[Mapping[str, Mapping[Any, str]]], partition: Partition) -> None:
+# The placements of every stage: name of a parameter or node -> axis -> pattern.
+_Placements = Sequence[Mapping[str, Mapping[Any, str]]]
+
+
+def check_axes(stages: _Placements, axes: Sequence[Collection[str]], title: str) -> None:
+    """Refuse placements on axes along which nothing is split: nobody would look at them.
+
+    Args:
+        stages: the placements of every stage.
+        axes: of every stage, along which its operators are split.
+        title: of the plan.
+
+    Raises:
+        PolylaneError: naming the plan's key.
+    """
+    for index, placements in enumerate(stages):
+        for name, on_axes in placements.items():
+            for axis in on_axes:
+                if axis not in axes[index]:
+                    raise PolylaneError(
+                        f"{title}: stages.{index}.placements.{name}.{axis}: the stage splits nothing along {axis}: "
+                        f"leave it out, or give its mesh an axis {axis} of 2 or more"
+                    )
+
+
+def check_pins(stages: _Placements, partition: Partition, title: str) -> None:
     """Refuse placements, by stage, of what the stage does not have, or that contradict each other.
+
+    Args:
+        stages: the placements of every stage.
+        partition: the model, cut.
+        title: of the plan.
 
     Raises:
         PolylaneError: naming the plan's key.
@@ -38,7 +68,7 @@ def check_pins(stages: Sequence[Mapping[str, Mapping[Any, str]]], partition: Par
     said: dict[tuple[str, str], tuple[int, str]] = {}
     for index, placements in enumerate(stages):
         for name, on_axes in placements.items():
-            key = f"plan: stages.{index}.placements.{name}"
+            key = f"{title}: stages.{index}.placements.{name}"
             dims = _dims(partition, index, name, key)
             for axis, pattern in on_axes.items():
                 match = _FORM.fullmatch(pattern)

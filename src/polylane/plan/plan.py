@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
+from pydantic_core import PydanticCustomError
 
 from polylane.errors import PolylaneError
-from polylane.graph.graph import Graph, Node
-from polylane.graph.partition import Partition, cut_positions
-from polylane.plan.pins import check_pins, read_pattern
-from polylane.plan.spec import Degrees, Spec
+from polylane.plan import reading
+from polylane.plan.pins import check_axes, read_pattern
+from polylane.plan.spec import Degrees, Spec, check_workers
+
+# What counts something; true is no number here, nor is "2".
+_Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
 # The axes of a stage's mesh, the outermost first: its devices are listed in this order.
-_MESH = ("data", "sequence", "tensor")
+MESH = ("data", "sequence", "tensor")
 _OPERATOR_AXES = ("sequence", "tensor")
 
 
@@ -30,25 +33,37 @@ class Fingerprint(_Strict):
     """Which graph a plan is for, with enough of it to say what differs from another."""
 
     id: str
-    nodes: int
-    parameters: int
+    nodes: pydantic.StrictInt
+    parameters: pydantic.StrictInt
+
+
+def _in_pairs(nodes: tuple[str, ...]) -> tuple[str, ...]:
+    if not nodes or len(nodes) % 2:
+        wanted = "there must be two names, the first node or module and the last (of every piece), not {n}"
+        raise PydanticCustomError("pairs", wanted, {"n": len(nodes)})
+    return nodes
 
 
 class Stage(_Strict):
     """Some of the graph on some of the devices.
 
     ``nodes`` are the first and the last node, by the user's module path ("layer2.3": all of that module) or by a node's
-    own name ("layer2.3.conv1/conv2d"). ``devices`` are ranks: the mesh of data x sequence x tensor in row-major order.
-    ``placements`` fixes how a parameter, or what a node gives, lies along an axis ("replicate", "shard(1)", "partial");
-    what it does not name is chosen.
+    own name ("layer2.3.conv1/conv2d"); a stage of several pieces names the first and the last of each. ``devices`` are
+    ranks: the mesh of data x sequence x tensor in row-major order. ``placements`` fixes how a parameter, or what a node
+    gives, lies along an axis ("replicate", "shard(1)", "partial"); what it does not name is chosen.
     """
 
-    nodes: tuple[str, str]
-    devices: tuple[int, ...]
-    mesh: dict[Literal["data", "sequence", "tensor"], pydantic.PositiveInt] = {"data": 1}
+    nodes: Annotated[tuple[str, ...], pydantic.AfterValidator(_in_pairs)]
+    devices: tuple[pydantic.StrictInt, ...]
+    mesh: dict[Literal["data", "sequence", "tensor"], _Count] = {"data": 1}
     placements: dict[
         str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
     ] = {}
+
+    @property
+    def pieces(self) -> tuple[tuple[str, str], ...]:
+        """The first and the last node of each piece."""
+        return tuple(zip(self.nodes[::2], self.nodes[1::2], strict=True))
 
     def degree(self, axis: str) -> int:
         """How many ranks there are along an axis of the mesh."""
@@ -63,15 +78,29 @@ class Sync(_Strict):
 
 
 class Plan(_Strict):
-    """A way to split the training of one graph."""
+    """A way to split the training of one graph.
+
+    ``graph`` says which one; a plan that a person writes may leave it out. Names of nodes and parameters that the model
+    does not have are refused either way.
+    """
 
     polylane: Literal[1] = 1
-    graph: Fingerprint
+    graph: Fingerprint | None = None
     stages: tuple[Stage, ...]
     schedule: Literal["naive", "afab", "1f1b"] = "1f1b"
-    microbatches: pydantic.PositiveInt = 1
+    microbatches: _Count = 1
     sync: Sync = Sync()
     precision: Literal["float32", "bfloat16"] = "float32"
+    _file: str = pydantic.PrivateAttr("")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two plans say the same, wherever they were read."""
+        return isinstance(other, Plan) and self.model_dump() == other.model_dump()
+
+    @property
+    def title(self) -> str:
+        """What errors call it: "plan run/plan.yaml", or "plan" for one that is in no file."""
+        return f"plan {self._file}" if self._file else "plan"
 
     @property
     def data(self) -> int:
@@ -113,7 +142,7 @@ class Plan(_Strict):
 
     def degrees(self, stage: int) -> Degrees:
         """The mesh of a stage."""
-        return Degrees(*(self.degree(axis, stage) for axis in _MESH))
+        return Degrees(*(self.degree(axis, stage) for axis in MESH))
 
     @property
     def uniform(self) -> bool:
@@ -149,8 +178,8 @@ class Plan(_Strict):
     def group(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The ranks of the same stage that differ from ``rank`` only along these axes of the mesh, ascending."""
         stage, at = self._where(rank)
-        ways = [range(self.degree(axis, stage)) if axis in axes else (at[axis],) for axis in _MESH]
-        every = (dict(zip(_MESH, indices, strict=True)) for indices in itertools.product(*ways))
+        ways = [range(self.degree(axis, stage)) if axis in axes else (at[axis],) for axis in MESH]
+        every = (dict(zip(MESH, indices, strict=True)) for indices in itertools.product(*ways))
         return tuple(sorted(self.rank_at(stage, each["data"], each) for each in every))
 
     def along(self, rank: int, axis: str) -> tuple[int, ...]:
@@ -189,7 +218,7 @@ class Plan(_Strict):
         for number, stage in enumerate(self.stages):
             if rank in stage.devices:
                 position, at = stage.devices.index(rank), dict[str, int]()
-                for axis in reversed(_MESH):
+                for axis in reversed(MESH):
                     position, at[axis] = divmod(position, self.degree(axis, number))
                 return number, at
         raise PolylaneError(f"rank {rank} is on none of the plan's stages")
@@ -204,48 +233,6 @@ class Plan(_Strict):
         return line if self.precision == "float32" else f"{line},precision={self.precision}"
 
 
-def fingerprint(graph: Graph) -> Fingerprint:
-    """What a plan for ``graph`` carries of it."""
-    return Fingerprint(id=graph.fingerprint, nodes=len(graph.nodes), parameters=len(graph.parameters))
-
-
-def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
-    """The plan that puts each stage of ``partition`` on a mesh of data x sequence x tensor ranks.
-
-    Replicas are outermost, then stages, and ranks that split an operator are neighbours: they talk the most, and a
-    host is filled with them first. Stages with meshes of their own follow each other.
-    """
-    ends = [0, *partition.cuts, len(partition.graph.nodes)]
-    nodes = partition.graph.nodes
-    stages = tuple(
-        Stage(
-            nodes=(nodes[ends[s]].name, nodes[ends[s + 1] - 1].name),
-            devices=devices,
-            mesh={axis: n for axis, n in zip(_MESH, degrees, strict=True) if n > 1 or axis == "data"},  # type: ignore[misc]
-        )
-        for s, (degrees, devices) in enumerate(zip(spec.meshes, _devices(spec), strict=True))
-    )
-    return Plan(
-        graph=fingerprint(partition.graph),
-        stages=stages,
-        schedule=spec.schedule,  # type: ignore[arg-type]
-        microbatches=microbatches,
-        precision=spec.precision,  # type: ignore[arg-type]
-    )
-
-
-def _devices(spec: Spec) -> list[tuple[int, ...]]:
-    """The ranks of every stage, in the order of its mesh."""
-    if spec.stages:
-        ends = list(itertools.accumulate((degrees.workers for degrees in spec.stages), initial=0))
-        return [tuple(range(first, end)) for first, end in itertools.pairwise(ends)]
-    inner = spec.sequence * spec.tensor
-    return [
-        tuple((replica * spec.pipeline + s) * inner + index for replica in range(spec.data) for index in range(inner))
-        for s in range(spec.pipeline)
-    ]
-
-
 def default_microbatches(spec: Spec, batch: int) -> int:
     """Four for every stage, as GPipe advises (Huang et al., section 2.3), as far as the batch has samples for them."""
     if spec.microbatches is not None:
@@ -256,6 +243,8 @@ def default_microbatches(spec: Spec, batch: int) -> int:
 def dump(plan: Plan) -> str:
     """The plan as YAML."""
     data = plan.model_dump(mode="json")
+    if plan.graph is None:
+        del data["graph"]
     for stage in data["stages"]:
         if not stage["placements"]:
             del stage["placements"]
@@ -268,104 +257,60 @@ def load(path: str | Path) -> Plan:
     Raises:
         PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names it.
     """
-    try:
-        data = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise PolylaneError(f"plan {path}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PolylaneError(f"plan {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise PolylaneError(f"plan {path} is not a mapping with the keys polylane, graph and stages")
+    data = reading.read(path)
     try:
         plan = Plan.model_validate(data)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        if key == "polylane":
+        # Where a key is missing, one that nobody knows is mostly why.
+        first = min(error.errors(), key=lambda each: each["type"] == "missing")
+        if first["loc"][0] == "polylane":
             raise PolylaneError(
                 f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
             ) from error
-        raise PolylaneError(f"plan {path}: {key}: {first['msg']}") from error
-    _check_devices(plan, path)
+        raise PolylaneError(f"plan {path}: {reading.sentence(first, _keys)}") from error
+    plan._file = str(path)
+    _check_meshes(plan)
+    _check_devices(plan)
     return plan
 
 
-def _check_devices(plan: Plan, path: str | Path) -> None:
+def _keys(place: Sequence[int | str]) -> list[str]:
+    """The keys of a mapping in a plan file."""
+    models: dict[str, type[_Strict]] = {"graph": Fingerprint, "stages": Stage, "sync": Sync}
+    return list((models[str(place[0])] if place else Plan).model_fields)
+
+
+def _check_meshes(plan: Plan) -> None:
     if not plan.stages:
-        raise PolylaneError(f"plan {path}: stages: there must be at least one")
-    seen: dict[int, int] = {}
+        raise PolylaneError(f"{plan.title}: stages: there must be at least one")
     for index, stage in enumerate(plan.stages):
         if len(stage.devices) != math.prod(stage.mesh.values()):
-            mesh = ", ".join(f"{axis}={stage.degree(axis)}" for axis in _MESH if axis in stage.mesh)
-            raise PolylaneError(f"plan {path}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
+            mesh = ", ".join(f"{axis}={stage.degree(axis)}" for axis in MESH if axis in stage.mesh) or "data=1"
+            raise PolylaneError(f"{plan.title}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
+    check_workers(plan.workers, {axis: plan.degree(axis) for axis in MESH} | {"pipeline": plan.pipeline})
+    check_axes([stage.placements for stage in plan.stages], [plan.axes_of(s) for s in range(plan.pipeline)], plan.title)
+
+
+def _check_devices(plan: Plan) -> None:
+    """Every worker has one place, and none is left out."""
+    seen: dict[int, int] = {}
+    for index, stage in enumerate(plan.stages):
         for device in stage.devices:
             if device in seen:
-                raise PolylaneError(
-                    f"plan {path}: device {device} is on stages {seen[device]} and {index}: each can have one"
+                where = (
+                    f"stages.{index}.devices names {device} twice"
+                    if seen[device] == index
+                    else f"device {device} is on stages {seen[device]} and {index}"
                 )
+                raise PolylaneError(f"{plan.title}: {where}: every worker has one place")
             seen[device] = index
-    if sorted(seen) != list(range(len(seen))):
-        raise PolylaneError(f"plan {path}: devices must be numbered 0 to {len(seen) - 1}, they are {sorted(seen)}")
-
-
-def partition_for(plan: Plan, graph: Graph) -> Partition:
-    """Cut ``graph`` as ``plan`` says.
-
-    Raises:
-        PolylaneError: the plan is for another model (with the difference), or its stages do not cover the graph in
-        order.
-    """
-    own = fingerprint(graph)
-    if plan.graph.id != own.id:
-        raise PolylaneError(f"the plan is for another model: {_difference(plan, graph, own)}")
-    starts = [_position(plan, graph.nodes, index) for index in range(plan.pipeline)]
-    cuts = tuple(first for first, _ in starts[1:])
-    for index, (first, last) in enumerate(starts):
-        expected = 0 if index == 0 else starts[index - 1][1] + 1
-        end_expected = len(graph.nodes) - 1 if index == plan.pipeline - 1 else last
-        if first != expected or last != end_expected or last < first:
-            raise PolylaneError(
-                f"plan: stages.{index}.nodes: stages must follow each other and cover the graph; this one starts at "
-                f"{graph.nodes[first].name} where {graph.nodes[min(expected, len(graph.nodes) - 1)].name} comes next"
-                if first != expected
-                else f"plan: stages.{index}.nodes: the last stage must end at {graph.nodes[-1].name}"
-            )
-    allowed = set(cut_positions(graph))
-    for index, cut in enumerate(cuts, start=1):
-        if cut not in allowed:
-            raise PolylaneError(
-                f"plan: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it shares memory "
-                "that is written in place, or reads a value whose size depends on data"
-            )
-    partition = Partition(graph, cuts)
-    check_pins([stage.placements for stage in plan.stages], partition)
-    return partition
-
-
-def _position(plan: Plan, nodes: tuple[Node, ...], index: int) -> tuple[int, int]:
-    first = _find(nodes, plan.stages[index].nodes[0], index)
-    last = _find(nodes, plan.stages[index].nodes[1], index)
-    return first[0], last[-1]
-
-
-def _find(nodes: tuple[Node, ...], name: str, index: int) -> list[int]:
-    exact = [i for i, node in enumerate(nodes) if node.name == name]
-    inside = [i for i, node in enumerate(nodes) if node.module == name or node.module.startswith(f"{name}.")]
-    if not exact and not inside:
-        raise PolylaneError(f"plan: stages.{index}.nodes: the model has no node and no module {name!r}")
-    return exact or inside
-
-
-def _difference(plan: Plan, graph: Graph, own: Fingerprint) -> str:
-    known = {node.name for node in graph.nodes} | {node.module for node in graph.nodes}
-    missing = [name for stage in plan.stages for name in stage.nodes if name not in known]
-    if missing:
-        return f"it names {missing[0]!r}, which this model does not have"
-    if plan.graph.parameters != own.parameters:
-        return f"it has {plan.graph.parameters} parameter tensors, this model {own.parameters}"
-    if plan.graph.nodes != own.nodes:
-        return f"it has {plan.graph.nodes} nodes, this model {own.nodes}"
-    return f"the shapes or the wiring differ (fingerprint {plan.graph.id}, this model's is {own.id})"
+    most = len(seen) - 1
+    missing = next((device for device in range(len(seen)) if device not in seen), None)
+    if missing is not None:
+        other = next(device for device in seen if not 0 <= device <= most)
+        raise PolylaneError(
+            f"{plan.title}: devices must be numbered from 0 to {most}: {other} is there, but {missing} is not"
+        )
 
 
 def summary(plan: Plan) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from polylane.placement.call import Strategy
 from polylane.placement.options import Options
 from polylane.placement.placement import Placement, Replicate, Shard, even
 from polylane.placement.rewrite import Split
+from polylane.placement.rules.registry import composing
 from polylane.placement.view import Key, Source, Step, View
 from polylane.planner.samples import cuts_samples, sample_dims
 
@@ -60,24 +61,36 @@ def _of_step(
     dims: Mapping[Key, frozenset[int]],
 ) -> tuple[Strategy, ...]:
     others = [split.steps[step.name] for split in demands.taken.values()]
+    together = step.call.base in composing()
 
     def fits(strategy: Strategy) -> bool:
         pairs = chain(zip(step.reads, strategy.inputs, strict=True), zip(step.gives, strategy.outputs, strict=True))
         if any(cuts_samples(placement, dims.get(key, frozenset()), view.samples) for key, placement in pairs):
             return False
-        return not any(_collide(strategy, other) for other in others)
+        return not any(collide(strategy, other, together) for other in others)
 
     return tuple(filter(fits, strategies))
 
 
-def _collide(one: Strategy, other: Strategy) -> bool:
-    """Whether two axes cannot split an operator so at a time."""
+def collide(one: Strategy, other: Strategy, together: bool) -> bool:
+    """Whether two axes cannot split an operator so at a time.
+
+    Args:
+        one, other: strategies of one operator, each for an axis.
+        together: whether what communicates inside goes together with what another axis changes in the call.
+    """
     mine, theirs = (*one.inputs, *one.outputs), (*other.inputs, *other.outputs)
     if any(_same_dim(a, b) for a, b in zip(mine, theirs, strict=True)):
         return True
-    # Not every operator that talks inside can do so along two axes; a rule has no way yet to say which one can.
+    if together and _everywhere(mine) and _everywhere(theirs):
+        return False
     talks = (one.sent or one.messages) or (other.sent or other.messages)
     return bool(talks and one.local and other.local and _cut(mine) and _cut(theirs))
+
+
+def _everywhere(placements: Iterable[Placement]) -> bool:
+    """Whether every rank has a part of whatever is cut: one that has none of it skips what others wait for."""
+    return all(p.length(i) for p in placements if isinstance(p, Shard) for i in range(len(p.cuts[0]) - 1))
 
 
 def _same_dim(a: Placement, b: Placement) -> bool:

@@ -13,8 +13,9 @@ from polylane.placement.move import name_of
 from polylane.placement.options import Options
 from polylane.placement.placement import SHARED, Placement, Replicate, Shard, gradient
 from polylane.placement.rewrite import Split
-from polylane.placement.view import Step
+from polylane.placement.view import Key, Source, Step
 from polylane.planner.price import Moving, Setting, bytes_of, moves, parameter_bytes
+from polylane.planner.solve import OPTIMAL, Report, Solved
 
 # An operator with so many operations for each element that it gives is worth a word, even without parameters.
 HEAVY = 16
@@ -79,6 +80,7 @@ class Explanation:
         parameters, whole: bytes of the parameters on the busiest rank, and altogether.
         summed: bytes of the parameters whose gradients are summed over the ranks once a step.
         kept: the parameters that every rank has whole although the axis is there to cut them.
+        report: how the split was found; None for one that was not searched for.
     """
 
     degree: int
@@ -87,6 +89,7 @@ class Explanation:
     whole: float
     summed: float
     kept: tuple[Kept, ...]
+    report: Report | None = None
 
 
 def explain(
@@ -96,7 +99,8 @@ def explain(
     *,
     purpose: str,
     pins: Mapping[str, str] | None = None,
-    whole: Collection[str] = (),
+    whole: Mapping[str, str] | None = None,
+    only: Collection[str] | None = None,
 ) -> Explanation:
     """Tell what was chosen.
 
@@ -105,21 +109,24 @@ def explain(
         split: the choice.
         options: all that the rules offered.
         purpose, pins: as for :func:`~polylane.planner.solve.solve`.
-        whole: parameters that their optimizer must see whole.
+        whole: parameters that every rank has whole for their optimizer's sake, and why.
+        only: tell of these nodes and parameters, by name; default: of all.
     """
-    reasons = {
-        **dict.fromkeys(pins or {}, "pinned"),
-        **dict.fromkeys(whole, "its optimizer looks at all of it at once"),
+    reasons = {**dict.fromkeys(pins or {}, "pinned"), **(whole or {})}
+    parameters = {
+        key: s
+        for key, s in setting.view.sources.items()
+        if s.role[0] == "parameter" and (only is None or s.role[1] in only)
     }
-    parameters = {key: s for key, s in setting.view.sources.items() if s.role[0] == "parameter"}
     summed = [key for key, s in parameters.items() if split.sources[key] == SHARED and s.value.gradient]
     return Explanation(
         setting.degree,
-        tuple(_modules(setting, split)),
+        tuple(_modules(setting, split, only)),
         sum(parameter_bytes(setting, s, split.sources[key]) for key, s in parameters.items()),
         sum(setting.size(key) for key in parameters),
         sum(setting.size(key) for key in summed),
-        tuple(_kept(setting, split, options, reasons)) if purpose == "tensor" else (),
+        tuple(_kept(setting, split, options, reasons, parameters)) if purpose == "tensor" else (),
+        split.report if isinstance(split, Solved) else None,
     )
 
 
@@ -134,7 +141,18 @@ def lines(explanation: Explanation) -> list[str]:
     if explanation.summed:
         found.append(f"gradients of {_size(explanation.summed)} of parameters are summed once a step")
     found += [f"whole on every rank: {k.parameter} ({_size(k.bytes)}): {k.reason}" for k in explanation.kept]
+    if explanation.report is not None and explanation.report.status != OPTIMAL:
+        found.append(_unproven(explanation.report))
     return found
+
+
+def _unproven(report: Report) -> str:
+    """What is known of a split that need not be the best."""
+    if report.gap < 1:
+        known = f"by the model it is within {100 * report.gap:.2g} % of it"
+    else:
+        known = "how far from it is not known"
+    return f"the search for the best split {report.status} after {report.seconds:.0f} s: {known}"
 
 
 def _line(split: ModuleSplit) -> str:
@@ -178,12 +196,12 @@ def _size(size: float) -> str:
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
-def _modules(setting: Setting, split: Split) -> Iterable[ModuleSplit]:
+def _modules(setting: Setting, split: Split, only: Collection[str] | None) -> Iterable[ModuleSplit]:
     owner = {step.name: step.module for step in setting.view.steps}
     operators: dict[str, list[tuple[str, str]]] = {}
     collectives: dict[str, list[Collective]] = {}
     order: dict[str, None] = {}
-    for step in setting.view.steps:
+    for step in (s for s in setting.view.steps if only is None or s.name in only):
         order[step.module] = None
         strategy = split.steps[step.name]
         if _notable(step):
@@ -195,7 +213,8 @@ def _modules(setting: Setting, split: Split) -> Iterable[ModuleSplit]:
     for moving in moves(setting, split):
         reader = next((use.step.module for use in moving.uses if use.step is not None), "")
         module = owner.get(moving.key[0], reader)
-        collectives.setdefault(module, []).extend(_collectives(setting, moving))
+        if only is None or any(use.step is not None and use.step.name in only for use in moving.uses):
+            collectives.setdefault(module, []).extend(_collectives(setting, moving))
     found = [ModuleSplit(m, tuple(operators.get(m, ())), tuple(collectives.get(m, ()))) for m in order]
     kept = [m for m in found if m.operators or m.collectives]
     names = _folded((m.module, (m.operators, m.collectives)) for m in kept)
@@ -223,10 +242,12 @@ def _collectives(setting: Setting, moving: Moving) -> list[Collective]:
 # ---- parameters that stay whole --------------------------------------------------------------------------------------
 
 
-def _kept(setting: Setting, split: Split, options: Options, reasons: Mapping[str, str]) -> Iterable[Kept]:
+def _kept(
+    setting: Setting, split: Split, options: Options, reasons: Mapping[str, str], parameters: Mapping[Key, Source]
+) -> Iterable[Kept]:
     found = []
-    for key, source in setting.view.sources.items():
-        if source.role[0] == "parameter" and isinstance(split.sources[key], Replicate):
+    for key, source in parameters.items():
+        if isinstance(split.sources[key], Replicate):
             name = str(source.role[1])
             reason = _reason(setting, split, options.sources[key], name, reasons)
             found.append((name, (bytes_of(source.value), reason)))

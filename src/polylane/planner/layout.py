@@ -30,7 +30,7 @@ class Layout:
         graph: what is split.
         samples: for which the splits were chosen.
         splits: by axis, in the order of the mesh.
-        whole: parameters that every rank must hold whole, for their optimizer's sake.
+        whole: parameters that every rank must hold whole, and why.
         plain: values of which no rank may have a summand only, nor of their gradients.
     """
 
@@ -39,11 +39,11 @@ class Layout:
         graph: Graph,
         samples: int,
         splits: Mapping[str, Split],
-        whole: Collection[str] = (),
+        whole: Mapping[str, str] | None = None,
         plain: Collection[str] = (),
     ) -> None:
         self.graph, self.samples, self.splits = graph, samples, dict(splits)
-        self.whole, self.plain = frozenset(whole), frozenset(plain)
+        self.whole, self.plain = dict(whole or {}), frozenset(plain)
         self._views = {axis: view(graph, samples, split.degree) for axis, split in splits.items()}
         self._known: dict[int, tuple[Mapping[str, Call], Mapping[str, Split]]] = {
             samples: (_calls(self._views), self.splits)
@@ -108,7 +108,7 @@ def choose_layout(
     samples: int,
     *,
     pins: Mapping[str, Mapping[str, str]] | None = None,
-    whole: Collection[str] = (),
+    whole: Mapping[str, str] | None = None,
     sampled: Sequence[bool] = (),
     plain: Collection[str] = (),
 ) -> Layout:
@@ -118,7 +118,7 @@ def choose_layout(
         degrees: ranks along each axis that splits operators, in the order of the mesh.
         samples: that a worker has in hand; where replicas split the operators, that they have together.
         pins: placements asked for, by axis.
-        whole: parameters that every rank must hold whole.
+        whole: parameters that every rank must hold whole, and why.
         sampled: which leaves of the batch are divided over the replicas, if those split the operators ("data" is one of
             the axes): samples meet in this graph (a loss with in-batch negatives), so that it is not enough to average
             over replicas.
@@ -128,18 +128,15 @@ def choose_layout(
     for axis, degree in degrees.items():
         shown = view(graph, samples, degree)
         choice = _choice(shown, degree, axis, sampled, plain)
-        asked = {} if axis == "data" else _pins((pins or {}).get(axis, {}), whole)
+        asked = {} if axis == "data" else _pins((pins or {}).get(axis, {}), whole or {})
         splits[axis] = solve(shown, choice, degree, purpose=axis, pins=asked, taken=splits)
     return Layout(graph, samples, splits, whole, plain)
 
 
-def _pins(asked: Mapping[str, str], whole: Collection[str]) -> dict[str, str]:
-    for name in whole:
+def _pins(asked: Mapping[str, str], whole: Mapping[str, str]) -> dict[str, str]:
+    for name, why in whole.items():
         if asked.get(name, "replicate") != "replicate":
-            raise PolylaneError(
-                f"plan: placements.{name}: {asked[name]}: its optimizer looks at the whole parameter (its norm, say), "
-                "so every rank must hold it whole"
-            )
+            raise PolylaneError(f"plan: placements.{name}: {asked[name]}: every rank must hold it whole, for {why}")
     return {**dict.fromkeys(whole, "replicate"), **asked}
 
 
@@ -149,9 +146,8 @@ def _choice(shown: View, degree: int, axis: str, sampled: Sequence[bool], plain:
     Raises:
         PolylaneError: replicas cannot divide the samples, for the graph holds for one number of them.
     """
-    choice = _without_summands(shown, options(shown, degree), plain)
     if axis != "data":
-        return choice
+        return _without_summands(shown, options(shown, degree), plain)
     for source in shown.sources.values():
         kind, index = source.role
         if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
@@ -159,7 +155,7 @@ def _choice(shown: View, degree: int, axis: str, sampled: Sequence[bool], plain:
                 f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
                 f"together, but the model computes with {source.value.shape[0]} samples and no other number; use data=1"
             )
-    return _divided(shown, choice, degree, sampled)
+    return _divided(shown, _without_summands(shown, options(shown, degree), plain), degree, sampled)
 
 
 def _without_summands(shown: View, choice: Options, plain: Collection[str]) -> Options:

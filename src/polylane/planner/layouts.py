@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.planner.layout import Layout, choose_layout, layout_like
+
+SHARED_BY = "stages with different meshes share it"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Layouts:
 
 
 def choose_layouts(
-    partition: Partition, plan: Plan, samples: int, whole: Collection[str] = (), sampled: Sequence[bool] = ()
+    partition: Partition, plan: Plan, samples: int, whole: Mapping[str, str] | None = None, sampled: Sequence[bool] = ()
 ) -> Layouts:
     """Choose how the operators of every stage lie on its mesh.
 
@@ -62,11 +64,11 @@ def choose_layouts(
 
     Args:
         samples: of a microbatch.
-        whole: parameters that every rank must hold whole.
+        whole: parameters that every rank must hold whole, and why.
         sampled: as for :func:`polylane.planner.layout.choose_layout`; empty where samples do not meet.
     """
     plain = crossing_meshes(partition, plan)
-    whole = {*whole, *_shared(partition, plan)}
+    whole = {**dict.fromkeys(_shared(partition, plan), SHARED_BY), **(whole or {})}
     found: dict[tuple[int, ...], Layout | None] = {}
     for stage in range(plan.pipeline):
         mesh = plan.degrees(stage)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from polylane.cost.communicate import Rates
 from polylane.errors import PolylaneError
@@ -22,11 +22,12 @@ from polylane.planner.allowed import Demands, allowed
 from polylane.planner.blocks import HOPS, classes
 from polylane.planner.build import Builder, labels_of
 from polylane.planner.price import Prediction, Setting, predict
-from polylane.planner.program import Solution
+from polylane.planner.program import STATUS, Solution
 
 # How much more memory than the least possible a faster split may take.
 SLACK = 0.05
 GAP = 1e-4
+OPTIMAL = STATUS[0]
 # What counts as equal.
 CLOSE = 1e-5
 # How far and how often the price of bytes is lowered.
@@ -42,8 +43,8 @@ class Report:
         prediction: what it costs by the model.
         least: bytes of the parameters, and of what moves make of them, at the least possible; the same of activations
             where the axis splits those.
-        status: "optimal" or "stopped early".
-        gap: how far it may be from the best, relatively.
+        status: "optimal", which is within :data:`GAP` of the best, or "stopped early".
+        gap: how far it may be from the best, relatively; infinite where that is not known.
         classes: of nodes that were chosen for together.
         seconds: that the search took.
     """
@@ -62,6 +63,17 @@ class Choice:
 
     split: Split
     report: Report
+
+
+@dataclass(frozen=True)
+class Solved(Split):
+    """A split that knows how it was found.
+
+    Attributes:
+        report: status and gap among others; what was found says the same without it.
+    """
+
+    report: Report | None = field(default=None, compare=False, repr=False)
 
 
 def solve(
@@ -90,7 +102,8 @@ def solve(
     Raises:
         PolylaneError: a pin that nothing meets, or demands that contradict each other.
     """
-    return choose(view, options, degree, Demands(purpose, pins or {}, taken or {}), rates=rates).split
+    choice = choose(view, options, degree, Demands(purpose, pins or {}, taken or {}), rates=rates)
+    return Solved(choice.split.degree, choice.split.steps, choice.split.sources, choice.report)
 
 
 def carry(
@@ -181,4 +194,6 @@ def _search(builder: Builder, slack: float, gap: float) -> tuple[float, Solution
         if other.more > most:
             break
         found = other
-    return least, found
+    # The limit is only as good as the least that is known.
+    stopped = found.status if found.status != OPTIMAL else small.status
+    return least, replace(found, status=stopped, gap=max(found.gap, small.gap))

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer must see whole: those whose update is not made element by element."""
+"""Which parameters an optimizer must see whole, and why: those whose update is not made element by element."""
 
 from __future__ import annotations
 
@@ -7,19 +7,47 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from polylane.errors import PolylaneError
+
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 SIZE = 4  # of every dimension of the parameters that it is tried on
+MOST_SAID = 200  # characters of an error
 
 
-def whole_parameters(parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[Factory]) -> set[str]:
-    """Names of the parameters of which an optimizer looks at more than one element at a time.
+LOOKS = "its optimizer looks at all of it at once"
+
+
+class Untried(str):
+    """Why nothing is known of an optimizer, so that all its parameters stay whole."""
+
+    __slots__ = ()
+
+
+def whole_parameters(parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[Factory]) -> dict[str, str]:
+    """Parameters of which an optimizer looks at more than one element at a time, and those of which that is not known.
 
     LARS and LAMB take a parameter's norm (You et al., 2017 and 2020), Adafactor the means of rows and columns (Shazeer
     and Stern, 2018), Muon orthogonalizes a matrix. Each optimizer is tried on small parameters of the same names and
     numbers of dimensions, whole and in halves: where the outcome differs, a part of the parameter is not enough.
+
+    Returns:
+        Name -> why it must stay whole; an :class:`Untried` where the optimizer does not run on small parameters.
     """
-    return {name for factory in optimizers for name in _not_elementwise(parameters, factory)}
+    found: dict[str, str] = {}
+    for factory in optimizers:
+        try:
+            found |= dict.fromkeys(_not_elementwise(parameters, factory), LOOKS)
+        except Exception as error:
+            why = Untried(f"its optimizer does not run on small parameters ({_said(error)})")
+            found |= {n: why for n, p in parameters if p.dim() > 0}
+    return found
+
+
+def _said(error: Exception) -> str:
+    said = " ".join(str(error).split()) or "no message"
+    said = said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…"
+    return said if isinstance(error, PolylaneError) else f"{type(error).__name__}: {said}"
 
 
 def _not_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: Factory) -> set[str]:
@@ -27,21 +55,18 @@ def _not_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: Fa
     cut = [(n, p.dim()) for n, p in parameters if p.dim() > 0]
     values = {n: torch.randn([SIZE] * dim, generator=random, dtype=torch.float64) for n, dim in cut}
     steps = [{n: torch.randn(v.shape, generator=random, dtype=torch.float64) for n, v in values.items()} for _ in "12"]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            whole = _trained(factory, values, steps)
-            different = set[str]()
-            for dim in range(max(map(len, (v.shape for v in values.values())), default=0)):
-                halves = [
-                    _trained(factory, _part(values, dim, part), [_part(step, dim, part) for step in steps])
-                    for part in (slice(0, SIZE // 2), slice(SIZE // 2, SIZE))
-                ]
-                for n, value in whole.items():
-                    joined = torch.cat([half[n] for half in halves], min(dim, value.dim() - 1))
-                    if not torch.allclose(value, joined, rtol=1e-9, atol=0):
-                        different.add(n)
-    except Exception:
-        return {n for n, _ in cut}  # it takes none but the model's own parameters, so that nothing is known of it
+    different = set[str]()
+    with torch.random.fork_rng(devices=[]):
+        whole = _trained(factory, values, steps)
+        for dim in range(max(map(len, (v.shape for v in values.values())), default=0)):
+            halves = [
+                _trained(factory, _part(values, dim, part), [_part(step, dim, part) for step in steps])
+                for part in (slice(0, SIZE // 2), slice(SIZE // 2, SIZE))
+            ]
+            for n, value in whole.items():
+                joined = torch.cat([half[n] for half in halves], min(dim, value.dim() - 1))
+                if not torch.allclose(value, joined, rtol=1e-9, atol=0):
+                    different.add(n)
     return different
 
 
@@ -55,6 +80,9 @@ def _trained(
 ) -> dict[str, torch.Tensor]:
     own = {n: nn.Parameter(v.clone()) for n, v in values.items()}
     optimizer = factory(list(own.items()))
+    given = {id(parameter) for parameter in own.values()}
+    if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("optimizer(parameters) takes other parameters than those that it is given")
     for step in gradients:
         for n, parameter in own.items():
             parameter.grad = step[n].clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,11 +19,11 @@ from polylane.graph.export import Loss
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, aligned, balanced
 from polylane.graph.samples import Order, orders_of, splits_exactly
-from polylane.plan import plan as plans
-from polylane.plan.plan import Plan
+from polylane.plan import fit
+from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Spec, parse
 from polylane.planner.layouts import Layouts, choose_layouts, layouts_like
-from polylane.runtime.optimizer_probe import whole_parameters
+from polylane.runtime.optimizer_probe import Untried, whole_parameters
 
 Parameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
@@ -52,6 +53,7 @@ class Prepared:
         evaluations: of the graphs in evaluation mode, as far as they were asked for; others are captured when needed.
         layouts: how the operators of every stage are split, for every objective's graph; empty where none is.
         init: fills a module's own tensors, for a model on the meta device.
+        whole: parameters that every rank holds whole for their optimizer's sake, and why.
         seen: how the parts of a batch made up every value, by objective and node.
     """
 
@@ -63,6 +65,7 @@ class Prepared:
     evaluations: dict[str, Partition] = field(default_factory=dict)
     layouts: dict[str, Layouts] = field(default_factory=dict)
     init: Callable[[nn.Module], None] | None = None
+    whole: Mapping[str, str] = field(default_factory=dict)
     seen: dict[str, Mapping[str, Order]] = field(default_factory=dict)
     _others: dict[int, tuple[Partition, Layouts]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -83,20 +86,22 @@ class Prepared:
         return self._others[id(partition)][1]
 
     def orders_of(self, partition: Partition) -> Mapping[str, Order]:
-        """How the parts of a batch make up the values of one of the model's graphs; needed where replicas differ."""
-        if len({degrees.data for degrees in map(self.plan.degrees, range(self.plan.pipeline))}) == 1:
-            return {crossing.value: Order.ROWS for crossing in partition.crossings}
-        seen = next((s for name, s in self.seen.items() if self.partitions[name] is partition), self._seen_anywhere)
-        orders = orders_of(partition.graph, seen)
-        for crossing in partition.crossings:
-            degrees = [self.plan.degree("data", stage) for stage in (crossing.producer, *crossing.consumers)]
-            if orders[crossing.value] is Order.OTHER and len(set(degrees)) > 1:
-                raise PolylaneError(_cannot_cross(partition, crossing.value, degrees))
-        return orders
+        """How the parts of a batch make up the values of one of the model's graphs, as far as they cross.
 
-    @property
-    def _seen_anywhere(self) -> dict[str, Order]:
-        return {name: order for seen in reversed(self.seen.values()) for name, order in seen.items()}
+        Raises:
+            PolylaneError: a value crosses between stages with different numbers of replicas, and cannot be divided
+            anew.
+        """
+        replicas = [self.plan.degree("data", stage) for stage in range(self.plan.pipeline)]
+        if len(set(replicas)) == 1:  # each replica's part stays with that replica
+            return {crossing.value: Order.ROWS for crossing in partition.crossings}
+        own = [seen for name, seen in self.seen.items() if self.partitions[name] is partition]
+        orders = orders_of(partition.graph, ChainMap(*(dict(seen) for seen in (*own, *self.seen.values()))))
+        for crossing in partition.crossings:
+            counts = {replicas[stage] for stage in (crossing.producer, *crossing.consumers)}
+            if orders[crossing.value] is Order.OTHER and len(counts) > 1:
+                raise PolylaneError(f"{self.plan.title}: {_cannot_cross(partition, crossing.value, sorted(counts))}")
+        return orders
 
     @property
     def main(self) -> Partition:
@@ -201,37 +206,28 @@ def prepare(
     hand = max(2, -(-total // (microbatches * spec.data)))
     part = few(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
-    partitions: dict[str, Partition] = {}
-    meets, orders = False, dict[str, Mapping[str, Order]]()
+    partitions, meets, seen = dict[str, Partition](), False, dict[str, Mapping[str, Order]]()
     for objective in objectives.values():
         trainable = optimized(parameters, objective.optimizer)
         graph = capture(model, objective.loss, rebuild(cloned(part)), trainable=trainable, in_float64=in_float64)
         if spec.data > 1 or microbatches > 1:
-            found = dict[str, Order]()
-            meets = _samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64, found) or meets
-            orders[objective.name] = found
-        partitions[objective.name] = _cut(
-            graph,
-            model,
-            objective.loss,
-            part,
-            spec,
-            next(iter(partitions.values()), None),
-            seconds,
-            orders.get(objective.name, {}),
-        )
-    main = next(iter(partitions.values()))
-    chosen = spec if isinstance(spec, Plan) else plans.from_partition(main, spec, microbatches)
+            seen[objective.name] = orders = dict[str, Order]()
+            meets = _samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64, orders) or meets
+        main = next(iter(partitions.values()), None)
+        known = seen.get(objective.name, {})
+        partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, main, seconds, known)
+    chosen = _plan_of(next(iter(partitions.values())), spec, microbatches)
     evaluations = {
         name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
         for name, partition in (partitions.items() if evaluation else ())
     }
-    layouts: dict[str, Layouts] = {}
+    layouts, whole = dict[str, Layouts](), dict[str, str]()
     if chosen.axes or meets:
-        whole = whole_parameters(parameters, [o.optimizer for o in objectives.values()])
-        sampled = sampled_leaves(leaves) if meets else ()
-        layouts = _layouts(partitions, chosen, -(-total // microbatches), whole, sampled)
-    prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init, orders)
+        whole = _kept_whole(parameters, objectives, chosen)
+        layouts = _layouts(
+            partitions, chosen, -(-total // microbatches), whole, sampled_leaves(leaves) if meets else ()
+        )
+    prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init, whole, seen)
     for partition in partitions.values():
         prepared.orders_of(partition)  # so that what cannot be is refused here
     for partition in evaluations.values():
@@ -241,7 +237,7 @@ def prepare(
 
 def _microbatches(spec: Spec | Plan, total: int) -> int:
     """Into how many a batch of so many samples is divided."""
-    microbatches = spec.microbatches if isinstance(spec, Plan) else plans.default_microbatches(spec, total)
+    microbatches = spec.microbatches if isinstance(spec, Plan) else default_microbatches(spec, total)
     if microbatches > total:
         raise PolylaneError(f"microbatches={microbatches}: a batch of {total} samples cannot be divided into so many")
     if spec.data > total:
@@ -271,7 +267,7 @@ def _cut(
     if main is not None:
         return aligned(main, graph)
     if isinstance(plan, Plan):
-        return plans.partition_for(plan, graph)
+        return fit.partition_for(plan, graph)
     if plan.pipeline == 1:
         return Partition(graph, ())
     times = seconds(graph, loss, leaves) if seconds is not None else compute.measure(graph, model, loss, cloned(leaves))
@@ -281,27 +277,71 @@ def _cut(
     return balanced(graph, plan.pipeline, times, [degrees.workers for degrees in plan.meshes], staying)
 
 
-def _cannot_cross(partition: Partition, name: str, degrees: Sequence[int]) -> str:
+def _cannot_cross(partition: Partition, name: str, replicas: Sequence[int]) -> str:
     node = partition.graph.nodes[partition.graph.positions[name]]
     line = f" ({node.source})" if node.source else ""
-    counts = " and ".join(f"data={n}" for n in dict.fromkeys(degrees))
     return (
-        f"plan: stages: {name}{line} crosses between stages with {counts}, but its rows do not follow the samples of a "
-        "batch, so that it cannot be divided anew: give these stages the same data, or cut the graph elsewhere"
+        f"stages: {name}{line} crosses between stages with {' and '.join(f'data={n}' for n in replicas)}, but how the "
+        "samples of a batch make it up is not known, so that it cannot be divided anew: give them the same data, or "
+        "cut elsewhere"
     )
 
 
+def _plan_of(main: Partition, spec: Spec | Plan, microbatches: int) -> Plan:
+    """The plan, with all that it says of its graph.
+
+    Raises:
+        PolylaneError: of some axis' ranks there are so many that some would have no part of anything.
+    """
+    graph = main.graph
+    plan = fit.completed(spec, graph) if isinstance(spec, Plan) else fit.from_partition(main, spec, microbatches)
+    shapes = [*(node.shape for node in graph.nodes), *(info.shape for info in graph.parameters.values())]
+    longest = max((size for shape in shapes for size in shape), default=1)
+    for axis in plan.axes:
+        if plan.degree(axis) > longest:
+            raise PolylaneError(
+                f"{axis}={plan.degree(axis)}: nothing in the model can be cut into so many parts, its longest "
+                f"dimension is {longest}: lower {axis}"
+            )
+    return plan
+
+
+def _kept_whole(parameters: Parameters, objectives: Mapping[str, Objective], plan: Plan) -> dict[str, str]:
+    """What optimizers must see whole, and why; with a warning where that is not known."""
+    whole = whole_parameters(parameters, [o.optimizer for o in objectives.values()])
+    untried = [why for why in whole.values() if isinstance(why, Untried)]
+    if untried and plan.tensor > 1:
+        warnings.warn(
+            f"{len(untried)} parameters stay whole on every rank of tensor={plan.tensor}, for it is not known whether "
+            f"parts of them can be updated apart: {untried[0]}",
+            stacklevel=3,
+        )
+    return whole
+
+
 def _layouts(
-    partitions: Mapping[str, Partition], plan: Plan, samples: int, whole: Collection[str], sampled: Sequence[bool]
+    partitions: Mapping[str, Partition], plan: Plan, samples: int, whole: Mapping[str, str], sampled: Sequence[bool]
 ) -> dict[str, Layouts]:
     layouts: dict[str, Layouts] = {}
     for name, partition in partitions.items():
         first = next(iter(layouts.values()), None)
         if first is None:
-            layouts[name] = choose_layouts(partition, plan, samples, whole, sampled)
+            layouts[name] = _first_layouts(partition, plan, samples, whole, sampled)
         else:
             layouts[name] = layouts_like(first, partition, plan)
     return layouts
+
+
+def _first_layouts(
+    partition: Partition, plan: Plan, samples: int, whole: Mapping[str, str], sampled: Sequence[bool]
+) -> Layouts:
+    try:
+        return choose_layouts(partition, plan, samples, whole, sampled)
+    except PolylaneError as error:
+        about, colon, rest = str(error).removeprefix("plan: ").partition(":")
+        if not about.startswith("placements"):
+            raise
+        raise PolylaneError(f"{plan.title}: {about}{colon}{rest}") from error
 
 
 def _samples_meet(
@@ -341,12 +381,5 @@ def alone(plan: str | Spec | Plan, samples: int) -> Spec:
     if isinstance(plan, Plan):
         return Spec(schedule=plan.schedule, microbatches=plan.microbatches, precision=plan.precision)
     spec = parse(plan) if isinstance(plan, str) else plan
-    return replace(
-        spec,
-        data=1,
-        pipeline=1,
-        sequence=1,
-        tensor=1,
-        stages=(),
-        microbatches=plans.default_microbatches(spec, samples),
-    )
+    microbatches = default_microbatches(spec, samples)
+    return replace(spec, data=1, pipeline=1, sequence=1, tensor=1, stages=(), microbatches=microbatches)

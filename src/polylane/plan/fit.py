@@ -1,0 +1,178 @@
+"""Fit a plan to a graph: which nodes each stage has; and the plan that cuts already made amount to."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Sequence
+
+import networkx as nx
+
+from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph, Node
+from polylane.graph.partition import Crossing, Partition, cut_positions
+from polylane.plan.pins import check_axes, check_pins
+from polylane.plan.plan import MESH, Fingerprint, Plan, Stage
+from polylane.plan.spec import Spec
+from polylane.schedule.stage_graph import StageGraph
+
+
+def fingerprint(graph: Graph) -> Fingerprint:
+    """What a plan for ``graph`` carries of it."""
+    return Fingerprint(id=graph.fingerprint, nodes=len(graph.nodes), parameters=len(graph.parameters))
+
+
+def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
+    """The plan that puts each stage of ``partition`` on a mesh of data x sequence x tensor ranks.
+
+    Replicas are outermost, then stages, and ranks that split an operator are neighbours: they talk the most, and a
+    host is filled with them first. Stages with meshes of their own follow each other.
+    """
+    nodes = partition.graph.nodes
+    pieces: list[list[str]] = [[] for _ in spec.meshes]
+    for first, end, stage in partition.pieces:
+        pieces[stage] += [nodes[first].name, nodes[end - 1].name]
+    stages = tuple(
+        Stage(
+            nodes=tuple(pieces[s]),
+            devices=devices,
+            mesh={axis: n for axis, n in zip(MESH, degrees, strict=True) if n > 1 or axis == "data"},  # type: ignore[misc]
+        )
+        for s, (degrees, devices) in enumerate(zip(spec.meshes, _devices(spec), strict=True))
+    )
+    return Plan(
+        graph=fingerprint(partition.graph),
+        stages=stages,
+        schedule=spec.schedule,  # type: ignore[arg-type]
+        microbatches=microbatches,
+        precision=spec.precision,  # type: ignore[arg-type]
+    )
+
+
+def _devices(spec: Spec) -> list[tuple[int, ...]]:
+    """The ranks of every stage, in the order of its mesh."""
+    if spec.stages:
+        ends = list(itertools.accumulate((degrees.workers for degrees in spec.stages), initial=0))
+        return [tuple(range(first, end)) for first, end in itertools.pairwise(ends)]
+    inner = spec.sequence * spec.tensor
+    return [
+        tuple((replica * spec.pipeline + s) * inner + index for replica in range(spec.data) for index in range(inner))
+        for s in range(spec.pipeline)
+    ]
+
+
+def completed(plan: Plan, graph: Graph) -> Plan:
+    """The plan with what it carries of its graph: whoever writes it down says what it is for."""
+    return plan if plan.graph is not None else plan.model_copy(update={"graph": fingerprint(graph)})
+
+
+def partition_for(plan: Plan, graph: Graph) -> Partition:
+    """Cut ``graph`` as ``plan`` says.
+
+    Raises:
+        PolylaneError: the plan is for another model (with the difference), its stages do not cover the graph, or they
+        wait for each other.
+    """
+    own = fingerprint(graph)
+    if plan.graph is not None and plan.graph.id != own.id:
+        which = plan.title if plan.title != "plan" else "the plan"
+        raise PolylaneError(f"{which} is for another model: {_difference(plan, plan.graph, graph, own)}")
+    pieces = _pieces(plan, graph)
+    allowed = set(cut_positions(graph))
+    for cut, _, index in pieces[1:]:
+        if cut not in allowed:
+            raise PolylaneError(
+                f"{plan.title}: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it "
+                "shares memory that is written in place, or reads a value whose size depends on data"
+            )
+    cuts, owners = tuple(first for first, _, _ in pieces[1:]), tuple(stage for _, _, stage in pieces)
+    partition = Partition(graph, cuts, () if owners == tuple(range(len(owners))) else owners)
+    _check_order(plan, partition)
+    placements = [stage.placements for stage in plan.stages]
+    check_axes(placements, [plan.axes_of(s) for s in range(plan.pipeline)], plan.title)
+    check_pins(placements, partition, plan.title)
+    return partition
+
+
+def _pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
+    """The pieces of all stages as (first position, last position, stage), in the graph's order: they cover it."""
+    nodes, found = graph.nodes, list[tuple[int, int, int]]()
+    for index, stage in enumerate(plan.stages):
+        for names in stage.pieces:
+            first, last = _find(plan, nodes, names[0], index)[0], _find(plan, nodes, names[1], index)[-1]
+            if last < first:
+                wrong = f"{nodes[last].name} comes before {nodes[first].name}"
+                raise PolylaneError(f"{plan.title}: stages.{index}.nodes: {wrong}")
+            found.append((first, last, index))
+    found.sort()
+    begin = 0
+    for first, last, index in found:
+        if first > begin:
+            raise PolylaneError(f"{plan.title}: stages: {_left_out(graph, range(begin, first), found)}")
+        if first < begin:
+            other = next(stage for a, b, stage in found if a <= first <= b and (a, b, stage) != (first, last, index))
+            raise PolylaneError(
+                f"{plan.title}: stages.{index}.nodes: {nodes[first].name} is on stage {other} already: every node has "
+                "one stage"
+            )
+        begin = last + 1
+    if begin < len(nodes):
+        raise PolylaneError(f"{plan.title}: stages: {_left_out(graph, range(begin, len(nodes)), found)}")
+    return found
+
+
+def _left_out(graph: Graph, missing: Sequence[int], pieces: Sequence[tuple[int, int, int]]) -> str:
+    """What no stage computes, and who needs it."""
+    names = {graph.nodes[i].name for i in missing}
+    for first, last, stage in pieces:
+        for i in range(first, last + 1):
+            for value in graph.nodes[i].inputs:
+                if value in names:
+                    return f"{graph.nodes[i].name} on stage {stage} needs {value}, which no stage computes"
+    return f"no stage has {graph.nodes[missing[0]].name}: together they must cover the graph, in its order"
+
+
+def _check_order(plan: Plan, partition: Partition) -> None:
+    try:
+        StageGraph.of_edges(partition.stages, partition.edges)
+    except ValueError:
+        # Between two pieces of one stage lies what other stages make of the first for the second.
+        crossing, stage = _going_back(partition)
+        raise PolylaneError(
+            f"{plan.title}: stages wait for each other: stage {stage} needs {crossing.value} of stage "
+            f"{crossing.producer}, which itself needs what stage {stage} makes: put what lies between on one of them, "
+            "or give the pieces a stage each"
+        ) from None
+
+
+def _going_back(partition: Partition) -> tuple[Crossing, int]:
+    """A value that a stage reads, of a stage that cannot do without it."""
+    waits = nx.DiGraph(partition.edges)
+    return next(
+        (crossing, stage)
+        for crossing in reversed(partition.crossings)
+        for stage in crossing.consumers
+        if nx.has_path(waits, stage, crossing.producer)
+    )
+
+
+def _find(plan: Plan, nodes: tuple[Node, ...], name: str, index: int) -> list[int]:
+    exact = [i for i, node in enumerate(nodes) if node.name == name]
+    inside = [i for i, node in enumerate(nodes) if node.module == name or node.module.startswith(f"{name}.")]
+    if not exact and not inside:
+        close = difflib.get_close_matches(name, [*(n.name for n in nodes), *(n.module for n in nodes)], 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise PolylaneError(f"{plan.title}: stages.{index}.nodes: the model has no node and no module {name!r}{hint}")
+    return exact or inside
+
+
+def _difference(plan: Plan, said: Fingerprint, graph: Graph, own: Fingerprint) -> str:
+    known = {node.name for node in graph.nodes} | {node.module for node in graph.nodes}
+    missing = [name for stage in plan.stages for name in stage.nodes if name not in known]
+    if missing:
+        return f"it names {missing[0]!r}, which this model does not have"
+    if said.parameters != own.parameters:
+        return f"it has {said.parameters} parameter tensors, this model {own.parameters}"
+    if said.nodes != own.nodes:
+        return f"it has {said.nodes} nodes, this model {own.nodes}"
+    return f"the shapes or the wiring differ (fingerprint {said.id}, this model's is {own.id})"

@@ -1,0 +1,110 @@
+"""From a plan file to plain data; and what pydantic finds wrong with that, as a sentence about the file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from polylane.errors import PolylaneError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+MOST_SHOWN = 60  # characters of a value that is wrong
+
+# The parser in C is ten times as fast; not every build of PyYAML has it.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _EachKeyOnce(_Loader):  # type: ignore[misc]
+    """YAML in which no mapping has a key twice: of two values plain YAML keeps the last one, without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                line, name = key.start_mark.line + 1, (key.tag, key.value)
+                if name in lines:
+                    raise PolylaneError(f"{key.value} is there twice, on lines {lines[name]} and {line}: keep one")
+                lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
+def read(path: str | Path) -> dict[Any, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        PolylaneError: it cannot be read, is not YAML or no mapping, or a key is there twice.
+    """
+    try:
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), _EachKeyOnce)
+    except OSError as error:
+        raise PolylaneError(f"plan {path}: {error.strerror or error}") from error
+    except PolylaneError as error:
+        raise PolylaneError(f"plan {path}: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise PolylaneError(f"plan {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise PolylaneError(f"plan {path} is not a mapping with the key stages")
+    return data
+
+
+def sentence(error: ErrorDetails, known: Callable[[Sequence[int | str]], Sequence[str]]) -> str:
+    """What is wrong with one value of a plan file, and what it must be.
+
+    Args:
+        error: one of pydantic's.
+        known: the keys that a mapping may have, by its own place in the file.
+    """
+    where, kind = error["loc"], error["type"]
+    key = ".".join(str(part) for part in where if part != "[key]")
+    if kind in ("placement", "pairs"):
+        return f"{key}: {error['msg']}"
+    if where[-1] == "[key]" and kind == "literal_error":
+        axes = _names(error)
+        return f"{key} is no axis; known there are {', '.join(axes)}{_hint(str(where[-2]), axes)}"
+    if kind in ("extra_forbidden", "invalid_key"):
+        keys = known(where[:-1])
+        return f"{key} is not a key of a plan; known there are {', '.join(keys)}{_hint(str(where[-1]), keys)}"
+    if kind == "missing":
+        return f"{key} is missing"
+    given = "empty" if error["input"] is None else repr(error["input"])
+    return f"{key} must be {_wanted(error)}, not {given if len(given) <= MOST_SHOWN else given[:MOST_SHOWN] + '…'}"
+
+
+_WANTED = {
+    "int": "a whole number",
+    "string": "a name",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "a mapping of keys and values",
+    "model": "a mapping of keys and values",
+}
+
+
+def _wanted(error: ErrorDetails) -> str:
+    """What must stand where something else does."""
+    kind, given = error["type"], error["input"]
+    if kind == "literal_error":
+        *names, last = _names(error)
+        return f"{', '.join(names)} or {last}" if names else last
+    if kind == "greater_than":
+        return "at least 1"
+    if kind.startswith("string") and isinstance(given, (int, float)):
+        return f"a name, in quotes where it reads like a number ('{given}')"
+    return _WANTED.get(kind.partition("_")[0], "something else")
+
+
+def _names(error: ErrorDetails) -> list[str]:
+    """What pydantic lists as ``'naive', 'afab' or '1f1b'``."""
+    listed = str(error.get("ctx", {}).get("expected", ""))
+    return [name.strip("' ") for name in listed.replace(" or ", ",").split(",")]
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""

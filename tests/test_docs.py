@@ -1,0 +1,53 @@
+"""What the documentation shows is true: its commands exist, and its recipe and its plan file go together."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polylane.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"polylane +(?:train|verify|inspect|lanes)\b[^`\n|]*")
+
+
+def commands() -> list[str]:
+    """Every command that is shown, each once."""
+    found = [match.group().strip() for page in PAGES for match in COMMAND.finditer(page.read_text())]
+    helped = [CliRunner().invoke(app, [name, "--help"]).stdout for name in ("train", "verify", "inspect", "lanes")]
+    found += [match.group().strip() for text in helped for match in COMMAND.finditer(text)]
+    return [line for line in dict.fromkeys(found) if " -" in line or "examples/" in line]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_the_options_of_a_command_exist(line: str) -> None:
+    _, command, *rest = shlex.split(line.replace("…", ""))
+    known = CliRunner().invoke(app, [command, "--help"]).stdout
+    for word in rest:
+        if word.startswith("--"):
+            assert f" {word.partition('=')[0]} " in known, f"{line}: {word}"
+        elif word.startswith("examples/"):
+            assert (ROOT / word).exists(), line
+
+
+def block(page: str, language: str, contains: str) -> str:
+    """A block of code that is shown."""
+    found = re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return next(text for text in found if contains in text)
+
+
+def test_the_plan_file_is_one_for_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("mymodel.py").write_text(block("README.md", "python", "def optimizer(parameters)"))
+    Path("plan.yaml").write_text(block("docs/how-it-works.md", "yaml", "placements:"))
+    result = CliRunner().invoke(app, ["inspect", "mymodel.py", "--plan", "plan.yaml"])
+    sys.modules.pop("mymodel", None)
+    assert result.exit_code == 0, result.stderr
+    assert "2.weight (10.2 kB): pinned" in result.stdout
