@@ -250,7 +250,8 @@ def test_version() -> None:
         ("train tiny.py --run tiny.py/run", "tiny.py is not a folder"),
         ("lanes 1f1b --stages 2", "Missing option '--microbatches'"),
         ("lanes bogus --stages 2 --microbatches 2", "'1f1b'"),
-        ("lanes afab --stages 0 --microbatches 2", "'--stages'"),
+        ("lanes afab --stages 0 --microbatches 2", "--stages 0 must be a whole number from 1 to 262,144, or a file of"),
+        ("lanes afab --stages none.yaml --microbatches 2", "stages none.yaml: No such file"),
         ("lanes afab --stages 2 --microbatches 2 --forward fast", "--forward takes a number of ticks"),
         ("lanes afab --stages 2 --microbatches 2 --forward 1,2,3", "3 durations for 2 stages"),
         ("lanes afab --stages 2 --microbatches 2 --backward=-1", "at least 0 ticks"),
@@ -330,6 +331,31 @@ def test_lanes_as_json_and_pictures(tmp_path: Path) -> None:
     assert result["peak_live_microbatches"] == [4, 3, 2, 1]
     assert svg.read_text().startswith("<svg")
     assert "<html" in html.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("stages: [a, b]", "stages must be a mapping from a stage's name to what it comes after"),
+        ("stages: {a: , b: {after: [c]}}", "stages.b.after: there is no stage 'c', known are a, b"),
+        ("stages: {a: {after: [b]}, b: {after: [a]}}", "stages 0 -> 1 -> 0 wait for each other"),
+        ("stages: {a: {ticks: 2}}", "stages.a: a stage may say after: [names of stages], forward: ticks and"),
+        ("stages: {a: {forward: -1}}", "forward must be a duration of at least 0 ticks"),
+        ("stages: {a: , a: }", "a is there twice"),
+    ],
+)
+def test_wrong_stages_for_lanes(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "stages.yaml").write_text(text)
+    done = call("lanes", "1f1b", "--stages", str(tmp_path / "stages.yaml"), "--microbatches", "2")
+    assert done.exit_code == 2 and says in done.stderr
+
+
+def test_lanes_of_branches() -> None:
+    file = Path(__file__).parent.parent / "examples" / "plans" / "branches.yaml"
+    told = json.loads(call("lanes", "1f1b", "--stages", str(file), "--microbatches", "4", "--json").stdout)
+    assert told["stages"] == 4 and told["peak_live_microbatches"] == [3, 2, 2, 1] and told["busy"] == 4 * (3 * 3 + 6)
+    shown = call("lanes", "afab", "--stages", str(file), "--microbatches", "2").stdout
+    assert "stages: 0 stem, 1 near, 2 far, 3 head" in shown
 
 
 def test_lanes_as_text() -> None:

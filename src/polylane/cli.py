@@ -293,7 +293,10 @@ class _Schedule(StrEnum):
 @app.command()
 def lanes(
     schedule: Annotated[_Schedule, typer.Argument(help="Which schedule.", show_default=False)],
-    stages: Annotated[int, typer.Option("--stages", metavar="K", min=1, help="Pipeline stages.")],
+    stages: Annotated[
+        str,
+        typer.Option("--stages", metavar="K|FILE", help="So many in a chain, or a YAML file of stages that branch."),
+    ],
     microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", min=1, help="Microbatches in a batch.")],
     forward: Annotated[
         str, typer.Option("--forward", metavar="TICKS", help="Of one forward; 1,2,1 for stages that differ.")
@@ -309,8 +312,9 @@ def lanes(
     microbatches that each stage holds at once.
 
     \b
-    Example:
+    Examples:
       polylane lanes 1f1b --stages 4 --microbatches 8
+      polylane lanes 1f1b --stages examples/plans/branches.yaml --microbatches 8
     """
     from polylane.commands import lanes as command
 

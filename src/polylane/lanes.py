@@ -7,12 +7,13 @@ from typing import Any
 
 from polylane.cost.simulate import play
 from polylane.observe.timeline import Timeline
+from polylane.schedule.stage_graph import StageGraph, stage_graph
 from polylane.schedule.synchronous import schedule_lanes
 
 
 def lanes_timeline(
     schedule: str,
-    stages: int,
+    stages: int | StageGraph,
     microbatches: int,
     forward: float | Sequence[float] = 1,
     backward: float | Sequence[float] = 2,
@@ -21,7 +22,7 @@ def lanes_timeline(
 
     Args:
         schedule: "naive", "afab" or "1f1b".
-        stages: how many, at least 1.
+        stages: how many, at least 1, of a chain; or a graph of them, whose branches run at the same time.
         microbatches: how many, at least 1.
         forward: ticks of one forward, the same on all stages or one number for each stage.
         backward: ticks of one backward, likewise.
@@ -29,13 +30,14 @@ def lanes_timeline(
     Raises:
         ValueError: an unknown schedule, fewer than one stage or microbatch, or durations that do not fit the stages.
     """
-    played = play(schedule_lanes(schedule, stages, microbatches), forward, backward)
+    graph = stage_graph(stages)
+    played = play(schedule_lanes(schedule, graph, microbatches), forward, backward, graph=graph)
     return Timeline(
         spans=played.spans,
         ranks=played.ranks,
         unit=played.unit,
-        title=f"{schedule} · stages {stages} · microbatches {microbatches}",
-        notes={"schedule": schedule, "stages": str(stages), "microbatches": str(microbatches)},
+        title=f"{schedule} · stages {graph.stages} · microbatches {microbatches}",
+        notes={"schedule": schedule, "stages": str(graph.stages), "microbatches": str(microbatches)},
     )
 
 

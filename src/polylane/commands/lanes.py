@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from polylane.commands.output import print_json, write
 from polylane.errors import PolylaneError
 from polylane.lanes import lanes_summary, lanes_timeline
 from polylane.observe import swimlane
+from polylane.plan import reading
+from polylane.schedule.stage_graph import StageGraph
 
 MOST = 2**18  # forward passes in a picture
 
@@ -18,7 +21,7 @@ MOST = 2**18  # forward passes in a picture
 def run(
     schedule: str,
     *,
-    stages: int,
+    stages: str,
     microbatches: int,
     forward: str,
     backward: str,
@@ -29,16 +32,16 @@ def run(
     """Draw it, and write the pictures that are asked for.
 
     Raises:
-        PolylaneError: durations that do not fit the stages, or a file that cannot be written.
+        PolylaneError: stages that cannot be read, durations that do not fit them, or a file that cannot be written.
     """
-    if stages * microbatches > MOST:
+    ticks = _ticks("--forward", forward), _ticks("--backward", backward)
+    drawn = _chain(stages, *ticks) if stages.strip().lstrip("-").isdecimal() else _read(Path(stages), *ticks)
+    if drawn.graph.stages * microbatches > MOST:
         raise PolylaneError(
             f"--stages {stages} times --microbatches {microbatches} are more than {MOST:,} passes, too many to draw"
         )
     try:
-        timeline = lanes_timeline(
-            schedule, stages, microbatches, _ticks("--forward", forward), _ticks("--backward", backward)
-        )
+        timeline = lanes_timeline(schedule, drawn.graph, microbatches, drawn.forward, drawn.backward)
     except ValueError as error:
         raise PolylaneError(str(error)) from error
     if svg is not None:
@@ -54,9 +57,65 @@ def run(
     print((swimlane.ansi if colours else swimlane.text)(timeline, width), end="")
     live = ", ".join(f"{peak} on stage {stage}" for stage, peak in enumerate(summary["peak_live_microbatches"]))
     print(f"peak live microbatches: {live}")
+    if drawn.names:
+        print("stages: " + ", ".join(f"{number} {name}" for number, name in enumerate(drawn.names)))
 
 
-def _ticks(option: str, text: str) -> float | list[float]:
+Ticks = float | list[float]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The stages of a picture, and their durations."""
+
+    graph: StageGraph
+    forward: Ticks
+    backward: Ticks
+    names: tuple[str, ...] = ()
+
+
+def _chain(text: str, forward: Ticks, backward: Ticks) -> _Drawn:
+    stages = int(text) if len(text) <= len(str(MOST)) else MOST + 1
+    if not 1 <= stages <= MOST:
+        raise PolylaneError(f"--stages {text} must be a whole number from 1 to {MOST:,}, or a file of stages")
+    return _Drawn(StageGraph.chain(stages), forward, backward)
+
+
+def _read(path: Path, forward: Ticks, backward: Ticks) -> _Drawn:
+    """Stages by name, each with those that it comes "after", and its own durations where they differ.
+
+    Raises:
+        PolylaneError: the file cannot be read, or a key or name is wrong.
+    """
+    given = reading.read(path, "stages").get("stages")
+    if not isinstance(given, dict) or not given:
+        raise PolylaneError(f"stages {path}: stages must be a mapping from a stage's name to what it comes after")
+    names = [str(name) for name in given]
+    if isinstance(forward, list) or isinstance(backward, list):
+        raise PolylaneError(
+            f"stages {path}: give durations that differ in the file, as forward and backward of a stage"
+        )
+    edges, ticks = list[tuple[int, int]](), {"forward": [forward] * len(names), "backward": [backward] * len(names)}
+    for number, (name, stage) in enumerate(zip(names, given.values(), strict=True)):
+        where = f"stages {path}: stages.{name}"
+        for key, value in (stage if isinstance(stage, dict) else {} if stage is None else {"": stage}).items():
+            if key in ticks and isinstance(value, int | float) and not isinstance(value, bool):
+                ticks[key][number] = value
+            elif key == "after" and isinstance(value, list):
+                for other in map(str, value):
+                    if other not in names:
+                        raise PolylaneError(f"{where}.after: there is no stage {other!r}, known are {', '.join(names)}")
+                    edges.append((names.index(other), number))
+            else:
+                known = "after: [names of stages], forward: ticks and backward: ticks"
+                raise PolylaneError(f"{where}: a stage may say {known}, not {key}: {value}")
+    try:
+        return _Drawn(StageGraph.of_edges(len(names), edges), ticks["forward"], ticks["backward"], tuple(names))
+    except ValueError as error:
+        raise PolylaneError(f"stages {path}: {error}") from None
+
+
+def _ticks(option: str, text: str) -> Ticks:
     """One number for all stages, or one for each; whole numbers stay whole."""
     numbers = [_number(option, piece.strip(), text) for piece in text.split(",")]
     return numbers[0] if len(numbers) == 1 else numbers

@@ -34,8 +34,8 @@ class _EachKeyOnce(_Loader):  # type: ignore[misc]
         return super().construct_mapping(node, deep)
 
 
-def read(path: str | Path) -> dict[Any, Any]:
-    """The mapping in a YAML file.
+def read(path: str | Path, what: str = "plan") -> dict[Any, Any]:
+    """The mapping in a YAML file, with the key "stages"; ``what`` errors call it.
 
     Raises:
         PolylaneError: it cannot be read, is not YAML or no mapping, or a key is there twice.
@@ -43,13 +43,13 @@ def read(path: str | Path) -> dict[Any, Any]:
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), _EachKeyOnce)
     except OSError as error:
-        raise PolylaneError(f"plan {path}: {error.strerror or error}") from error
+        raise PolylaneError(f"{what} {path}: {error.strerror or error}") from error
     except PolylaneError as error:
-        raise PolylaneError(f"plan {path}: {error}") from None
+        raise PolylaneError(f"{what} {path}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise PolylaneError(f"plan {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise PolylaneError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
-        raise PolylaneError(f"plan {path} is not a mapping with the key stages")
+        raise PolylaneError(f"{what} {path} is not a mapping with the key stages")
     return data
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,16 +54,25 @@ class StageGraph:
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:
         """Of every stage, those that read its values, ascending."""
-        return tuple(
-            tuple(s for s, others in enumerate(self.before) if stage in others) for stage in range(self.stages)
-        )
+        found: list[list[int]] = [[] for _ in self.before]
+        for stage, others in enumerate(self.before):
+            for other in others:
+                found[other].append(stage)
+        return tuple(map(tuple, found))
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The stages so that each comes after those it waits for, the lowest number first."""
+        """The stages so that each comes after those it waits for; of several that may come next the lowest number."""
+        waits = [len(others) for others in self.before]
+        ready = [stage for stage, count in enumerate(waits) if not count]
         done: list[int] = []
-        while len(done) < self.stages:
-            done.append(next(s for s in range(self.stages) if s not in done and set(self.before[s]) <= set(done)))
+        while ready:
+            stage = heapq.heappop(ready)
+            done.append(stage)
+            for other in self.after[stage]:
+                waits[other] -= 1
+                if not waits[other]:
+                    heapq.heappush(ready, other)
         return tuple(done)
 
     @cached_property
@@ -80,13 +90,12 @@ class StageGraph:
 
     def _circle(self) -> list[int] | None:
         """Some stages that wait for each other, the first one again at the end."""
-        left = set(range(len(self.before)))
-        while ready := {s for s in left if not left & set(self.before[s])}:
-            left -= ready
+        left = set(range(self.stages)) - set(self.order)
         if not left:
             return None
-        way: list[int] = [min(left)]
-        while way[-1] not in way[:-1]:
+        way, seen = [min(left)], set[int]()
+        while way[-1] not in seen:
+            seen.add(way[-1])
             way.append(next(s for s in self.before[way[-1]] if s in left))
         return way[way.index(way[-1]) :][::-1]
 
