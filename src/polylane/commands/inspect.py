@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from polylane.commands import inputs
+from polylane.commands.cut import cut, elements, held_bytes
 from polylane.commands.output import console, count, plural, print_json, ranges, write
 from polylane.errors import PolylaneError
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from polylane.graph.graph import Graph, Node
-    from polylane.graph.partition import Partition
-    from polylane.placement.rewrite import Split
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
     from polylane.recipe import Recipe
@@ -80,7 +78,7 @@ def run(
     else:
         prepared, seconds = _prepared(model, objective, example, chosen, batch)
         graph = prepared.main.graph
-        found |= {**describe(graph), **_cut(prepared, seconds, batch)}
+        found |= {**describe(graph), **cut(prepared, seconds, batch)}
         if file is not None:
             from polylane.plan.plan import dump
 
@@ -121,30 +119,6 @@ def _prepared(
     return prepared, measured[0]
 
 
-def _cut(prepared: Prepared, seconds: Sequence[float], batch: int) -> dict[str, Any]:
-    """The plan's stages and crossings, and how operators are split, as plain data."""
-    return {
-        "plan": prepared.plan.spec,
-        "workers": prepared.plan.workers,
-        "share": _share(prepared, batch),
-        "stages": _stages(prepared.main, prepared.plan, seconds),
-        "crossings": _crossings(prepared.main),
-        "splits": _splits(prepared),
-    }
-
-
-def _share(prepared: Prepared, batch: int) -> str:
-    """Of what the samples that a graph is shown for are a part."""
-    plan, samples = prepared.plan, prepared.main.graph.samples
-    if prepared.layouts_of(prepared.main).together:
-        return f"as many as each replica has of a batch; samples meet, so {plan.data} replicas compute it together"
-    parts = plan.data * plan.microbatches
-    if samples > -(-batch // parts):
-        return "no fewer are looked at, though the plan gives a worker fewer at a time"
-    whole = "a microbatch" if plan.microbatches > 1 else "the batch"
-    return f"a replica's part of {whole}" if plan.data > 1 else whole
-
-
 # Plain data ----------------------------------------------------------------------------------------------------------
 
 
@@ -153,10 +127,10 @@ def describe(graph: Graph) -> dict[str, Any]:
     return {
         "samples": graph.samples,
         "nodes": len(graph.nodes),
-        "parameters": _elements(graph, graph.parameters),
-        "trainable": _elements(graph, [name for name, info in graph.parameters.items() if info.trainable]),
+        "parameters": elements(graph, graph.parameters),
+        "trainable": elements(graph, [name for name, info in graph.parameters.items() if info.trainable]),
         "flops": sum(node.flops for node in graph.nodes),
-        "bytes": _bytes(graph.nodes),
+        "bytes": held_bytes(graph.nodes),
         "loss": "a mean over samples" if graph.mean else "polylane.Mean",
         "opaque": graph.opaque,
         "tied": graph.tied,
@@ -184,9 +158,9 @@ def rows(graph: Graph, depth: int | None = None, stars: int | None = None) -> li
             module,
             len({".".join(node.module.split(".")[:depth]) for node in nodes}),
             len(nodes),
-            _elements(graph, {name for node in nodes for name in node.parameters}),
+            elements(graph, {name for node in nodes for name in node.parameters}),
             sum(node.flops for node in nodes),
-            _bytes(nodes),
+            held_bytes(nodes),
         )
         for module, nodes in groups.items()
     ]
@@ -200,85 +174,6 @@ def readable_rows(graph: Graph, most: int = ROWS) -> list[Row]:
             found = rows(graph, depth, stars)
             if len(found) <= most:
                 return found
-    return found
-
-
-def _elements(graph: Graph, names: Any) -> int:
-    return sum(prod(graph.parameters[name].shape) for name in names)
-
-
-def _bytes(nodes: Sequence[Node]) -> int:
-    return sum(node.bytes for node in nodes if not node.free)
-
-
-def _stages(partition: Partition, plan: Plan, measured: Sequence[float]) -> list[dict[str, Any]]:
-    graph = partition.graph
-    seconds = dict(zip((node.name for node in graph.nodes), measured, strict=True))
-    whole = sum(measured) or 1.0
-    found = []
-    for stage in range(partition.stages):
-        own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
-        found.append(
-            {
-                "stage": stage,
-                "devices": list(plan.stages[stage].devices),
-                "first": own[0].name,
-                "last": own[-1].name,
-                "nodes": len(own),
-                "parameters": _elements(graph, partition.parameters(stage)),
-                "flops": sum(node.flops for node in own),
-                "time_share": sum(seconds[node.name] for node in own) / whole,
-            }
-        )
-    return found
-
-
-def _crossings(partition: Partition) -> list[dict[str, Any]]:
-    by_name = {node.name: node for node in partition.graph.nodes}
-    return [
-        {
-            "value": crossing.value,
-            "shape": list(by_name[crossing.value].shape),
-            "dtype": by_name[crossing.value].dtype,
-            "bytes": crossing.bytes,
-            "from": crossing.producer,
-            "to": list(crossing.consumers),
-            "gradient": crossing.requires_grad,
-        }
-        for crossing in partition.crossings
-    ]
-
-
-def _splits(prepared: Prepared) -> dict[str, dict[str, Any]]:
-    """How the operators are split along each axis (of each mesh), as data and in "lines" for people."""
-    from polylane.cost.communicate import Rates
-    from polylane.placement.options import options
-    from polylane.placement.view import view
-    from polylane.planner.explain import explain, lines
-    from polylane.planner.price import Setting
-
-    found: dict[str, dict[str, Any]] = {}
-    plan, main = prepared.plan, prepared.main
-    layouts = prepared.layouts_of(main)
-    for layout in layouts.distinct:
-        stages = [stage for stage, own in enumerate(layouts.stages) if own is layout]
-        only = {node.name for stage in stages for node in main.nodes(stage)}
-        only |= {name for stage in stages for name in main.parameters(stage)}
-        taken: dict[str, Split] = {}
-        for axis, split in layout.splits.items():
-            shown = view(layout.graph, layout.samples, split.degree)
-            told = explain(
-                Setting(shown, split.degree, Rates(), dict(taken)),
-                split,
-                options(shown, split.degree),
-                purpose=axis,
-                pins=plan.pins(axis, stages),
-                whole=layout.whole,
-                only=None if plan.uniform else only,
-            )
-            name = axis if plan.uniform else f"{axis} on stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-            found[name] = {**asdict(told), "stages": stages, "lines": lines(told)}
-            taken[axis] = split
     return found
 
 
@@ -332,18 +227,31 @@ def _numbers(data: dict[str, Any]) -> list[str]:
 
 
 def _show_cut(out: Console, found: dict[str, Any]) -> None:
-    stages = _table(found["plan"], "stage", "workers", "first node", "last node", "nodes", "parameters", "time", left=4)
+    columns = ("first node", "last node", "nodes", "parameters", "values held", "time")
+    stages = _table(found["plan"], "stage", "workers", "mesh", "after", *columns, left=6)
     for stage in found["stages"]:
         stages.add_row(
             str(stage["stage"]),
             ranges(stage["devices"]),
+            stage["mesh"],
+            ", ".join(map(str, stage["after"])) or "-",
             stage["first"],
             stage["last"],
             str(stage["nodes"]),
             count(stage["parameters"]),
+            count(stage["held"], "B"),
             f"{stage['time_share']:.1%}",
         )
     out.print(stages)
+    print(
+        f"utilization at best {found['utilization']:.1%}: by these times, were there nothing to wait for but the other "
+        "stages"
+    )
+    meshes = [stage["mesh"] for stage in found["stages"]]
+    for edge in found["edges"]:
+        a, b = edge["from"], edge["to"]
+        back = f", {count(edge['back'], 'B')} back" if edge["back"] else ""
+        print(f"stage {a} ({meshes[a]}) -> stage {b} ({meshes[b]}): {count(edge['bytes'], 'B')} each microbatch{back}")
     if not found["crossings"]:
         print("no value crosses between stages")
         return
