@@ -9,12 +9,9 @@ import pytest
 from models import example_case
 from polylane.cost.communicate import Rates
 from polylane.graph.capture import capture
-from polylane.graph.partition import Partition
 from polylane.placement.options import options
 from polylane.placement.placement import Replicate, local_shape
 from polylane.placement.view import view
-from polylane.plan.fit import from_partition
-from polylane.plan.spec import parse
 from polylane.planner.explain import explain, lines
 from polylane.planner.layout import choose_layout
 from polylane.planner.price import Setting
@@ -26,7 +23,7 @@ GPT = {"layers": "6", "hidden": "64", "heads": "8", "seq_len": "32", "vocab": "1
 def test_no_rank_holds_much_more_than_its_share(name: str, settings: dict[str, str]) -> None:
     case = example_case(name, **settings)
     graph = capture(case.model(), case.loss, case.batch(4, 0))
-    layout = choose_layout(graph, from_partition(Partition(graph, ()), parse("tensor=4"), 1), 4)
+    layout = choose_layout(graph, {"tensor": 4}, 4)
     split, shown = layout.splits["tensor"], view(graph, 4, 4)
     parameters = {key: s for key, s in shown.sources.items() if s.role[0] == "parameter"}
     whole = sum(math.prod(s.value.shape) for s in parameters.values())

@@ -171,7 +171,7 @@ def test_summands_along_an_axis_are_summed_along_it() -> None:
     """w1 is split, or its gradient is whole on each rank: only the replicas sum it. w0 and w2 have summands."""
     partition = Partition(chain(3), ())
     plan = from_partition(partition, Spec(2, tensor=2, sequence=3), 1)
-    programs = lower(partition, plan, None, {"w0": ["tensor"], "w2": ["tensor", "sequence"]})
+    programs = lower(partition, plan, None, [{"w0": ["tensor"], "w2": ["tensor", "sequence"]}] * plan.pipeline)
     assert names(programs[3]) == [
         ("stage0.0", ("w1",), (3, 9)),
         ("stage0.sequence.tensor.0", ("w2",), tuple(range(12))),
@@ -188,7 +188,7 @@ def test_summands_along_an_axis_are_summed_along_it() -> None:
 
 def test_summands_along_an_axis_that_the_plan_does_not_have() -> None:
     partition = Partition(chain(1), ())
-    programs = lower(partition, from_partition(partition, Spec(tensor=2), 1), None, {"w0": ["sequence"]})
+    programs = lower(partition, from_partition(partition, Spec(tensor=2), 1), None, [{"w0": ["sequence"]}])
     assert names(programs[1]) == [("stage0.0", ("w0",), (1,))]
     assert told(programs[1]) == ["F0", "B0", "step"]
 
@@ -197,8 +197,8 @@ def test_tied_weights_with_summands() -> None:
     tied = graph([[], [0], [1]], {"embedding": [0, 2], "w": [1]})
     partition = Partition(tied, (1, 2))
     plan = from_partition(partition, Spec(1, 3, tensor=2), 1)
-    assert names(lower(partition, plan, None, {})[1]) == [("tied0-2.0", ("embedding",), (1, 5))]
-    summed = lower(partition, plan, None, {"embedding": {"tensor"}})
+    assert names(lower(partition, plan)[1]) == [("tied0-2.0", ("embedding",), (1, 5))]
+    summed = lower(partition, plan, None, [{"embedding": {"tensor"}}] * plan.pipeline)
     assert names(summed[1]) == names(summed[4]) == [("tied0-2.tensor.0", ("embedding",), (0, 1, 4, 5))]
 
 

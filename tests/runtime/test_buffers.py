@@ -19,7 +19,7 @@ LATER = Partition(graph([[], [0], [1]], buffers={"mean": [1], "mask": [1, 2]}), 
 def test_the_next_graph_gets_what_the_last_one_wrote() -> None:
     def worker(transport: LocalTransport) -> tuple[list[float], int, int]:
         tensors = {"mean": torch.zeros(2), "mask": torch.ones(2)}
-        buffers = Buffers(transport.rank, range(3), lambda: tensors, torch.device("cpu"), transport)
+        buffers = Buffers(transport.rank, 3, range(3), True, lambda: tensors, torch.device("cpu"), transport)
         seen = []
         for step, (partition, stage) in enumerate([(FIRST, 0), (LATER, 1), (LATER, 1), (FIRST, 0)]):
             buffers.fetch(partition)
@@ -38,7 +38,7 @@ def test_the_next_graph_gets_what_the_last_one_wrote() -> None:
 def test_nothing_travels_within_one_graph() -> None:
     def worker(transport: LocalTransport) -> int:
         tensors = {"mean": torch.zeros(2), "mask": torch.ones(2)}
-        buffers = Buffers(transport.rank, range(3), lambda: tensors, torch.device("cpu"), transport)
+        buffers = Buffers(transport.rank, 3, range(3), True, lambda: tensors, torch.device("cpu"), transport)
         for _ in range(3):
             buffers.fetch(FIRST)
             buffers.written(FIRST)

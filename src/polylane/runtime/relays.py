@@ -13,7 +13,7 @@ from polylane.graph.samples import Order
 from polylane.placement.placement import Shard
 from polylane.plan.plan import Plan
 from polylane.planner.layouts import Layouts
-from polylane.program.relay import Box, Transfer, cut, inside, relay, whole
+from polylane.program.relay import Box, Transfer, cut, inside, relay, volume, whole
 from polylane.runtime.division import shares
 
 Sizes = Mapping[str, tuple[Callable[[int], int], ...]]
@@ -85,7 +85,7 @@ class Relays:
         stages = self.plan.place(sender)[0], self.plan.place(receiver)[0]
         own = self._box(value, self.rank, samples)
         if self.plan.aligned(*stages):
-            return inside(own, own)
+            return inside(own, own) if volume(own) else None
         for transfer in self._transfers(value, *stages, samples, gradient):
             if (transfer.sender, transfer.receiver) == (sender, receiver):
                 return inside(own, transfer.box)

@@ -198,7 +198,11 @@ class Worker:
         assert i is not None
         share, part = state.shares[i], state.parts[i]
         leaves = batch.of(share, rows=share.weight * share.samples if self._together else None)
-        live = self.runner.forward(i, state.values.pop(i, {}), leaves, part)
+        values = state.values.pop(i, {})
+        for crossing in self.program.receives:
+            if crossing.value not in values:  # of which this worker has an empty part
+                values[crossing.value] = self._zeros(crossing.value, part.samples)
+        live = self.runner.forward(i, values, leaves, part)
         state.outgoing[i] = live.outputs
         if (
             live.loss and share.weight and self.mesh.first
@@ -224,7 +228,7 @@ class Worker:
         state.outgoing.pop(i, None)  # with the autograd graph that hangs on it
         gradients = state.gradients.pop(i, {})
         for crossing in self.program.sends:
-            if crossing.requires_grad and crossing.value not in gradients:  # all that was asked for came from others
+            if crossing.requires_grad and crossing.value not in gradients:  # nobody was asked for anything
                 gradients[crossing.value] = self._zeros(crossing.value, state.parts[i].samples)
         state.returned[i] = self.runner.backward(i, gradients, seed)
 
