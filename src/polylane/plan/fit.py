@@ -80,6 +80,8 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
     pieces = _pieces(plan, graph)
     allowed = set(cut_positions(graph))
     for cut, _, index in pieces[1:]:
+        while graph.nodes[cut].free:
+            cut += 1
         if cut not in allowed:
             raise PolylaneError(
                 f"{plan.title}: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it "
@@ -95,7 +97,11 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
 
 
 def _pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
-    """The pieces of all stages as (first position, last position, stage), in the graph's order: they cover it."""
+    """The pieces of all stages as (first position, last position, stage), in the graph's order: they cover it.
+
+    Raises:
+        PolylaneError: they do not, or two have the same node.
+    """
     nodes, found = graph.nodes, list[tuple[int, int, int]]()
     for index, stage in enumerate(plan.stages):
         for names in stage.pieces:
@@ -105,9 +111,9 @@ def _pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
                 raise PolylaneError(f"{plan.title}: stages.{index}.nodes: {wrong}")
             found.append((first, last, index))
     found.sort()
-    begin = 0
+    begin, result = 0, list[tuple[int, int, int]]()
     for first, last, index in found:
-        if first > begin:
+        if first > begin and not all(node.free for node in nodes[begin:first]):
             raise PolylaneError(f"{plan.title}: stages: {_left_out(graph, range(begin, first), found)}")
         if first < begin:
             other = next(stage for a, b, stage in found if a <= first <= b and (a, b, stage) != (first, last, index))
@@ -115,10 +121,11 @@ def _pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
                 f"{plan.title}: stages.{index}.nodes: {nodes[first].name} is on stage {other} already: every node has "
                 "one stage"
             )
+        result.append((begin, last, index))  # with free nodes before it, which every stage computes for itself
         begin = last + 1
-    if begin < len(nodes):
+    if not all(node.free for node in nodes[begin:]):
         raise PolylaneError(f"{plan.title}: stages: {_left_out(graph, range(begin, len(nodes)), found)}")
-    return found
+    return [*result[:-1], (result[-1][0], len(nodes) - 1, result[-1][2])]
 
 
 def _left_out(graph: Graph, missing: Sequence[int], pieces: Sequence[tuple[int, int, int]]) -> str:

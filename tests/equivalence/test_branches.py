@@ -1,0 +1,112 @@
+"""The promise for stages that branch and meet: on devices of their own, at the same time, some of them split again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import table
+import torch
+from test_equivalence import adamw, by_work, case_of, sgd, verdict_on
+
+from polylane.errors import PolylaneError
+from polylane.plan.plan import Plan, load
+from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.schedule.stage_graph import StageGraph
+from polylane.verify import in_float64
+
+PLANS = Path(__file__).parent.parent.parent / "examples" / "plans"
+
+BRANCHES_IN_PIPELINE = ((), (0,), (0,), (0,), (0,), (1, 2, 3, 4))
+PIPELINE_IN_BRANCHES = ((), (0,), (1,), (0,), (0,), (0, 2, 3, 4))
+
+
+def stages(*described: tuple[list[str], dict[str, int]]) -> Plan:
+    """A plan of stages as (nodes, mesh), on devices in that order."""
+    found: list[dict[str, Any]] = []
+    for nodes, mesh in described:
+        first = sum(len(stage["devices"]) for stage in found)
+        workers = mesh.get("data", 1) * mesh.get("sequence", 1) * mesh.get("tensor", 1)
+        found.append({"nodes": nodes, "devices": list(range(first, first + workers)), "mesh": mesh})
+    return Plan.model_validate({"stages": found, "schedule": "1f1b", "microbatches": 2})
+
+
+TOWERS = stages(
+    (["query", "div"], {"data": 2}),
+    (["document", "numpy_T"], {"tensor": 2}),
+    (["matmul", "loss"], {}),
+).model_copy(update={"microbatches": 1})
+
+# The skip of the outer level goes straight from the first stage to the last, past the middle.
+UNET = stages(
+    (["down.0", "max_pool2d"], {}),
+    (["down.1", "bottom"], {"data": 2}),
+    (["widen.0", "up.0"], {"tensor": 2}),
+    (["widen.1", "loss/to"], {}),
+)
+
+
+def prepared_for(model: str, plan: Plan, optimizer: Any, samples: int) -> Prepared:
+    torch.manual_seed(0)
+    case = case_of(model)
+    example = in_float64(case.batch(samples, 0))
+    objective = Objective("loss", case.loss, optimizer)
+    return prepare(case.model().double(), {"loss": objective}, example, plan, in_float64=True, seconds=by_work)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "before", "sizes"),
+    [
+        ("inception", "branches_in_pipeline", BRANCHES_IN_PIPELINE, (8, 7, 5)),
+        ("inception", "pipeline_in_branches", PIPELINE_IN_BRANCHES, (8, 5, 3)),
+        ("towers", TOWERS, ((), (), (0, 1)), (8, 7, 5)),
+        ("unet", UNET, ((), (0,), (1,), (0, 2)), (6, 5, 3)),
+    ],
+)
+def test_branches(model: str, plan: str | Plan, before: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> None:
+    read = load(PLANS / f"{plan}.yaml").model_copy(update={"microbatches": 3}) if isinstance(plan, str) else plan
+    for schedule, optimizer in (("1f1b", adamw), ("afab", sgd)):
+        prepared = prepared_for(model, read.model_copy(update={"schedule": schedule}), optimizer, sizes[0])
+        assert StageGraph.of_edges(prepared.main.stages, prepared.main.edges).before == before
+        row = table.Row(model, prepared.plan.spec, schedule, prepared.plan.microbatches, "sgd", sizes)
+        verdict = verdict_on(row, prepared)
+        assert verdict.passed, f"{row}: worst {verdict.worst:.2g}, {verdict.culprit}"
+        assert (
+            verdict.worst <= 1e-9 and verdict.replicas_equal and any(d.gradient is not None for d in verdict.deviations)
+        )
+
+
+def test_a_stage_of_several_pieces() -> None:
+    """Both first layers of two towers on one device, both second ones on another."""
+    plan = stages(
+        (["query.0", "query.1", "document.0", "document.1"], {}),
+        (["query.2", "div", "document.2", "numpy_T"], {"data": 2}),
+        (["matmul", "loss"], {}),
+    ).model_copy(update={"microbatches": 1})
+    prepared = prepared_for("towers", plan, sgd, 8)
+    assert [stage for _, _, stage in prepared.main.pieces] == [0, 1, 0, 1, 2]
+    assert verdict_on(table.Row("towers", "", "1f1b", 1, "sgd", (8, 7, 5)), prepared).passed
+
+
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        (
+            [["stem", "blocks.0.point", "blocks.0/cat", "loss"], ["blocks.0.near", "blocks.0.pooled"]],
+            "stages wait for each other: stage 0 needs blocks.0.pooled.1.2/relu of stage 1, which itself needs what",
+        ),
+        (
+            [["stem", "blocks.0.point"], ["blocks.0.far", "blocks.0.pooled"], ["blocks.0/cat", "loss"]],
+            "stages: blocks.0/cat on stage 2 needs blocks.0.near.1.2/relu, which no stage computes",
+        ),
+        (
+            [["stem", "blocks.0.near"], ["blocks.0.near.1", "blocks.0.pooled"], ["blocks.0/cat", "loss"]],
+            "stages.1.nodes: blocks.0.near.1.0/conv2d is on stage 0 already: every node has one stage",
+        ),
+    ],
+)
+def test_stages_that_cannot_be(described: list[list[str]], says: str) -> None:
+    with pytest.raises(PolylaneError) as caught:
+        prepared_for("inception", stages(*((nodes, {}) for nodes in described)), sgd, 4)
+    assert says in str(caught.value)
