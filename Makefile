@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
 
-.PHONY: install test test-all check demo bench bench-tensor clean
+.PHONY: install test test-all check demo bench bench-tensor bench-balance clean
 
 install: $(INSTALLED)
 
@@ -45,6 +45,9 @@ bench: $(INSTALLED)
 
 bench-tensor: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.tensor
+
+bench-balance: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.balance
 
 # Everything that is made; the virtual environment too.
 clean:

@@ -103,8 +103,9 @@ def _polylane(
     optimizer(parameters) and data(split); scheduler(optimizer) and collate(samples) if you like.
 
     A SPEC is a plan in one line, data=2,pipeline=2,schedule=1f1b,microbatches=8 (tensor=2 to split the operators and
-    their parameters, sequence=2 to split the operators only, precision=bfloat16 for autocast), or a plan file: one that
-    inspect --write made, the plan.yaml of an earlier run, or your own.
+    their parameters, sequence=2 to split the operators only, precision=bfloat16 for autocast); or with a mesh for each
+    stage, "[data=2 | tensor=2 | 1],microbatches=8"; or a plan file: one that inspect --write made, the plan.yaml of an
+    earlier run, or your own.
 
     \b
     Example:
