@@ -14,7 +14,7 @@ from polylane.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"polylane +(?:train|verify|inspect|lanes)\b(?:"[^"\n]*"|[^`\n|"])*")
+COMMAND = re.compile(r'polylane +(?:train|verify|inspect|lanes)\b(?:"[^"\n]*"|[^`\n|"])*')
 
 
 def commands() -> list[str]:
