@@ -15,7 +15,7 @@ from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
 from polylane.plan.fit import from_partition
 from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
+from polylane.plan.spec import Degrees, Spec
 from polylane.program.check import check, matched
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
@@ -24,6 +24,9 @@ from polylane.schedule.synchronous import SCHEDULES
 from synthetic import graph
 
 MESHES = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 3), (1, 3, 2), (2, 2, 2)]
+
+
+SCHEDULE = st.sampled_from(sorted(SCHEDULES))
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,28 @@ def lowereds(draw: st.DrawFn) -> Lowered:
     cuts = tuple(sorted(draw(st.sets(st.sampled_from(allowed), max_size=4)))) if allowed else ()
     partition = Partition(made, cuts)
     data, sequence, tensor = draw(st.sampled_from(MESHES))
-    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    schedule = draw(SCHEDULE)
     spec = Spec(data, len(cuts) + 1, schedule, tensor=tensor, sequence=sequence)
     plan = from_partition(partition, spec, draw(st.integers(1, 6)))
     axes = st.sets(st.sampled_from(["sequence", "tensor"]))
     partial = draw(st.dictionaries(st.sampled_from(sorted(made.parameters)), axes)) if made.parameters else {}
     partials = (partial,) * plan.pipeline
     return Lowered(partition, plan, partial, lower(partition, plan, None, partials))
+
+
+@st.composite
+def hybrids(draw: st.DrawFn) -> Lowered:
+    """As :func:`lowereds`, each stage with a mesh of its own."""
+    made = draw(graphs())
+    allowed = cut_positions(made)
+    cuts = tuple(sorted(draw(st.sets(st.sampled_from(allowed), max_size=4)))) if allowed else ()
+    partition = Partition(made, cuts)
+    degrees = st.sampled_from(MESHES).map(lambda mesh: Degrees(*mesh))
+    spec = Spec.of_meshes([draw(degrees) for _ in range(partition.stages)], draw(SCHEDULE), None, "float32")
+    plan = from_partition(partition, spec, draw(st.integers(1, 4)))
+    axes = st.sets(st.sampled_from(["sequence", "tensor"]))
+    partial = draw(st.dictionaries(st.sampled_from(sorted(made.parameters)), axes)) if made.parameters else {}
+    return Lowered(partition, plan, partial, lower(partition, plan, None, (partial,) * plan.pipeline))
 
 
 def played(programs: tuple[Program, ...], seed: int = 0) -> int:
@@ -104,14 +122,34 @@ def played(programs: tuple[Program, ...], seed: int = 0) -> int:
     return done
 
 
-@given(lowereds(), st.integers(0, 3))
+@given(lowereds() | hybrids(), st.integers(0, 3))
 @settings(deadline=None)
 def test_every_program_runs_to_its_end(made: Lowered, seed: int) -> None:
     check(made.programs)
     assert played(made.programs, seed) == sum(len(p.actions) for p in made.programs)
 
 
-@given(lowereds())
+@given(hybrids())
+@settings(deadline=None)
+def test_every_gradient_is_summed_once_where_meshes_differ(made: Lowered) -> None:
+    """Of every summand exactly one rank of its mesh adds it, and all who hold the parameter get the sum."""
+    plan = made.plan
+    for name in with_gradient(made.partition.graph):
+        stages = [s for s in range(plan.pipeline) if name in made.partition.parameters(s)]
+        aligned = all(plan.aligned(stages[0], s) for s in stages)
+        for rank in (rank for stage in stages for rank in plan.stages[stage].devices):
+            (bucket,) = (b for b in made.programs[rank].buckets if name in b.parameters)
+            assert rank in bucket.ranks
+            if aligned:
+                assert not bucket.silent
+                continue
+            assert set(bucket.ranks) == {r for stage in stages for r in plan.stages[stage].devices}
+            summed = made.partial.get(name, set())
+            at = plan.coordinates(rank)
+            assert (rank in bucket.silent) == any(index for axis, index in at.items() if axis not in summed)
+
+
+@given(lowereds() | hybrids())
 @settings(deadline=None)
 def test_evaluation_runs_to_its_end(made: Lowered) -> None:
     programs = lower_evaluation(made.partition, made.plan)

@@ -11,6 +11,7 @@ from torch import Tensor
 from polylane.graph.batch import bounds, flatten, sample_count, take
 from polylane.graph.graph import Node
 from polylane.graph.part import Part
+from polylane.graph.twins import is_unfilled
 from polylane.planner.layout import Layout, assembled
 from polylane.proof.reference import run_whole
 from polylane.proof.relative import relative_error
@@ -33,7 +34,7 @@ def first_difference(prepared: Prepared, batch: Any, seed: int, wrong: Collectio
     for microbatch, seen in _whole_values(prepared, batch, seed):
         for node in (n for n in prepared.main.graph.nodes if not n.free):  # sizes may count a replica's own samples
             parts = [t for t in traces if (microbatch, node.name) in t.values]
-            if node.name not in seen or not parts:
+            if node.name not in seen or not parts or is_unfilled(node.op):
                 continue
             layout = layouts[stage_of[node.name]]
             if not _makes_up(node, seen[node.name], parts, layout, microbatch, tolerance):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
@@ -22,7 +19,7 @@ from polylane.runtime.buffers import Buffers
 from polylane.runtime.connections import Connect, column_of, connected, replica_of
 from polylane.runtime.division import Batch
 from polylane.runtime.lane import Tensors, bind, programs_of
-from polylane.runtime.materialize import materialize, on_meta, shapes_only
+from polylane.runtime.materialize import materialize, on_meta
 from polylane.runtime.optimizer import Clipper
 from polylane.runtime.pieces import Pieces
 from polylane.runtime.prepare import (
@@ -33,6 +30,7 @@ from polylane.runtime.prepare import (
 )
 from polylane.runtime.result import Report, StepResult, gathered
 from polylane.runtime.transport import c10d
+from polylane.runtime.wholes import Wholes
 from polylane.runtime.worker import StepState, Worker
 from polylane.runtime.world import World
 
@@ -131,6 +129,7 @@ class Job:
             self._transport,
             None if self.plan.uniform else self._pieces,
         )
+        self._wholes = Wholes(prepared, world, self._tensors, self._pieces, self._transport, self._held_names())
         self._materialized = self._materialize()
         self._hold(same_weights or self._materialized)
         optimizers = {name: self._optimizer(name) for name in prepared.objectives}  # which see whole parameters
@@ -347,35 +346,10 @@ class Job:
 
     def _captured(self, name: str, batch: Any, training: bool) -> Partition:
         prepared = self._prepared
-        with self._whole_weights():
+        with self._wholes.in_model(self._materialized):
             return recaptured(
                 self.model, prepared.objectives[name], prepared.partitions[name], batch, training, prepared.in_float64
             )
-
-    @contextmanager
-    def _whole_weights(self) -> Iterator[None]:
-        """For the while, let the model have whole parameters and buffers: the user's own code runs on nothing less."""
-        if self._materialized:
-            with shapes_only(self.model, self._pieces.shapes):
-                yield
-            return
-        own, wholes = dict[str, Tensor](), dict[str, Tensor]()
-        for name, tensor in self.held().items():
-            kind = self._pieces.kind(name)
-            if self._pieces.is_cut(kind, name):
-                own[name] = tensor.data if kind == "parameter" else tensor
-                wholes[name] = self._whole(kind, name, own[name], self._mesh_ranks)
-        parameters = self._tensors.parameters()
-        gradients = {name: parameters[name].grad for name in own if name in parameters}
-        for name in gradients:
-            parameters[name].grad = None
-        self._tensors.keep(wholes)
-        try:
-            yield
-        finally:
-            self._tensors.keep(own)
-            for name, gradient in gradients.items():
-                parameters[name].grad = gradient
 
     def _refuse_moved(self, partition: Partition) -> None:
         for stage in range(self.plan.pipeline):
@@ -452,21 +426,8 @@ class Job:
         """As :meth:`gradients`, put together from all parts; all workers must call it."""
         own = self.gradients(objective)
         return {
-            name: None if grad is None else self._whole("parameter", name, grad, self._mesh_ranks)
-            for name, grad in own.items()
+            name: None if grad is None else self._wholes.whole("parameter", name, grad) for name, grad in own.items()
         }
-
-    @property
-    def _mesh_ranks(self) -> tuple[int, ...]:
-        """The workers that hold the parts of what this one holds."""
-        return self.plan.group(self.world.rank, self.plan.axes)
-
-    def _whole(self, kind: str, name: str, part: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """A parameter's, gradient's or buffer's whole value, from all who hold parts of it."""
-        if not self._pieces.is_cut(kind, name):
-            return part
-        whole = self._pieces.placed(kind, name, part)
-        return self._transport.all_reduce(whole, ranks).wait()
 
     def held(self) -> dict[str, Tensor]:
         """The parameters and buffers that this worker keeps up to date, by the model's own names.
@@ -483,31 +444,13 @@ class Job:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's weights and buffers, with its own names, on every worker's CPU; all must call it."""
-        stages = {name: min(stages) for name, stages in self._holders.items()}
-        tied: dict[str, str] = {}
-        for partition in self._prepared.partitions.values():
-            tied |= partition.graph.tied
-            for stage in range(self.plan.pipeline):
-                for name in partition.buffers(stage):
-                    stages[name] = self._buffers.owner(name)
-        return weights.full_state(
-            self.model,
-            {name: self._replica == 0 and stage == self._stage for name, stage in stages.items()},
-            tied,
-            self._pieces.whole,
-            self._transport,
-            self.world.device,
-        )
+        return self._wholes.state_dict(self._holders, self._buffers.owner)
 
     def save(self, path: str | Path) -> None:
         """Write the whole model's weights as safetensors, loadable into the plain model; all workers must call it."""
         state = self.state_dict()
         if self.world.rank == 0:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(path))
-            os.chmod(
-                path, 0o666 & ~_umask()
-            )  # safetensors keeps its files to their owner; these are the user's to share
+            weights.save(state, Path(path))
         self._transport.barrier()
 
     def close(self) -> None:
@@ -523,12 +466,6 @@ class Job:
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
             self.close()
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _has_statistics(prepared: Prepared) -> bool:

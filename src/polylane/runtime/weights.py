@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from polylane.runtime.transport.protocol import Transport
@@ -75,6 +78,15 @@ def full_state(
             done[canonical] = tensor.cpu()
         result[name] = done[canonical].clone()
     return result
+
+
+def save(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write weights as safetensors."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(path))
+    mask = os.umask(0o022)
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)  # safetensors keeps its files to their owner; these are the user's to share
 
 
 def _summed(tensor: Tensor, transport: Transport, ranks: Iterable[int]) -> Tensor:

@@ -1,0 +1,101 @@
+"""Wholes: weights, gradients and buffers put together from the parts that workers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from polylane.runtime import weights
+from polylane.runtime.lane import Tensors
+from polylane.runtime.materialize import shapes_only
+from polylane.runtime.pieces import Pieces
+from polylane.runtime.prepare import Prepared
+from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.world import World
+
+
+class Wholes:
+    """Puts parts together; all workers of a stage's mesh, or all workers, must ask for the same.
+
+    Args:
+        prepared: the training.
+        world: this worker among all.
+        tensors: the model's, of which this worker's are up to date.
+        pieces: which part it holds.
+        transport: between the workers; each stage's mesh is a group of its.
+        held: names of the parameters and buffers that this worker keeps up to date.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        world: World,
+        tensors: Tensors,
+        pieces: Pieces,
+        transport: Transport,
+        held: Collection[str],
+    ) -> None:
+        self._prepared, self._world, self._tensors = prepared, world, tensors
+        self._pieces, self._transport, self._held = pieces, transport, frozenset(held)
+        self._stage, self._replica = prepared.plan.place(world.rank)
+        self._mesh = prepared.plan.group(world.rank, prepared.plan.axes)
+
+    def whole(self, kind: str, name: str, part: Tensor) -> Tensor:
+        """A parameter's, gradient's or buffer's whole value, from all who hold parts of what this worker holds."""
+        if not self._pieces.is_cut(kind, name):
+            return part
+        return self._transport.all_reduce(self._pieces.placed(kind, name, part), self._mesh).wait()
+
+    def state_dict(self, holders: Mapping[str, Collection[int]], owner: Callable[[str], int]) -> dict[str, Tensor]:
+        """The whole model's weights and buffers, with its own names, on every worker's CPU.
+
+        Args:
+            holders: stages that hold each parameter.
+            owner: a stage that has the current value of a buffer.
+        """
+        stages = {name: min(own) for name, own in holders.items()}
+        tied: dict[str, str] = {}
+        for partition in self._prepared.partitions.values():
+            tied |= partition.graph.tied
+            for stage in range(partition.stages):
+                stages |= {name: owner(name) for name in partition.buffers(stage)}
+        return weights.full_state(
+            self._tensors.model,
+            {name: self._replica == 0 and stage == self._stage for name, stage in stages.items()},
+            tied,
+            self._pieces.whole,
+            self._transport,
+            self._world.device,
+        )
+
+    @contextmanager
+    def in_model(self, shapes: bool) -> Iterator[None]:
+        """For the while, let the model have whole parameters and buffers: the user's own code runs on nothing less.
+
+        Args:
+            shapes: give them shapes only, for no worker could hold the whole.
+        """
+        if shapes:
+            with shapes_only(self._tensors.model, self._pieces.shapes):
+                yield
+            return
+        parameters = self._tensors.parameters()
+        every = {**parameters, **self._tensors.buffers()}
+        own, wholes = dict[str, Tensor](), dict[str, Tensor]()
+        for name in (n for n in every if n in self._held):
+            kind = self._pieces.kind(name)
+            if self._pieces.is_cut(kind, name):
+                own[name] = every[name].data if kind == "parameter" else every[name]
+                wholes[name] = self.whole(kind, name, own[name])
+        gradients = {name: parameters[name].grad for name in own if name in parameters}
+        for name in gradients:
+            parameters[name].grad = None
+        self._tensors.keep(wholes)
+        try:
+            yield
+        finally:
+            self._tensors.keep(own)
+            for name, gradient in gradients.items():
+                parameters[name].grad = gradient
