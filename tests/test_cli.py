@@ -322,6 +322,23 @@ def test_plans_that_do_not_fit(here: Path, command: str, line: str, sentence: st
 # lanes ---------------------------------------------------------------------------------------------------------------
 
 
+def test_inspect_draws_the_stages(tmp_path: Path) -> None:
+    svg = tmp_path / "lanes.svg"
+    branches = Path(__file__).parent.parent / "examples" / "plans" / "branches_in_pipeline.yaml"
+    recipe = branches.parent.parent / "inception.py"
+    tiny = ("--set", "width=4", "--set", "blocks=1", "--batch", "16")
+    told = json.loads(call("inspect", recipe, "--plan", branches, "--svg", svg, "--json", *tiny).stdout)
+    assert [stage["after"] for stage in told["stages"]] == [[], [0], [0], [0], [0], [1, 2, 3, 4]]
+    assert [stage["mesh"] for stage in told["stages"]] == ["1"] * 5 + ["data=2"]
+    assert [stage["live"] for stage in told["stages"]] == [3, 2, 2, 2, 2, 1]
+    assert {(edge["from"], edge["to"]) for edge in told["edges"]} == {(0, s) for s in range(1, 5)} | {
+        (s, 5) for s in range(1, 5)
+    }
+    assert 0 < told["utilization"] < 1 and svg.read_text().startswith("<svg")
+    done = call("inspect", recipe, "--svg", svg)
+    assert done.exit_code == 2 and "--svg" in done.stderr and "say which one with --plan" in done.stderr
+
+
 def test_lanes_as_json_and_pictures(tmp_path: Path) -> None:
     svg, html = tmp_path / "pictures" / "lanes.svg", tmp_path / "lanes.html"
     line = ("lanes", "1f1b", "--stages", "4", "--microbatches", "8")

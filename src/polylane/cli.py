@@ -264,6 +264,10 @@ def inspect(
         Path | None,
         typer.Option("--write", metavar="FILE", help="Write the plan as a file, to edit and to give as --plan."),
     ] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", metavar="FILE", help="Draw a step as the measured times of the operators let it be."),
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Show what is captured of a model, and how a plan cuts it.
@@ -280,7 +284,7 @@ def inspect(
     """
     from polylane.commands import inspect as command
 
-    command.run(recipe, plan=plan, batch=batch, settings=set_ or [], file=write, json=json)
+    command.run(recipe, plan=plan, batch=batch, settings=set_ or [], file=write, svg=svg, json=json)
 
 
 class _Schedule(StrEnum):

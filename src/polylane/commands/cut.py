@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polylane.graph.graph import Graph, Node
     from polylane.graph.partition import Partition
+    from polylane.observe.timeline import Timeline
     from polylane.placement.rewrite import Split
     from polylane.plan.plan import Plan
     from polylane.runtime.prepare import Prepared
@@ -86,7 +87,15 @@ def _edges(partition: Partition, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _utilization(partition: Partition, plan: Plan, measured: Sequence[float]) -> float:
-    """Of all workers' time, how much is work by the measured times, if nothing ever had to travel.
+    """Of all workers' time, how much is work in :func:`lanes`."""
+    workers = [plan.degrees(stage).workers for stage in range(plan.pipeline)]
+    played = lanes(partition, plan, measured)
+    work = sum(busy * count for busy, count in zip(played.busy(), workers, strict=True))
+    return work / (played.makespan() * sum(workers) or 1.0)
+
+
+def lanes(partition: Partition, plan: Plan, measured: Sequence[float]) -> Timeline:
+    """A step as the measured times let it be at best, a lane for each stage: nothing is waited for but other stages.
 
     A stage's work is divided evenly over its workers; a backward pass takes twice as long as a forward one.
     """
@@ -99,10 +108,15 @@ def _utilization(partition: Partition, plan: Plan, measured: Sequence[float]) ->
     for node, seconds in zip(partition.graph.nodes, measured, strict=True):
         work[partition.stage_of[node.name]] += seconds
     workers = [plan.degrees(stage).workers for stage in range(plan.pipeline)]
-    each = [seconds / count for seconds, count in zip(work, workers, strict=True)]
-    lanes = schedule_lanes(plan.schedule, order, plan.microbatches)
-    played = play(lanes, [t / 3 for t in each], [2 * t / 3 for t in each], graph=order)
-    return sum(work) * plan.microbatches / (played.makespan() * sum(workers) or 1.0)
+    # Measured was what a replica has in hand where there are the most replicas.
+    each = [seconds * plan.data / count for seconds, count in zip(work, workers, strict=True)]
+    played = play(
+        schedule_lanes(plan.schedule, order, plan.microbatches),
+        [t / 3 for t in each],
+        [2 * t / 3 for t in each],
+        graph=order,
+    )
+    return replace(played, unit="seconds", title=f"{plan.spec} · at best", notes={"stages": str(plan.pipeline)})
 
 
 def _crossings(partition: Partition) -> list[dict[str, Any]]:

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from polylane.commands import inputs
-from polylane.commands.cut import cut, elements, held_bytes
+from polylane.commands.cut import cut, elements, held_bytes, lanes
 from polylane.commands.output import console, count, plural, print_json, ranges, write
 from polylane.errors import PolylaneError
+from polylane.observe import swimlane
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,15 +52,24 @@ class Row:
 
 
 def run(
-    path: str, *, plan: str | None, batch: int, settings: Sequence[str], file: Path | None = None, json: bool
+    path: str,
+    *,
+    plan: str | None,
+    batch: int,
+    settings: Sequence[str],
+    file: Path | None = None,
+    svg: Path | None = None,
+    json: bool,
 ) -> None:
-    """Capture, cut where there is a plan, write that down where asked to, and print.
+    """Capture, cut where there is a plan, write and draw that where asked to, and print.
 
     Raises:
         PolylaneError: what was given is wrong, or the file cannot be written.
     """
     if file is not None and plan is None:
         raise PolylaneError(f"--write {file} writes a plan: say which one with --plan, as in --plan pipeline=2")
+    if svg is not None and plan is None:
+        raise PolylaneError(f"--svg {svg} draws a plan: say which one with --plan, as in --plan pipeline=2")
     chosen = None if plan is None else inputs.read_plan(plan)
     recipe = inputs.open_recipe(path, settings)
     from polylane.runtime.launch import single_threaded
@@ -84,6 +94,9 @@ def run(
 
             write(file, dump(prepared.plan))
             found["file"] = str(file)
+        if svg is not None:
+            write(svg, swimlane.svg(lanes(prepared.main, prepared.plan, seconds)))
+            found["svg"] = str(svg)
     if json:
         print_json(found)
     else:
@@ -210,6 +223,8 @@ def _show(graph: Graph, found: dict[str, Any]) -> None:
         show_splits(found["plan"], {axis: split["lines"] for axis, split in found["splits"].items()})
     if "file" in found:
         print(f"\n{found['file']} has this plan")
+    if "svg" in found:
+        print(f"{found['svg']} shows a step of it as these times let it be at best")
 
 
 def show_splits(plan: str, splits: Mapping[str, Sequence[str]]) -> None:
