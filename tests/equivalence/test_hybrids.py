@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import table
 import torch
-from test_equivalence import by_work, case_of, objective_of, verdict_on
+import torch.nn.functional as F
+from test_equivalence import by_work, case_of, objective_of, sgd, verdict_on
+from torch import Tensor, nn
 
+from polylane import Mean
 from polylane.plan.fit import from_partition
 from polylane.plan.spec import parse
-from polylane.runtime.prepare import Prepared, prepare
-from polylane.verify import in_float64
+from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.verify import in_float64, verify
 
 ROWS = """
 model     / sizes / plan                                   / proof
@@ -61,3 +64,29 @@ def test_stages_with_meshes_of_their_own(row: table.Row) -> None:
     assert verdict.passed, f"{row}: worst {verdict.worst:.2g}, {verdict.culprit}"
     assert verdict.worst <= 1e-9 and verdict.replicas_equal and verdict.steps == 3
     assert any(d.gradient is not None for d in verdict.deviations)
+
+
+class ZeroAtTheStart(nn.Module):
+    """An early sum over samples that is zero until its weight is trained: at the start it could as well be a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x).relu()
+        return self.second(hidden), self.weight * hidden.sum()
+
+
+def total(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
+    out, early = model(batch[0])
+    return Mean(F.cross_entropy(out, batch[1], reduction="sum") + early, torch.ones_like(batch[1]).sum())
+
+
+@pytest.mark.parametrize("plan", ["[data=2 | 1]", "[1 | data=2]", "[data=3 | data=2]"])
+def test_an_early_sum_that_is_zero_at_the_start(plan: str) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(n, 6), torch.randint(0, 3, (n,))) for n in (7, 5, 4)]
+    verdict = verify(ZeroAtTheStart(), Objective("loss", total, sgd), batches, plan)
+    assert verdict.passed and verdict.worst <= 1e-9, verdict.culprit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ class Order(StrEnum):
 # Of an example batch; fewer than the fewest cannot be split unequally.
 FEWEST, MOST = 5, 32
 TOLERANCE = 1e-9
+NOISE = 0.1  # in every parameter, for values that are not the start's
 
 
 @dataclass
@@ -57,9 +59,7 @@ class _PartFails(Exception):
     pass
 
 
-def splits_exactly(
-    graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any], orders: dict[str, Order] | None = None
-) -> str | None:
+def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> str | None:
     """Whether the batch may be split: its parts' losses make up the whole's, and its buffers end the same.
 
     Args:
@@ -67,7 +67,6 @@ def splits_exactly(
         model: with its values; unchanged by this.
         loss: the user's.
         leaves: an example batch, flat.
-        orders: gets, for every value by its node's name, how its parts make up the whole's.
 
     Returns:
         None where splitting is exact (or cannot be tried, on the meta device); else one sentence for the user, that
@@ -76,21 +75,12 @@ def splits_exactly(
     whole = Whole(model, loss, lambda flat: flat)
     if any(parameter.is_meta for parameter in whole.parameters()):
         return None
-    count = min(max(sample_count(leaves), FEWEST), MOST)
-    batch = promoted(resized(leaves, count), torch.float64)
-    at_sample = count // 2 + 1
-    parts = [(0, count), (0, at_sample), (at_sample, count)]
-    runs = [
-        _Run(Part(stop - start, first=start, batch=count), _in_float64(whole, graph, take(batch, start, stop)))
-        for start, stop in parts
-    ]
-    nodes = {node.id: node for node in graph.nodes}
+    runs = _runs(graph, whole, leaves)
     differing: list[Node] = []
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), Promoted():
-        try:
-            outputs = _side_by_side(graph, runs, nodes, differing, {} if orders is None else orders)
-        except _PartFails as failure:
-            return str(failure)
+    try:
+        outputs = _side_by_side(graph, runs, differing, {})
+    except _PartFails as failure:
+        return str(failure)
     if not _makes_up(graph.mean, outputs, [run.part.samples for run in runs[1:]]):
         return _not_a_mean(graph, next((n for n in differing if not n.free), (differing or [graph.nodes[-1]])[0]))
     for name, buffer in runs[0].table["buffer"].items():
@@ -101,6 +91,47 @@ def splits_exactly(
                 f"{at(writer.source)}, and replicas would disagree; use data=1"
             )
     return None
+
+
+def seen_orders(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> dict[str, Order]:
+    """How the parts of a batch make up every value, by its node's name; empty where that cannot be tried.
+
+    Seen with the model's values and again with others nearby: at the start a value may be zero, which is a sum as well
+    as a mean.
+    """
+    whole = Whole(model, loss, lambda flat: flat)
+    if any(parameter.is_meta for parameter in whole.parameters()):
+        return {}
+    found: list[dict[str, Order]] = []
+    for noise in (0.0, NOISE):
+        runs = _runs(graph, whole, leaves)
+        for run in runs if noise else ():
+            random = torch.Generator().manual_seed(0)
+            for value in run.table["parameter"].values():
+                if value.is_floating_point():
+                    value.add_(noise * torch.randn(value.shape, generator=random).to(value))
+        orders: dict[str, Order] = {}
+        with contextlib.suppress(Exception):  # whoever prepares a training has seen why
+            _side_by_side(graph, runs, [], orders)
+        found.append(orders)
+    own, nearby = found
+    return {name: _agreed(order, nearby.get(name, order)) for name, order in own.items()}
+
+
+def _agreed(own: Order, nearby: Order) -> Order:
+    """What a value is that was seen twice."""
+    return own if own is nearby else nearby if own is Order.ALIKE else Order.OTHER
+
+
+def _runs(graph: Graph, whole: Whole, leaves: Sequence[Any]) -> list[_Run]:
+    """The whole of an example batch, and its two parts."""
+    count = min(max(sample_count(leaves), FEWEST), MOST)
+    batch = promoted(resized(leaves, count), torch.float64)
+    at_sample = count // 2 + 1
+    return [
+        _Run(Part(stop - start, first=start, batch=count), _in_float64(whole, graph, take(batch, start, stop)))
+        for start, stop in ((0, count), (0, at_sample), (at_sample, count))
+    ]
 
 
 def _in_float64(whole: Whole, graph: Graph, leaves: Sequence[Any]) -> Tables:
@@ -117,11 +148,17 @@ def _in_float64(whole: Whole, graph: Graph, leaves: Sequence[Any]) -> Tables:
     return table
 
 
+@torch.no_grad()
 def _side_by_side(
-    graph: Graph, runs: list[_Run], nodes: dict[str, Node], differing: list[Node], orders: dict[str, Order]
+    graph: Graph, runs: list[_Run], differing: list[Node], orders: dict[str, Order]
 ) -> list[list[Tensor]]:
     """Run the code node by node in all runs; each one's outputs. Notes where two parts do not make up the whole."""
-    code = graph.code.fx
+    with torch.random.fork_rng(devices=[]), Promoted():
+        return _interpreted(graph, runs, differing, orders)
+
+
+def _interpreted(graph: Graph, runs: list[_Run], differing: list[Node], orders: dict[str, Order]) -> list[list[Tensor]]:
+    code, nodes = graph.code.fx, {node.id: node for node in graph.nodes}
     last_use = {used: node for node in code.nodes for used in node.all_input_nodes}
     sizes = [run.part.samples for run in runs[1:]]
     for node in code.nodes:

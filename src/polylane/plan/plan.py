@@ -145,6 +145,11 @@ class Plan(_Strict):
         return Degrees(*(self.degree(axis, stage) for axis in MESH))
 
     @property
+    def meshes(self) -> tuple[Degrees, ...]:
+        """The mesh of every stage."""
+        return tuple(self.degrees(stage) for stage in range(self.pipeline))
+
+    @property
     def uniform(self) -> bool:
         """Whether all stages have the same mesh."""
         return all(self.aligned(0, stage) for stage in range(self.pipeline))

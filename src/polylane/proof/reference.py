@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from polylane.errors import PolylaneError
 from polylane.graph.batch import bounds, cloned, flatten, sample_count, sampled_leaves, take
 from polylane.graph.export import Loss, Whole, snapshot
 from polylane.graph.graph import Code
@@ -143,7 +144,14 @@ class _Loop:
             if start == stop:
                 continue
             part = Part(stop - start, start, samples, microbatch, step, self._seed)
-            result = self._run(take(leaves, start, stop, sampled), part)
+            try:
+                result = self._run(take(leaves, start, stop, sampled), part)
+            except Exception as error:
+                why = str(error).strip().partition("\n")[0]
+                raise PolylaneError(
+                    f"one worker fails on microbatch {microbatch}, {stop - start} of the {samples} samples of step "
+                    f"{step}'s batch: {type(error).__name__}: {why}"
+                ) from error
             if self._graph.mean:
                 (result[0] * ((stop - start) / samples)).backward()
                 total, count = total + result[0].item() * (stop - start), count + (stop - start)

@@ -18,7 +18,7 @@ from polylane.graph.capture import capture
 from polylane.graph.export import Loss
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, aligned, balanced
-from polylane.graph.samples import Order, orders_of, splits_exactly
+from polylane.graph.samples import Order, orders_of, seen_orders, splits_exactly
 from polylane.plan import fit
 from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Spec, parse
@@ -211,8 +211,9 @@ def prepare(
         trainable = optimized(parameters, objective.optimizer)
         graph = capture(model, objective.loss, rebuild(cloned(part)), trainable=trainable, in_float64=in_float64)
         if spec.data > 1 or microbatches > 1:
-            seen[objective.name] = orders = dict[str, Order]()
-            meets = _samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64, orders) or meets
+            meets = _samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64) or meets
+        if len({degrees.data for degrees in spec.meshes}) > 1:
+            seen[objective.name] = seen_orders(graph, model, objective.loss, cloned(few(leaves, 6)))
         main = next(iter(partitions.values()), None)
         known = seen.get(objective.name, {})
         partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, main, seconds, known)
@@ -345,13 +346,7 @@ def _first_layouts(
 
 
 def _samples_meet(
-    graph: Graph,
-    model: nn.Module,
-    loss: Loss,
-    leaves: list[Any],
-    microbatches: int,
-    in_float64: bool,
-    orders: dict[str, Order],
+    graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], microbatches: int, in_float64: bool
 ) -> bool:
     """Whether the loss of a batch is not made up of its parts' losses: replicas then have to split the operators.
 
@@ -359,7 +354,7 @@ def _samples_meet(
         PolylaneError: so it is, and there are microbatches.
     """
     try:
-        reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))), orders)
+        reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))))
     except PolylaneError:
         raise
     except Exception as error:

@@ -73,7 +73,7 @@ class Relays:
             return 1.0
         producer, consumer = (peer, self.rank) if gradient else (self.rank, peer)
         start, stop, weight = self._share(producer if self.orders[value] is Order.MEAN else consumer, samples)
-        return weight * (stop - start) / samples
+        return self._counts(producer, samples) * weight * (stop - start) / samples
 
     def _piece(self, value: str, sender: int, receiver: int, samples: int, gradient: bool) -> Box | None:
         key = (value, sender, receiver, samples, gradient)
