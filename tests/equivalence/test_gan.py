@@ -64,7 +64,11 @@ PLANS = ("data=2", "pipeline=2,microbatches=3", "data=2,pipeline=2,microbatches=
 SPLIT = ("tensor=2", "tensor=3", "sequence=2", "data=2,tensor=2", "pipeline=2,tensor=2,microbatches=2")
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *SPLIT])
+# The discriminator is on other stages for its own loss than for the generator's.
+UNEVEN = ("[data=2 | tensor=2],microbatches=2", "[1 | data=2 | tensor=2],microbatches=2")
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *SPLIT, *UNEVEN])
 def test_two_objectives_train_as_a_plain_loop_does(plan: str) -> None:
     prepared = prepare(network(), objectives_of(LOSSES, OPTIMIZERS, None), images(10, 0), plan, in_float64=True)
 

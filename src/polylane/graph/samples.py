@@ -107,7 +107,7 @@ def seen_orders(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any
         runs = _runs(graph, whole, leaves)
         for run in runs if noise else ():
             random = torch.Generator().manual_seed(0)
-            for value in run.table["parameter"].values():
+            for value in (*run.table["parameter"].values(), *run.table["buffer"].values()):
                 if value.is_floating_point():
                     value.add_(noise * torch.randn(value.shape, generator=random).to(value))
         orders: dict[str, Order] = {}
@@ -115,7 +115,7 @@ def seen_orders(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any
             _side_by_side(graph, runs, [], orders)
         found.append(orders)
     own, nearby = found
-    return {name: _agreed(order, nearby.get(name, order)) for name, order in own.items()}
+    return {name: _agreed(order, nearby.get(name, Order.OTHER)) for name, order in own.items()}
 
 
 def _agreed(own: Order, nearby: Order) -> Order:
@@ -299,6 +299,8 @@ def _related(value: Any, parts: list[Any], sizes: list[int]) -> bool:
 
 def _order(node: Node, value: Tensor, parts: list[Tensor], sizes: list[int]) -> Order:
     dim = node.batch_dim
+    if value.is_floating_point() and bool(value.isnan().any()):
+        return Order.OTHER  # nothing can be seen of it
     if dim is not None:
         rest = {tuple(n for d, n in enumerate(t.shape) if d != dim) for t in (value, *parts)}
         return Order.ROWS if len(rest) == 1 and _equal(value, torch.cat(parts, dim)) else Order.OTHER
@@ -318,7 +320,7 @@ def orders_of(graph: Graph, seen: Mapping[str, Order]) -> dict[str, Order]:
 
     Args:
         graph: seen or not.
-        seen: by node name, of this graph or another one of the same model; see :func:`splits_exactly`.
+        seen: by node name; see :func:`seen_orders`.
 
     Returns:
         By node name. What is the same for parts of one batch counts as their mean if it depends on them: it may be so
@@ -336,17 +338,17 @@ def orders_of(graph: Graph, seen: Mapping[str, Order]) -> dict[str, Order]:
         continuous = isinstance(val, Tensor) and (val.is_floating_point() or val.is_complex())
         order = seen.get(described.name)
         if order is None:
-            order = Order.ALIKE if described.batch_dim is None else _rows(described, val, graph.samples)
-        if order is Order.ALIKE and node in moving:
-            order = Order.MEAN if continuous else Order.OTHER if described.name not in seen else Order.ALIKE
+            order = _unseen(described, val, graph.samples) if node in moving else Order.ALIKE
+        elif order is Order.ALIKE and node in moving and continuous:
+            order = Order.MEAN
         result[described.name] = order
     return result
 
 
-def _rows(node: Node, val: Any, samples: int) -> Order:
-    """Where nothing was computed: rows of samples lie in order if each sample has one."""
-    assert node.batch_dim is not None
-    return Order.ROWS if isinstance(val, Tensor) and node.shape[node.batch_dim] == samples else Order.OTHER
+def _unseen(node: Node, val: Any, samples: int) -> Order:
+    """Where nothing was computed: rows of samples lie in order if each sample has one. Of all else nothing is known."""
+    rows = isinstance(val, Tensor) and node.batch_dim is not None and node.shape[node.batch_dim] == samples
+    return Order.ROWS if rows else Order.OTHER
 
 
 def _same_elements(value: Tensor, parts: list[Tensor]) -> bool:
@@ -361,8 +363,10 @@ def _equal(a: Tensor, b: Any) -> bool:
         return False
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b.to(a.dtype))
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)  # what the caller's promotion makes of one it may not make of the other
     scale = float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if a.numel() else 0.0
-    return torch.allclose(a, b.to(a.dtype), rtol=TOLERANCE, atol=TOLERANCE * max(scale, 1e-30), equal_nan=True)
+    return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * max(scale, 1e-30), equal_nan=True)
 
 
 def _not_a_mean(graph: Graph, node: Node) -> str:

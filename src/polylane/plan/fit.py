@@ -116,7 +116,7 @@ def _pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
         if first > begin and not all(node.free for node in nodes[begin:first]):
             raise PolylaneError(f"{plan.title}: stages: {_left_out(graph, range(begin, first), found)}")
         if first < begin:
-            other = next(stage for a, b, stage in found if a <= first <= b and (a, b, stage) != (first, last, index))
+            other = next(stage for a, b, stage in result if a <= first <= b)
             raise PolylaneError(
                 f"{plan.title}: stages.{index}.nodes: {nodes[first].name} is on stage {other} already: every node has "
                 "one stage"

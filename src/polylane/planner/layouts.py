@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from polylane.graph.partition import Partition
+from polylane.placement.placement import Shard
 from polylane.plan.plan import Plan
 from polylane.planner.layout import Layout, choose_layout, layout_like
 
@@ -37,6 +38,17 @@ class Layouts:
         """Every layout once, in the order of the stages."""
         return tuple({id(layout): layout for layout in self.stages if layout is not None}.values())
 
+    def cuts(self, names: Collection[str]) -> list[str]:
+        """Those of some parameters and buffers of which a rank has only a part."""
+        return sorted(
+            str(source.role[1])
+            for layout in self.distinct
+            for key, source in layout.view.sources.items()
+            if source.role[0] in ("parameter", "buffer")
+            and source.role[1] in names
+            and any(isinstance(split.sources.get(key), Shard) for split in layout.splits.values())
+        )
+
     @property
     def together(self) -> bool:
         """Whether replicas split operators too: samples meet in this graph."""
@@ -59,8 +71,7 @@ def choose_layouts(
     """Choose how the operators of every stage lie on its mesh.
 
     The whole graph is laid out once for every mesh that there is, so that all stages that have it fit together. What
-    crosses between two meshes is whole values or parts of them, on both sides; parameters that stages with different
-    meshes share are whole on all of them.
+    crosses between two meshes is whole values or parts of them, on both sides.
 
     Args:
         samples: of a microbatch.
@@ -68,7 +79,6 @@ def choose_layouts(
         sampled: as for :func:`polylane.planner.layout.choose_layout`; empty where samples do not meet.
     """
     plain = crossing_meshes(partition, plan)
-    whole = {**dict.fromkeys(_shared(partition, plan), SHARED_BY), **(whole or {})}
     found: dict[tuple[int, ...], Layout | None] = {}
     for stage in range(plan.pipeline):
         mesh = plan.degrees(stage)
@@ -103,10 +113,11 @@ def crossing_meshes(partition: Partition, plan: Plan) -> frozenset[str]:
     )
 
 
-def _shared(partition: Partition, plan: Plan) -> set[str]:
-    """The parameters and buffers that stages with different meshes hold."""
+def shared(partitions: Iterable[Partition], plan: Plan) -> set[str]:
+    """The parameters and buffers that stages with different meshes hold, in any of a model's graphs."""
     holders: dict[str, list[int]] = {}
-    for stage in range(partition.stages):
-        for name in (*partition.parameters(stage), *partition.buffers(stage)):
-            holders.setdefault(name, []).append(stage)
+    for partition in partitions:
+        for stage in range(partition.stages):
+            for name in (*partition.parameters(stage), *partition.buffers(stage)):
+                holders.setdefault(name, []).append(stage)
     return {name for name, stages in holders.items() if not all(plan.aligned(stages[0], s) for s in stages)}

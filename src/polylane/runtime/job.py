@@ -338,18 +338,19 @@ class Job:
         key = form if training else (name, form)
         if key not in lanes:
             ahead = self._prepared.evaluations.get(name) if not training and form == self._signature else None
-            partition = ahead or self._captured(name, self._rebuild(few(batch.leaves, 4, batch.sampled)), training)
+            partition = ahead or self._captured(name, batch, training)
             self._refuse_moved(partition)
             layouts = self._prepared.layouts_of(partition)
             lanes[key] = self.lane(partition, programs_of(partition, self.plan, self._holders, training, layouts))
         return lanes[key]
 
-    def _captured(self, name: str, batch: Any, training: bool) -> Partition:
-        prepared = self._prepared
+    def _captured(self, name: str, batch: Batch, training: bool) -> Partition:
+        prepared, example = self._prepared, self._rebuild(few(batch.leaves, 4, batch.sampled))
+        main = prepared.partitions[name]
         with self._wholes.in_model(self._materialized):
-            return recaptured(
-                self.model, prepared.objectives[name], prepared.partitions[name], batch, training, prepared.in_float64
-            )
+            partition = recaptured(self.model, prepared.objectives[name], main, example, training, prepared.in_float64)
+            prepared.look_at(partition, name, example)
+        return partition
 
     def _refuse_moved(self, partition: Partition) -> None:
         for stage in range(self.plan.pipeline):

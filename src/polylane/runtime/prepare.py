@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +21,7 @@ from polylane.graph.samples import Order, orders_of, seen_orders, splits_exactly
 from polylane.plan import fit
 from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Spec, parse
-from polylane.planner.layouts import Layouts, choose_layouts, layouts_like
+from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
 from polylane.runtime.optimizer_probe import Untried, whole_parameters
 
 Parameters = list[tuple[str, nn.Parameter]]
@@ -54,7 +53,7 @@ class Prepared:
         layouts: how the operators of every stage are split, for every objective's graph; empty where none is.
         init: fills a module's own tensors, for a model on the meta device.
         whole: parameters that every rank holds whole for their optimizer's sake, and why.
-        seen: how the parts of a batch made up every value, by objective and node.
+        seen: how the parts of a batch made up every value, by node, for the graphs of which that was looked at.
     """
 
     model: nn.Module
@@ -66,7 +65,7 @@ class Prepared:
     layouts: dict[str, Layouts] = field(default_factory=dict)
     init: Callable[[nn.Module], None] | None = None
     whole: Mapping[str, str] = field(default_factory=dict)
-    seen: dict[str, Mapping[str, Order]] = field(default_factory=dict)
+    seen: list[tuple[Partition, Mapping[str, Order]]] = field(default_factory=list, repr=False, compare=False)
     _others: dict[int, tuple[Partition, Layouts]] = field(default_factory=dict, repr=False, compare=False)
 
     def axes(self, stage: int) -> tuple[str, ...]:
@@ -92,16 +91,22 @@ class Prepared:
             PolylaneError: a value crosses between stages with different numbers of replicas, and cannot be divided
             anew.
         """
-        replicas = [self.plan.degree("data", stage) for stage in range(self.plan.pipeline)]
+        replicas = [degrees.data for degrees in self.plan.meshes]
         if len(set(replicas)) == 1:  # each replica's part stays with that replica
             return {crossing.value: Order.ROWS for crossing in partition.crossings}
-        own = [seen for name, seen in self.seen.items() if self.partitions[name] is partition]
-        orders = orders_of(partition.graph, ChainMap(*(dict(seen) for seen in (*own, *self.seen.values()))))
+        orders = orders_of(partition.graph, next((seen for other, seen in self.seen if other is partition), {}))
         for crossing in partition.crossings:
             counts = {replicas[stage] for stage in (crossing.producer, *crossing.consumers)}
             if orders[crossing.value] is Order.OTHER and len(counts) > 1:
                 raise PolylaneError(f"{self.plan.title}: {_cannot_cross(partition, crossing.value, sorted(counts))}")
         return orders
+
+    def look_at(self, partition: Partition, objective: str, batch: Any) -> None:
+        """See how the parts of a batch make up the values of one more of the model's graphs, where that matters."""
+        if len({degrees.data for degrees in self.plan.meshes}) > 1:
+            leaves = cloned(few(flatten(batch)[0], 6))
+            seen = seen_orders(partition.graph, self.model, self.objectives[objective].loss, leaves)
+            self.seen.append((partition, seen))
 
     @property
     def main(self) -> Partition:
@@ -206,17 +211,18 @@ def prepare(
     hand = max(2, -(-total // (microbatches * spec.data)))
     part = few(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
-    partitions, meets, seen = dict[str, Partition](), False, dict[str, Mapping[str, Order]]()
+    partitions, meets, seen = dict[str, Partition](), False, list[tuple[Partition, Mapping[str, Order]]]()
     for objective in objectives.values():
         trainable = optimized(parameters, objective.optimizer)
         graph = capture(model, objective.loss, rebuild(cloned(part)), trainable=trainable, in_float64=in_float64)
         if spec.data > 1 or microbatches > 1:
             meets = _samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64) or meets
+        known = dict[str, Order]()
         if len({degrees.data for degrees in spec.meshes}) > 1:
-            seen[objective.name] = seen_orders(graph, model, objective.loss, cloned(few(leaves, 6)))
+            known = seen_orders(graph, model, objective.loss, cloned(few(leaves, 6)))
         main = next(iter(partitions.values()), None)
-        known = seen.get(objective.name, {})
         partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, main, seconds, known)
+        seen.append((partitions[objective.name], known))
     chosen = _plan_of(next(iter(partitions.values())), spec, microbatches)
     evaluations = {
         name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
@@ -229,7 +235,9 @@ def prepare(
             partitions, chosen, -(-total // microbatches), whole, sampled_leaves(leaves) if meets else ()
         )
     prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init, whole, seen)
-    for partition in partitions.values():
+    for name, partition in evaluations.items():
+        prepared.look_at(partition, name, rebuild(cloned(leaves)))
+    for partition in (*partitions.values(), *evaluations.values()):
         prepared.orders_of(partition)  # so that what cannot be is refused here
     for partition in evaluations.values():
         prepared.layouts_of(partition)  # once, for all workers that are forked from here
@@ -324,12 +332,18 @@ def _layouts(
     partitions: Mapping[str, Partition], plan: Plan, samples: int, whole: Mapping[str, str], sampled: Sequence[bool]
 ) -> dict[str, Layouts]:
     layouts: dict[str, Layouts] = {}
+    whole = {**dict.fromkeys(shared(partitions.values(), plan), SHARED_BY), **whole}
     for name, partition in partitions.items():
         first = next(iter(layouts.values()), None)
         if first is None:
             layouts[name] = _first_layouts(partition, plan, samples, whole, sampled)
         else:
             layouts[name] = layouts_like(first, partition, plan)
+        if cut := layouts[name].cuts(shared(partitions.values(), plan)):
+            raise PolylaneError(
+                f"{plan.title}: {cut[0]} is on stages with different meshes, but cannot be whole on all of them: give "
+                "these stages the same mesh"
+            )
     return layouts
 
 
