@@ -242,19 +242,23 @@ def _numbers(data: dict[str, Any]) -> list[str]:
 
 
 def _show_cut(out: Console, found: dict[str, Any]) -> None:
-    columns = ("first node", "last node", "nodes", "parameters", "values held", "time")
-    stages = _table(found["plan"], "stage", "workers", "mesh", "after", *columns, left=6)
+    # In a chain of meshes that are all alike the title says it.
+    alike = len({stage["mesh"] for stage in found["stages"]}) == 1
+    alike = alike and all(stage["after"] == list(range(n))[-1:] for n, stage in enumerate(found["stages"]))
+    apart = () if alike else ("mesh", "after")
+    columns = ("nodes", "parameters", *(() if alike else ("values held",)), "time")
+    stages = _table(found["plan"], "stage", "workers", *apart, "first node", "last node", *columns, left=4 + len(apart))
     for stage in found["stages"]:
+        own = () if alike else (stage["mesh"], ", ".join(map(str, stage["after"])) or "-")
         stages.add_row(
             str(stage["stage"]),
             ranges(stage["devices"]),
-            stage["mesh"],
-            ", ".join(map(str, stage["after"])) or "-",
+            *own,
             stage["first"],
             stage["last"],
             str(stage["nodes"]),
             count(stage["parameters"]),
-            count(stage["held"], "B"),
+            *(() if alike else (count(stage["held"], "B"),)),
             f"{stage['time_share']:.1%}",
         )
     out.print(stages)
