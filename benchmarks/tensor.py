@@ -111,12 +111,12 @@ RACES: dict[str, tuple[Callable[[], Task], Callable[[Task], list[Contender]]]] =
 def main() -> None:
     """Run the races and print their tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tensor", description=__doc__)
-    parser.add_argument("tasks", nargs="*", default=list(RACES), choices=list(RACES))
+    parser.add_argument("tasks", nargs="*", choices=[*RACES, []], metavar="{" + ",".join(RACES) + "}")
     parser.add_argument("--rounds", type=int, default=7, help="turns that each contender has (default 7)")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn (default 4)")
     options = parser.parse_args()
     torch.set_num_threads(1)  # before anything runs: the contenders are forked
-    for name in options.tasks:
+    for name in options.tasks or RACES:
         make, field = RACES[name]
         task = make()
         entries = field(task)
