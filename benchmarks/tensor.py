@@ -111,10 +111,12 @@ RACES: dict[str, tuple[Callable[[], Task], Callable[[Task], list[Contender]]]] =
 def main() -> None:
     """Run the races and print their tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tensor", description=__doc__)
-    parser.add_argument("tasks", nargs="*", choices=[*RACES, []], metavar="{" + ",".join(RACES) + "}")
+    parser.add_argument("tasks", nargs="*", metavar="{" + ",".join(RACES) + "}", help="which races (default: all)")
     parser.add_argument("--rounds", type=int, default=7, help="turns that each contender has (default 7)")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn (default 4)")
     options = parser.parse_args()
+    for name in set(options.tasks) - set(RACES):
+        parser.error(f"there is no race {name}: take {', '.join(RACES)}")
     torch.set_num_threads(1)  # before anything runs: the contenders are forked
     for name in options.tasks or RACES:
         make, field = RACES[name]

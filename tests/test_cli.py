@@ -222,6 +222,10 @@ def test_version() -> None:
         ("train tiny.py --epochs 1 --steps 2", "--epochs and --steps exclude each other"),
         ("train tiny.py --clip-norm 0", "--clip-norm must be above 0, not 0"),
         ("verify tiny.py --clip-norm nan", "--clip-norm must be above 0"),
+        (
+            "train tiny.py --workers 4 --plan '[data=2 | 1]'",
+            "--workers 4, but the plan takes 3 ([data=2 | 1]): they must be",
+        ),
         ("train tiny.py --workers 3 --plan data=2", "--workers 3, but the plan takes 2 (data=2 times pipeline=1)"),
         ("verify tiny.py --workers 1 --plan pipeline=2", "--workers 1, but the plan takes 2"),
         (

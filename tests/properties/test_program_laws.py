@@ -26,9 +26,6 @@ from synthetic import graph
 MESHES = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 3), (1, 3, 2), (2, 2, 2)]
 
 
-SCHEDULE = st.sampled_from(sorted(SCHEDULES))
-
-
 @dataclass(frozen=True)
 class Lowered:
     partition: Partition
@@ -60,31 +57,16 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 @st.composite
-def lowereds(draw: st.DrawFn) -> Lowered:
-    made = draw(graphs())
-    allowed = cut_positions(made)
-    cuts = tuple(sorted(draw(st.sets(st.sampled_from(allowed), max_size=4)))) if allowed else ()
-    partition = Partition(made, cuts)
-    data, sequence, tensor = draw(st.sampled_from(MESHES))
-    schedule = draw(SCHEDULE)
-    spec = Spec(data, len(cuts) + 1, schedule, tensor=tensor, sequence=sequence)
-    plan = from_partition(partition, spec, draw(st.integers(1, 6)))
-    axes = st.sets(st.sampled_from(["sequence", "tensor"]))
-    partial = draw(st.dictionaries(st.sampled_from(sorted(made.parameters)), axes)) if made.parameters else {}
-    partials = (partial,) * plan.pipeline
-    return Lowered(partition, plan, partial, lower(partition, plan, None, partials))
-
-
-@st.composite
-def hybrids(draw: st.DrawFn) -> Lowered:
-    """As :func:`lowereds`, each stage with a mesh of its own."""
+def lowereds(draw: st.DrawFn, alike: bool = True) -> Lowered:
+    """A graph cut anywhere, on meshes that are alike or not."""
     made = draw(graphs())
     allowed = cut_positions(made)
     cuts = tuple(sorted(draw(st.sets(st.sampled_from(allowed), max_size=4)))) if allowed else ()
     partition = Partition(made, cuts)
     degrees = st.sampled_from(MESHES).map(lambda mesh: Degrees(*mesh))
-    spec = Spec.of_meshes([draw(degrees) for _ in range(partition.stages)], draw(SCHEDULE), None, "float32")
-    plan = from_partition(partition, spec, draw(st.integers(1, 4)))
+    meshes = [draw(degrees)] * partition.stages if alike else [draw(degrees) for _ in range(partition.stages)]
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    plan = from_partition(partition, Spec.of_meshes(meshes, schedule, None, "float32"), draw(st.integers(1, 6)))
     axes = st.sets(st.sampled_from(["sequence", "tensor"]))
     partial = draw(st.dictionaries(st.sampled_from(sorted(made.parameters)), axes)) if made.parameters else {}
     return Lowered(partition, plan, partial, lower(partition, plan, None, (partial,) * plan.pipeline))
@@ -122,14 +104,14 @@ def played(programs: tuple[Program, ...], seed: int = 0) -> int:
     return done
 
 
-@given(lowereds() | hybrids(), st.integers(0, 3))
+@given(lowereds() | lowereds(alike=False), st.integers(0, 3))
 @settings(deadline=None)
 def test_every_program_runs_to_its_end(made: Lowered, seed: int) -> None:
     check(made.programs)
     assert played(made.programs, seed) == sum(len(p.actions) for p in made.programs)
 
 
-@given(hybrids())
+@given(lowereds(alike=False))
 @settings(deadline=None)
 def test_every_gradient_is_summed_once_where_meshes_differ(made: Lowered) -> None:
     """Of every summand exactly one rank of its mesh adds it, and all who hold the parameter get the sum."""
@@ -149,7 +131,7 @@ def test_every_gradient_is_summed_once_where_meshes_differ(made: Lowered) -> Non
             assert (rank in bucket.silent) == any(index for axis, index in at.items() if axis not in summed)
 
 
-@given(lowereds() | hybrids())
+@given(lowereds() | lowereds(alike=False))
 @settings(deadline=None)
 def test_evaluation_runs_to_its_end(made: Lowered) -> None:
     programs = lower_evaluation(made.partition, made.plan)

@@ -39,7 +39,7 @@ def choose_plan(text: str | None, workers: int | None) -> Spec | Plan:
     """
     plan = Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1"))) if text is None else read_plan(text)
     if workers is not None and plan.workers != workers:
-        product = " times ".join(degrees(plan))
+        product = " times ".join(specs.degrees_of(plan.meshes))
         raise PolylaneError(f"--workers {workers}, but the plan takes {plan.workers} ({product}): they must be equal")
     most = max(MOST_STARTED, EACH_CORE * (os.cpu_count() or 1))
     if plan.workers > most and "RANK" not in os.environ:
@@ -69,16 +69,6 @@ def _is_there(text: str) -> bool:
         return bool(text.strip()) and Path(text).exists()
     except OSError:
         return False
-
-
-def degrees(plan: Spec | Plan) -> list[str]:
-    """``data=2``, ``pipeline=1``; ``sequence=2`` and ``tensor=4`` where there is such a split: what workers are for."""
-    inner = {"sequence": plan.sequence, "tensor": plan.tensor}
-    return [
-        f"data={plan.data}",
-        f"pipeline={plan.pipeline}",
-        *(f"{axis}={degree}" for axis, degree in inner.items() if degree > 1),
-    ]
 
 
 def positive(option: str, value: float | None) -> None:

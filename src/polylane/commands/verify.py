@@ -14,6 +14,7 @@ from rich.table import Table
 from polylane.commands import inputs
 from polylane.commands.output import console, plural, print_json
 from polylane.errors import PolylaneError
+from polylane.plan.spec import degrees_of
 
 if TYPE_CHECKING:
     from polylane.plan.plan import Plan
@@ -66,7 +67,7 @@ def _refuse_too_small(batch: int, plan: Spec | Plan) -> None:
 
 
 def _line(plan: Spec | Plan) -> str:
-    return ",".join([*inputs.degrees(plan), f"schedule={plan.schedule}"])
+    return ",".join([*degrees_of(plan.meshes), f"schedule={plan.schedule}"])
 
 
 def _prove(

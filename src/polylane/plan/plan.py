@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from polylane.errors import PolylaneError
 from polylane.plan import reading
 from polylane.plan.pins import check_axes, read_pattern
-from polylane.plan.spec import Degrees, Spec, check_workers
+from polylane.plan.spec import Degrees, Spec, check_workers, degrees_of
 
 # What counts something; true is no number here, nor is "2".
 _Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
@@ -231,10 +231,7 @@ class Plan(_Strict):
     @property
     def spec(self) -> str:
         """The plan in one line; the stages' bounds and their placements are left out."""
-        degrees = [f"data={self.data}", f"pipeline={self.pipeline}", *(f"{a}={self.degree(a)}" for a in self.axes)]
-        if not self.uniform:
-            degrees = [f"[{' | '.join(str(self.degrees(stage)) for stage in range(self.pipeline))}]"]
-        line = ",".join([*degrees, f"schedule={self.schedule}", f"microbatches={self.microbatches}"])
+        line = ",".join([*degrees_of(self.meshes), f"schedule={self.schedule}", f"microbatches={self.microbatches}"])
         return line if self.precision == "float32" else f"{line},precision={self.precision}"
 
 
@@ -292,7 +289,7 @@ def _check_meshes(plan: Plan) -> None:
         if len(stage.devices) != math.prod(stage.mesh.values()):
             mesh = ", ".join(f"{axis}={stage.degree(axis)}" for axis in MESH if axis in stage.mesh) or "data=1"
             raise PolylaneError(f"{plan.title}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
-    check_workers(plan.workers, {axis: plan.degree(axis) for axis in MESH} | {"pipeline": plan.pipeline})
+    check_workers(plan.workers, degrees_of(plan.meshes))
     check_axes([stage.placements for stage in plan.stages], [plan.axes_of(s) for s in range(plan.pipeline)], plan.title)
 
 

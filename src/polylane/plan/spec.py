@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,7 +60,9 @@ class Spec:
     stages: tuple[Degrees, ...] = ()
 
     def __post_init__(self) -> None:
-        check_workers(self.workers, {axis: getattr(self, axis) for axis in DEGREES})
+        each = {axis: getattr(self, axis) for axis in DEGREES}
+        said = degrees_of(self.stages) if self.stages else [f"{axis}={_shown(n)}" for axis, n in each.items() if n > 1]
+        check_workers(self.workers, said)
 
     @classmethod
     def of_meshes(cls, meshes: Sequence[Degrees], schedule: str, microbatches: int | None, precision: str) -> Spec:
@@ -82,15 +84,28 @@ class Spec:
         return self.data * self.pipeline * self.sequence * self.tensor
 
 
-def check_workers(workers: int, degrees: Mapping[str, int]) -> None:
+def degrees_of(meshes: Sequence[Degrees]) -> list[str]:
+    """What a plan's workers are for: ``data=2``, ``pipeline=1``, and ``tensor=4`` where there is such a split.
+
+    Where stages have meshes of their own, these: ``[data=2 | 1]``.
+    """
+    if len(set(meshes)) > 1:
+        return [f"[{' | '.join(map(str, meshes))}]"]
+    data, sequence, tensor = meshes[0]
+    inner = {"sequence": sequence, "tensor": tensor}
+    return [f"data={data}", f"pipeline={len(meshes)}", *(f"{axis}={n}" for axis, n in inner.items() if n > 1)]
+
+
+def check_workers(workers: int, degrees: Sequence[str]) -> None:
     """Refuse more workers than any machine has, before anything is computed for each of them.
 
     Raises:
         PolylaneError: with the degrees that make them so many.
     """
     if workers > MOST:
-        product = " times ".join(f"{axis}={_shown(n)}" for axis, n in degrees.items() if n > 1)
-        raise PolylaneError(f"{product} would be more than {MOST:,} workers, the most that a plan can have")
+        raise PolylaneError(
+            f"{' times '.join(degrees)} would be more than {MOST:,} workers, the most that a plan can have"
+        )
 
 
 def parse(text: str) -> Spec:
@@ -129,6 +144,8 @@ def _parsed(text: str) -> Spec:
 
 def _mesh(text: str, stage: int) -> Degrees:
     """The mesh of one stage: "data=2,tensor=2", or "1" for one worker."""
+    if not text.strip():
+        raise PolylaneError(f"stage {stage} has no mesh: write 1 for one worker")
     degrees: dict[str, int] = {}
     for item in filter(None, (piece.strip() for piece in text.split(","))) if text.strip() != "1" else ():
         key, equals, value = (piece.strip() for piece in item.partition("="))
@@ -140,8 +157,6 @@ def _mesh(text: str, stage: int) -> Degrees:
         if key in degrees:
             raise PolylaneError(f"stage {stage}: {key} is given twice")
         degrees[key] = _count(key, value)
-    if not text.strip():
-        raise PolylaneError(f"stage {stage} has no mesh: write 1 for one worker")
     return Degrees(**degrees)
 
 
