@@ -263,7 +263,7 @@ def test_version() -> None:
     ],
 )
 def test_bad_command_lines(here: Path, line: str, sentence: str) -> None:
-    result = call(*line.split())
+    result = call(*shlex.split(line))
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("polylane: ")
