@@ -25,7 +25,16 @@ BYTES_PER_SECOND = 1e10
 OVERHEAD_SECONDS = 5e-6
 
 
+# Seconds of a node's forward and of its backward pass.
+Both = tuple[float, float]
+
+
 def estimate(graph: Graph) -> tuple[float, ...]:
+    """Seconds of every node, forward and backward together, by nominal rates."""
+    return tuple(map(sum, _estimated(graph)))
+
+
+def _estimated(graph: Graph) -> tuple[Both, ...]:
     """Seconds of every node, forward and backward, by the roofline: operations or bytes, whichever takes longer.
 
     A backward pass computes two products for each one of the forward pass. (Roofline: Williams et al., CACM 2009.)
@@ -35,20 +44,25 @@ def estimate(graph: Graph) -> tuple[float, ...]:
     for node in graph.nodes:
         moved = node.bytes + sum(by_name[name].bytes for name in node.inputs)
         forward = OVERHEAD_SECONDS + max(node.flops / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
-        result.append(forward * (3 if node.requires_grad else 1))
+        result.append((forward, 2 * forward if node.requires_grad else 0.0))
     return tuple(result)
 
 
 def measure(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> tuple[float, ...]:
+    """Seconds of every node of ``graph``, forward and backward together: see :func:`measure_both`."""
+    return tuple(map(sum, measure_both(graph, model, loss, leaves)))
+
+
+def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> tuple[Both, ...]:
     """Seconds of every node of ``graph``, forward and backward, on the batch ``leaves``.
 
     Each kind of node (the same operator on the same shapes) runs :data:`REPEATS` times after a warm-up, and so does its
     backward pass with respect to all that it reads; the median counts, for all nodes of the kind. Weights, buffers,
     gradients and the random state stay as they were. Where nothing can be measured, on the meta device, or where there
-    is nothing to choose, in an opaque graph: :func:`estimate`.
+    is nothing to choose, in an opaque graph: nominal rates.
     """
     if graph.opaque or any(p.is_meta for p in model.parameters()):
-        return estimate(graph)
+        return _estimated(graph)
     whole = Whole(model, loss, lambda flat: flat)
     restore = snapshot(whole)
     try:
@@ -57,15 +71,15 @@ def measure(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -
         restore()
 
 
-def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any]) -> tuple[float, ...]:
+def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any]) -> tuple[Both, ...]:
     samples = sample_count(leaves)
     own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     table, part = tables(whole, graph.code.constants, own), Part(samples, batch=samples)
     wait = _wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
     last_use = {used: node for node in graph.code.fx.nodes for used in node.all_input_nodes}
     values: dict[fx.Node, Any] = {}
-    seconds: dict[str, float] = {}
-    kinds: dict[Any, float] = {}
+    seconds: dict[str, Both] = {}
+    kinds: dict[Any, Both] = {}
     for node in graph.code.fx.nodes:
         if node.op == "placeholder":
             values[node] = bound(node, table, part)
@@ -114,8 +128,8 @@ def _once(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return _detached(node.target(*args, **kwargs))  # type: ignore[operator]
 
 
-def _timed(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]) -> float:
-    times = []
+def _timed(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]) -> Both:
+    times = list[Both]()
     for _ in range(REPEATS + 1):
         fresh = {used: _leaf(values[used]) for used in node.all_input_nodes}
         args, kwargs = fx.map_arg((node.args, node.kwargs), fresh.__getitem__)
@@ -124,12 +138,12 @@ def _timed(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]) 
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         wait()
         forward = time.perf_counter() - start
-        times.append(forward + _backward_seconds(result, list(fresh.values()), wait))
+        times.append((forward, _backward_seconds(result, list(fresh.values()), wait)))
     values[node] = _detached(result)
-    return statistics.median(times[1:])
+    return statistics.median(f for f, _ in times[1:]), statistics.median(b for _, b in times[1:])
 
 
-def _written(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]) -> float:
+def _written(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]) -> Both:
     """A write in place happens once, and without autograd, which would not let us write to what it must remember."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     flows = any(isinstance(values[used], Tensor) and values[used].requires_grad for used in node.all_input_nodes)
@@ -139,7 +153,7 @@ def _written(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]
         wait()
         seconds = time.perf_counter() - start
     values[node] = _written_value(result, flows)
-    return seconds * (2 if flows else 1)
+    return seconds, seconds if flows else 0.0
 
 
 def _written_value(result: Any, flows: bool) -> Any:

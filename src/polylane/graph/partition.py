@@ -128,7 +128,7 @@ def cut_positions(graph: Graph, staying: Collection[str] = ()) -> list[int]:
     data, or one of those that are to stay on their stage, and only before nodes that do work of their own.
     """
     closed = np.zeros(len(graph.nodes) + 1, dtype=np.int64)  # changes from one position to the next
-    last = _last_uses(graph)
+    last = last_uses(graph)
     spans = [*graph.uncut]
     stuck = {n.name for n in graph.nodes if not n.crossable} | set(staying)
     spans += [(i, last.get(n.name, i)) for i, n in enumerate(graph.nodes) if n.name in stuck and not n.free]
@@ -140,7 +140,7 @@ def cut_positions(graph: Graph, staying: Collection[str] = ()) -> list[int]:
     return [p for p in work[1:] if not inside[p]]  # a stage of nothing but free nodes would be none
 
 
-def _last_uses(graph: Graph) -> dict[str, int]:
+def last_uses(graph: Graph) -> dict[str, int]:
     """Position of the last node that reads each value; what gives the loss is read at the very end."""
     last = {name: position for position, node in enumerate(graph.nodes) for name in node.inputs}
     return last | dict.fromkeys(graph.outputs, len(graph.nodes) - 1)
@@ -149,7 +149,7 @@ def _last_uses(graph: Graph) -> dict[str, int]:
 def _live_bytes(graph: Graph) -> NDArray[np.float64]:
     """For every position, the bytes that a cut there makes travel: values still needed, tied weights in use after."""
     delta = np.zeros(len(graph.nodes) + 1)
-    for name, end in _last_uses(graph).items():
+    for name, end in last_uses(graph).items():
         start = graph.positions[name]
         node = graph.nodes[start]
         if not node.free and end > start:

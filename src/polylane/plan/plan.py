@@ -92,6 +92,8 @@ class Plan(_Strict):
     sync: Sync = Sync()
     precision: Literal["float32", "bfloat16"] = "float32"
     _file: str = pydantic.PrivateAttr("")
+    # Where every rank stands, and for which stages that was looked up: plans may have very many ranks.
+    _found: tuple[tuple[Stage, ...], dict[int, tuple[int, int]]] = pydantic.PrivateAttr(((), {}))
 
     def __eq__(self, other: object) -> bool:
         """Whether two plans say the same, wherever they were read."""
@@ -202,7 +204,7 @@ class Plan(_Strict):
         own, (_, replica) = self._where(rank)[0], self.place(rank)
         devices = self.stages[stage].devices
         if self.aligned(own, stage):
-            return (devices[self.stages[own].devices.index(rank)],)
+            return (devices[self._found[1][rank][1]],)
         if self.degree("data", own) != self.degree("data", stage):
             return devices
         size = len(devices) // self.degree("data", stage)
@@ -220,13 +222,15 @@ class Plan(_Strict):
 
     def _where(self, rank: int) -> tuple[int, dict[str, int]]:
         """The stage of a rank, and its index along each axis of the mesh."""
-        for number, stage in enumerate(self.stages):
-            if rank in stage.devices:
-                position, at = stage.devices.index(rank), dict[str, int]()
-                for axis in reversed(MESH):
-                    position, at[axis] = divmod(position, self.degree(axis, number))
-                return number, at
-        raise PolylaneError(f"rank {rank} is on none of the plan's stages")
+        if self._found[0] is not self.stages:
+            places = {r: (s, i) for s, stage in enumerate(self.stages) for i, r in enumerate(stage.devices)}
+            self._found = (self.stages, places)
+        if rank not in self._found[1]:
+            raise PolylaneError(f"rank {rank} is on none of the plan's stages")
+        (number, position), at = self._found[1][rank], dict[str, int]()
+        for axis in reversed(MESH):
+            position, at[axis] = divmod(position, self.degree(axis, number))
+        return number, at
 
     @property
     def spec(self) -> str:

@@ -25,6 +25,7 @@ def lower(
     plan: Plan,
     holders: Mapping[str, Collection[int]] | None = None,
     partial: Partials = (),
+    only: Collection[int] | None = None,
 ) -> tuple[Program, ...]:
     """Every worker's program, by rank.
 
@@ -35,19 +36,21 @@ def lower(
             same training does).
         partial: of every stage, parameter -> the operator axes along which every rank has only a summand of its
             gradient.
+        only: ranks whose programs are wanted; default: all. One of each stage is enough to know a plan's time.
 
     A value goes straight from the ranks that make it to those of every stage that need it; its gradient comes back the
     same way. On each directed pair of ranks, sends and receives are in the same order.
     """
     lanes = SCHEDULES[plan.schedule](StageGraph.of_edges(plan.pipeline, partition.edges), plan.microbatches)
-    buckets = _buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline)
+    wanted = frozenset(range(plan.workers) if only is None else only)
+    buckets = _buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
     programs = []
-    for rank in range(plan.workers):
+    for rank in sorted(wanted):
         (stage, replica), peers = plan.place(rank), [plan.peers(rank, other) for other in range(plan.pipeline)]
         receives = tuple(c for c in partition.crossings if stage in c.consumers)
         sends = tuple(c for c in partition.crossings if c.producer == stage)
         own = tuple(bucket for bucket in buckets if rank in bucket.ranks)
-        actions = [each for action in lanes[stage] for each in _with_communication(action, peers, receives, sends)]
+        actions = [each for action in lanes[stage] for each in with_communication(action, peers, receives, sends)]
         actions += [Action(Kind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
         actions.append(Action(Kind.STEP, stage))
         programs.append(
@@ -79,7 +82,7 @@ def lower_evaluation(partition: Partition, plan: Plan) -> tuple[Program, ...]:
 _TRAVEL = (Kind.SEND, Kind.RECEIVE)
 
 
-def _with_communication(
+def with_communication(
     action: Action, peers: Sequence[Sequence[int]], receives: Sequence[Crossing], sends: Sequence[Crossing]
 ) -> list[Action]:
     """A compute action between the receives it needs and the sends it makes possible; ``peers``: ranks by stage."""
@@ -98,7 +101,11 @@ def _with_communication(
 
 
 def _buckets(
-    partition: Partition, plan: Plan, others: Mapping[str, Collection[int]], partial: Partials
+    partition: Partition,
+    plan: Plan,
+    others: Mapping[str, Collection[int]],
+    partial: Partials,
+    wanted: frozenset[int],
 ) -> tuple[Bucket, ...]:
     """Gradients grouped by who sums them, in reverse order of first use, as a backward pass finishes them.
 
@@ -121,6 +128,7 @@ def _buckets(
     for holders, axes in sorted(alike, key=lambda key: (len(key[0]), key)):
         label = f"stage{holders[0]}" if len(holders) == 1 else "tied" + "-".join(map(str, holders))
         groups, silent = _summing(plan, holders, axes)
+        groups = [ranks for ranks in groups if not wanted.isdisjoint(ranks)]
         for number, names in enumerate(_filled(graph.parameters, alike[holders, axes])):
             name = ".".join([label, *dict.fromkeys(a for each in axes for a in each), str(number)])
             buckets += [Bucket(name, ranks, names, silent) for ranks in groups]

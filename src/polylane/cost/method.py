@@ -1,0 +1,60 @@
+"""Method: how a plan is carried out, as far as time and memory depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from polylane.errors import PolylaneError
+
+Recompute = Literal["none", "selective", "full"]
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+
+# Bytes of an element of a floating-point value in passes of each precision.
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Method:
+    """What the costs know of how training is done, the runtime's own way by default.
+
+    Attributes:
+        dtype: of the passes: "float32", "bfloat16", "float16".
+        masters: with 16-bit passes: parameters and optimizer states are float32, and a 16-bit copy of the parameters
+            is computed with (autocast, Megatron); without: all is 16-bit ("pure").
+        recompute: what is computed again in the backward pass instead of being kept: nothing; what attention keeps
+            ("selective": Korthikanti et al., 2022); or all between the inputs of blocks ("full": Chen et al., 2016).
+        chunks: virtual stages of every worker; more than 1 is interleaved 1F1B (Narayanan et al., 2021).
+        shard: what replicas hold a part of only: optimizer states, gradients as well, parameters as well (ZeRO-1, -2,
+            -3: Rajbhandari et al., 2020; the last is FSDP's FULL_SHARD, the second its SHARD_GRAD_OP).
+        overlap: whether gradients are reduced while the backward pass still runs.
+        every: steps from one reduction to the next (local SGD).
+
+    Raises:
+        PolylaneError: a number below 1.
+    """
+
+    dtype: str = "float32"
+    masters: bool = True
+    recompute: Recompute = "none"
+    chunks: int = 1
+    shard: Sharding = "none"
+    overlap: bool = True
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("chunks", self.chunks), ("every", self.every)):
+            if value < 1:
+                raise PolylaneError(f"{name} must be at least 1, not {value}")
+        if self.dtype not in ITEM:
+            raise PolylaneError(f"dtype {self.dtype!r}: choose one of {', '.join(ITEM)}")
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of a floating-point value in the passes."""
+        return ITEM[self.dtype]
+
+    @property
+    def low(self) -> bool:
+        """Whether the passes run in 16 bits."""
+        return self.item == 2
