@@ -1,0 +1,41 @@
+"""The presets: links and devices that one need not measure, by name."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from polylane.cluster import mapping
+from polylane.cluster.figures import figures
+
+
+@cache
+def link_presets() -> dict[str, dict[str, Any]]:
+    """The figures of every link, by name."""
+    return _presets(_file("links")["links"])
+
+
+@cache
+def device_presets() -> dict[str, dict[str, Any]]:
+    """The figures of every device, by name."""
+    return _presets(_file("devices"))
+
+
+@cache
+def usual_links() -> dict[str, dict[str, str]]:
+    """By which links devices are mostly linked: for a device's name, "link" inside a host and "hosts" between them."""
+    return dict(_file("links")["usual"])
+
+
+def _file(name: str) -> dict[str, Any]:
+    return mapping.parse((files("polylane.cluster") / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def _presets(named: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: {"kind": name, **_of(figures(given, {}, name))} for name, given in named.items()}
+
+
+def _of(given: object) -> dict[str, Any]:
+    assert isinstance(given, dict)
+    return given

@@ -1,0 +1,241 @@
+"""Cluster: devices and links as a tree, device < host < rack < site; ranks count its devices, host by host."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import pydantic
+
+from polylane.cluster.device import Device
+from polylane.cluster.link import Link, Natural, Positive, Share
+from polylane.cluster.span import Block, Level, Ranks, Span, span, within
+from polylane.errors import PolylaneError
+
+_Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
+
+# So many spans are kept; then they are forgotten, and found anew as they are asked for.
+_REMEMBERED = 2**16
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class Hosts(_Strict):
+    """Hosts that are alike, in one rack.
+
+    Attributes:
+        count: how many hosts.
+        devices: of each host; on a CPU host the workers that may run there.
+        device: each of them.
+        link: between the devices of a host; a host of one device needs none.
+        rack, site: names; what has the same is in the same. A rack is in one site.
+        cores: how many workers of a host may compute at once without slowing each other; None: all.
+        contention: how fast each of so many workers is that compute at once on cores enough, in parts of the speed of
+            one alone, since they share the host's memory. What is not told is on a line between what is.
+        speed: a factor for all of its devices (0.8: each takes 1 / 0.8 of the time).
+        price: per device and hour, instead of the device's own.
+    """
+
+    count: _Count = 1
+    devices: _Count = 1
+    device: Device
+    link: Link | None = None
+    rack: str = ""
+    site: str = ""
+    cores: _Count | None = None
+    contention: dict[_Count, Share] = {}
+    speed: Positive = 1.0
+    price: Natural | None = None
+
+
+class Links(_Strict):
+    """The links between hosts of a rack, racks of a site, and sites; None where there is but one of them."""
+
+    hosts: Link | None = None
+    racks: Link | None = None
+    sites: Link | None = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, and how they are linked.
+
+    Attributes:
+        hosts: groups of hosts; their devices have ranks in this order.
+        links: between hosts, racks and sites.
+        speeds: a factor for single devices, by rank: stragglers.
+
+    Raises:
+        PolylaneError: there are no hosts, something that several devices need to reach each other is missing, or a rank
+            is not there; naming the key of the cluster file.
+    """
+
+    hosts: tuple[Hosts, ...]
+    links: Links = field(default_factory=Links)
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    _blocks: tuple[Block, ...] = field(init=False, repr=False, compare=False)
+    _devices: dict[tuple[int, float], Device] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _spans: dict[Ranks, Span] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _shapes: dict[object, Span] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise PolylaneError("hosts: there must be at least one")
+        object.__setattr__(self, "_blocks", tuple(_laid_out(self.hosts)))
+        _check_links(self.hosts, self.links)
+        for rank, speed in self.speeds.items():
+            if not 0 <= rank < self.count:
+                raise PolylaneError(f"speeds.{rank}: there is no such device, they are 0 to {self.count - 1}")
+            if not 0 < speed < float("inf"):
+                raise PolylaneError(f"speeds.{rank} must be more than 0, not {speed}")
+
+    def __reduce__(self) -> tuple[type[Cluster], tuple[tuple[Hosts, ...], Links, dict[int, float]]]:
+        return Cluster, (self.hosts, self.links, dict(self.speeds))
+
+    @property
+    def count(self) -> int:
+        """How many devices there are; ranks are 0 to this."""
+        return self._blocks[-1].end
+
+    @property
+    def host_count(self) -> int:
+        """How many hosts there are."""
+        return self._blocks[-1].first_host + self._blocks[-1].hosts
+
+    @property
+    def price(self) -> float:
+        """Of all devices, per hour; 0 where it is not known."""
+        own = (group.device.price if group.price is None else group.price for group in self.hosts)
+        return sum(price * group.count * group.devices for price, group in zip(own, self.hosts, strict=True))
+
+    def device(self, rank: int) -> Device:
+        """The device of a rank, with its speed and price as they are in this cluster."""
+        return self._device(self._group(rank), self.speeds.get(rank, 1.0))
+
+    def devices(self, ranks: Ranks) -> list[Device]:
+        """The different devices of ranks, each once; quick for a range."""
+        self._check(ranks)
+        single = [rank for rank in self.speeds if rank in ranks]
+        keys = dict.fromkeys((self._group(rank), self.speeds[rank]) for rank in single)
+        for number, block in enumerate(self._blocks):
+            if within(ranks, block.first, block.end) > within(single, block.first, block.end):
+                keys[number, 1.0] = None
+        return [self._device(*key) for key in keys]
+
+    def host(self, rank: int) -> int:
+        """The number of a rank's host."""
+        block = self._blocks[self._group(rank)]
+        return block.first_host + (rank - block.first) // block.devices
+
+    def ranks(self, host: int) -> range:
+        """The ranks of a host."""
+        if not 0 <= host < self.host_count:
+            raise ValueError(f"there is no host {host}, they are 0 to {self.host_count - 1}")
+        block = self._blocks[bisect_right(self._blocks, host, key=lambda block: block.first_host) - 1]
+        first = block.first + (host - block.first_host) * block.devices
+        return range(first, first + block.devices)
+
+    def cores(self, rank: int) -> int | None:
+        """How many workers of a rank's host may compute at once without slowing each other; None: all."""
+        return self.hosts[self._group(rank)].cores
+
+    def contention(self, rank: int) -> Mapping[int, float] | None:
+        """How fast each of so many workers of a rank's host is that compute at once (:attr:`Hosts.contention`)."""
+        return self.hosts[self._group(rank)].contention or None
+
+    def span(self, ranks: Ranks) -> Span:
+        """The links that connect ranks, and how these are spread; groups that are spread alike share one span."""
+        key = ranks if isinstance(ranks, (range, tuple)) else tuple(ranks)
+        found = self._spans.get(key)
+        if found is None:
+            self._check(key)
+            links = self.links
+            between = {Level.RACK: links.hosts, Level.SITE: links.racks, Level.CLUSTER: links.sites}
+            new = span(self._blocks, between, key)
+            shape = new.ranks, *((id(c.link), c.level, c.edges, c.count, c.widest, c.units) for c in new.crossings)
+            if len(self._spans) >= _REMEMBERED:
+                self._spans.clear()
+            found = self._spans[key] = self._shapes.setdefault(shape, new)
+        return found
+
+    def level(self, ranks: Ranks) -> Level:
+        """What the narrowest part of the tree is that has all ranks."""
+        return self.span(ranks).level
+
+    def link(self, ranks: Ranks) -> Link:
+        """The link of the narrowest level that has all ranks; the slowest, where hosts have links of their own.
+
+        Raises:
+            ValueError: one rank, which needs none.
+        """
+        widest = self.span(ranks).at(self.level(ranks))
+        if not widest:
+            raise ValueError("one device needs no link")
+        return min((crossing.link for crossing in widest), key=lambda link: link.bandwidth)
+
+    def _group(self, rank: int) -> int:
+        if not 0 <= rank < self.count:
+            raise ValueError(f"there is no rank {rank}, they are 0 to {self.count - 1}")
+        return bisect_right(self._blocks, rank, key=lambda block: block.first) - 1
+
+    def _device(self, group: int, speed: float) -> Device:
+        key = group, speed
+        if key not in self._devices:
+            hosts = self.hosts[group]
+            price = hosts.device.price if hosts.price is None else hosts.price
+            change = {"speed": hosts.device.speed * hosts.speed * speed, "price": price}
+            self._devices[key] = hosts.device.model_copy(update=change)
+        return self._devices[key]
+
+    def _check(self, ranks: Ranks) -> None:
+        ends = (ranks[0], ranks[-1]) if isinstance(ranks, range) and ranks else ranks
+        if not ends or min(ends) < 0 or max(ends) >= self.count:
+            raise ValueError(f"ranks {ranks} are not all of 0 to {self.count - 1}")
+
+
+def along(degrees: Mapping[str, int], axis: str, rank: int = 0) -> range:
+    """The ranks that differ from one only on one axis of a mesh, the last of whose axes has consecutive ranks.
+
+    >>> along({"data": 4, "pipeline": 2, "tensor": 8}, "pipeline", 3)
+    range(3, 19, 8)
+    """
+    inner = 1
+    for name in reversed(list(degrees)):
+        if name == axis:
+            first = rank - rank // inner % degrees[axis] * inner
+            return range(first, first + degrees[axis] * inner, inner)
+        inner *= degrees[name]
+    raise ValueError(f"{axis} is no axis of {', '.join(degrees)}")
+
+
+def _laid_out(hosts: tuple[Hosts, ...]) -> Iterator[Block]:
+    racks: dict[tuple[str, str], int] = {}
+    sites: dict[str, int] = {}
+    first, first_host = 0, 0
+    for group in hosts:
+        rack = racks.setdefault((group.site, group.rack), len(racks))
+        site = sites.setdefault(group.site, len(sites))
+        block = Block(first, first_host, group.count, group.devices, rack, site, group.link)
+        yield block
+        first, first_host = block.end, first_host + group.count
+
+
+def _check_links(hosts: tuple[Hosts, ...], links: Links) -> None:
+    """Whether every device can reach every other one."""
+    for index, group in enumerate(hosts):
+        if group.devices > 1 and group.link is None:
+            raise PolylaneError(f"hosts.{index}.link is missing: nothing links the {group.devices} devices of a host")
+    blocks = list(_laid_out(hosts))
+    racks = [sum(block.hosts for block in blocks if block.rack == rack) for rack in {block.rack for block in blocks}]
+    sites = [len({b.rack for b in blocks if b.site == site}) for site in {block.site for block in blocks}]
+    for name, link, units, where in (
+        ("hosts", links.hosts, max(racks), "hosts of a rack"),
+        ("racks", links.racks, max(sites), "racks of a site"),
+        ("sites", links.sites, len(sites), "sites"),
+    ):
+        if link is None and units > 1:
+            raise PolylaneError(f"links.{name} is missing: nothing links the {units} {where}")

@@ -1,0 +1,118 @@
+"""A cluster in one line: ``8:h100-80g``, ``16x8:a100-80g``, ``4x8:a100-80g,hosts=ethernet-25g,link=pcie-4``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from polylane.cluster.catalogue import device_presets, usual_links
+from polylane.cluster.cluster import Cluster
+from polylane.cluster.figures import hint, shown
+from polylane.cluster.read import load, of_mapping
+from polylane.errors import PolylaneError
+
+_FORM = "HOSTSxDEVICES:DEVICE, as in 16x8:a100-80g, or a cluster file ending in .yaml"
+_HEAD = re.compile(r"(?:([0-9]+)\s*x\s*)?([0-9]+)\s*:\s*(\S+)")
+
+# The keys that may follow, and where a cluster file has them.
+_KEYS = {
+    "link": "hosts.0.link",
+    "hosts": "links.hosts",
+    "cores": "hosts.0.cores",
+    "speed": "hosts.0.speed",
+    "price": "hosts.0.price",
+}
+
+# As many devices as a cluster may have: ten times the largest machines.
+MOST = 2**20
+
+
+def given(text: str) -> Cluster:
+    """The cluster that a person names: a file, or one line.
+
+    Raises:
+        PolylaneError: it cannot be read; naming the file and the key, or the line and the key.
+    """
+    path = Path(text)
+    return load(path) if path.suffix in (".yaml", ".yml") or path.is_file() else parse(text)
+
+
+def parse(text: str) -> Cluster:
+    """Read a cluster in one line; where links are not said, they are those that such devices mostly have.
+
+    Raises:
+        PolylaneError: naming the key at fault and what it may be.
+    """
+    try:
+        return _parsed(text)
+    except PolylaneError as error:
+        raise PolylaneError(f"cluster {shown(text)}: {error}") from None
+
+
+def _parsed(text: str) -> Cluster:
+    head, *items = (piece.strip() for piece in text.split(","))
+    found = _HEAD.fullmatch(head)
+    if found is None:
+        raise PolylaneError(f"{shown(head)} is not of the form {_FORM}")
+    device, keys = found[3], _items(items)
+    hosts, devices = (_count(name, digits) for name, digits in (("hosts", found[1] or "1"), ("devices", found[2])))
+    if hosts * devices > MOST:
+        raise PolylaneError(f"{hosts} hosts of {devices} devices are more than {MOST:,} devices, the most there can be")
+    if device not in device_presets():
+        known = f"known are {', '.join(device_presets())}{hint(device, list(device_presets()))}"
+        raise PolylaneError(f"there is no device {shown(device)}, {known}")
+    for key, linked in (("link", devices), ("hosts", hosts)):
+        if linked > 1 and key not in keys:
+            keys[key] = _usual(device, key)
+    links = {"hosts": keys.pop("hosts")} if "hosts" in keys else {}
+    own = {key: _number(key, value) for key, value in keys.items()}
+    return _named({"hosts": [{"count": hosts, "devices": devices, "device": device, **own}], "links": links})
+
+
+def _named(data: dict[str, Any]) -> Cluster:
+    """The cluster; its errors name the line's keys, not a file's."""
+    try:
+        return of_mapping(data)
+    except PolylaneError as error:
+        text = str(error)
+        key = next((key for key, place in _KEYS.items() if text.startswith(place)), None)
+        raise PolylaneError(text if key is None else key + text[len(_KEYS[key]) :]) from None
+
+
+def _items(items: list[str]) -> dict[str, str]:
+    keys: dict[str, str] = {}
+    for item in items:
+        key, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals or not value:
+            raise PolylaneError(f"{shown(item)} is not of the form key=value, as in hosts=ethernet-25g")
+        if key not in _KEYS:
+            raise PolylaneError(f"unknown key {shown(key)}, known are {', '.join(_KEYS)}{hint(key, list(_KEYS))}")
+        if key in keys:
+            raise PolylaneError(f"{key} is given twice")
+        keys[key] = value
+    return keys
+
+
+def _usual(device: str, key: str) -> str:
+    """How such devices are mostly linked."""
+    if device not in usual_links():
+        where = "the devices of a host" if key == "link" else "the hosts"
+        raise PolylaneError(f"{key} is missing: say what links {where}, as in {key}=ethernet-10g")
+    return usual_links()[device][key]
+
+
+def _count(name: str, digits: str) -> int:
+    if not digits.strip("0") or len(digits.lstrip("0")) > len(str(MOST)):
+        raise PolylaneError(f"{name} must be from 1 to {MOST:,}, not {shown(digits)}")
+    return int(digits)
+
+
+def _number(key: str, value: str) -> object:
+    """A count, or a figure; as a YAML file would have it."""
+    if key == "cores":
+        return int(value) if value.isascii() and value.isdecimal() else value
+    try:
+        return value if key == "link" else float(value)
+    except ValueError:
+        return value

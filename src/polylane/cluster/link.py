@@ -1,0 +1,76 @@
+"""Link: what connects devices of one host, hosts, racks or sites, and how fast."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pydantic
+
+# "send" is a message from one device to another; the others are collectives.
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+
+_Number = {"strict": True, "allow_inf_nan": False}
+Positive = Annotated[float, pydantic.Field(gt=0, **_Number)]
+Natural = Annotated[float, pydantic.Field(ge=0, **_Number)]
+Share = Annotated[float, pydantic.Field(gt=0, le=1, **_Number)]
+
+
+class Link(pydantic.BaseModel):
+    """A link of a level of the cluster; all of that level's links are alike.
+
+    ``s`` bytes, of which every device sends ``w`` in ``n`` steps, take
+
+        latency + n · hop + (w + sqrt(w · half)) / (fraction · bandwidth) + s / local
+
+    The first two terms and the bytes are the alpha-beta model (Thakur et al., Optimization of Collective Communication
+    Operations in MPICH, IJHPCA 2005). The root is the ramp of a pipeline: the more bytes, the longer the pieces in
+    which they travel, and the less each of them waits for the ones before.
+
+    Attributes:
+        kind: its name, for reports.
+        bandwidth: the most that one device can send over it, in one direction; bytes per second.
+        total: what all devices of a host (of a rack, of a site, where it links those) send over it together, in bytes
+            per second: a network card that they share, or a bus. None: every device has its own.
+        latency: seconds from the start of a collective to its first byte.
+        hop: seconds that each further step from device to device takes.
+        fraction: what large messages reach of the bandwidth.
+        half: bytes sent by a device at which they reach half of that, latency left aside.
+        local: bytes per second at which a device takes a collective's values in and out of its buffers. None: while
+            they travel.
+        switch: what large messages reach of the bandwidth where the switch itself adds them up (NVLink SHARP); 0: it
+            cannot.
+        wired: where devices are wired to each other without a switch: the share of its bandwidth that each of 2, 3,
+            4... of them can use, the rest of its wires leading elsewhere. Empty: a switch.
+        cpu: how many cores its transfers keep busy at each end; 0: a card moves the bytes.
+        fractions, latencies: the same as ``fraction`` and ``latency``, of one kind of collective or of "send", where
+            they differ.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = "link"
+    bandwidth: Positive
+    total: Positive | None = None
+    latency: Natural
+    hop: Natural = 0.0
+    fraction: Share = 1.0
+    half: Natural = 0.0
+    local: Positive | None = None
+    switch: Annotated[float, pydantic.Field(ge=0, le=1, **_Number)] = 0.0
+    wired: tuple[Share, ...] = ()
+    cpu: Natural = 0.0
+    fractions: dict[Kind, Share] = {}
+    latencies: dict[Kind, Natural] = {}
+
+    def delay(self, kind: Kind) -> float:
+        """Seconds to the first byte."""
+        return self.latencies.get(kind, self.latency)
+
+    def reached(self, kind: Kind, devices: int = 2) -> float:
+        """Bytes per second that each of some devices sends alone, with large messages; one direction."""
+        wires = self.wired[min(max(devices, 2), len(self.wired) + 1) - 2] if self.wired else 1.0
+        return self.fractions.get(kind, self.fraction) * self.bandwidth * wires
+
+    def shared(self, kind: Kind) -> float | None:
+        """Bytes per second that all devices on one end reach together, with large messages; None: no limit."""
+        return None if self.total is None else self.fractions.get(kind, self.fraction) * self.total

@@ -1,0 +1,166 @@
+"""What operators made of matrix products ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from polylane.cost.demand import Local, Operation, Pass, Product
+
+
+def _product(local: Local, product: Product, left: bool, right: bool, weight: float, bias: bool) -> Operation:
+    """A product; ``left`` and ``right`` say which factors have gradients, ``weight`` bytes of one that is a parameter.
+
+    A parameter's gradient is added to what earlier microbatches left there.
+    """
+    forward = Pass((product,), kernels=1)
+    if not local.learns:
+        return Operation("matmul", forward, item=local.element)
+    m, n, k = product.m, product.n, product.k
+    back = [replace(product, n=k, k=n)] if left else []
+    back += [replace(product, m=n, n=k, k=m)] if right else []
+    moved = 3 * weight * right + local.written * bias
+    kernels = len(back) + bool(weight * right) + bias
+    return Operation("matmul", forward, Pass(tuple(back), moved, kernels=kernels), item=local.element)
+
+
+def linear(local: Local) -> Operation | None:
+    x, weight = local.shape("input"), local.shape("weight")
+    if not x or weight is None or len(weight) != 2 or not local.outputs[0]:
+        return None
+    n, k = weight
+    product = Product(math.prod(x[:-1]), n, k, row=min(n, k))
+    size = n * k * local.element
+    return _product(local, product, local.flows("input"), local.flows("weight"), size, local.flows("bias"))
+
+
+def matmul(left: str, right: str, bias: str = "") -> Callable[[Local], Operation | None]:
+    def rule(local: Local) -> Operation | None:
+        a, b, out = local.shape(left), local.shape(right), local.outputs[0]
+        if not a or not b:
+            return None
+        k = a[-1]
+        if len(b) == 1:
+            product = Product(math.prod(a[:-1]), 1, k, row=k)
+        elif len(b) == 2:
+            product = Product(math.prod(a[:-1]), b[-1], k, row=min(b[-1], k))
+        else:
+            m = a[-2] if len(a) > 1 else 1
+            product = Product(m, b[-1], k, batch=math.prod(out) / max(m * b[-1], 1), row=min(b[-1], k))
+        return _product(local, product, local.flows(left), local.flows(right), 0.0, bool(bias) and local.flows(bias))
+
+    return rule
+
+
+def einsum(local: Local) -> Operation | None:
+    """Two factors: letters of both and of the result count the products, the others rows, columns and terms."""
+    equation, shapes = local.call.arguments.get("equation"), local.inputs
+    if not isinstance(equation, str) or len(shapes) != 2 or "->" not in equation or "." in equation:
+        return None
+    given, out = equation.replace(" ", "").split("->")
+    left, right = given.split(",")
+    sizes = dict(zip(left + right, (*shapes[0], *shapes[1]), strict=True))
+
+    def size(letters: set[str]) -> int:
+        return math.prod(sizes[letter] for letter in letters)
+
+    a, b, c = set(left), set(right), set(out)
+    n, k = size((b & c) - a), size((a & b) - c)
+    product = Product(size((a & c) - b), n, k, batch=size(a & b & c), row=min(n, k))
+    gradients = [v.gradient for v in local.call.inputs]
+    return _product(local, product, gradients[0], gradients[1], 0.0, False)
+
+
+def contraction(local: Local) -> Operation | None:
+    """Two factors without a batch: the terms of each sum follow from how much is read and given."""
+    sizes = [math.prod(shape) for shape in (*local.inputs[:2], local.outputs[0])]
+    if len(sizes) < 3 or not all(sizes):
+        return None
+    k = math.sqrt(sizes[0] * sizes[1] / sizes[2])
+    gradients = [v.gradient for v in local.call.inputs]
+    return _product(local, Product(sizes[0] / k, sizes[1] / k, k), gradients[0], gradients[1], 0.0, False)
+
+
+def bilinear(local: Local) -> Operation | None:
+    first, weight = local.shape("input1"), local.shape("weight")
+    if not first or weight is None or len(weight) != 3:
+        return None
+    product = Product(math.prod(first[:-1]), weight[0], weight[1] * weight[2], row=min(weight))
+    size = math.prod(weight) * local.element
+    return _product(local, product, local.flows("input1"), local.flows("weight"), size, local.flows("bias"))
+
+
+def convolution(local: Local) -> Operation | None:
+    x, weight = local.shape("input"), local.shape("weight")
+    if not x or not weight or len(weight) < 3:
+        return None
+    out = local.outputs[0]
+    space = len(weight) - 2
+    transposed = "transpose" in local.call.base or bool(local.call.arguments.get("transposed"))
+    groups = max(int(local.call.arguments.get("groups", 1)), 1)
+    if transposed:  # the backward pass of a convolution that reads what this one gives
+        x, out = out, x
+    pixels = math.prod(out) // max(out[-space - 1], 1)
+    n, k = weight[0] / groups, math.prod(weight[1:])
+    forward = Product(pixels, n, k, batch=groups, row=min(weight[0], weight[1]))
+    inner = max(math.prod(x) // max(x[-space - 1], 1), 1)  # of the gradient of what is read: as many operations
+    data = replace(forward, m=inner, n=weight[1], k=forward.flops / (2.0 * groups * inner * max(weight[1], 1)))
+    weights = replace(forward, m=n, n=k, k=pixels)
+    first, second = (data, forward) if transposed else (forward, data)
+    if not local.learns:
+        return Operation("convolution", Pass((first,), kernels=1), item=local.element)
+    back = tuple(p for p, wanted in ((second, local.flows("input")), (weights, local.flows("weight"))) if wanted)
+    moved = 3 * math.prod(weight) * local.element * local.flows("weight") + local.written * local.flows("bias")
+    kernels = len(back) + local.flows("weight") + local.flows("bias")
+    return Operation("convolution", Pass((first,), kernels=1), Pass(back, moved, kernels=kernels), item=local.element)
+
+
+def attention(local: Local) -> Operation | None:
+    query, key, value = (local.shape(name) for name in ("query", "key", "value"))
+    if query is None or key is None or value is None or len(query) < 2:
+        return None
+    causal = 0.5 if local.call.arguments.get("is_causal") else 1.0
+    flops = 2.0 * causal * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    forward = Pass(bytes=local.read + local.written, flops=flops, kernels=1)
+    if not local.learns:
+        return Operation("attention", forward, item=local.element, length=key[-2])
+    # Backward: the scores again, and one product for each gradient of scores, queries, keys and values: five for two.
+    moved = local.read + 2 * local.written + local.returned
+    backward = Pass(bytes=moved, flops=2.5 * flops, kernels=2)
+    return Operation("attention", forward, backward, item=local.element, length=key[-2])
+
+
+def recurrent(local: Local) -> Operation | None:
+    """Products with the inputs of all steps at once, and with the state step by step.
+
+    The weights of a layer and direction come as (gates, inputs) and (gates, state), so every second one is the state's.
+    """
+    x = local.inputs[0]
+    weights = [
+        shape
+        for shape, v in zip(local.inputs[1:], local.call.inputs[1:], strict=True)
+        if len(shape) == 2 and v.gradient
+    ]
+    if len(x) < 2 or not weights:
+        return None
+    rows = math.prod(x[:-1])
+    packed = "batch_sizes" in local.call.arguments
+    steps = 1 if packed else x[1 if local.call.arguments.get("batch_first") and len(x) > 2 else 0]
+    products = []
+    for index, (gates, terms) in enumerate(weights):
+        state = index % 2 == 1
+        times = max(steps, 1) if state else 1
+        products.append(Product(rows / times, gates, terms, times=times, row=min(gates, terms)))
+    size = sum(math.prod(shape) for shape in weights) * local.element
+    moved = 4 * sum(rows * gates for gates, _ in weights) * local.element
+    kernels = len(weights) * 2.0 + 2.0 * sum(p.times for p in products if p.times > 1)
+    forward = Pass(tuple(products), moved, kernels=kernels)
+    if not local.learns:
+        return Operation("recurrent", forward, item=local.element)
+    back = tuple(
+        each
+        for p in products
+        for each in (replace(p, n=p.k, k=p.n), replace(p, m=p.n, n=p.k, k=p.m * p.times, times=1))
+    )
+    return Operation("recurrent", forward, Pass(back, 2 * moved + 3 * size, kernels=2 * kernels), item=local.element)

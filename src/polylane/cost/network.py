@@ -1,0 +1,326 @@
+"""How long collectives and messages take on a cluster: latency, steps and bytes through the links of its tree.
+
+The algorithms are those of NCCL: a ring; a tree, which is a chain inside a host and a double binary tree between hosts
+(Sanders, Speck and Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009); sums made by
+the switch of a host. The fastest one is taken, for each size. What a link gives is in
+:class:`polylane.cluster.link.Link`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, cast, get_args
+
+from polylane.cluster.cluster import Cluster
+from polylane.cluster.link import Kind, Link
+from polylane.cluster.span import Crossing, Level, Ranks, Span
+from polylane.cost.communicate import Rates, sent
+
+Algorithm = Literal["ring", "tree", "switch", "hierarchical"]
+
+# What NCCL chooses among. "hierarchical" sums inside each host, then each part of the sum between hosts: who wants that
+# has to write it.
+NCCL: tuple[Algorithm, ...] = ("ring", "tree", "switch")
+
+# What a tree reaches of a ring's rate: the factor in NCCL's tuning table.
+_TREE = 0.92
+
+# How often a rank takes the whole value in and out of its buffers.
+_COPIES = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5, "broadcast": 0.5, "send": 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Bytes through one link: ``(per_byte + copies) · s + per_root · sqrt(s)`` seconds for a value of ``s`` bytes.
+
+    ``copies`` is for taking them in and out of buffers.
+    """
+
+    link: str
+    level: Level
+    per_byte: float
+    per_root: float
+    copies: float = 0.0
+
+    def seconds(self, size: float, root: float) -> float:
+        """For ``size`` bytes, with their square root."""
+        return (self.per_byte + self.copies) * size + self.per_root * root
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of one algorithm over sizes.
+
+    Attributes:
+        algorithm: which.
+        delay: seconds to the first byte.
+        hops: seconds of its steps.
+        phases: one after the other; the flows of a phase go on together, and the slowest one counts.
+    """
+
+    algorithm: Algorithm
+    delay: float
+    hops: float
+    phases: tuple[tuple[Flow, ...], ...]
+
+    def seconds(self, size: float) -> float:
+        """For a value of ``size`` bytes."""
+        root, total = math.sqrt(size), self.delay + self.hops
+        for flows in self.phases:
+            total += max([flow.seconds(size, root) for flow in flows])
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the seconds of a collective consist of.
+
+    Attributes:
+        algorithm: the one that was fastest.
+        links: the kind of link that it is bound by; of each phase.
+        latency: seconds to the first byte.
+        hops: seconds of the steps from rank to rank.
+        transfer: seconds of the bytes at the rate of large messages.
+        ramp: seconds lost because the messages are not that large.
+        copies: seconds of taking values in and out of buffers.
+    """
+
+    algorithm: Algorithm
+    links: tuple[str, ...]
+    latency: float
+    hops: float
+    transfer: float
+    ramp: float
+    copies: float
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.latency + self.hops + self.transfer + self.ramp + self.copies
+
+
+def collective(
+    cluster: Cluster,
+    kind: str,
+    size: float,
+    ranks: Ranks,
+    groups: int | None = 1,
+    algorithms: tuple[Algorithm, ...] = NCCL,
+) -> float:
+    """Seconds of a collective that starts on all ranks at once.
+
+    Args:
+        cluster: where.
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "broadcast"; "" for none.
+        size: of the whole value in bytes, as it is where all its parts are together. Nothing still takes its latency.
+        ranks: the group.
+        groups: how many such groups use the same links at the same time; None: as many as there is room for, every
+            device being in one of them.
+        algorithms: what may be chosen; where nothing of it is possible, a ring is.
+
+    Raises:
+        ValueError: an unknown collective.
+    """
+    curves = _of_group(cluster, kind, ranks, groups, algorithms)
+    return min([curve.seconds(size) for curve in curves]) if curves else 0.0
+
+
+def parts(
+    cluster: Cluster,
+    kind: str,
+    size: float,
+    ranks: Ranks,
+    groups: int | None = 1,
+    algorithms: tuple[Algorithm, ...] = NCCL,
+) -> Parts | None:
+    """What the seconds of :func:`collective` consist of; None where it takes none."""
+    curves = _of_group(cluster, kind, ranks, groups, algorithms)
+    if not curves:
+        return None
+    best = min(curves, key=lambda curve: curve.seconds(size))
+    root = math.sqrt(size)
+    slowest = [max(flows, key=lambda flow: flow.seconds(size, root)) for flows in best.phases]
+    return Parts(
+        best.algorithm,
+        tuple(flow.link for flow in slowest),
+        best.delay,
+        best.hops,
+        sum(flow.per_byte for flow in slowest) * size,
+        sum(flow.per_root for flow in slowest) * root,
+        sum(flow.copies for flow in slowest) * size,
+    )
+
+
+def transfer(cluster: Cluster, size: float, source: int, target: int, streams: int = 1) -> float:
+    """Seconds of a message of ``size`` bytes, with ``streams`` of them at once over the same links.
+
+    A message is not cut in steps that wait for each other: it has no ramp. One of no bytes still takes its latency.
+    """
+    if source == target:
+        return 0.0
+    delay, per_byte = _message(cluster.span((source, target)), streams)
+    return delay + per_byte * size
+
+
+def rates(
+    cluster: Cluster, ranks: Ranks, dtype: str = "bfloat16", size: float = 2.0**26, groups: int | None = None
+) -> Rates:
+    """How fast a rank of a group is, as one latency and one bandwidth: exact for an all-reduce of ``size`` bytes.
+
+    Args:
+        cluster: where.
+        ranks: the group; the slowest of its devices counts.
+        dtype: a key of the devices' rates.
+        size: bytes of a typical value.
+        groups: as in :func:`collective`.
+
+    Raises:
+        PolylaneError: a device does not say how fast it is with that dtype.
+    """
+    devices = cluster.devices(ranks)
+    flops, own = min(device.rate(dtype) for device in devices), min(device.stream for device in devices)
+    if len(ranks) < 2:
+        return Rates(flops, own, 0.0, math.inf)
+    found = parts(cluster, "all_reduce", size, ranks, groups)
+    assert found is not None
+    latency = found.latency + found.hops
+    return Rates(flops, own, latency, sent("all_reduce", size, len(ranks)) / (found.seconds - latency))
+
+
+def _of_group(
+    cluster: Cluster, kind: str, ranks: Ranks, groups: int | None, algorithms: tuple[Algorithm, ...]
+) -> tuple[Curve, ...]:
+    if kind == "" or len(ranks) < 2:
+        return ()
+    return curves(cluster.span(ranks), kind, groups, algorithms)
+
+
+@lru_cache(maxsize=2**14)
+def curves(
+    span: Span, kind: str, groups: int | None = 1, algorithms: tuple[Algorithm, ...] = NCCL
+) -> tuple[Curve, ...]:
+    """The algorithms for a collective on a group; arguments as in :func:`collective`."""
+    name = _checked(kind)
+    if span.ranks < 2:
+        return ()
+    made = {"ring": _ring, "tree": _tree, "switch": _switch, "hierarchical": _hierarchical}
+    found = [made[algorithm](span, name, groups) for algorithm in algorithms]
+    return tuple(curve for curve in found if curve is not None) or (_ring(span, name, groups),)
+
+
+def _checked(kind: str) -> Kind:
+    if kind == "send" or kind not in get_args(Kind):
+        raise ValueError(f"{kind} is no collective")
+    return cast(Kind, kind)
+
+
+def _ring(span: Span, kind: Kind, groups: int | None) -> Curve:
+    """Every rank sends to the next one; all-to-all sends each message straight to its rank, one after the other."""
+    passes = 2 if kind == "all_reduce" else 1
+    hops = passes * sum(crossing.edges * crossing.link.hop for crossing in span.crossings)
+    share = {"all_reduce": 2.0, "broadcast": span.ranks / (span.ranks - 1)}.get(kind, 1.0)
+    volume = None if kind == "all_to_all" else share * (span.ranks - 1) / span.ranks
+    flows = tuple(_flow(span, crossing, kind, groups, volume) for crossing in span.crossings)
+    return Curve("ring", _delay(span, kind), hops, (flows,))
+
+
+def _tree(span: Span, kind: Kind, groups: int | None) -> Curve | None:
+    """Up a tree and down again; between two, each sends the value but once."""
+    if kind not in ("all_reduce", "broadcast"):
+        return None
+    passes = 2 if kind == "all_reduce" else 1
+    hops = passes * sum(_depth(crossing) * crossing.link.hop for crossing in span.crossings)
+    flows = tuple(
+        _flow(span, crossing, kind, groups, (1 if crossing.count == 2 else passes) / _TREE)
+        for crossing in span.crossings
+    )
+    return Curve("tree", _delay(span, kind), hops, (flows,))
+
+
+def _depth(crossing: Crossing) -> int:
+    """Steps from the root to the last rank: a chain inside a host, a binary tree between hosts."""
+    return crossing.widest - 1 if crossing.level == Level.HOST else math.ceil(math.log2(crossing.widest))
+
+
+def _switch(span: Span, kind: Kind, groups: int | None) -> Curve | None:
+    """The switch of a host reads a part from every rank, adds up and hands the sum to all: (1 + 1/n) of the value.
+
+    A device sends all of its value, and then the sum of its own part (NVLink SHARP; for the principle: Graham et al.,
+    Scalable Hierarchical Aggregation Protocol (SHArP), COMHPC 2016).
+    """
+    link = span.crossings[0].link
+    if kind != "all_reduce" or span.level != Level.HOST or not link.switch:
+        return None
+    rate, volume = link.switch * link.bandwidth, 1 + 1 / span.ranks
+    copies = _copies(span, span.crossings[0], kind)
+    flow = Flow(link.kind, Level.HOST, volume / rate, math.sqrt(volume * link.half) / rate, copies)
+    return Curve("switch", link.delay(kind), 2 * link.hop, ((flow,),))
+
+
+def _hierarchical(span: Span, kind: Kind, groups: int | None) -> Curve | None:
+    """A reduce-scatter in every host, an all-reduce of each part between hosts, and an all-gather in every host."""
+    inside, outside = span.at(Level.HOST), [each for each in span.crossings if each.level > Level.HOST]
+    if kind != "all_reduce" or span.even < 2 or not inside or not outside:
+        return None
+    mine, hosts = span.even, span.ranks // span.even
+    around = tuple(_flow(span, each, kind, groups, (mine - 1) / mine) for each in inside)
+    across = tuple(_flow(span, each, kind, groups, 2 * (hosts - 1) / hosts) for each in outside)
+    delay = 2 * max(each.link.delay(kind) for each in inside) + max(each.link.delay(kind) for each in outside)
+    hops = 2 * max((mine - 1) * each.link.hop for each in inside) + 2 * sum(e.edges * e.link.hop for e in outside)
+    return Curve("hierarchical", delay, hops, (around, across, around))
+
+
+def _delay(span: Span, kind: Kind) -> float:
+    return max(crossing.link.delay(kind) for crossing in span.crossings)
+
+
+def _copies(span: Span, crossing: Crossing, kind: Kind) -> float:
+    """Seconds for each byte of the value taken in and out of buffers, inside hosts."""
+    local = crossing.link.local
+    return 0.0 if local is None or crossing.level > Level.HOST else _COPIES.get(kind, 1 / span.ranks) / local
+
+
+def _flow(span: Span, crossing: Crossing, kind: Kind, groups: int | None, volume: float | None) -> Flow:
+    """What goes through a link.
+
+    Args:
+        span: the group.
+        crossing: the link.
+        kind: the collective.
+        groups: as in :func:`collective`.
+        volume: what leaves each unit, as a share of the value; None: all-to-all.
+    """
+    per_byte = per_root = 0.0
+    for ranks, devices in crossing.units:
+        inside = crossing.level == Level.HOST
+        leaves = _exchanged(span.ranks, ranks, inside) if volume is None else volume
+        senders = 1 if inside else ranks
+        rate = _rate(crossing.link, kind, ranks, inside, devices // ranks if groups is None else groups)
+        per_byte = max(per_byte, leaves / rate)
+        per_root = max(per_root, math.sqrt(leaves * crossing.link.half * senders) / rate)
+    return Flow(crossing.link.kind, crossing.level, per_byte, per_root, _copies(span, crossing, kind))
+
+
+def _exchanged(ranks: int, own: int, inside: bool) -> float:
+    """What leaves a unit in an all-to-all: each rank holds an n-th of the value, and sends an n-th of that to each."""
+    return (own - 1 if inside else own * (ranks - own)) / ranks**2
+
+
+def _rate(link: Link, kind: Kind, ranks: int, inside: bool, groups: int) -> float:
+    """Bytes per second that leave a unit with some ranks of a group, of so many that use the link at the same time."""
+    shared = link.shared(kind)
+    if inside:
+        alone = link.reached(kind, ranks)
+        return alone if shared is None else min(alone, shared / (ranks * groups))
+    alone = ranks * link.reached(kind)
+    return alone if shared is None else min(alone, shared / groups)
+
+
+@lru_cache(maxsize=2**14)
+def _message(span: Span, streams: int) -> tuple[float, float]:
+    """Seconds to the first byte of a message, and for each further one."""
+    widest = span.crossings[-1].link
+    slowest = min(_rate(each.link, "send", 1, False, streams) for each in span.crossings)
+    return widest.delay("send") + widest.hop, 1 / slowest + _copies(span, span.crossings[0], "send")
