@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, Kind
@@ -27,59 +27,92 @@ def play(
     no stage from computing. Whole numbers stay whole, so that theory can be checked exactly.
 
     Args:
-        lanes: ``lanes[s]`` holds the forwards and backwards of stage s, first to last.
+        lanes: ``lanes[s]`` holds the forwards and backwards of stage s, first to last. Where the graph has more stages
+            than there are lanes, a lane holds those of all the (virtual) stages of one rank, in any mixture.
         forward: ticks of one forward, the same on all stages or one number for each stage.
         backward: ticks of one backward, likewise.
-        hop: ticks from one stage to the next.
-        graph: which stages feed which; default: a chain.
+        hop: ticks from one stage to the next, where that is in another lane.
+        graph: which stages feed which; default: a chain of as many stages as lanes.
 
     Returns:
-        The timeline in ticks; rank = stage.
+        The timeline in ticks; rank = lane.
 
     Raises:
         ValueError: durations that are negative or do not fit the stages; an action in another stage's lane, twice, or
             of another kind; or lanes that can never proceed, with the action that is blocked and what it waits for.
     """
-    _check(lanes)
     if not lanes:
         return Timeline((), ranks=0, unit="ticks")
     graph = StageGraph.chain(len(lanes)) if graph is None else graph
-    if graph.stages != len(lanes):
-        raise ValueError(f"the graph has {graph.stages} stages, there are {len(lanes)} lanes")
+    lane_of = lanes_of_stages(lanes, graph)
     ticks = {
-        Kind.FORWARD: _per_stage("forward", forward, len(lanes)),
-        Kind.BACKWARD: _per_stage("backward", backward, len(lanes)),
+        Kind.FORWARD: per_stage("forward", forward, graph.stages),
+        Kind.BACKWARD: per_stage("backward", backward, graph.stages),
     }
-    (hop,) = _per_stage("hop", [hop], 1)
+    (hop,) = per_stage("hop", [hop], 1)
 
     ended: dict[_Step, float] = {}
     spans: list[list[Span]] = [[] for _ in lanes]
     to_try = list(range(len(lanes)))
     while to_try:
-        stage = to_try.pop()
-        lane, done = lanes[stage], spans[stage]
+        rank = to_try.pop()
+        lane, done = lanes[rank], spans[rank]
         while len(done) < len(lane):
             action = lane[len(done)]
-            needs = _needs(action, graph, hop)
+            needs = _needs(action, graph, hop, lane_of)
             if not all(step in ended for step, _ in needs):
-                break  # the stage that ends the missing step tries this one again
+                break  # the lane that ends the missing step tries this one again
             start = max((ended[step] + delay for step, delay in needs), default=0)
             start = max(start, done[-1].end if done else 0)
-            end = start + ticks[action.kind][stage]
-            done.append(Span(stage, action, start, end))
+            end = start + ticks[action.kind][action.stage]
+            done.append(Span(rank=rank, action=action, start=start, end=end))
             ended[_step(action)] = end
-            to_try += (graph.after if action.kind is Kind.FORWARD else graph.before)[stage]
+            others = (graph.after if action.kind is Kind.FORWARD else graph.before)[action.stage]
+            to_try += [lane_of[other] for other in others if lane_of.get(other, rank) != rank]
 
     _check_all_ran(lanes, [len(done) for done in spans], ended, graph)
     return Timeline(tuple(span for lane_spans in spans for span in lane_spans), ranks=len(lanes), unit="ticks")
 
 
-def _needs(action: Action, graph: StageGraph, hop: float) -> _Needs:
+def lanes_of_stages(lanes: Sequence[Sequence[Action]], graph: StageGraph) -> dict[int, int]:
+    """Which lane has each stage: its own number, or, where there are more stages than lanes, where its actions are.
+
+    A stage without any action may then be left out.
+
+    Raises:
+        ValueError: more lanes than stages; an action that is twice there, or in another lane than it should be, or none
+            of a pass.
+    """
+    if graph.stages < len(lanes):
+        raise ValueError(f"the graph has {graph.stages} stages, there are {len(lanes)} lanes")
+    virtual = graph.stages > len(lanes)
+    lane_of = {} if virtual else {stage: stage for stage in range(graph.stages)}
+    seen: set[_Step] = set()
+    for number, lane in enumerate(lanes):
+        for action in lane:
+            if action.kind not in (Kind.FORWARD, Kind.BACKWARD) or action.microbatch is None:
+                raise ValueError(f"lanes hold forwards and backwards of a microbatch only, not {action}")
+            step = _step(action)
+            if virtual and not 0 <= action.stage < graph.stages:
+                raise ValueError(f"lane {number} holds {_name(step)}: there are {graph.stages} stages")
+            if lane_of.setdefault(action.stage, number if virtual else action.stage) != number:
+                raise ValueError(f"lane {number} holds {_name(step)}: it belongs in lane {lane_of[action.stage]}")
+            if step in seen:
+                raise ValueError(f"lane {number} holds {_name(step)} twice")
+            seen.add(step)
+    return lane_of
+
+
+def _needs(action: Action, graph: StageGraph, hop: float, lane_of: Mapping[int, int]) -> _Needs:
     kind, stage, microbatch = _step(action)
+
+    def delay(other: int) -> float:
+        return 0 if lane_of.get(other) == lane_of[stage] else hop
+
     if kind is Kind.FORWARD:
-        return [((kind, before, microbatch), hop) for before in graph.before[stage]]
+        return [((kind, before, microbatch), delay(before)) for before in graph.before[stage]]
     own: _Needs = [((Kind.FORWARD, stage, microbatch), 0)]
-    return [*own, *(((kind, after, microbatch), hop) for after in graph.after[stage])]
+    return [*own, *(((kind, after, microbatch), delay(after)) for after in graph.after[stage])]
 
 
 def _step(action: Action) -> _Step:
@@ -92,7 +125,12 @@ def _name(step: _Step) -> str:
     return f"the {kind} of microbatch {microbatch} on stage {stage}"
 
 
-def _per_stage(name: str, ticks: float | Sequence[float], stages: int) -> list[float]:
+def per_stage(name: str, ticks: float | Sequence[float], stages: int) -> list[float]:
+    """A duration for each stage, of one number for all or one for each.
+
+    Raises:
+        ValueError: another number of durations, or one that is negative or no number.
+    """
     each = list(ticks) if isinstance(ticks, Sequence) else [ticks] * stages
     if len(each) != stages:
         raise ValueError(f"{name} names {len(each)} durations for {stages} stages: give one number, or one per stage")
@@ -102,19 +140,6 @@ def _per_stage(name: str, ticks: float | Sequence[float], stages: int) -> list[f
     return each
 
 
-def _check(lanes: Sequence[Sequence[Action]]) -> None:
-    seen: set[_Step] = set()
-    for stage, lane in enumerate(lanes):
-        for action in lane:
-            if action.kind not in (Kind.FORWARD, Kind.BACKWARD) or action.microbatch is None:
-                raise ValueError(f"lanes hold forwards and backwards of a microbatch only, not {action}")
-            if action.stage != stage:
-                raise ValueError(f"lane {stage} holds {_name(_step(action))}: it belongs in lane {action.stage}")
-            if _step(action) in seen:
-                raise ValueError(f"lane {stage} holds {_name(_step(action))} twice")
-            seen.add(_step(action))
-
-
 def _check_all_ran(
     lanes: Sequence[Sequence[Action]], done: list[int], ended: dict[_Step, float], graph: StageGraph
 ) -> None:
@@ -122,6 +147,6 @@ def _check_all_ran(
     for lane, count in zip(lanes, done, strict=True):
         if count < len(lane):
             blocked = lane[count]
-            missing = next(step for step, _ in _needs(blocked, graph, 0) if step not in ended)
+            missing = next(step for step, _ in _needs(blocked, graph, 0, {blocked.stage: 0}) if step not in ended)
             why = "is itself blocked, or comes later in its lane" if missing in left else "is in no lane"
             raise ValueError(f"deadlock: {_name(_step(blocked))} waits for {_name(missing)}, which {why}")
