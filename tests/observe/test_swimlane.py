@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
@@ -13,12 +16,13 @@ from xml.etree import ElementTree
 import pytest
 
 from polylane.lanes import lanes_summary, lanes_timeline
-from polylane.observe.lane_layout import STYLES, axis, duration, rows, shares
+from polylane.observe.lane_layout import STYLES, axis, duration, headline, rows, shares, size
 from polylane.observe.swimlane import ansi, html, perfetto, svg, text
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, Kind
 
 RENDERERS = [text, ansi, svg, html, perfetto]
+ROWS = ("main", "thin")
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = """<script>alert("1")</script> & 'x' ]]> {{data}} \x00"""
 
@@ -38,6 +42,14 @@ def measured(title: str = "measured", value: str = "relu") -> Timeline:
         ranks=2,
         title=title,
     )
+
+
+def sized() -> Timeline:
+    """As `measured`, with bytes, and a collective inside the first forward."""
+    said = {Kind.SEND: 1_200_000, Kind.RECEIVE: 1_200_000, Kind.REDUCE: 660_000}
+    first, *others = measured().spans
+    others = [replace(span, bytes=said.get(span.action.kind, 0)) for span in others]
+    return replace(measured(), spans=(replace(first, waited=0.05, bytes=4321), *others))
 
 
 def large(ranks: int = 8, spans: int = 10_000) -> Timeline:
@@ -115,6 +127,13 @@ def test_time_is_drawn_in_columns() -> None:
     )
 
 
+def test_what_each_rank_sent_stands_below() -> None:
+    drawn = text(sized(), width=36)
+    assert "makespan 1 s · 1.9 MB sent" in drawn.splitlines()[1]
+    assert drawn.endswith("· idle\nsent by each rank: 1.2 MB, 660 kB\n")
+    assert text(sized(), width=30).endswith("sent by each rank: 1.2 MB, 660\nkB\n")
+
+
 def test_ticks_that_do_not_fit_are_drawn_in_columns() -> None:
     drawn = text(lanes_timeline("afab", 4, 100), width=60)
     assert "a column is" in drawn
@@ -163,6 +182,17 @@ def test_svg_says_what_a_span_is() -> None:
     assert "send, stage 0, microbatch 0, relu, rank 0, peer 1: 100 ms from 200 ms" in titles
 
 
+def test_svg_says_what_a_message_carries() -> None:
+    titles = [title.text for title in ElementTree.fromstring(svg(sized())).iter(f"{SVG}title")]
+    said = "1.2 MB in at most 100 ms (12.0 MB/s or more)"
+    assert titles[0] == "measured · utilization 42.5 % · makespan 1 s · 1.9 MB sent"
+    assert f"send, stage 0, microbatch 0, relu, rank 0, peer 1, {said}: 100 ms from 200 ms" in titles
+    assert f"receive, stage 1, microbatch 0, relu, rank 1, peer 0, {said}: waited 300 ms from 0 s" in titles
+    assert "reduce, stage 1, relu, rank 1, 660 kB in at most 300 ms (2.2 MB/s or more): 300 ms from 700 ms" in titles
+    inside = "50 ms of it in collectives, 4.3 kB sent in collectives"
+    assert f"forward, stage 0, microbatch 0, rank 0, {inside}: 200 ms from 0 s" in titles
+
+
 def test_svg_boxes_lie_where_their_time_is() -> None:
     root = ElementTree.fromstring(svg(lanes_timeline("naive", 2, 1, 1, 2)))
     boxes = [box for box in root.iter(f"{SVG}rect") if list(box)]
@@ -188,11 +218,55 @@ def test_html_holds_every_span() -> None:
     assert data["values"] == ["relu"]
     assert data["extent"] == pytest.approx(1.0)
     kinds = list(Kind)
-    assert data["lanes"][0]["main"][:18] == [
-        *(0, 0.2, kinds.index(Kind.FORWARD), 0, 0, -1, -1, 0, 0),
-        *(0.2, 0.3, kinds.index(Kind.SEND), 0, 0, 0, 1, 0, 0),
+    assert data["lanes"][0]["main"][:22] == [
+        *(0, 0.2, kinds.index(Kind.FORWARD), 0, 0, -1, -1, 0, 0, 0, 0),
+        *(0.2, 0.3, kinds.index(Kind.SEND), 0, 0, 0, 1, 0, 0, 0, 0),
     ]
-    assert data["lanes"][1]["thin"] == [0.7, 1.0, kinds.index(Kind.REDUCE), 1, -1, 0, -1, 0, 0]
+    assert data["lanes"][1]["thin"] == [0.7, 1.0, kinds.index(Kind.REDUCE), 1, -1, 0, -1, 0, 0, 0, 0]
+
+
+def test_html_holds_bytes_and_how_long_they_took_at_most() -> None:
+    data = data_of(html(sized()))
+    lanes = [[lane[row][i : i + 11] for i in range(0, len(lane[row]), 11)] for lane in data["lanes"] for row in ROWS]
+    assert [span[8:] for span in lanes[0][:2]] == [[0.05, 4321, 0], [0, 1_200_000, 0.1]]
+    assert lanes[2][0][8:] == [0, 1_200_000, 0.1]
+    assert lanes[3] == [[0.7, 1.0, list(Kind).index(Kind.REDUCE), 1, -1, 0, -1, 0, 0, 660_000, 0.3]]
+
+
+def test_html_has_a_column_of_bytes_where_there_are_any() -> None:
+    assert "sent" not in Page(html(measured())).words["th"]
+    page = Page(html(sized()))
+    assert page.words["th"][5] == "sent"
+    assert [page.words["td"][i] for i in (5, 11, -1)] == ["1.2 MB", "660 kB", "1.9 MB"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
+def test_pointing_at_a_message_says_its_bytes_and_its_waiting() -> None:
+    """The functions of the page that put a span into words, run apart from it."""
+    source = html(sized())
+    script = re.search(r"<script>(.*?)</script>", source, re.DOTALL)
+    assert script
+    fields = re.search(r"const FIELDS.*?\n}\n", script[1], re.DOTALL)
+    words = re.search(r"// --- words ---\n(.*?)\n// ---", script[1], re.DOTALL)
+    assert fields and words
+    told = f"""const data = {json.dumps(data_of(source))};
+    {fields[0]} {words[1]}
+    const said = data.lanes.flatMap((lane, rank) => [lane.main, lane.thin].flatMap(flat => {{
+      const row = {{ ...unpack(flat), rank }};
+      return Array.from({{ length: row.count }}, (_, i) => describe(row, i));
+    }}));
+    console.log(JSON.stringify(said));"""
+    done = subprocess.run(["node", "-e", told], capture_output=True, text=True, timeout=60, check=True)
+    said = json.loads(done.stdout)
+    assert said[0] == (
+        "forward · rank 0 · stage 0 · microbatch 0\nstart 0 µs\nduration 200 ms\n"
+        "of it in collectives: 50 ms\nsent in collectives: 4.3 kB"
+    )
+    assert said[3] == (
+        "receive · rank 1 · stage 1 · microbatch 0\nrelu\npeer: rank 0\nstart 0 µs\nwaited 300 ms\n"
+        "1.2 MB in at most 100 ms (12.0 MB/s or more)"
+    )
+    assert said[-1].endswith("duration 300 ms\n660 kB in at most 300 ms (2.2 MB/s or more)")
 
 
 # --- Perfetto ---
@@ -216,6 +290,19 @@ def test_perfetto_leads_an_arrow_from_a_send_to_its_receive() -> None:
     receive = next(e for e in events if e["ph"] == "X" and e["cat"] == "receive")
     assert receive["ts"] <= end["ts"] <= receive["ts"] + receive["dur"]
     assert start["ts"] <= end["ts"]
+
+
+def test_perfetto_says_bytes_and_at_least_how_fast() -> None:
+    trace = perfetto(sized())
+    said = {e["cat"]: e["args"] for e in trace["traceEvents"] if e["ph"] == "X" and e["args"].get("bytes")}
+    assert {cat: (args["bytes"], args.get("at least")) for cat, args in said.items()} == {
+        "forward": (4321, None),
+        "send": (1_200_000, "12.0 MB/s"),
+        "receive": (1_200_000, "12.0 MB/s"),
+        "reduce": (660_000, "2.2 MB/s"),
+    }
+    assert trace["otherData"]["sent bytes"] == [1_204_321, 660_000]
+    assert "sent bytes" not in perfetto(measured())["otherData"]
 
 
 def test_perfetto_threads_never_hold_two_messages_at_once() -> None:
@@ -293,6 +380,22 @@ def test_lanes_are_labelled_by_stage_in_theory_and_by_rank_where_measured() -> N
 )
 def test_durations_are_said_as_people_do(value: float, unit: str, said: str) -> None:
     assert duration(value, unit) == said
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        *((0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_949, "99.9 kB"), (99_950, "100 kB"), (999_499, "999 kB")),
+        *((999_500, "1.0 MB"), (340e6, "340 MB"), (1.25e9, "1.2 GB"), (5e12, "5.0 TB")),
+    ],
+)
+def test_sizes_are_said_as_people_do(count: float, said: str) -> None:
+    assert size(count) == said
+
+
+def test_the_headline_says_what_was_sent_where_anything_was() -> None:
+    assert headline(measured()) == "utilization 45.0 % · makespan 1 s"
+    assert headline(sized()).endswith(" · makespan 1 s · 1.9 MB sent")
 
 
 def test_axis_marks_are_round() -> None:

@@ -120,7 +120,7 @@ def test_merge_refuses_nothing_and_mixed_units() -> None:
 def test_json_round_trip_is_exact() -> None:
     action = Action(Kind.SEND, 1, 2, value='relu_"<&>', peer=0, gradient=True)
     timeline = Timeline(
-        (Span(1, action, 0.1 + 0.2, 1e300), Span(0, Action(Kind.STEP, 0), 3, 4)),
+        (Span(1, action, 0.1 + 0.2, 1e300, bytes=2**53 + 1), Span(0, Action(Kind.STEP, 0), 3, 4)),
         ranks=2, unit="ticks", title="näive </script>", notes={"a": "b"},
     )  # fmt: skip
     back = Timeline.from_dict(json.loads(json.dumps(timeline.to_dict())))
@@ -137,8 +137,10 @@ def test_the_schema() -> None:
         "unit": "ticks",
         "ranks": 2,
         "notes": {},
-        "columns": ["rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited"],
-        "spans": [[1, "forward", 2, 3, None, None, False, 0, 1, 0]],
+        "columns": [
+            *("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited", "bytes"),
+        ],
+        "spans": [[1, "forward", 2, 3, None, None, False, 0, 1, 0, 0]],
     }
 
 
@@ -148,6 +150,20 @@ def test_waiting_inside_an_action_is_communication() -> None:
     assert timeline.exposed_communication() == (4,)
     assert timeline.utilization() == 0.6
     assert Timeline.from_dict(timeline.to_dict()) == timeline
+
+
+def test_sent_bytes_are_those_that_a_rank_gives_away() -> None:
+    kinds = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.SEND: 4, Kind.RECEIVE: 8, Kind.REDUCE: 16, Kind.STEP: 32}
+    spans = [Span(rank, Action(kind, 0), 0, 1, bytes=size) for rank in (0, 2) for kind, size in kinds.items()]
+    assert Timeline(tuple(spans), ranks=4).sent() == (55, 0, 55, 0)
+    assert MIXED.sent() == (0, 0, 0)
+
+
+def test_files_without_bytes_are_read() -> None:
+    sized = Timeline(tuple(replace(one, bytes=7, waited=0.5) for one in MIXED.spans), ranks=3)
+    data = sized.to_dict()
+    assert data["columns"].pop() == "bytes" and {row.pop() for row in data["spans"]} == {7}
+    assert Timeline.from_dict(data) == replace(sized, spans=tuple(replace(one, bytes=0) for one in sized.spans))
 
 
 def test_columns_are_read_by_name() -> None:
@@ -166,7 +182,8 @@ def test_columns_are_read_by_name() -> None:
         ({"columns": ["rank"]}, "this timeline lacks columns: kind, columns: stage"),
         ({"spans": [[0, "nap", 0, 0, None, None, False, 0, 1]]}, "span 0 of this timeline cannot be read.*'nap'"),
         ({"spans": [[0, "step"]]}, "span 0 of this timeline cannot be read"),
-        ({"spans": [[7, "step", 0, None, None, None, False, 0, 1, 0]]}, "outside the timeline's 3 ranks"),
+        ({"columns": ["rank", "bytes"]}, "this timeline lacks columns: kind, columns: stage"),
+        ({"spans": [[7, "step", 0, None, None, None, False, 0, 1, 0, 0]]}, "outside the timeline's 3 ranks"),
     ],
 )
 def test_files_that_are_not_timelines_are_refused(change: dict[str, object], message: str) -> None:

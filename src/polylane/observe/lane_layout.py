@@ -89,10 +89,14 @@ def legend(timeline: Timeline) -> list[Style]:
 
 
 def headline(timeline: Timeline) -> str:
-    """``utilization 72.7 % (96/132) · makespan 33 ticks``: in ticks with the area coloured and the whole rectangle."""
+    """``utilization 72.7 % (96/132) · makespan 33 ticks``: in ticks with the area coloured and the whole rectangle.
+
+    Where it is known, what all ranks sent follows: ``· 1.2 MB sent``.
+    """
     makespan, unit = timeline.makespan(), timeline.unit
     cells = f" ({number(sum(timeline.busy()))}/{number(timeline.ranks * makespan)})" if unit == "ticks" else ""
-    return f"utilization {percent(timeline.utilization())}{cells} · makespan {duration(makespan, unit)}"
+    sent = f" · {size(sum(timeline.sent()))} sent" if any(timeline.sent()) else ""
+    return f"utilization {percent(timeline.utilization())}{cells} · makespan {duration(makespan, unit)}{sent}"
 
 
 def percent(part: float) -> str:
@@ -106,6 +110,15 @@ def duration(value: float, unit: str, digits: int = 4) -> str:
         return f"{number(value, digits)} {unit[:-1] if value == 1 and unit.endswith('s') else unit}"
     name, scale = scaled(value, unit)
     return f"{number(value * scale, digits)} {name}"
+
+
+def size(count: float) -> str:
+    """So many bytes as people say it: ``24 B``, ``1.2 MB``, ``340 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polylane.observe.lane_layout import size
+from polylane.observe.messages import messages, under_way
 from polylane.observe.timeline import Span, Timeline
-from polylane.schedule.action import COMPUTE, Kind
+from polylane.schedule.action import COMPUTE
 
 _Placed = tuple[Span, int]  # a span and the thread it is drawn on
 
@@ -16,7 +17,8 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
     """The trace as plain data for ``json.dump``: complete events ("X") in microseconds from the first span.
 
     A rank is a process; compute is its thread 0, communication has the threads from 1, as many as run at once. Arrows
-    lead from a send to the receive of the same value. A tick of theory counts as one microsecond.
+    lead from a send to the receive of the same value. A tick of theory counts as one microsecond. Arguments say what
+    was sent or received, in bytes, and at least how fast.
 
     Source: Google, "Trace Event Format".
     """
@@ -31,9 +33,12 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
             events.append(_name("thread_name", rank, thread, "communication" if thread else "compute"))
         placed += threads
     first = timeline.start()
-    events += [_complete(span, thread, first, scale) for span, thread in placed]
-    events += _arrows(placed, first, scale)
+    times = under_way(timeline.spans) if timeline.unit == "seconds" else {}
+    events += [_complete(span, thread, first, scale, times.get(span)) for span, thread in placed]
+    events += _arrows(dict(placed), first, scale)
     notes = {"title": timeline.title, "unit": timeline.unit, "utilization": timeline.utilization(), **timeline.notes}
+    if any(timeline.sent()):
+        notes["sent bytes"] = list(timeline.sent())
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": notes}
 
 
@@ -56,7 +61,7 @@ def _name(what: str, rank: int, thread: int, value: str | int) -> dict[str, Any]
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {key: value}}
 
 
-def _complete(span: Span, thread: int, first: float, scale: float) -> dict[str, Any]:
+def _complete(span: Span, thread: int, first: float, scale: float, time: float | None) -> dict[str, Any]:
     action = span.action
     said = {
         "stage": action.stage,
@@ -65,6 +70,8 @@ def _complete(span: Span, thread: int, first: float, scale: float) -> dict[str, 
         "peer": action.peer,
         "gradient": action.gradient or None,
         "waited": span.waited or None,
+        "bytes": span.bytes or None,
+        "at least": None if time is None else f"{size(span.bytes / time)}/s",
     }
     return {
         "ph": "X",
@@ -78,27 +85,15 @@ def _complete(span: Span, thread: int, first: float, scale: float) -> dict[str, 
     }
 
 
-def _arrows(placed: Iterable[_Placed], first: float, scale: float) -> list[dict[str, Any]]:
-    """A flow from every send to the receive of the same value, the nth of the one to the nth of the other."""
-    sent: dict[tuple[Any, ...], deque[_Placed]] = defaultdict(deque)
-    received: list[_Placed] = []
-    for span, thread in sorted(placed, key=lambda one: one[0].start):
-        action = span.action
-        if action.kind is Kind.SEND:
-            sent[(span.rank, action.peer, action.value, action.microbatch, action.gradient)].append((span, thread))
-        elif action.kind is Kind.RECEIVE:
-            received.append((span, thread))
+def _arrows(threads: Mapping[Span, int], first: float, scale: float) -> list[dict[str, Any]]:
+    """A flow from every send to the receive of the same value."""
     events: list[dict[str, Any]] = []
-    for receive, thread in received:
-        action = receive.action
-        sends = sent[(action.peer, receive.rank, action.value, action.microbatch, action.gradient)]
-        if not sends:
-            continue
-        send, from_thread = sends.popleft()
+    for number, (send, receive) in enumerate(messages(threads), start=1):
         # inside the receive and not before the send: viewers drop an arrow that leads back in time
         there = (max(receive.start, min(send.start, receive.end)) + receive.end) / 2
-        flow = {"cat": "message", "name": str(action.value or "message"), "id": len(events) // 2 + 1}
-        events.append({**flow, "ph": "s", "pid": send.rank, "tid": from_thread, "ts": (send.start - first) * scale})
-        end = {"pid": receive.rank, "tid": thread, "ts": (there - first) * scale}
+        flow = {"cat": "message", "name": str(send.action.value or "message"), "id": number}
+        start = {"pid": send.rank, "tid": threads[send], "ts": (send.start - first) * scale}
+        events.append({**flow, "ph": "s", **start})
+        end = {"pid": receive.rank, "tid": threads[receive], "ts": (there - first) * scale}
         events.append({**flow, "ph": "f", "bp": "e", **end})
     return events

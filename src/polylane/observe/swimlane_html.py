@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from polylane.observe.lane_layout import IDLE, STYLES, Row, duration, headline, legend, percent, rows
+from polylane.observe.lane_layout import IDLE, STYLES, Row, duration, headline, legend, percent, rows, size
+from polylane.observe.messages import under_way
 from polylane.observe.swimlane_svg import escape
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Kind
@@ -19,8 +20,9 @@ _TEMPLATE = Path(__file__).with_name("swimlane.html")
 def html(timeline: Timeline) -> str:
     """The swimlane as a page of its own: no other file, no network, light or dark as the reader's system is.
 
-    Pointing at a span shows its rank, kind, stage, microbatch, value, peer, start and duration. The table below the
-    lanes holds, for each rank, busy, exposed communication and idle time and the peak of live microbatches.
+    Pointing at a span shows its rank, kind, stage, microbatch, value, peer, start, duration, bytes, and how fast these
+    were at least. The table below the lanes holds, for each rank, busy, exposed communication and idle time, the peak
+    of live microbatches, and the bytes sent where they are known.
     """
     lanes = rows(timeline)
     parts = {
@@ -44,14 +46,18 @@ def _legend(timeline: Timeline) -> Iterator[str]:
 def _table(timeline: Timeline, labels: Sequence[str]) -> Iterator[str]:
     makespan, unit = timeline.makespan(), timeline.unit
     busy, exposed, idle = timeline.busy(), timeline.exposed_communication(), timeline.idle()
+    sent = timeline.sent() if any(timeline.sent()) else ()
     heads = ["", "utilization", "busy", "exposed communication", "idle", "peak live microbatches"]
+    heads += ["sent"] if sent else []
     yield f"<thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead>\n<tbody>"
     for rank, (label, live) in enumerate(zip(labels, timeline.peak_live_microbatches(), strict=True)):
         times = (duration(each[rank], unit) for each in (busy, exposed, idle))
-        yield _line(label, [percent(busy[rank] / makespan if makespan else 0.0), *times, str(live)])
+        share = percent(busy[rank] / makespan if makespan else 0.0)
+        yield _line(label, [share, *times, str(live), *(size(one) for one in sent[rank : rank + 1])])
     yield "</tbody>\n<tfoot>"
     times = (duration(sum(each), unit) for each in (busy, exposed, idle))
-    yield _line(f"all, of {duration(makespan * timeline.ranks, unit)}", [percent(timeline.utilization()), *times, ""])
+    cells = [percent(timeline.utilization()), *times, "", *([size(sum(sent))] if sent else [])]
+    yield _line(f"all, of {duration(makespan * timeline.ranks, unit)}", cells)
     yield "</tfoot>"
 
 
@@ -60,10 +66,10 @@ def _line(label: str, cells: Sequence[str]) -> str:
 
 
 def _data(timeline: Timeline, lanes: Sequence[Row]) -> dict[str, Any]:
-    """What the page's script reads; a span is nine numbers in a row, see FIELDS there."""
+    """What the page's script reads; a span is eleven numbers in a row, see FIELDS there."""
     kinds = list(Kind)
     values: dict[str, int] = {}
-    first = timeline.start()
+    first, times = timeline.start(), under_way(timeline.spans)
 
     def flat(spans: Sequence[Span]) -> list[float]:
         numbers: list[float] = []
@@ -81,6 +87,8 @@ def _data(timeline: Timeline, lanes: Sequence[Row]) -> dict[str, Any]:
                 -1 if action.peer is None else action.peer,
                 int(action.gradient),
                 round(span.waited, 9),
+                span.bytes,
+                round(times.get(span, 0), 9),
             ]
         return numbers
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from polylane.observe.lane_layout import (
     IDLE,
@@ -18,8 +19,11 @@ from polylane.observe.lane_layout import (
     legend,
     rows,
     shares,
+    size,
 )
+from polylane.observe.messages import under_way
 from polylane.observe.timeline import Span, Timeline
+from polylane.schedule.action import COMPUTE, Kind
 
 # pixels
 LANE, THIN, GAP, TOP, BOTTOM, RIGHT = 26, 7, 8, 64, 62, 24
@@ -44,6 +48,17 @@ text {{ font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f23
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """What the drawing of a span goes by; in pixels, and pixels per unit of time."""
+
+    timeline: Timeline
+    times: Mapping[Span, float]  # see `under_way`
+    left: float
+    plot: float
+    scale: float
+
+
 def svg(timeline: Timeline) -> str:
     """The swimlane as a standalone SVG document: a lane per rank, numbered by microbatch, with axis and legend.
 
@@ -54,12 +69,13 @@ def svg(timeline: Timeline) -> str:
     left = 24 + LETTER * max((len(row.label) for row in lanes), default=0)
     plot = min(WIDEST, max(NARROW, TICK * timeline.makespan())) if timeline.unit == "ticks" else WIDEST
     scale = plot / (timeline.makespan() or 1)
+    picture = _Picture(timeline, under_way(timeline.spans), left, plot, scale)
     ground: list[str] = []
     boxes: list[str] = []
     y = float(TOP)
     for row in lanes:
         ground += _ground(row, left, y, plot)
-        boxes += _boxes(row, timeline, left, y, plot, scale)
+        boxes += _boxes(row, picture, y)
         y += LANE + (THIN + 1 if row.thin else 0) + GAP
     width, height = left + plot + RIGHT, y + BOTTOM
     title = timeline.title or "swimlane"
@@ -86,8 +102,12 @@ def escape(words: str) -> str:
     return html.escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", words))
 
 
-def details(span: Span, timeline: Timeline) -> str:
-    """What a span is, in one line: ``forward, stage 1, microbatch 2, rank 1: 3 ticks from 4 ticks``."""
+def details(span: Span, timeline: Timeline, time: float = 0) -> str:
+    """What a span is, in one line: ``forward, stage 1, microbatch 2, rank 1: 3 ticks from 4 ticks``.
+
+    Args:
+        time: how long what it sends, receives or sums was under way at most; 0 where that is not known.
+    """
     action = span.action
     said = [f"{action.kind}", f"stage {action.stage}"]
     said += [f"microbatch {action.microbatch}"] if action.microbatch is not None else []
@@ -96,7 +116,17 @@ def details(span: Span, timeline: Timeline) -> str:
     said += [f"peer {action.peer}"] if action.peer is not None else []
     long, at = span.end - span.start, span.start - timeline.start()
     said += [f"{duration(span.waited, timeline.unit)} of it in collectives"] if span.waited else []
-    return f"{', '.join(said)}: {duration(long, timeline.unit)} from {duration(at, timeline.unit, digits=8)}"
+    said += [_travelled(span, timeline.unit, time)] if span.bytes else []
+    waited = "waited " if action.kind is Kind.RECEIVE else ""
+    return f"{', '.join(said)}: {waited}{duration(long, timeline.unit)} from {duration(at, timeline.unit, digits=8)}"
+
+
+def _travelled(span: Span, unit: str, time: float) -> str:
+    """``1.2 MB in at most 3.4 ms (340 MB/s or more)``."""
+    if span.action.kind in COMPUTE:
+        return f"{size(span.bytes)} sent in collectives"
+    rate = f" ({size(span.bytes / time)}/s or more)" if time and unit == "seconds" else ""
+    return size(span.bytes) + (f" in at most {duration(time, unit)}{rate}" if time else "")
 
 
 def _ground(row: Row, left: float, y: float, plot: float) -> Iterator[str]:
@@ -104,21 +134,22 @@ def _ground(row: Row, left: float, y: float, plot: float) -> Iterator[str]:
     yield f'<rect class="idle" x="{left:g}" y="{y:g}" width="{plot:g}" height="{LANE}"/>'
 
 
-def _boxes(row: Row, timeline: Timeline, left: float, y: float, plot: float, scale: float) -> Iterator[str]:
+def _boxes(row: Row, picture: _Picture, y: float) -> Iterator[str]:
     for spans, top, height in ((row.main, y, LANE), (row.thin, y + LANE + 1, THIN)):
-        wide = [span for span in spans if (span.end - span.start) * scale >= 1.5]
-        yield from _together([s for s in spans if (s.end - s.start) * scale < 1.5], timeline, left, top, height, plot)
+        wide = [span for span in spans if (span.end - span.start) * picture.scale >= 1.5]
+        yield from _together([s for s in spans if (s.end - s.start) * picture.scale < 1.5], picture, top, height)
         for span in wide:
-            yield from _box(span, timeline, left, top, height, scale)
+            yield from _box(span, picture, top, height)
 
 
-def _box(span: Span, timeline: Timeline, left: float, top: float, height: float, scale: float) -> Iterator[str]:
-    style, microbatch = STYLES[span.action.kind], span.action.microbatch
-    x, width = left + (span.start - timeline.start()) * scale, (span.end - span.start) * scale
+def _box(span: Span, picture: _Picture, top: float, height: float) -> Iterator[str]:
+    style, microbatch, timeline = STYLES[span.action.kind], span.action.microbatch, picture.timeline
+    x = picture.left + (span.start - timeline.start()) * picture.scale
+    width = (span.end - span.start) * picture.scale
     seam = 1 if width > 4 else 0  # a line of background between one box and the next
     yield (
         f'<rect x="{x:.2f}" y="{top:g}" width="{width - seam:.2f}" height="{height}" fill="{style.fill}">'
-        f"<title>{escape(details(span, timeline))}</title></rect>"
+        f"<title>{escape(details(span, timeline, picture.times.get(span, 0)))}</title></rect>"
     )
     if height == LANE and microbatch is not None and width > 4 + LETTER * len(str(microbatch)):
         middle = x + (width - seam) / 2
@@ -128,20 +159,18 @@ def _box(span: Span, timeline: Timeline, left: float, top: float, height: float,
         )
 
 
-def _together(
-    spans: Sequence[Span], timeline: Timeline, left: float, top: float, height: float, plot: float
-) -> Iterator[str]:
+def _together(spans: Sequence[Span], picture: _Picture, top: float, height: float) -> Iterator[str]:
     """Spans too narrow to draw, as stacks of one pixel's width: one path for each colour."""
     if not spans:
         return
-    bins = round(plot)
+    bins, timeline = round(picture.plot), picture.timeline
     paths: dict[Style, list[str]] = {}
     for at, share in enumerate(shares(spans, timeline.start(), (timeline.makespan() or 1) / bins, bins)):
         below = top + height
         for style in STYLES.values():
             if style in share:
                 tall = share.pop(style) * height
-                paths.setdefault(style, []).append(f"M{left + at:g} {below:.2f}h1v{-tall:.2f}h-1z")
+                paths.setdefault(style, []).append(f"M{picture.left + at:g} {below:.2f}h1v{-tall:.2f}h-1z")
                 below -= tall
     for style, pieces in paths.items():
         yield f'<path fill="{style.fill}" d="{"".join(pieces)}"/>'

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from polylane.observe.lane_layout import IDLE, STYLES, Axis, Row, Style, axis, duration, headline, legend, rows, shares
+from polylane.observe.lane_layout import (
+    IDLE,
+    STYLES,
+    Axis,
+    Row,
+    Style,
+    axis,
+    duration,
+    headline,
+    legend,
+    rows,
+    shares,
+    size,
+)
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Kind
 
@@ -64,7 +78,13 @@ def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
     lines = [timeline.title] if timeline.title else []
     lines += [headline(timeline) + per_column, f"{'':{margin}} │ {ruler}".rstrip()]
     lines += [f"{label:{margin}} │ {paint(cells)}".rstrip() for label, cells in grid]
-    return "\n".join([*lines, key]) + "\n"
+    return "\n".join([*lines, key, *_sent(timeline, width)]) + "\n"
+
+
+def _sent(timeline: Timeline, width: int) -> list[str]:
+    """What each rank sent, where that is known."""
+    sent = timeline.sent()
+    return textwrap.wrap(f"sent by each rank: {', '.join(map(size, sent))}", width) if any(sent) else []
 
 
 def _key(timeline: Timeline, instead: dict[Kind, str]) -> str:

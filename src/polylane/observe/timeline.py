@@ -10,7 +10,9 @@ from typing import Any
 from polylane.schedule.action import COMMUNICATION, COMPUTE, Action, Kind
 
 # What a span is in a file, in this order; `from_dict` goes by these names, so that a later version may add more.
-COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited")
+COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited", "bytes")
+# Of these, what files of earlier versions do not have, and what is read instead.
+_LATER: dict[str, Any] = {"bytes": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,10 @@ class Span:
 
     ``waited`` is how much of it went by in collectives inside the action, such as the batch statistics of a forward
     pass.
+
+    ``bytes`` are those of the tensors that this rank handed to its transport in the action, or got from it: what a send
+    sends and a receive receives, the gradients that a reduce sums with others', and what a pass or a step sends
+    in the collectives inside it; not what an algorithm makes of them on the wire. 0 where nobody counted.
     """
 
     rank: int
@@ -26,6 +32,7 @@ class Span:
     start: float
     end: float
     waited: float = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,13 @@ class Timeline:
             for busy, exposed in zip(self.busy(), self.exposed_communication(), strict=True)
         )
 
+    def sent(self) -> tuple[int, ...]:
+        """Per rank, the bytes that it gave away: in its sends, its reduces and the collectives inside its actions."""
+        sent = [0] * self.ranks
+        for span in self.spans:
+            sent[span.rank] += 0 if span.action.kind is Kind.RECEIVE else span.bytes
+        return tuple(sent)
+
     def utilization(self) -> float:
         """The coloured area over the rectangle: busy time of all ranks / (ranks x makespan), from 0 to 1."""
         area = self.ranks * self.makespan()
@@ -108,7 +122,7 @@ class Timeline:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, a row per span under the names of the columns; `from_dict` reads it back exactly."""
         rows = [
-            [s.rank, str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, s.start, s.end, s.waited]
+            [s.rank, str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, s.start, s.end, s.waited, s.bytes]
             for s in self.spans
             for a in (s.action,)
         ]
@@ -128,10 +142,12 @@ class Timeline:
                 f'not a timeline: expected "polylane": 1 and "kind": "timeline", found {found or "neither"}'
             )
         missing = [key for key in ("unit", "ranks", "columns", "spans") if key not in data]
-        missing += [f"columns: {name}" for name in COLUMNS if name not in data.get("columns", COLUMNS)]
+        known = (*data.get("columns", COLUMNS), *_LATER)
+        missing += [f"columns: {name}" for name in COLUMNS if name not in known]
         if missing:
             raise ValueError(f"this timeline lacks {', '.join(missing)}")
-        at = [data["columns"].index(name) for name in COLUMNS]
+        places = {name: place for place, name in enumerate(data["columns"])}
+        at = [places.get(name) for name in COLUMNS]
         spans = tuple(_span(number, row, at) for number, row in enumerate(data["spans"]))
         return Timeline(spans, data["ranks"], data["unit"], data.get("title", ""), dict(data.get("notes", {})))
 
@@ -210,10 +226,11 @@ def _peak(lives: Iterable[tuple[float, float]]) -> int:
     return peak
 
 
-def _span(number: int, row: Sequence[Any], at: Sequence[int]) -> Span:
-    """The span of one row; ``at`` is where each of `COLUMNS` stands in it."""
+def _span(number: int, row: Sequence[Any], at: Sequence[int | None]) -> Span:
+    """The span of one row; ``at`` is where each of `COLUMNS` stands in it, None where it does not."""
     try:
-        rank, kind, stage, microbatch, value, peer, gradient, start, end, waited = (row[place] for place in at)
-        return Span(rank, Action(Kind(kind), stage, microbatch, value, peer, gradient), start, end, waited)
+        given = (_LATER[name] if place is None else row[place] for name, place in zip(COLUMNS, at, strict=True))
+        rank, kind, stage, microbatch, value, peer, gradient, start, end, waited, size = given
+        return Span(rank, Action(Kind(kind), stage, microbatch, value, peer, gradient), start, end, waited, size)
     except (ValueError, TypeError, IndexError) as error:
         raise ValueError(f"span {number} of this timeline cannot be read, {row!r}: {error}") from error

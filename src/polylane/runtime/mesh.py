@@ -27,7 +27,7 @@ class Mesh:
     Attributes:
         axes: by name, in the order of the plan; empty where no operator is split.
         coordinates: this worker's index on each.
-        waits: what is spent in the axes' collectives.
+        waits: what the action under way spends on communication.
     """
 
     axes: Mapping[str, Axis] = field(default_factory=dict)
@@ -42,9 +42,11 @@ class Mesh:
 
 @dataclass
 class Waits:
-    """Seconds spent in collectives inside an action: they are communication, not work."""
+    """What an action spends on communication: seconds in the collectives inside it, which are not work, and bytes that
+    are handed to the transport, or got from it."""
 
     seconds: float = 0.0
+    bytes: int = 0
 
 
 class TransportAxis:
@@ -53,7 +55,7 @@ class TransportAxis:
     Args:
         ranks: of the axis, in order.
         transport: with a channel between each two of them, and a group of all.
-        waits: counts the seconds spent in collectives.
+        waits: counts the seconds spent in collectives, and the bytes sent.
     """
 
     def __init__(self, ranks: Sequence[int], transport: Transport, waits: Waits) -> None:
@@ -72,6 +74,7 @@ class TransportAxis:
             return lambda: torch.add(*(part for part in swap() if part is not None))
         own = tensor.clone(memory_format=torch.contiguous_format)
         pending = self._transport.all_reduce(own, sorted(self._ranks))
+        self._waits.bytes += own.nbytes
         return self._timed(pending.wait)
 
     def _timed(self, wait: Callable[[], T]) -> Callable[[], T]:
@@ -105,11 +108,9 @@ class TransportAxis:
             None if shape is None or i == self.index else self._transport.receive(tuple(shape), dtype, self._ranks[i])
             for i, shape in enumerate(shapes)
         ]
-        sends = [
-            self._transport.send(piece.detach(), self._ranks[i])
-            for i, piece in enumerate(pieces)
-            if piece is not None and i != self.index
-        ]
+        leaving = [(i, piece) for i, piece in enumerate(pieces) if piece is not None and i != self.index]
+        sends = [self._transport.send(piece.detach(), self._ranks[i]) for i, piece in leaving]
+        self._waits.bytes += sum(piece.nbytes for _, piece in leaving)
 
         def finish() -> list[Tensor | None]:
             result = [

@@ -13,6 +13,8 @@ from polylane.program.program import Program
 from polylane.runtime.transport.protocol import Pending, Transport
 from polylane.runtime.worker import StepState
 
+NUMBERS = 4  # of a span, as they travel: start, end, waited, bytes
+
 # Beyond this many workers the spans of a step are no longer gathered with its loss.
 TIMELINE_WORKERS = 64
 
@@ -74,10 +76,10 @@ class Report:
         at = 0
         for program in self.programs:
             for action in program.actions:
-                start, end, waited = numbers[at : at + 3]
-                at += 3
+                start, end, waited, size = numbers[at : at + NUMBERS]
+                at += NUMBERS
                 if end > 0:
-                    spans.append(Span(program.rank, action, start, end, waited))
+                    spans.append(Span(program.rank, action, start, end, waited, round(size)))
         return Timeline(tuple(spans), len(self.programs), title="measured").from_zero()
 
 
@@ -94,13 +96,13 @@ def gathered(
         device: where the vector travels.
     """
     gather = transport.size <= TIMELINE_WORKERS
-    numbers = [0.0] * (3 * sum(len(program.actions) for program in programs) if gather else 0)
+    numbers = [0.0] * (NUMBERS * sum(len(program.actions) for program in programs) if gather else 0)
     if gather:
         begin = sum(len(program.actions) for program in programs[: transport.rank])
         place = {action: begin + i for i, action in enumerate(programs[transport.rank].actions)}
         for span in state.spans:
-            at = 3 * place[span.action]
-            numbers[at : at + 3] = span.start - ahead, span.end - ahead, span.waited
+            at = NUMBERS * place[span.action]
+            numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
     vector = torch.tensor([*state.sums(), *numbers], dtype=torch.float64, device=device)
     pending = transport.all_reduce(vector, range(transport.size)) if transport.size > 1 else None
     return Report(pending, vector, programs, state.spans)

@@ -28,6 +28,10 @@ from polylane.schedule.action import Action, Kind
 LOOKAHEAD = 2
 
 
+# What was sent: microbatch, peer, and whether it was gradients.
+_Sent = tuple[int, int, bool]
+
+
 @dataclass
 class StepState:
     """What a worker gathers in the course of one step."""
@@ -40,10 +44,15 @@ class StepState:
     returned: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     outgoing: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     received: dict[Action, Pending] = field(default_factory=dict)
-    sent: list[Pending] = field(default_factory=list)
+    sent: dict[_Sent, list[Pending]] = field(default_factory=dict)
     total: list[Tensor] = field(default_factory=list)
     count: list[Tensor | float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+
+    def left(self, key: _Sent) -> None:
+        """Wait until something has been sent, and let go of it."""
+        for pending in self.sent.pop(key, ()):
+            pending.wait()
 
     def sums(self) -> tuple[float, float]:
         """The loss of what this worker computed, as (total, count)."""
@@ -126,8 +135,8 @@ class Worker:
                 raise ActionFailed(
                     self.program.rank, action.stage, action.microbatch, module, node.source if node else None
                 ) from error
-        for pending in state.sent:
-            pending.wait()
+        for key in list(state.sent):
+            state.left(key)
         return state
 
     def _part(self, share: Share, batch: int, step: int, seed: int) -> Part:
@@ -174,10 +183,12 @@ class Worker:
         start = time.perf_counter()
         result = self.statistics(tensor)
         self.mesh.waits.seconds += time.perf_counter() - start
+        self.mesh.waits.bytes += tensor.nbytes if len(self.program.replicas) > 1 else 0
         return result
 
     def _do(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
-        start, self.mesh.waits.seconds = time.perf_counter(), 0.0
+        waits = self.mesh.waits
+        start, waits.seconds, waits.bytes = time.perf_counter(), 0.0, 0
         if action.kind is Kind.FORWARD:
             self._forward(action, batch, state)
         elif action.kind is Kind.BACKWARD:
@@ -189,9 +200,13 @@ class Worker:
         elif action.kind is Kind.REDUCE:
             assert action.value is not None
             start = self.reducer.wait(action.value)
+            waits.bytes = self.reducer.bytes[action.value]
         else:
+            before = self.transport.counters.given
             finish(state)
-        state.spans.append(Span(self.program.rank, action, start, time.perf_counter(), self.mesh.waits.seconds))
+            waits.bytes = self.transport.counters.given - before
+        end = time.perf_counter()
+        state.spans.append(Span(self.program.rank, action, start, end, waits.seconds, waits.bytes))
 
     def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
         i = action.microbatch
@@ -225,6 +240,11 @@ class Worker:
                 device=self.runner.device,
                 dtype=torch.float64,
             )
+        # Whoever got something two microbatches ago has had it since: nobody waits for this worker before they take it.
+        for key in [key for key in state.sent if key[0] <= i - 2]:
+            state.left(key)
+        for earlier in [earlier for earlier in state.returned if earlier <= i - 2]:
+            del state.returned[earlier]
         state.outgoing.pop(i, None)  # with the autograd graph that hangs on it
         gradients = state.gradients.pop(i, {})
         for crossing in self.program.sends:
@@ -247,13 +267,18 @@ class Worker:
         assert piece is not None
         value = taken(value.detach(), piece)
         factor = self.relays.factor(name, action.peer, state.sizes[i], action.gradient)
-        state.sent.append(self.transport.send(value if factor == 1.0 else value * factor, action.peer))
+        value = value if factor == 1.0 else value * factor
+        state.sent.setdefault((i, action.peer, action.gradient), []).append(self.transport.send(value, action.peer))
+        self.mesh.waits.bytes += value.nbytes
 
     def _receive(self, action: Action, state: StepState) -> None:
         i, name = action.microbatch, action.value
-        assert i is not None and name is not None
+        assert i is not None and name is not None and action.peer is not None
         value, piece = state.received.pop(action).wait(), self._piece(action, state)
         assert piece is not None
+        self.mesh.waits.bytes += value.nbytes
+        if action.gradient:  # an answer to values that have arrived
+            state.left((i, action.peer, False))
         found = (state.gradients if action.gradient else state.values).setdefault(i, {})
         if value.shape != self.wires[name].shape(state.parts[i].samples):
             into = found.pop(name, None)

@@ -7,6 +7,7 @@ gradients are not copied back, and a gradient that is large enough travels as it
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,9 @@ class Reducer:
         parameters: by canonical name.
         optional: parameters that may get no gradient at all in some step (the user's own Python decides): whether
             anybody had one is summed with them, so that the optimizer skips them just as on one device.
+
+    Attributes:
+        bytes: by the name of a bucket, what this worker handed to the transport when it last left.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Reducer:
         self._waiting: list[set[str]] = []
         self._next = 0
         self._flights: dict[str, _Flight] = {}
+        self.bytes: Counter[str] = Counter()
         self._hooks: list[RemovableHandle] = []
 
     def arm(self) -> None:
@@ -98,6 +103,7 @@ class Reducer:
             flags = [torch.tensor(had, dtype=grads[0].dtype, device=grads[0].device)] if had else []
             flat = wire = torch.cat([*(g.reshape(-1) for g in grads), *flags])
         pending = self._transport.all_reduce(wire, bucket.ranks)
+        self.bytes[bucket.name] = wire.nbytes
         self._flights[bucket.name] = _Flight(pending, flat, len(optional), time.perf_counter())
 
     def wait(self, name: str) -> float:

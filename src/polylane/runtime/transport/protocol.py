@@ -87,6 +87,11 @@ class Counters:
         if tensor is not None:
             self.bytes[kind] += tensor.numel() * tensor.element_size()
 
+    @property
+    def given(self) -> int:
+        """Bytes that were handed over for others, to receive or to sum."""
+        return self.bytes["send"] + self.bytes["all_reduce"]
+
 
 @dataclass(frozen=True, slots=True)
 class Done:
