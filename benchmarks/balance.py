@@ -9,33 +9,34 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.utilization import passes
+from benchmarks.cores import Groups, find, share_of_a_core
+from benchmarks.utilization import passes, stage_seconds
+from polylane.commands.at_best import by_rank
+from polylane.commands.cut import step_at_best
+from polylane.cost import compute
 from polylane.cost.simulate import play
+from polylane.graph.batch import take
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
+from polylane.plan.ranks import ranks
+from polylane.plan.spec import parse
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
-from polylane.runtime.prepare import objectives_of, prepare
+from polylane.runtime.prepare import Prepared, objectives_of, prepare
 from polylane.runtime.world import World
+from polylane.schedule.action import Kind
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import schedule_lanes
 
-GROUPS = Path("/sys/fs/cgroup/cpu")
 WIDTH, MICROBATCHES, SAMPLES, STEPS = 512, 8, 64, 8
-MESHES: tuple[tuple[dict[str, int], ...], ...] = (
-    ({}, {}, {}),
-    ({}, {"data": 2}, {}),
-    ({}, {"tensor": 2}, {}),
-)
+PLANS = ("pipeline=3", "[1 | data=2 | 1]", "[1 | tensor=2 | 1]")
 
 
 class Unit(nn.Module):
@@ -54,76 +55,95 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def plan_of(meshes: tuple[dict[str, int], ...]) -> Plan:
-    """One, two and one unit on stages with these meshes."""
-    stages: list[dict[str, Any]] = []
-    for nodes, mesh in zip((["0", "0"], ["1", "2"], ["3", "loss"]), meshes, strict=True):
-        first = sum(len(stage["devices"]) for stage in stages)
-        workers = max(mesh.values(), default=1)
-        stages.append({"nodes": nodes, "devices": list(range(first, first + workers)), "mesh": mesh})
+def plan_of(line: str) -> Plan:
+    """One, two and one unit on stages with the meshes of a plan in one line."""
+    meshes = parse(line).meshes
+    stages = [
+        {"nodes": nodes, "devices": devices, "mesh": mesh._asdict()}
+        for nodes, devices, mesh in zip((["0", "0"], ["1", "2"], ["3", "loss"]), ranks(meshes), meshes, strict=True)
+    ]
     return Plan.model_validate({"stages": stages, "microbatches": MICROBATCHES})
 
 
-@contextmanager
-def share_of_a_core(share: float) -> Iterator[None]:
-    """Hold this process to so much of one core."""
-    group = GROUPS / f"polylane-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "cpu.cfs_period_us").write_text("4000")
-        (group / "cpu.cfs_quota_us").write_text(str(int(4000 * share)))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
-    finally:
-        (GROUPS / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
+def prepared_for(line: str, model: nn.Module, batch: list[Tensor]) -> Prepared:
+    """The model by a plan in one line."""
+    return prepare(model, objectives_of(loss, lambda p: torch.optim.SGD(p, lr=1e-3), None), batch, plan_of(line))
 
 
-def measured(plan: Plan, model: nn.Module, batch: list[Tensor], share: float) -> tuple[str, float, float]:
-    """The plan in one line, utilization, and samples a second; medians over steps."""
-    prepared = prepare(model, objectives_of(loss, lambda p: torch.optim.SGD(p, lr=1e-3), None), batch, plan)
+@dataclass(frozen=True)
+class Measured:
+    """Forward and backward passes of some steps, and seconds of each."""
 
-    def work(_: Any) -> list[tuple[Timeline, float]]:
-        with share_of_a_core(share):
+    timelines: list[Timeline]
+    seconds: list[float]
+
+
+def measured(prepared: Prepared, batch: list[Tensor], groups: Groups, share: float) -> Measured:
+    """Train with every worker on a part of a core."""
+
+    def work(_: Any) -> Measured:
+        found = Measured([], [])
+        with share_of_a_core(groups, share):
             job = Job(prepared, World.join(), example=batch)
-            found = []
             for _ in range(STEPS):
                 start = time.perf_counter()
-                timeline = passes(job.step(batch).timeline)
-                found.append((timeline, time.perf_counter() - start))
+                found.timelines.append(passes(job.step(batch).timeline))
+                found.seconds.append(time.perf_counter() - start)
             job.close()
-        return found[2:]
+        return Measured(found.timelines[2:], found.seconds[2:])
 
-    steps = fork(work, plan.workers)[0]
-    utilization = statistics.median(timeline.utilization() for timeline, _ in steps)
-    return prepared.plan.spec, utilization, len(batch[0]) / statistics.median(seconds for _, seconds in steps)
+    return fork(work, prepared.plan.workers)[0]
 
 
-def predicted(plan: Plan) -> float:
-    """Of an even division of the work, without any communication."""
-    workers = [plan.degrees(stage).workers for stage in range(3)]
-    each = [cost / count for cost, count in zip((1.0, 2.0, 1.0), workers, strict=True)]
-    chain = StageGraph.chain(3)
-    lanes = schedule_lanes(plan.schedule, chain, plan.microbatches)
-    makespan = play(lanes, each, [2 * t for t in each], graph=chain).makespan()
-    return 3 * 4.0 * plan.microbatches / (makespan * sum(workers))
+def by_inspect(prepared: Prepared, model: nn.Module, batch: list[Tensor]) -> float:
+    """The utilization that `polylane inspect` prints: by the times of the operators, measured one by one."""
+    graph = prepared.main.graph
+    seconds = compute.measure_both(graph, model, loss, take(batch, 0, graph.samples))
+    return step_at_best(prepared, seconds, len(batch[0])).utilization()
+
+
+def by_stage_times(prepared: Prepared, timelines: list[Timeline]) -> float:
+    """That of the schedule, played with the measured mean times of the stages' passes; waiting inside them is idle."""
+    plan, order = prepared.plan, StageGraph.of_partition(prepared.main)
+    forward, backward = (
+        [stage_seconds(timelines, kind, stage) for stage in range(plan.pipeline)]
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
+    played = play(schedule_lanes(plan.schedule, order, plan.microbatches), forward, backward, graph=order)
+    waits = {
+        (kind, stage): statistics.fmean(
+            span.waited
+            for timeline in timelines
+            for span in timeline.spans
+            if (span.action.kind, span.action.stage) == (kind, stage)
+        )
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for stage in range(plan.pipeline)
+    }
+    spans = tuple(replace(span, waited=waits[span.action.kind, span.action.stage]) for span in played.spans)
+    return by_rank(replace(played, spans=spans), plan).utilization()
 
 
 def main() -> None:
     """Print a row for every plan."""
     torch.set_num_threads(1)
-    if not os.access(GROUPS, os.W_OK):
-        print(f"not measured: {GROUPS} cannot be written, so that workers cannot be held to a part of a core each")
+    groups = find()
+    if isinstance(groups, str):
+        print(f"not measured, for workers cannot be held to a part of a core each: {groups}")
         return
     torch.manual_seed(0)
     model = nn.Sequential(*(Unit() for _ in range(4)))
     batch = [torch.randn(MICROBATCHES * SAMPLES, WIDTH), torch.randn(MICROBATCHES * SAMPLES, WIDTH)]
     share = 0.9 * (os.cpu_count() or 1) / 4
-    print("| plan | predicted utilization | measured | samples/s |\n|---|---|---|---|")
-    for meshes in MESHES:
-        plan = plan_of(meshes)
-        line, utilization, speed = measured(plan, model, batch, share)
-        print(f"| {line} | {predicted(plan):.1%} | {utilization:.1%} | {speed:.0f} |", flush=True)
+    print("| plan | utilization by inspect | by its stage times | measured | samples/s |\n|---|---|---|---|---|")
+    for line in PLANS:
+        prepared = prepared_for(line, model, batch)
+        told = by_inspect(prepared, model, batch)
+        found = measured(prepared, batch, groups, share)
+        played = by_stage_times(prepared, found.timelines)
+        utilization = statistics.median(timeline.utilization() for timeline in found.timelines)
+        speed, cell = len(batch[0]) / statistics.median(found.seconds), line.replace("|", "\\|")
+        print(f"| `{cell}` | {told:.1%} | {played:.1%} | {utilization:.1%} | {speed:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

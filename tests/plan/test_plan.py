@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from plan_files import GRAPH, MESH, PLAN, edited, refusal
 
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
-from polylane.plan import plan as plans
 from polylane.plan.fit import completed, from_partition, partition_for
 from polylane.plan.plan import Plan, default_microbatches, dump, load
 from polylane.plan.spec import Spec, parse
@@ -230,12 +228,29 @@ def test_first_and_last_by_module_path() -> None:
             (("layer0", "layer9"), ("layer2", "layer3"), ("layer4", "layer5")),
             "no node and no module 'layer9'; did you mean layer5",
         ),
+        (
+            (("layer0", "layer1"), ("layer2", "layer3"), ("layer4", "loss")),
+            "stages.2.nodes: the model has no node and no module 'loss'; this graph's last node is layer5/op",
+        ),
+        (
+            (("embedding", "layer1"), ("layer2", "layer3"), ("layer4", "layer5")),
+            "stages.0.nodes: the model has no node and no module 'embedding'; this graph's first node is layer0/op",
+        ),
     ],
 )
 def test_stages_that_do_not_cover_the_graph(nodes: tuple[tuple[str, str], ...], says: str) -> None:
     with pytest.raises(PolylaneError) as caught:
         partition_for(with_nodes(*nodes), GRAPH)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_where_the_graph_ends_is_told_of_ends_alone() -> None:
+    plan = with_nodes(("layer0", "middle"), ("layer2", "layer3"), ("layer4", "layer5"))
+    with pytest.raises(PolylaneError, match=r"no module 'middle'$"):
+        partition_for(plan, GRAPH)
+    plan = with_nodes(("layer0", "layer1"), ("layer2", "layer3"), ("layer4", "layer9"))
+    with pytest.raises(PolylaneError, match=r"did you mean layer.*; this graph's last node is layer5/op$"):
+        partition_for(plan, GRAPH)
 
 
 def test_a_cut_where_there_must_be_none() -> None:
@@ -287,8 +302,3 @@ def test_thousands_of_devices_in_a_file(tmp_path: Path) -> None:
     plan = from_partition(Partition(GRAPH, (2, 4)), Spec(data=64, pipeline=3, sequence=8, tensor=16), 1)
     (tmp_path / "plan.yaml").write_text(dump(plan))
     assert load(tmp_path / "plan.yaml") == plan and plan.workers == 24_576
-
-
-def test_a_summary_is_plain_data() -> None:
-    told = plans.summary(PLAN)
-    assert told["workers"] == 6 and told["schedule"] == "afab" and yaml.safe_dump(told)

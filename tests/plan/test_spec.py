@@ -1,9 +1,11 @@
 """One-line plans: what they say, and one sentence naming the key for everything that is wrong with one."""
 
+from dataclasses import replace
+
 import pytest
 
 from polylane.errors import PolylaneError
-from polylane.plan.spec import Spec, parse
+from polylane.plan.spec import Degrees, Spec, parse
 
 
 @pytest.mark.parametrize(
@@ -81,3 +83,37 @@ def test_what_is_too_long_to_read_is_cut() -> None:
         with pytest.raises(PolylaneError) as caught:
             parse(text)
         assert len(str(caught.value)) < 350
+
+
+# Stages with meshes of their own
+
+
+def test_degrees_are_those_of_the_stages() -> None:
+    spec = Spec(microbatches=1, stages=(Degrees(), Degrees(2), Degrees(1, 3, 4)))
+    assert (spec.data, spec.pipeline, spec.sequence, spec.tensor, spec.workers) == (2, 3, 3, 4, 15)
+    assert spec == parse("[1 | data=2 | sequence=3,tensor=4],microbatches=1")
+    assert Spec(pipeline=2, stages=(Degrees(), Degrees(2))).data == 2
+    assert replace(spec, schedule="afab").meshes == spec.meshes
+
+
+def test_stages_that_are_alike_are_degrees() -> None:
+    assert Spec(stages=(Degrees(2),) * 3) == Spec(data=2, pipeline=3) == parse("[data=2 | data=2 | data=2]")
+    assert Spec(stages=(Degrees(tensor=4),)) == Spec(tensor=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"data": 3}, "data=3 is given beside stages of which the most have data=2"),
+        ({"pipeline": 3}, "pipeline=3 is given beside 2 stages"),
+        ({"tensor": 2}, "tensor=2 is given beside stages of which the most have tensor=1"),
+    ],
+)
+def test_degrees_that_contradict_the_stages(given: dict[str, int], says: str) -> None:
+    with pytest.raises(PolylaneError, match=says):
+        Spec(stages=(Degrees(), Degrees(2)), **given)  # type: ignore[arg-type]
+
+
+def test_samples_are_divided_anew_where_replicas_differ() -> None:
+    lines = ("[data=2 | 1]", "[1 | tensor=2]", "data=2,pipeline=2", "[data=2 | data=2,tensor=2]")
+    assert [parse(line).redivides for line in lines] == [True, False, False, False]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from polylane.cost.simulate import play
 from polylane.schedule.action import Action, Kind
-from polylane.schedule.stage_graph import StageGraph, stage_graph
+from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import SCHEDULES, live_bound, schedule_lanes
 
 schedules = st.sampled_from(sorted(SCHEDULES))
@@ -31,7 +31,7 @@ def graphs(draw: st.DrawFn) -> StageGraph:
 @given(st.integers(1, 9))
 def test_a_chain_is_its_number(k: int) -> None:
     chain = StageGraph.chain(k)
-    assert chain.is_chain and chain.depth == tuple(k - s for s in range(k)) and chain.order == tuple(range(k))
+    assert chain.depth == tuple(k - s for s in range(k)) and chain.order == tuple(range(k))
     for schedule in SCHEDULES:
         assert schedule_lanes(schedule, chain, 5) == schedule_lanes(schedule, k, 5)
 
@@ -81,11 +81,3 @@ def test_a_circle_is_named(edges: list[tuple[int, int]]) -> None:
         StageGraph.of_edges(5, edges)
     circle = [int(s) for s in str(caught.value).split(" wait")[0].removeprefix("stages ").split(" -> ")]
     assert circle[0] == circle[-1] and all(pair in edges for pair in itertools.pairwise(circle))
-
-
-def test_what_stands_for_a_stage_graph() -> None:
-    assert stage_graph([(), (0,), (0,), (1, 2)]).after == ((1, 2), (3,), (3,), ())
-    with pytest.raises(ValueError, match="stage 1 comes after stage 7, which is not there"):
-        stage_graph([(), (7,)])
-    with pytest.raises(ValueError, match="the graph has 2 stages, there are 3 lanes"):
-        play(schedule_lanes("afab", 3, 1), 1, 1, 0, stage_graph(2))

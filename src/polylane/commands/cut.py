@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from math import prod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
-if TYPE_CHECKING:
-    from polylane.graph.graph import Graph, Node
-    from polylane.graph.partition import Partition
-    from polylane.observe.timeline import Timeline
-    from polylane.placement.rewrite import Split
-    from polylane.plan.plan import Plan
-    from polylane.runtime.prepare import Prepared
+import torch
+
+from polylane.commands.at_best import lanes, pass_seconds
+from polylane.commands.edges import edges
+from polylane.commands.held import held
+from polylane.commands.totals import elements
+from polylane.cost.communicate import Rates
+from polylane.cost.compute import Both
+from polylane.graph.dtypes import dtypes_under_autocast
+from polylane.graph.partition import Partition
+from polylane.observe.timeline import Timeline
+from polylane.placement.options import options
+from polylane.placement.rewrite import Split
+from polylane.placement.view import view
+from polylane.plan.plan import Plan
+from polylane.planner.explain import explain, lines
+from polylane.planner.price import Setting
+from polylane.runtime.prepare import Prepared
+from polylane.runtime.world import accelerator_type
+from polylane.schedule.stage_graph import StageGraph
+from polylane.schedule.synchronous import live_bound
 
 
-def cut(prepared: Prepared, seconds: Sequence[float], batch: int) -> dict[str, Any]:
-    """The plan's stages and crossings, and how operators are split, as plain data."""
+def cut(prepared: Prepared, seconds: Sequence[Both], batch: int) -> dict[str, Any]:
+    """The plan's stages and crossings, and how operators are split, as plain data.
+
+    Args:
+        prepared: the plan, and how everything lies.
+        seconds: of every node, forward and backward, for as many samples as the graph is shown for.
+        batch: samples of a step.
+    """
+    samples, dtypes = _microbatch(prepared.plan, batch), dtypes_of(prepared)
     return {
         "plan": prepared.plan.spec,
         "workers": prepared.plan.workers,
         "share": _share(prepared, batch),
-        "stages": _stages(prepared.main, prepared.plan, seconds),
-        "edges": _edges(prepared.main, prepared.plan),
-        "utilization": _utilization(prepared.main, prepared.plan, seconds),
+        "stages": _stages(prepared, seconds, samples, dtypes),
+        "edges": edges(prepared, samples, dtypes),
+        "utilization": step_at_best(prepared, seconds, batch).utilization(),
         "crossings": _crossings(prepared.main),
         "splits": _splits(prepared),
     }
+
+
+def step_at_best(prepared: Prepared, seconds: Sequence[Both], batch: int) -> Timeline:
+    """The step that the utilization is of, a lane for every rank."""
+    return lanes(prepared.main, prepared.plan, seconds, _microbatch(prepared.plan, batch))
+
+
+def _microbatch(plan: Plan, batch: int) -> int:
+    """Samples of the largest one."""
+    return -(-batch // plan.microbatches)
 
 
 def _share(prepared: Prepared, batch: int) -> str:
@@ -42,81 +72,45 @@ def _share(prepared: Prepared, batch: int) -> str:
     return f"a replica's part of {whole}" if plan.data > 1 else whole
 
 
-def _stages(partition: Partition, plan: Plan, measured: Sequence[float]) -> list[dict[str, Any]]:
-    from polylane.schedule.stage_graph import StageGraph
-    from polylane.schedule.synchronous import live_bound
+def dtypes_of(prepared: Prepared) -> Mapping[str, torch.dtype]:
+    """Of the values, by node name, as far as they are others than capture saw: autocast changes them."""
+    if prepared.plan.precision != "bfloat16":
+        return {}
+    return dtypes_under_autocast(prepared.main.graph, accelerator_type() or "cpu", torch.bfloat16)
 
-    graph = partition.graph
-    seconds = dict(zip((node.name for node in graph.nodes), measured, strict=True))
-    whole = sum(measured) or 1.0
-    order = StageGraph.of_edges(partition.stages, partition.edges)
+
+def _stages(
+    prepared: Prepared, seconds: Sequence[Both], samples: int, dtypes: Mapping[str, torch.dtype]
+) -> list[dict[str, Any]]:
+    partition, plan = prepared.main, prepared.plan
+    graph, order = partition.graph, StageGraph.of_partition(partition)
+    whole = sum(map(sum, seconds)) or 1.0
     found = []
     for stage in range(partition.stages):
         own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
-        degrees = plan.degrees(stage)
         live = live_bound(plan.schedule, order, plan.microbatches, stage)
+        holds = held(prepared, stage, samples, dtypes)
         found.append(
             {
                 "stage": stage,
-                "mesh": str(degrees),
+                "mesh": str(plan.degrees(stage)),
                 "devices": list(plan.stages[stage].devices),
                 "after": list(order.before[stage]),
-                "live": live,
-                # The graph is shown for the samples of a replica of the stage with the most.
-                "held": held_bytes(own) * live * plan.data // degrees.workers,
                 "first": own[0].name,
                 "last": own[-1].name,
                 "nodes": len(own),
                 "parameters": elements(graph, partition.parameters(stage)),
                 "flops": sum(node.flops for node in own),
-                "time_share": sum(seconds[node.name] for node in own) / whole,
+                "time_share": sum(sum(seconds[graph.positions[node.name]]) for node in own) / whole,
+                # Of a rank: seconds of both passes over a microbatch, and bytes.
+                "seconds": sum(pass_seconds(partition, plan, seconds, samples, stage)),
+                "parameter_bytes": holds.parameters,
+                "gradient_bytes": holds.gradients,
+                "live": live,
+                "held": live * holds.values,
             }
         )
     return found
-
-
-def _edges(partition: Partition, plan: Plan) -> list[dict[str, Any]]:
-    """What goes from stage to stage for each microbatch, and comes back; of all replicas together."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for crossing in partition.crossings:
-        for consumer in crossing.consumers:
-            both = found.setdefault((crossing.producer, consumer), [0, 0])
-            both[0] += crossing.bytes * plan.data
-            both[1] += crossing.bytes * plan.data * crossing.requires_grad
-    return [{"from": a, "to": b, "bytes": there, "back": back} for (a, b), (there, back) in sorted(found.items())]
-
-
-def _utilization(partition: Partition, plan: Plan, measured: Sequence[float]) -> float:
-    """Of all workers' time, how much is work in :func:`lanes`."""
-    workers = [plan.degrees(stage).workers for stage in range(plan.pipeline)]
-    played = lanes(partition, plan, measured)
-    work = sum(busy * count for busy, count in zip(played.busy(), workers, strict=True))
-    return work / (played.makespan() * sum(workers) or 1.0)
-
-
-def lanes(partition: Partition, plan: Plan, measured: Sequence[float]) -> Timeline:
-    """A step as the measured times let it be at best, a lane for each stage: nothing is waited for but other stages.
-
-    A stage's work is divided evenly over its workers; a backward pass takes twice as long as a forward one.
-    """
-    from polylane.cost.simulate import play
-    from polylane.schedule.stage_graph import StageGraph
-    from polylane.schedule.synchronous import schedule_lanes
-
-    order = StageGraph.of_edges(partition.stages, partition.edges)
-    work = [0.0] * partition.stages
-    for node, seconds in zip(partition.graph.nodes, measured, strict=True):
-        work[partition.stage_of[node.name]] += seconds
-    workers = [plan.degrees(stage).workers for stage in range(plan.pipeline)]
-    # Measured was what a replica has in hand where there are the most replicas.
-    each = [seconds * plan.data / count for seconds, count in zip(work, workers, strict=True)]
-    played = play(
-        schedule_lanes(plan.schedule, order, plan.microbatches),
-        [t / 3 for t in each],
-        [2 * t / 3 for t in each],
-        graph=order,
-    )
-    return replace(played, unit="seconds", title=f"{plan.spec} · at best", notes={"stages": str(plan.pipeline)})
 
 
 def _crossings(partition: Partition) -> list[dict[str, Any]]:
@@ -137,12 +131,6 @@ def _crossings(partition: Partition) -> list[dict[str, Any]]:
 
 def _splits(prepared: Prepared) -> dict[str, dict[str, Any]]:
     """How the operators are split along each axis (of each mesh), as data and in "lines" for people."""
-    from polylane.cost.communicate import Rates
-    from polylane.placement.options import options
-    from polylane.placement.view import view
-    from polylane.planner.explain import explain, lines
-    from polylane.planner.price import Setting
-
     found: dict[str, dict[str, Any]] = {}
     plan, main = prepared.plan, prepared.main
     layouts = prepared.layouts_of(main)
@@ -166,13 +154,3 @@ def _splits(prepared: Prepared) -> dict[str, dict[str, Any]]:
             found[name] = {**asdict(told), "stages": stages, "lines": lines(told)}
             taken[axis] = split
     return found
-
-
-def elements(graph: Graph, names: Any) -> int:
-    """How many numbers parameters have."""
-    return sum(prod(graph.parameters[name].shape) for name in names)
-
-
-def held_bytes(nodes: Sequence[Node]) -> int:
-    """Of all values that nodes compute."""
-    return sum(node.bytes for node in nodes if not node.free)

@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from polylane.commands import inputs
-from polylane.commands.cut import cut, elements, held_bytes, lanes
+from polylane.commands.automatic import automatic
 from polylane.commands.output import console, count, plural, print_json, ranges, write
+from polylane.commands.totals import elements, value_bytes
 from polylane.errors import PolylaneError
 from polylane.observe import swimlane
+from polylane.observe.lane_layout import duration
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from polylane.cost.compute import Both
     from polylane.graph.graph import Graph, Node
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from polylane.runtime.prepare import Objective, Prepared
 
 ROWS = 40  # modules in a table; --json has all
+_OF_A_RANK = ("parameters", "gradients", "values", "time")  # what is shown of every stage
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def run(
         raise PolylaneError(f"--write {file} writes a plan: say which one with --plan, as in --plan pipeline=2")
     if svg is not None and plan is None:
         raise PolylaneError(f"--svg {svg} draws a plan: say which one with --plan, as in --plan pipeline=2")
-    chosen = None if plan is None else inputs.read_plan(plan)
+    chosen = None if plan is None else _chosen(plan, path, settings, batch)
     recipe = inputs.open_recipe(path, settings)
     from polylane.runtime.launch import single_threaded
 
@@ -86,6 +91,8 @@ def run(
         graph = _captured(recipe, model, objective, example)
         found |= describe(graph)
     else:
+        from polylane.commands.cut import cut, step_at_best
+
         prepared, seconds = _prepared(model, objective, example, chosen, batch)
         graph = prepared.main.graph
         found |= {**describe(graph), **cut(prepared, seconds, batch)}
@@ -95,12 +102,19 @@ def run(
             write(file, dump(prepared.plan))
             found["file"] = str(file)
         if svg is not None:
-            write(svg, swimlane.svg(lanes(prepared.main, prepared.plan, seconds)))
+            write(svg, swimlane.svg(step_at_best(prepared, seconds, batch)))
             found["svg"] = str(svg)
     if json:
         print_json(found)
     else:
         _show(graph, found)
+
+
+def _chosen(plan: str, path: str, settings: Sequence[str], batch: int) -> Spec | Plan:
+    """A plan for any number of workers: none of them is started."""
+    if plan != inputs.AUTO:
+        return inputs.read_plan(plan)
+    return inputs.choose_plan(plan, None, lambda most: automatic(path, settings, batch, most))
 
 
 def _captured(recipe: Recipe, model: nn.Module, objective: Objective, example: Any) -> Graph:
@@ -113,17 +127,17 @@ def _captured(recipe: Recipe, model: nn.Module, objective: Objective, example: A
 
 def _prepared(
     model: nn.Module, objective: Objective, example: Any, plan: Spec | Plan, batch: int
-) -> tuple[Prepared, tuple[float, ...]]:
-    """The graph of what one worker has in hand, cut; and the time of every node."""
+) -> tuple[Prepared, tuple[Both, ...]]:
+    """The graph of what one worker has in hand, cut; and the times of every node."""
     from polylane.cost import compute
     from polylane.graph.batch import cloned, flatten, take
     from polylane.runtime.prepare import prepare
 
-    measured: list[tuple[float, ...]] = []
+    measured: list[tuple[Both, ...]] = []
 
     def measure(graph: Graph, loss: Any, leaves: list[Any]) -> tuple[float, ...]:
-        measured.append(compute.measure(graph, model, loss, cloned(leaves)))
-        return measured[0]
+        measured.append(compute.measure_both(graph, model, loss, cloned(leaves)))
+        return tuple(map(sum, measured[0]))
 
     prepared = prepare(model, {objective.name: objective}, example, plan, batch_size=batch, seconds=measure)
     if not measured:  # nothing had to be balanced
@@ -143,7 +157,7 @@ def describe(graph: Graph) -> dict[str, Any]:
         "parameters": elements(graph, graph.parameters),
         "trainable": elements(graph, [name for name, info in graph.parameters.items() if info.trainable]),
         "flops": sum(node.flops for node in graph.nodes),
-        "bytes": held_bytes(graph.nodes),
+        "bytes": value_bytes(graph.nodes),
         "loss": "a mean over samples" if graph.mean else "polylane.Mean",
         "opaque": graph.opaque,
         "tied": graph.tied,
@@ -173,7 +187,7 @@ def rows(graph: Graph, depth: int | None = None, stars: int | None = None) -> li
             len(nodes),
             elements(graph, {name for node in nodes for name in node.parameters}),
             sum(node.flops for node in nodes),
-            held_bytes(nodes),
+            value_bytes(nodes),
         )
         for module, nodes in groups.items()
     ]
@@ -195,7 +209,9 @@ def readable_rows(graph: Graph, most: int = ROWS) -> list[Row]:
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
     """The first columns to the left, the numbers to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    # A plan has brackets, which are no markup.
+    heading = Text(title, style="bold")
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < left else "right", overflow="fold")
     return table
@@ -242,26 +258,7 @@ def _numbers(data: dict[str, Any]) -> list[str]:
 
 
 def _show_cut(out: Console, found: dict[str, Any]) -> None:
-    # In a chain of meshes that are all alike the title says it.
-    alike = len({stage["mesh"] for stage in found["stages"]}) == 1
-    alike = alike and all(stage["after"] == list(range(n))[-1:] for n, stage in enumerate(found["stages"]))
-    apart = () if alike else ("mesh", "after")
-    columns = ("nodes", "parameters", *(() if alike else ("values held",)), "time")
-    stages = _table(found["plan"], "stage", "workers", *apart, "first node", "last node", *columns, left=4 + len(apart))
-    for stage in found["stages"]:
-        own = () if alike else (stage["mesh"], ", ".join(map(str, stage["after"])) or "-")
-        stages.add_row(
-            str(stage["stage"]),
-            ranges(stage["devices"]),
-            *own,
-            stage["first"],
-            stage["last"],
-            str(stage["nodes"]),
-            count(stage["parameters"]),
-            *(() if alike else (count(stage["held"], "B"),)),
-            f"{stage['time_share']:.1%}",
-        )
-    out.print(stages)
+    _show_stages(out, found)
     print(
         f"utilization at best {found['utilization']:.1%}: by these times, were there nothing to wait for but the other "
         "stages"
@@ -274,13 +271,42 @@ def _show_cut(out: Console, found: dict[str, Any]) -> None:
     if not found["crossings"]:
         print("no value crosses between stages")
         return
-    crossings = _table("What crosses, each microbatch", "value", "shape", "stages", "gradient", "bytes", left=4)
+    title = f"What crosses, for {plural(found['samples'], 'sample')}"
+    crossings = _table(title, "value", "shape", "stages", "gradient", "bytes", left=4)
     for crossing in found["crossings"]:
         crossings.add_row(
-            crossing["value"],
+            Text(crossing["value"]),
             f"{crossing['dtype']} {' x '.join(map(str, crossing['shape']))}",
             f"{crossing['from']} -> {', '.join(map(str, crossing['to']))}",
             "comes back" if crossing["gradient"] else "none",
             count(crossing["bytes"], "B"),
         )
     out.print(crossings)
+
+
+def _show_stages(out: Console, found: dict[str, Any]) -> None:
+    # In a chain of meshes that are all alike the title says it.
+    alike = len({stage["mesh"] for stage in found["stages"]}) == 1
+    alike = alike and all(stage["after"] == list(range(n))[-1:] for n, stage in enumerate(found["stages"]))
+    apart = () if alike else ("mesh", "after")
+    named = ("stage", "workers", *apart, "first node", "last node")
+    stages = _table(found["plan"], *named, *_OF_A_RANK, left=len(named))
+    stages.columns[named.index("workers")].no_wrap = True
+    for stage in found["stages"]:
+        own = () if alike else (stage["mesh"], ", ".join(map(str, stage["after"])) or "-")
+        stages.add_row(
+            str(stage["stage"]),
+            ranges(stage["devices"]),
+            *own,
+            Text(stage["first"]),
+            Text(stage["last"]),
+            count(stage["parameter_bytes"], "B"),
+            count(stage["gradient_bytes"], "B"),
+            count(stage["held"], "B"),
+            f"{duration(stage['seconds'], 'seconds', digits=3)} ({stage['time_share']:.0%})",
+        )
+    out.print(stages)
+    print(
+        "of a rank: bytes of parameters, gradients and values (of all microbatches in hand at once), and time of both "
+        "passes over a microbatch (of all work, the stage's share)"
+    )

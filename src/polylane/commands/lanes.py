@@ -13,7 +13,7 @@ from polylane.errors import PolylaneError
 from polylane.lanes import lanes_summary, lanes_timeline
 from polylane.observe import swimlane
 from polylane.plan import reading
-from polylane.schedule.stage_graph import StageGraph
+from polylane.schedule.stage_graph import Circle, StageGraph
 
 MOST = 2**18  # forward passes in a picture
 
@@ -111,8 +111,9 @@ def _read(path: Path, forward: Ticks, backward: Ticks) -> _Drawn:
                 raise PolylaneError(f"{where}: a stage may say {known}, not {key}: {value}")
     try:
         return _Drawn(StageGraph.of_edges(len(names), edges), ticks["forward"], ticks["backward"], tuple(names))
-    except ValueError as error:
-        raise PolylaneError(f"stages {path}: {error}") from None
+    except Circle as circle:
+        way = " -> ".join(names[stage] for stage in circle.stages)
+        raise PolylaneError(f"stages {path}: stages {way} wait for each other") from None
 
 
 def _ticks(option: str, text: str) -> Ticks:

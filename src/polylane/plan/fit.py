@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Sequence
 
 import networkx as nx
@@ -11,10 +10,11 @@ import networkx as nx
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Crossing, Partition, cut_positions
-from polylane.plan.pins import check_axes, check_pins
-from polylane.plan.plan import MESH, Fingerprint, Plan, Stage
+from polylane.plan.pins import check_pins
+from polylane.plan.plan import MESH, Fingerprint, Plan, Stage, check
+from polylane.plan.ranks import ranks
 from polylane.plan.spec import Spec
-from polylane.schedule.stage_graph import StageGraph
+from polylane.schedule.stage_graph import Circle, StageGraph
 
 
 def fingerprint(graph: Graph) -> Fingerprint:
@@ -23,11 +23,7 @@ def fingerprint(graph: Graph) -> Fingerprint:
 
 
 def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
-    """The plan that puts each stage of ``partition`` on a mesh of data x sequence x tensor ranks.
-
-    Replicas are outermost, then stages, and ranks that split an operator are neighbours: they talk the most, and a
-    host is filled with them first. Stages with meshes of their own follow each other.
-    """
+    """The plan that puts each stage of ``partition`` on a mesh of data x sequence x tensor ranks: see :func:`ranks`."""
     nodes = partition.graph.nodes
     pieces: list[list[str]] = [[] for _ in spec.meshes]
     for first, end, stage in partition.pieces:
@@ -38,7 +34,7 @@ def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
             devices=devices,
             mesh={axis: n for axis, n in zip(MESH, degrees, strict=True) if n > 1 or axis == "data"},  # type: ignore[misc]
         )
-        for s, (degrees, devices) in enumerate(zip(spec.meshes, _devices(spec), strict=True))
+        for s, (degrees, devices) in enumerate(zip(spec.meshes, ranks(spec.meshes), strict=True))
     )
     return Plan(
         graph=fingerprint(partition.graph),
@@ -47,18 +43,6 @@ def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
         microbatches=microbatches,
         precision=spec.precision,  # type: ignore[arg-type]
     )
-
-
-def _devices(spec: Spec) -> list[tuple[int, ...]]:
-    """The ranks of every stage, in the order of its mesh."""
-    if spec.stages:
-        ends = list(itertools.accumulate((degrees.workers for degrees in spec.stages), initial=0))
-        return [tuple(range(first, end)) for first, end in itertools.pairwise(ends)]
-    inner = spec.sequence * spec.tensor
-    return [
-        tuple((replica * spec.pipeline + s) * inner + index for replica in range(spec.data) for index in range(inner))
-        for s in range(spec.pipeline)
-    ]
 
 
 def completed(plan: Plan, graph: Graph) -> Plan:
@@ -70,9 +54,10 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
     """Cut ``graph`` as ``plan`` says.
 
     Raises:
-        PolylaneError: the plan is for another model (with the difference), its stages do not cover the graph, or they
-        wait for each other.
+        PolylaneError: the plan contradicts itself, is for another model (with the difference), its stages do not cover
+        the graph, or they wait for each other.
     """
+    check(plan)  # a copy with changes has not been looked at yet
     own = fingerprint(graph)
     if plan.graph is not None and plan.graph.id != own.id:
         which = plan.title if plan.title != "plan" else "the plan"
@@ -90,9 +75,7 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
     cuts, owners = tuple(first for first, _, _ in pieces[1:]), tuple(stage for _, _, stage in pieces)
     partition = Partition(graph, cuts, () if owners == tuple(range(len(owners))) else owners)
     _check_order(plan, partition)
-    placements = [stage.placements for stage in plan.stages]
-    check_axes(placements, [plan.axes_of(s) for s in range(plan.pipeline)], plan.title)
-    check_pins(placements, partition, plan.title)
+    check_pins([stage.placements for stage in plan.stages], partition, plan.title)
     return partition
 
 
@@ -141,8 +124,8 @@ def _left_out(graph: Graph, missing: Sequence[int], pieces: Sequence[tuple[int, 
 
 def _check_order(plan: Plan, partition: Partition) -> None:
     try:
-        StageGraph.of_edges(partition.stages, partition.edges)
-    except ValueError:
+        StageGraph.of_partition(partition)
+    except Circle:
         # Between two pieces of one stage lies what other stages make of the first for the second.
         crossing, stage = _going_back(partition)
         raise PolylaneError(
@@ -167,10 +150,21 @@ def _find(plan: Plan, nodes: tuple[Node, ...], name: str, index: int) -> list[in
     exact = [i for i, node in enumerate(nodes) if node.name == name]
     inside = [i for i, node in enumerate(nodes) if node.module == name or node.module.startswith(f"{name}.")]
     if not exact and not inside:
-        close = difflib.get_close_matches(name, [*(n.name for n in nodes), *(n.module for n in nodes)], 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise PolylaneError(f"{plan.title}: stages.{index}.nodes: the model has no node and no module {name!r}{hint}")
+        unknown = f"the model has no node and no module {name!r}{_hint(plan, nodes, name)}"
+        raise PolylaneError(f"{plan.title}: stages.{index}.nodes: {unknown}")
     return exact or inside
+
+
+def _hint(plan: Plan, nodes: tuple[Node, ...], name: str) -> str:
+    """What may be meant by a name that the graph does not have; and where the graph ends, if that is asked for."""
+    hints = []
+    if close := difflib.get_close_matches(name, [*(n.name for n in nodes), *(n.module for n in nodes)], 1):
+        hints.append(f"did you mean {close[0]}?")
+    if name == plan.stages[-1].nodes[-1]:  # a loss, say, that the model computes itself
+        hints.append(f"this graph's last node is {nodes[-1].name}")
+    elif name == plan.stages[0].nodes[0]:
+        hints.append(f"this graph's first node is {nodes[0].name}")
+    return "".join(f"; {hint}" for hint in hints)
 
 
 def _difference(plan: Plan, said: Fingerprint, graph: Graph, own: Fingerprint) -> str:

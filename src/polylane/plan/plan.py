@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 import yaml
@@ -78,7 +78,7 @@ class Sync(_Strict):
 
 
 class Plan(_Strict):
-    """A way to split the training of one graph.
+    """A way to split the training of one graph, refused with a PolylaneError where it contradicts itself.
 
     ``graph`` says which one; a plan that a person writes may leave it out. Names of nodes and parameters that the model
     does not have are refused either way.
@@ -94,6 +94,12 @@ class Plan(_Strict):
     _file: str = pydantic.PrivateAttr("")
     # Where every rank stands, and for which stages that was looked up: plans may have very many ranks.
     _found: tuple[tuple[Stage, ...], dict[int, tuple[int, int]]] = pydantic.PrivateAttr(((), {}))
+
+    @pydantic.model_validator(mode="after")
+    def _checked(self, info: pydantic.ValidationInfo) -> Plan:
+        self._file = (info.context or {}).get("file", "")
+        check(self)
+        return self
 
     def __eq__(self, other: object) -> bool:
         """Whether two plans say the same, wherever they were read."""
@@ -140,7 +146,9 @@ class Plan(_Strict):
 
     def degree(self, axis: str, stage: int | None = None) -> int:
         """How many ranks there are along an axis of a stage's mesh ("data", "sequence", "tensor"); or the most."""
-        return max(each.degree(axis) for each in (self.stages if stage is None else self.stages[stage : stage + 1]))
+        if stage is not None:
+            return self.stages[stage].degree(axis)
+        return max((each.degree(axis) for each in self.stages), default=1)
 
     def degrees(self, stage: int) -> Degrees:
         """The mesh of a stage."""
@@ -155,6 +163,11 @@ class Plan(_Strict):
     def uniform(self) -> bool:
         """Whether all stages have the same mesh."""
         return all(self.aligned(0, stage) for stage in range(self.pipeline))
+
+    @property
+    def redivides(self) -> bool:
+        """Whether stages have different numbers of replicas, so that samples are divided anew between them."""
+        return len({degrees.data for degrees in self.meshes}) > 1
 
     def aligned(self, a: int, b: int) -> bool:
         """Whether two stages have the same mesh: each rank of the one then has its counterpart on the other."""
@@ -265,7 +278,7 @@ def load(path: str | Path) -> Plan:
     """
     data = reading.read(path)
     try:
-        plan = Plan.model_validate(data)
+        return Plan.model_validate(data, context={"file": str(path)})
     except pydantic.ValidationError as error:
         # Where a key is missing, one that nobody knows is mostly why.
         first = min(error.errors(), key=lambda each: each["type"] == "missing")
@@ -274,16 +287,23 @@ def load(path: str | Path) -> Plan:
                 f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
             ) from error
         raise PolylaneError(f"plan {path}: {reading.sentence(first, _keys)}") from error
-    plan._file = str(path)
-    _check_meshes(plan)
-    _check_devices(plan)
-    return plan
 
 
 def _keys(place: Sequence[int | str]) -> list[str]:
     """The keys of a mapping in a plan file."""
     models: dict[str, type[_Strict]] = {"graph": Fingerprint, "stages": Stage, "sync": Sync}
     return list((models[str(place[0])] if place else Plan).model_fields)
+
+
+def check(plan: Plan) -> None:
+    """Refuse a plan whose stages do not go together, whatever the model.
+
+    Raises:
+        PolylaneError: a stage's devices are not as many as its mesh has, a device is there twice or left out, or a
+        placement is for an axis that there is not.
+    """
+    _check_meshes(plan)
+    _check_devices(plan)
 
 
 def _check_meshes(plan: Plan) -> None:
@@ -317,8 +337,3 @@ def _check_devices(plan: Plan) -> None:
         raise PolylaneError(
             f"{plan.title}: devices must be numbered from 0 to {most}: {other} is there, but {missing} is not"
         )
-
-
-def summary(plan: Plan) -> dict[str, Any]:
-    """A plan as plain data for reports."""
-    return {"workers": plan.workers, "spec": plan.spec, **plan.model_dump(mode="json")}

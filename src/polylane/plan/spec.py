@@ -47,7 +47,11 @@ class Spec:
         precision: "float32" (whatever the model has), or "bfloat16" for autocast.
         tensor: ranks over which the operators of a stage are split so that each holds a part of the parameters.
         sequence: ranks over which they are split so that each holds a part of the activations, and all parameters.
-        stages: the mesh of every stage, where they differ; the degrees above are then the largest ones.
+        stages: the mesh of every stage, where they differ; the degrees above then follow from them: their number, and
+            the largest degrees. Meshes that are all the same are degrees and nothing else.
+
+    Raises:
+        PolylaneError: degrees are given beside stages that have others, or there are too many workers.
     """
 
     data: int = 1
@@ -60,21 +64,37 @@ class Spec:
     stages: tuple[Degrees, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.stages:
+            self._follow_stages()
         each = {axis: getattr(self, axis) for axis in DEGREES}
         said = degrees_of(self.stages) if self.stages else [f"{axis}={_shown(n)}" for axis, n in each.items() if n > 1]
         check_workers(self.workers, said)
 
+    def _follow_stages(self) -> None:
+        most = {axis: max(getattr(mesh, axis) for mesh in self.stages) for axis in Degrees._fields}
+        for axis, n in {**most, "pipeline": len(self.stages)}.items():
+            given = getattr(self, axis)
+            if given not in (1, n):
+                others = f"{n} stages" if axis == "pipeline" else f"stages of which the most have {axis}={n}"
+                raise PolylaneError(f"{axis}={given} is given beside {others}: say it in the stages alone")
+            object.__setattr__(self, axis, n)
+        if len(set(self.stages)) == 1:
+            object.__setattr__(self, "stages", ())
+
     @classmethod
     def of_meshes(cls, meshes: Sequence[Degrees], schedule: str, microbatches: int | None, precision: str) -> Spec:
-        """Stages with a mesh each; it is the same as degrees for all where all have the same."""
-        data, sequence, tensor = (max(degrees) for degrees in zip(*meshes, strict=True))
-        own = () if len(set(meshes)) == 1 else tuple(meshes)
-        return cls(data, len(meshes), schedule, microbatches, precision, tensor, sequence, own)
+        """Stages with a mesh each."""
+        return cls(schedule=schedule, microbatches=microbatches, precision=precision, stages=tuple(meshes))
 
     @property
     def meshes(self) -> tuple[Degrees, ...]:
         """The mesh of every stage."""
         return self.stages or (Degrees(self.data, self.sequence, self.tensor),) * self.pipeline
+
+    @property
+    def redivides(self) -> bool:
+        """Whether stages have different numbers of replicas, so that samples are divided anew between them."""
+        return len({degrees.data for degrees in self.meshes}) > 1
 
     @property
     def workers(self) -> int:

@@ -6,6 +6,25 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polylane.graph.partition import Partition
+
+
+class Circle(ValueError):
+    """Stages wait for each other.
+
+    Attributes:
+        stages: each waits for the one before; the first one stands at the end again.
+    """
+
+    def __init__(self, stages: Sequence[int]) -> None:
+        self.stages = tuple(stages)
+        super().__init__(self.stages)
+
+    def __str__(self) -> str:
+        return f"stages {' -> '.join(map(str, self.stages))} wait for each other"
 
 
 @dataclass(frozen=True)
@@ -25,7 +44,7 @@ class StageGraph:
                 if not 0 <= other < len(self.before):
                     raise ValueError(f"stage {stage} comes after stage {other}, which is not there")
         if (circle := self._circle()) is not None:
-            raise ValueError(f"stages {' -> '.join(map(str, circle))} wait for each other")
+            raise Circle(circle)
 
     @classmethod
     def chain(cls, stages: int) -> StageGraph:
@@ -40,11 +59,27 @@ class StageGraph:
 
     @classmethod
     def of_edges(cls, stages: int, edges: Iterable[tuple[int, int]]) -> StageGraph:
-        """From pairs (from, to)."""
+        """From pairs (from, to).
+
+        Raises:
+            ValueError: an edge from or to a stage that is not there.
+            Circle: stages wait for each other.
+        """
         before: list[set[int]] = [set() for _ in range(stages)]
         for start, end in edges:
+            if not (0 <= start < stages and 0 <= end < stages):
+                raise ValueError(f"no edge can go from stage {start} to {end}: stages are 0 to {stages - 1}")
             before[end].add(start)
         return cls(tuple(tuple(sorted(each)) for each in before))
+
+    @classmethod
+    def of_partition(cls, partition: Partition) -> StageGraph:
+        """Of the stages of a cut graph: each waits for those whose values it reads.
+
+        Raises:
+            Circle: stages wait for each other.
+        """
+        return cls.of_edges(partition.stages, partition.edges)
 
     @property
     def stages(self) -> int:
@@ -83,11 +118,6 @@ class StageGraph:
             found[stage] = 1 + max((found[other] for other in self.after[stage]), default=0)
         return tuple(found[stage] for stage in range(self.stages))
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether there is no branch and no skip."""
-        return self == StageGraph.chain(self.stages)
-
     def _circle(self) -> list[int] | None:
         """Some stages that wait for each other, the first one again at the end."""
         left = set(range(self.stages)) - set(self.order)
@@ -100,8 +130,6 @@ class StageGraph:
         return way[way.index(way[-1]) :][::-1]
 
 
-def stage_graph(stages: int | StageGraph | Sequence[Sequence[int]]) -> StageGraph:
+def stage_graph(stages: int | StageGraph) -> StageGraph:
     """A stage graph from what may stand for one: a number means a chain."""
-    if isinstance(stages, StageGraph):
-        return stages
-    return StageGraph.chain(stages) if isinstance(stages, int) else StageGraph(tuple(tuple(s) for s in stages))
+    return stages if isinstance(stages, StageGraph) else StageGraph.chain(stages)

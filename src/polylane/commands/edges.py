@@ -1,0 +1,61 @@
+"""Edges: how many bytes go from stage to stage for a microbatch, and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from polylane.graph.batch import bounds
+from polylane.program.relay import volume
+from polylane.runtime.prepare import Prepared
+from polylane.runtime.relays import Relays
+from polylane.runtime.stage import wires
+
+
+def edges(prepared: Prepared, samples: int, dtypes: Mapping[str, torch.dtype]) -> list[dict[str, Any]]:
+    """Of every two stages of which one reads the other's values, the bytes that their ranks send each other.
+
+    Args:
+        prepared: the plan, and how everything lies.
+        samples: of a microbatch.
+        dtypes: of values, by node name, as far as they are others than capture saw.
+    """
+    partition, plan = prepared.main, prepared.plan
+    travelling = wires(partition, dtypes)
+    sizes = {name: wire.sizes for name, wire in travelling.items()}
+    layouts, orders = prepared.layouts_of(partition), prepared.orders_of(partition)
+    relays = Relays(0, plan, partition, layouts, sizes, orders)
+    found: dict[tuple[int, int], list[int]] = {}
+    for crossing in partition.crossings:
+        item = travelling[crossing.value].dtype.itemsize
+        for consumer in crossing.consumers:
+            both = found.setdefault((crossing.producer, consumer), [0, 0])
+            both[0] += item * _sent(relays, crossing.value, crossing.producer, consumer, samples, False)
+            if crossing.requires_grad:
+                both[1] += item * _sent(relays, crossing.value, consumer, crossing.producer, samples, True)
+    return [{"from": a, "to": b, "bytes": there, "back": back} for (a, b), (there, back) in sorted(found.items())]
+
+
+def _sent(relays: Relays, value: str, start: int, end: int, samples: int, gradient: bool) -> int:
+    """Elements of a value, or of its gradient, that all ranks of a stage send to those of another."""
+    total = 0
+    for rank, times in _senders(relays, start, end, samples):
+        own = replace(relays, rank=rank)  # it keeps what is known of the others
+        pieces = (own.sent(value, peer, samples, gradient) for peer in relays.plan.peers(rank, end))
+        total += times * sum(volume(piece) for piece in pieces if piece is not None)
+    return total
+
+
+def _senders(relays: Relays, start: int, end: int, samples: int) -> list[tuple[int, int]]:
+    """Ranks of a stage, and how many send as much as each: between equal meshes only the samples of replicas differ."""
+    plan, devices = relays.plan, relays.plan.stages[start].devices
+    if relays.layouts.together or not plan.aligned(start, end):
+        return [(rank, 1) for rank in devices]
+    replicas = plan.degree("data", start)
+    # Who has no sample of its own computes on another one's.
+    hand = [max(1, stop - first) for first, stop in bounds(samples, replicas)]
+    inner, firsts = len(devices) // replicas, {count: hand.index(count) for count in set(hand)}
+    return [(r, hand.count(n)) for n, at in firsts.items() for r in devices[at * inner : (at + 1) * inner]]

@@ -1,0 +1,132 @@
+"""simulate, plan, and --plan auto from the command line: what they say, write and refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from polylane.cli import app
+from polylane.plan.plan import load
+
+RECIPE = """
+import torch
+from torch import nn
+
+def model(width=64, depth=4):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+def loss(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+def optimizer(parameters):
+    return torch.optim.AdamW(parameters)
+
+def data(split, width=64):
+    return [(torch.ones(width), torch.ones(width)) for _ in range(32)]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "layers.py"
+    file.write_text(RECIPE)
+    yield file
+    sys.modules.pop("layers", None)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_simulate_says_what_a_step_takes(recipe: Path) -> None:
+    result = call(
+        "simulate", "layers.py", "--cluster", "4:a100-80g", "--plan", "data=2,pipeline=2", "--json", "--breakdown"
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["workers"] == 4 and len(found["stages"]) == 2
+    assert found["samples_per_second"] == pytest.approx(64 / found["step_seconds"])
+    # Forward: a multiplication and an addition for each weight and sample, in four layers; three times that for a step.
+    linear = 3 * 2 * 64 * 64 * 4 * 64
+    assert linear <= found["model_flops"] <= 1.1 * linear
+    parts = [found["utilization"], found["bubble"], found["exposed_communication"]]
+    assert sum(parts) == pytest.approx(1, abs=1e-6)
+    memory = [stage["memory"] for stage in found["stages"]]
+    # Four layers of 64 x 64 + 64 float32 numbers; Adam keeps two more of each, and a count.
+    assert sum(each["parameters"] for each in memory) == 4 * 4160 * 4
+    for each in memory:
+        assert each["gradients"] <= each["parameters"] and each["optimizer"] >= 2 * each["parameters"]
+    assert {row["operator"] for row in found["breakdown"]} >= {"linear"}
+    assert {row["traffic"] for row in found["bytes"]} == {"pipeline", "data"}
+
+
+def test_simulate_draws(recipe: Path) -> None:
+    result = call("simulate", "layers.py", "--cluster", "2:a100-80g", "--plan", "pipeline=2", "--svg", "lanes.svg")
+    assert result.exit_code == 0, result.output
+    assert "predicted" in Path("lanes.svg").read_text()
+    assert "TFLOP/s per device" in result.stdout
+
+
+def test_a_straggler_is_slower(recipe: Path) -> None:
+    plain = call("simulate", "layers.py", "--cluster", "2:a100-80g", "--plan", "data=2", "--json")
+    late = call("simulate", "layers.py", "--cluster", "2:a100-80g", "--plan", "data=2", "--json", "--slow", "1=0.5")
+    assert json.loads(late.stdout)["step_seconds"] > 1.2 * json.loads(plain.stdout)["step_seconds"]
+
+
+def test_plan_ranks_explains_and_writes(recipe: Path) -> None:
+    result = call("plan", "layers.py", "--cluster", "2:a100-80g", "-o", "plan.yaml", "--top", "3", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    times = [row["step_seconds"] for row in found["plans"]]
+    assert times == sorted(times) and 1 <= len(times) <= 3
+    assert found["words"] and found["words"][0].startswith("Bound by")
+    plan = load("plan.yaml")
+    assert plan.workers == found["plans"][0]["workers"] and plan.spec == found["plans"][0]["plan"]
+    verified = call("verify", "layers.py", "--plan", "plan.yaml", "--steps", "1", "--batch", "8")
+    assert verified.exit_code == 0, verified.output
+
+
+def test_plan_auto(recipe: Path) -> None:
+    result = call("inspect", "layers.py", "--plan", "auto", "--json", "--batch", "16")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("plan auto: ")
+    assert json.loads(result.stdout)["plan"] in result.stderr
+
+
+@pytest.mark.parametrize(
+    "line, sentence",
+    [
+        ("simulate layers.py --cluster 4:a100 --plan data=4", "a100"),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan data=4",
+            "the plan takes 4 workers, but the cluster has 2 devices",
+        ),
+        ("simulate layers.py --cluster none.yaml --plan data=4", "none.yaml"),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan pipeline=2,microbatches=999",
+            "cannot be divided into so many",
+        ),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --slow 1:2", "--slow takes RANK=SPEED"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --slow 7=0.5", "speeds.7: there is no such device"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --dtype int8", "dtype 'int8': choose one of"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --recompute some", "recompute 'some': choose one of"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --shard all", "shard 'all': choose one of"),
+        ("plan layers.py --cluster 2:a100-80g --workers 3", "takes 3 workers, but the cluster has 2 devices"),
+        ("plan layers.py --cluster 2:a100-80g --memory lots", "--memory takes a size"),
+        ("plan layers.py --cluster 2:a100-80g --memory 10kB", "nothing fits on 2 workers"),
+    ],
+)
+def test_bad_input(recipe: Path, line: str, sentence: str) -> None:
+    result = call(*line.split())
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("polylane: ") and result.stderr.count("\n") == 1
+    assert sentence in result.stderr

@@ -1,0 +1,56 @@
+"""What benchmarks compute beside their measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import balance, cores
+from torch import nn
+
+from polylane.observe.timeline import Span, Timeline
+from polylane.schedule.action import Action, Kind
+
+
+def test_control_groups_of_either_version(tmp_path: Path) -> None:
+    assert cores.find(tmp_path) == f"there are no control groups at {tmp_path}"
+    (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
+    (tmp_path / "cgroup.subtree_control").write_text("memory\n")
+    assert "hands no cpu controller to its groups" in str(cores.find(tmp_path))
+    (tmp_path / "cgroup.subtree_control").write_text("cpu memory\n")
+    assert cores.find(tmp_path) == cores.Groups(tmp_path, 2)
+    assert cores.Groups(tmp_path, 2).limits(0.45) == {"cpu.max": "1800 4000"}
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cgroup.procs").write_text("")
+    assert cores.find(tmp_path) == cores.Groups(tmp_path / "cpu", 1)
+    one = cores.Groups(tmp_path / "cpu", 1).limits(0.45)
+    assert one == {"cpu.cfs_period_us": "4000", "cpu.cfs_quota_us": "1800"}
+
+
+def passes_of(times: tuple[float, ...], plan: list[int], waited: float) -> Timeline:
+    """A forward and a backward pass of every rank; ``plan`` is the stage of each."""
+    spans = []
+    for rank, stage in enumerate(plan):
+        middle, end = times[stage] / 3, times[stage]
+        spans.append(Span(rank, Action(Kind.FORWARD, stage, 0), 0, middle, waited * middle))
+        spans.append(Span(rank, Action(Kind.BACKWARD, stage, 0), middle, end, waited * (end - middle)))
+    return Timeline(tuple(spans), len(plan))
+
+
+@pytest.mark.parametrize(
+    ("line", "times", "expected"),
+    [
+        ("pipeline=3", (1.0, 2.0, 1.0), 32 / 52),
+        ("[1 | data=2 | 1]", (1.0, 1.0, 1.0), 0.8),
+        ("[1 | tensor=2 | 1]", (1.0, 1.0, 1.0), 0.8),
+    ],
+)
+def test_the_play_of_stage_times(line: str, times: tuple[float, ...], expected: float) -> None:
+    """Balanced stages are used better; what passes wait inside is not used."""
+    model, batch = nn.Sequential(*(balance.Unit() for _ in range(4))), [torch.zeros(16, balance.WIDTH)] * 2
+    prepared = balance.prepared_for(line, model, batch)
+    stages = [prepared.plan.place(rank)[0] for rank in range(prepared.plan.workers)]
+    for waited in (0.0, 0.25):
+        found = balance.by_stage_times(prepared, [passes_of(times, stages, waited)] * 2)
+        assert found == pytest.approx((1 - waited) * expected)
