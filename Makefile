@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
 
-.PHONY: install test test-all check demo bench bench-tensor bench-balance clean
+.PHONY: install test test-all check demo bench bench-tensor bench-balance bench-planner bench-published clean
 
 install: $(INSTALLED)
 
@@ -48,6 +48,14 @@ bench-tensor: $(INSTALLED)
 
 bench-balance: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.balance
+
+bench-planner: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.planner
+
+# Measurements that others published, as files of a folder: `make bench-published FOLDER=measured`, or one of them, or
+# any with such columns: `make bench-published FILE=other.csv`.
+bench-published: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER))
 
 # Everything that is made; the virtual environment too.
 clean:

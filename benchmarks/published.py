@@ -1,0 +1,106 @@
+"""python -m benchmarks.published: predicted beside measured, for published trainings of decoders."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import published_rows as rows
+from benchmarks.published_costs import predicted
+from benchmarks.published_scores import Case, mean, mean_error, percentile, problems, rank_correlation, regret
+from polylane.errors import PolylaneError
+
+WORST = 10
+
+
+def files(given: Sequence[Path], folder: Path | None) -> list[Path]:
+    """The files that were asked for; of a folder, those that are of a known kind.
+
+    Raises:
+        PolylaneError: nothing was asked for, or there is nothing.
+    """
+    if given:
+        return [folder / path if folder is not None and not path.exists() else path for path in given]
+    if folder is None:
+        raise PolylaneError("say what to compare with: files, or a folder of them as --folder FOLDER")
+    if not folder.is_dir():
+        raise PolylaneError(f"{folder} is no folder")
+    found = [path for path in sorted(folder.glob("*.csv")) if _known(path)]
+    if not found:
+        raise PolylaneError(f"{folder} has no file of a known kind, which are {', '.join(rows.KINDS)}")
+    return found
+
+
+def _known(path: Path) -> bool:
+    try:
+        rows.read(path)
+    except PolylaneError:
+        return False
+    return True
+
+
+def compared(found: Sequence[rows.Row]) -> list[Case]:
+    """Every row beside its prediction."""
+    return [Case(row.name, row.seconds, predicted(row), row.problem) for row in found]
+
+
+def summary(cases: Sequence[Case]) -> str:
+    """Errors, and where plans compete, how well the predictions choose."""
+    text = f"{len(cases)} rows, error {mean_error(cases):.1%}, mean {mean([c.error for c in cases]):+.1%}"
+    each = problems(cases)
+    if not each:
+        return text
+    lost = [regret(one) for one in each]
+    order = [rank_correlation([c.measured for c in one], [c.predicted for c in one]) for one in each]
+    return (
+        f"{text}; {len(each)} problems, regret {mean(lost):.2%} (p95 {percentile(lost, 0.95):.1%}), "
+        f"rank correlation {mean(order):.3f}"
+    )
+
+
+def worst(cases: Sequence[Case]) -> list[str]:
+    """Lines of the rows with the largest errors."""
+    ordered = sorted(cases, key=lambda case: -abs(case.error))[:WORST]
+    return [
+        f"  {c.error:+7.1%}  measured {c.measured:9.3f} s  predicted {c.predicted:9.3f} s  {c.name}" for c in ordered
+    ]
+
+
+def run(paths: Sequence[Path]) -> None:
+    """Print the comparison, per kind of file where there are several, and in total."""
+    kinds: dict[str, list[Case]] = {}
+    for path in paths:
+        started, found = time.perf_counter(), rows.read(path)
+        cases = compared(found)
+        print(f"{path.name}: {summary(cases)}; {time.perf_counter() - started:.0f} s")
+        print("\n".join(worst(cases)), flush=True)
+        for row, case in zip(found, cases, strict=True):
+            kinds.setdefault(row.kind, []).append(case)
+    if len(paths) > 1:
+        for kind, cases in kinds.items():
+            print(f"all {kind}: {summary(cases)}")
+        print(f"in total: {mean_error([case for cases in kinds.values() for case in cases]):.1%} error")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="benchmarks.published", description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with the columns of a known kind")
+    parser.add_argument("--folder", type=Path, help="where the files are; without FILE, all that are of a known kind")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    try:
+        run(files(given.files, given.folder))
+    except PolylaneError as error:
+        print(f"benchmarks.published: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
