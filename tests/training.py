@@ -106,20 +106,25 @@ def plainly(
     loss: Any = classify,
     optimizer: Any = sgd,
     scheduler: Any = None,
-    microbatches: int = 1,
+    microbatches: int | Sequence[int] = 1,
     clip_norm: float | None = None,
 ) -> Trained:
-    """The same on one device, as anybody would write it, on a copy of the model."""
+    """The same on one device, as anybody would write it, on a copy of the model.
+
+    Args:
+        microbatches: of every batch, or of each.
+    """
     model = copy.deepcopy(model)
     parameters = list(model.named_parameters())
     steps = optimizer(parameters)
     schedule = scheduler(steps) if scheduler is not None else None
+    counts = [microbatches] * len(batches) if isinstance(microbatches, int) else microbatches
     losses = []
-    for batch in batches:
+    for batch, parts in zip(batches, counts, strict=True):
         steps.zero_grad()
         leaves, rebuild = flatten(batch)
         samples, total, count = sample_count(leaves), 0.0, 0.0
-        for start, stop in bounds(samples, microbatches):
+        for start, stop in bounds(samples, parts):
             if start == stop:
                 continue
             value = loss(model, rebuild(take(leaves, start, stop)))

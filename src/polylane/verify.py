@@ -134,6 +134,8 @@ def prove(
 ) -> Verdict:
     """As :func:`verify`, for a training that is prepared already, in float64; its model is left as it was."""
     batches = [in_float64(batch) for batch in batches]
+    shortest = min(sample_count(flatten(batch)[0]) for batch in batches)
+    prepared.fewest.check(shortest, "the shortest batch", "verify fewer steps, or take another batch size")
     threads = threads_per_worker(prepared.plan.workers)
 
     def alone(context: Context) -> Reference:
@@ -251,7 +253,8 @@ def _train(job: Job, batches: Sequence[Any], rounding: Sequence[Mapping[str, Rou
     for batch in batches:
         losses.append(job.step(batch).loss)
         if len(losses) == 1:
-            gradients = {name: None if g is None else g.clone() for name, g in job.whole_gradients().items()}
+            whole = job.whole_gradients()
+            gradients = whole if job.world.rank == 0 else {}
     held = {name + job.part_of(name): digest(tensor) for name, tensor in job.held().items()}
     trained = _Trained(Record(losses, gradients, job.state_dict()), held, replaced)
     job.close()
@@ -262,9 +265,7 @@ def _compare(
     reference: Record, plan: Sequence[Record], prepared: Prepared
 ) -> tuple[tuple[Deviation, ...], tuple[tuple[float, float], ...], float]:
     """How far every tensor is from the reference; per step the losses of both; and the worst error of a loss."""
-    gradients: dict[str, Tensor | None] = {}
-    for record in reversed(plan):
-        gradients |= record.gradients
+    gradients = plan[0].gradients
     every = [pair for record in plan for pair in zip(reference.losses, record.losses, strict=True)]
     loss_error = max((abs(a - b) / max(abs(a), 1e-12) for a, b in every), key=_nan_last)
     tied, parameters = prepared.main.graph.tied, set(prepared.main.graph.parameters)

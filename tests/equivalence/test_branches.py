@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import table
 import torch
+import torch.nn.functional as F
 from test_equivalence import adamw, by_work, case_of, sgd, verdict_on
+from test_hybrids import assert_cut
+from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan, load
+from polylane.runtime.job import Job
 from polylane.runtime.prepare import Objective, Prepared, prepare
 from polylane.schedule.stage_graph import StageGraph
 from polylane.verify import in_float64
+from training import assert_state, batch_of, workers
 
 PLANS = Path(__file__).parent.parent.parent / "examples" / "plans"
 
@@ -47,6 +52,15 @@ UNET = stages(
 )
 
 
+# While the encoder reads the text, the decoder's first layer goes through what has been said so far. All use the same
+# embedding.
+ENCODER_DECODER = stages(
+    (["encoder", "encoder"], {"data": 2}),
+    (["new_zeros", "decoder.block.0.layer.0"], {"sequence": 2}),
+    (["decoder.block.0.layer.1", "cross_entropy_loss"], {"tensor": 2}),
+)
+
+
 def prepared_for(model: str, plan: Plan, optimizer: Any, samples: int) -> Prepared:
     torch.manual_seed(0)
     case = case_of(model)
@@ -62,6 +76,7 @@ def prepared_for(model: str, plan: Plan, optimizer: Any, samples: int) -> Prepar
         ("inception", "pipeline_in_branches", PIPELINE_IN_BRANCHES, (8, 5, 3)),
         ("towers", TOWERS, ((), (), (0, 1)), (8, 7, 5)),
         ("unet", UNET, ((), (0,), (1,), (0, 2)), (6, 5, 3)),
+        ("t5", ENCODER_DECODER, ((), (), (0, 1)), (5, 4, 3)),
     ],
 )
 def test_branches(model: str, plan: str | Plan, before: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> None:
@@ -69,6 +84,7 @@ def test_branches(model: str, plan: str | Plan, before: tuple[tuple[int, ...], .
     for schedule, optimizer in (("1f1b", adamw), ("afab", sgd)):
         prepared = prepared_for(model, read.model_copy(update={"schedule": schedule}), optimizer, sizes[0])
         assert StageGraph.of_edges(prepared.main.stages, prepared.main.edges).before == before
+        assert_cut(model, prepared)
         row = table.Row(model, prepared.plan.spec, schedule, prepared.plan.microbatches, "sgd", sizes)
         verdict = verdict_on(row, prepared)
         assert verdict.passed, f"{row}: worst {verdict.worst:.2g}, {verdict.culprit}"
@@ -87,6 +103,43 @@ def test_a_stage_of_several_pieces() -> None:
     prepared = prepared_for("towers", plan, sgd, 8)
     assert [stage for _, _, stage in prepared.main.pieces] == [0, 1, 0, 1, 2]
     assert verdict_on(table.Row("towers", "", "1f1b", 1, "sgd", (8, 7, 5)), prepared).passed
+
+
+class Helped(nn.Module):
+    """An auxiliary head, which only training has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.aux, self.body = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.stem(x).tanh()
+        return (self.aux(hidden), self.body(hidden)) if self.training else (self.body(hidden),)
+
+
+def helped(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    *aux, out = model(batch[0])
+    return F.cross_entropy(out, batch[1]) + sum(0.3 * F.cross_entropy(each, batch[1]) for each in aux)
+
+
+@pytest.mark.parametrize(
+    "meshes", [({}, {}, {}), ({"data": 2}, {}, {"tensor": 2}), ({}, {"tensor": 2}, {"data": 2})], ids=str
+)
+def test_a_branch_that_only_training_has(meshes: tuple[dict[str, int], ...]) -> None:
+    nodes = (["stem", "tanh"], ["aux", "aux"], ["body", "loss"])
+    batches = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
+
+    def work(job: Job) -> tuple[list[float], dict[str, Tensor]]:
+        return [value for b in batches for value in (job.step(b).loss, job.evaluate(b))], job.state_dict()
+
+    def run(plan: str | Plan) -> list[Any]:
+        torch.manual_seed(0)
+        return workers(work, Helped().double(), plan, loss=helped)
+
+    ((losses, state),) = run("data=1,microbatches=2")
+    for own, weights in run(stages(*zip(nodes, meshes, strict=True))):
+        assert own == pytest.approx(losses, rel=1e-10)
+        assert_state(weights, state)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from test_equivalence import by_work, case_of, objective_of, sgd, verdict_on
 from torch import Tensor, nn
 
 from polylane import Mean
+from polylane.placement.placement import Shard
 from polylane.plan.fit import from_partition
 from polylane.plan.spec import parse
 from polylane.runtime.prepare import Objective, Prepared, prepare
@@ -30,6 +31,7 @@ hf_llama  / 5 3 2 / [data=3 | 1 | data=2 | tensor=2]       / afab 3 sgd
 hf_gpt2   / 5 4 3 / [data=2 | 1 | tensor=2]                / 1f1b 4 adamw
 towers    / 8 7 5 / [data=2 | tensor=2]                    / naive 1 own
 towers    / 8 7 5 / [data=3 | data=2 | 1]                  / naive 1 adamw
+towers    / 8 7 5 / [data=2 | data=2,tensor=2 | data=2]    / naive 1 sgd
 routed    / 7 5 3 / [data=3 | tensor=2 | data=2]           / 1f1b 2 adamw
 nested    / 9 5 2 / [data=3 | data=2]                      / afab 4 sgd
 encoder   / 8 7 3 / [sequence=2 | tensor=3 | data=2]       / 1f1b 2 adamw
@@ -54,12 +56,29 @@ def prepared_for(row: table.Row) -> Prepared:
     return prepare(model, {"loss": objective_of(row)}, example, row.spec, in_float64=True, seconds=by_work)
 
 
+def assert_cut(model: str, prepared: Prepared) -> None:
+    """Every stage has something to cut along each of its axes, and its parameters along that one that is for them."""
+    assert prepared.layouts or not prepared.plan.axes
+    for objective, made in prepared.layouts.items():
+        partition = prepared.partitions[objective]
+        for stage in range(prepared.plan.pipeline):
+            assert set(made.axes(stage)) >= set(prepared.plan.axes_of(stage))
+            layout, names = made[stage], {node.name for node in partition.nodes(stage)}
+            for axis, split in layout.splits.items() if layout is not None else ():
+                cut = any(step.share < 1 for name, step in split.steps.items() if name in names)
+                assert cut or (model, axis) in table.UNSPLIT, f"{model}: stage {stage} has nothing to cut over {axis}"
+                keys = [(f"parameter:{name}", 0) for name in partition.parameters(stage)]
+                cut = any(isinstance(split.sources.get(key), Shard) for key in keys)
+                assert cut == (axis == "tensor"), f"{model}: parameters of stage {stage} over {axis}"
+
+
 @pytest.mark.parametrize("row", rows(), ids=str)
 def test_stages_with_meshes_of_their_own(row: table.Row) -> None:
     prepared = prepared_for(row)
     plan = prepared.plan
     assert plan.uniform == ("[" not in row.plan) and plan.spec == row.spec and plan.workers <= 8
     assert plan == from_partition(prepared.main, parse(row.spec), row.microbatches)
+    assert_cut(row.model, prepared)
     verdict = verdict_on(row, prepared)
     assert verdict.passed, f"{row}: worst {verdict.worst:.2g}, {verdict.culprit}"
     assert verdict.worst <= 1e-9 and verdict.replicas_equal and verdict.steps == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from polylane.plan.fit import from_partition
 from polylane.plan.spec import parse
 from polylane.program import lower
 from polylane.runtime import worker
+from polylane.runtime.holding import Holding
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import Objective, Prepared, prepare
 from polylane.runtime.sync.all_reduce import Reducer
@@ -98,15 +100,15 @@ def test_a_skip_without_its_gradient(training: tuple[Prepared, Partition], monke
 
 
 def test_a_replica_with_another_weight(training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
-    hold = Job._hold
+    hold = Holding.__init__
 
-    def forget(self: Job, same_weights: bool) -> None:
-        hold(self, same_weights)
+    def forget(self: Holding, *args: Any, **options: Any) -> None:
+        hold(self, *args, **options)
         if self.world.rank == 1:
             with torch.no_grad():
-                self.model.get_parameter("middle.2.weight").mul_(1.001)
+                self.prepared.model.get_parameter("middle.2.weight").mul_(1.001)
 
-    monkeypatch.setattr(Job, "_hold", forget)
+    monkeypatch.setattr(Holding, "__init__", forget)
     result = verdict(training, "data=2,microbatches=2")
     assert not result.passed and not result.replicas_equal
     assert result.culprit is not None and result.culprit.startswith("middle.2/linear")

@@ -1,16 +1,26 @@
-"""How the parts of a batch make up a value: seen where it can be, and nothing assumed where it cannot."""
+"""How the parts of a batch make up a value: seen where it can be computed, else proven, and nothing assumed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from eager_and_captured import captured
 from torch import Tensor, nn
 
+import models
+from polylane.graph.batch import flatten
 from polylane.graph.capture import capture
-from polylane.graph.samples import Order, orders_of, seen_orders
+from polylane.graph.graph import Graph
+from polylane.graph.orders import Order, Seen, digest, orders_of, seen_orders, why_unknown
+from polylane.graph.partition import Partition
+from polylane.graph.samples import splits_exactly
+from polylane.placement.rows import proven_orders
 
 R, A, M, S, X = Order.ROWS, Order.ALIKE, Order.MEAN, Order.SUM, Order.OTHER
+
+# The user's own Python: nothing can be proven of what it gives.
+WITH_LEAVES = ("branching", "custom_function", "moe")
 
 
 class Net(nn.Module):
@@ -37,39 +47,102 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x) + 0 * F.mse_loss(x, x)
 
 
-@pytest.mark.parametrize("looked", [True, False])
-def test_every_kind(looked: bool) -> None:
+def test_every_kind() -> None:
     torch.manual_seed(0)
     model, x = Net(), torch.randn(5, 3, 4)
     graph = capture(model, loss, x)
-    seen = seen_orders(graph, model, loss, [x]) if looked else {}
+    seen = seen_orders(graph, model, loss, [x])
+    assert seen.why == ""
     orders = orders_of(graph, seen)
-    by_op = {name: order for name, order in orders.items() if "/" not in name or name.startswith("first")}
     expected = {
-        "first/linear": (R, R),
-        "relu": (R, R),
-        "tanh": (X, X),
-        "mean": (M, X),
-        "exp": (R, R),
-        "sum": (S, X),
-        "mul": (S, X),
-        "sigmoid": (A, A),
-        "amax": (X, X),
+        "first/linear": R,
+        "relu": R,
+        "tanh": X,
+        "mean": M,
+        "exp": R,
+        "sum": S,
+        "mul": S,  # zero at the start because of a parameter
+        "mul#2": S,  # because of a buffer
+        "sigmoid": A,
+        "amax": X,
     }
-    for name, (known, unknown) in expected.items():
-        assert by_op[name] is (known if looked else unknown), name
-    assert by_op["mul#2"] is (S if looked else X)  # zero at the start because of a buffer
+    assert {name: orders[name] for name in expected} == expected
+    assert set(orders_of(graph, Seen()).values()) == {X}
 
 
 def test_a_model_on_the_meta_device_is_not_looked_at() -> None:
     with torch.device("meta"):
         model, x = Net(), torch.empty(5, 3, 4)
-    assert seen_orders(capture(model, loss, x), model, loss, [x]) == {}
+    graph = capture(model, loss, x)
+    seen = seen_orders(graph, model, loss, [x])
+    assert seen == Seen({}, "the model is on the meta device, where nothing is computed")
+    told = why_unknown(graph, seen, "mul#2")
+    assert told.startswith(
+        ": it could not be seen, for the model is on the meta device, where nothing is computed, and no"
+    )
+    assert (
+        "no rule says of first/linear (test_orders.py:" not in told
+    )  # the operators' own lines are named, not torch's
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", [*models.CASES, *models.TINY])
+def test_what_is_proven_is_what_is_seen(name: str, training: bool) -> None:
+    graph, model, case = captured(name, training=training)
+    proven = proven_orders(graph)
+    seen = seen_orders(graph, model, case.loss, flatten(case.batch(5, 1))[0])
+    assert seen.why == ""
+    assert {value: seen.orders.get(value, order) for value, order in proven.items()} == proven
+    if name not in WITH_LEAVES:
+        lying = [n.name for n in graph.nodes if not n.free and seen.orders.get(n.name) in (R, A)]
+        assert [value for value in lying if value not in proven] == []
+
+
+class InBits(nn.Module):
+    """What it computes in single precision it cannot compute in double: the bits of a number are other ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc(x)
+        bits = hidden.view(torch.int32).reshape(len(hidden), 8)
+        logits: Tensor = self.head(hidden + (bits < 0).sort(0).values)
+        return logits
+
+
+def test_what_cannot_be_computed_is_not_known() -> None:
+    model, batch = InBits(), models.vectors(6, 0)
+    graph = capture(model, models.classify, batch)
+    seen = seen_orders(graph, model, models.classify, flatten(batch)[0])
+    assert seen.orders["fc/linear"] is R and "head/linear" not in seen.orders
+    assert "cannot be computed in float64 (RuntimeError: " in seen.why and "test_orders.py:" in seen.why
+    told = why_unknown(graph, seen, "head/linear")
+    assert seen.why in told and why_unknown(graph, seen, "fc/linear") == ""
+
+
+def test_what_is_no_number_is_not_known() -> None:
+    model, batch = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), models.vectors(6, 0)
+    with torch.no_grad():
+        model[0].bias.fill_(torch.nan)
+    graph = capture(model, models.classify, batch)
+    seen = seen_orders(graph, model, models.classify, flatten(batch)[0])
+    assert seen.orders == {} and seen.why.startswith("0/linear (") and seen.why.endswith(") gives what is not a number")
+
+
+def test_pairs_of_samples_do_not_hide_behind_an_even_division() -> None:
+    def pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        doubled = batch[0][::2].repeat_interleave(2, 0)[: len(batch[0])]
+        return F.cross_entropy(model(doubled), batch[1])
+
+    model, batch = nn.Linear(16, 4), models.vectors(6, 0)
+    graph = capture(model, pairs, batch)
+    assert orders_of(graph, seen_orders(graph, model, pairs, flatten(batch)[0]))["linear"] is X
 
 
 def test_what_is_promoted_on_one_side_is_equal() -> None:
     """A mask times a number is single, whatever the model is made to be for the proof."""
-    from polylane.graph.samples import splits_exactly
 
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -82,3 +155,22 @@ def test_what_is_promoted_on_one_side_is_equal() -> None:
     model, x = Masked(), torch.randn(6, 4)
     square = lambda m, b: m(b).square().mean()  # noqa: E731
     assert splits_exactly(capture(model, square, x), model, square, [x]) is None
+
+
+def graph_and_orders() -> tuple[Graph, dict[str, Order]]:
+    graph = captured("digits")[0]
+    return graph, dict.fromkeys((node.name for node in graph.nodes), R)
+
+
+def test_a_digest_tells_what_crosses_and_how() -> None:
+    graph, orders = graph_and_orders()
+    middle = len(graph.nodes) // 2
+    while graph.nodes[middle].free:
+        middle += 1
+    partition = Partition(graph, (middle,))
+    crossing = {each.value for each in partition.crossings}
+    inside = next(node.name for node in graph.nodes if node.name not in crossing)
+    own = digest(partition, orders)
+    assert digest(partition, {**orders, inside: X}) == own
+    assert all(digest(partition, {**orders, value: M}) != own for value in crossing)
+    assert digest(Partition(graph, ()), orders) != own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -246,6 +247,50 @@ def test_other_graphs_of_the_model_are_cut_where_the_first_was(name: str) -> Non
             assert set(partition.cuts) <= set(cut_positions(other))
             for stage in range(stages):
                 assert set(partition.parameters(stage)) <= set(reference.parameters(stage))
+
+
+def named(i: int, name: str, inputs: Sequence[str] = (), free: bool = False) -> Node:
+    module = name.partition("/")[0]
+    weights = () if free else (f"{module}.weight",)
+    return replace(node(i, free=free), name=name, inputs=tuple(inputs), module=module, parameters=weights)
+
+
+def test_what_only_training_has_leaves_its_stage_empty() -> None:
+    names = ("stem/op", "aux/op", "body/op")
+    loss = replace(node(3), name="loss/op", inputs=("aux/op", "body/op"), module="loss")
+    training = graph_of([named(0, names[0]), *(named(i, names[i], ["stem/op"]) for i in (1, 2)), loss])
+    other = [named(0, "stem/op"), named(1, "body/op", ["stem/op"]), replace(loss, inputs=("body/op",))]
+    partition = aligned(Partition(training, (1, 2)), graph_of(other))
+    assert partition.stages == 3 and partition.cuts == (1, 1)
+    assert [[n.name for n in partition.nodes(s)] for s in range(3)] == [["stem/op"], [], ["body/op", "loss/op"]]
+    assert [(c.value, c.producer, c.consumers) for c in partition.crossings] == [("stem/op", 0, (2,))]
+    assert partition.parameters(1) == ()
+    first, last = graph_of([replace(other[1], inputs=())]), graph_of(other[:1])
+    assert aligned(Partition(training, (1, 2)), first).cuts == (0, 0)
+    only = aligned(Partition(training, (1, 2)), last)
+    assert only.cuts == (1, 1) and [(c.value, c.consumers) for c in only.crossings] == [("stem/op", (2,))]  # the loss
+
+
+def test_pieces_that_come_to_wait_for_each_other_are_refused() -> None:
+    """In training the two heads of one stage stand side by side; here one reads what was made of the other."""
+    a, b, c = (named(i, f"{name}/op", [f"{'abc'[i - 1]}/op"] if i else ()) for i, name in enumerate("abc"))
+    training = graph_of([a, replace(b, inputs=()), replace(c, inputs=("b/op",))])
+    reference = Partition(training, (1, 2), (0, 1, 0))
+    assert aligned(reference, training).edges == ((1, 0),)
+    with pytest.raises(PolylaneError) as caught:
+        aligned(reference, graph_of([a, b, c]))
+    assert str(caught.value) == (
+        "stages wait for each other in a graph that is cut where the training's is (of evaluation, of another loss, "
+        "for batches of another form): stage 1 needs a/op of stage 0, stage 0 needs b/op of stage 1; put what lies "
+        "between on one of them, or give the pieces a stage each"
+    )
+
+
+def test_an_opaque_graph_of_a_cut_model_is_refused() -> None:
+    graph = capture(models.Branching(), models.classify, models.vectors(4, 0))
+    reference = Partition(graph_of([node(0), node(1, [0])]), (1,))
+    with pytest.raises(PolylaneError, match="the model is opaque and cannot be cut"):
+        aligned(reference, graph)
 
 
 def test_a_deep_graph_is_cut_quickly() -> None:

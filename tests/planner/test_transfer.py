@@ -14,7 +14,7 @@ from polylane.placement.call import Strategy
 from polylane.placement.options import options
 from polylane.placement.placement import REPLICATE, SHARED, Shard, even, joined
 from polylane.placement.view import view
-from polylane.planner.samples import cuts_samples, inside_samples, sample_dims
+from polylane.planner.sample_cuts import cuts_samples, inside_samples, sample_dims
 from polylane.planner.solve import solve
 from polylane.planner.transfer import _whole, transfer
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 import networkx as nx
@@ -72,6 +74,9 @@ def lowereds(draw: st.DrawFn, alike: bool = True) -> Lowered:
     return Lowered(partition, plan, partial, lower(partition, plan, None, (partial,) * plan.pipeline))
 
 
+any_lowereds = lowereds() | lowereds(alike=False)
+
+
 def played(programs: tuple[Program, ...], seed: int = 0) -> int:
     """Run the programs on FIFO channels, in one of many timings; how many actions were done when all stood still."""
     queues: dict[tuple[int, int], deque[Action]] = {}
@@ -104,7 +109,7 @@ def played(programs: tuple[Program, ...], seed: int = 0) -> int:
     return done
 
 
-@given(lowereds() | lowereds(alike=False), st.integers(0, 3))
+@given(any_lowereds, st.integers(0, 3))
 @settings(deadline=None)
 def test_every_program_runs_to_its_end(made: Lowered, seed: int) -> None:
     check(made.programs)
@@ -131,7 +136,7 @@ def test_every_gradient_is_summed_once_where_meshes_differ(made: Lowered) -> Non
             assert (rank in bucket.silent) == any(index for axis, index in at.items() if axis not in summed)
 
 
-@given(lowereds() | lowereds(alike=False))
+@given(any_lowereds)
 @settings(deadline=None)
 def test_evaluation_runs_to_its_end(made: Lowered) -> None:
     programs = lower_evaluation(made.partition, made.plan)
@@ -140,23 +145,21 @@ def test_evaluation_runs_to_its_end(made: Lowered) -> None:
     assert {a.kind for p in programs for a in p.actions} <= {Kind.FORWARD, Kind.SEND, Kind.RECEIVE}
 
 
-@given(lowereds())
+@given(any_lowereds)
 @settings(deadline=None)
 def test_values_go_straight_and_gradients_come_back(made: Lowered) -> None:
-    """For each microbatch one message from producer to each consumer, and one back for its gradient; between ranks of
-    the same replica with the same coordinates."""
+    """For each microbatch one message from producer to each consumer, and one back for its gradient; between all who
+    may have something for each other."""
     stage_of, plan = made.partition.stage_of, made.plan
     needed = Counter[tuple[int, str, int, int]]()  # microbatch, value, from, to
     for stage in range(plan.pipeline):
         for name in {n for node in made.partition.nodes(stage) for n in node.inputs}:
             node = made.partition.graph.nodes[made.partition.graph.positions[name]]
             if not node.free and stage_of[name] != stage:
-                for i in range(plan.microbatches):
-                    for at in range(len(plan.stages[stage].devices)):
-                        ends = plan.stages[stage_of[name]].devices[at], plan.stages[stage].devices[at]
-                        needed[i, name, *ends] += 1
-                        if node.requires_grad:
-                            needed[i, f"d {name}", ends[1], ends[0]] += 1
+                for i, (start, end) in product(range(plan.microbatches), talking(plan, stage_of[name], stage)):
+                    needed[i, name, start, end] += 1
+                    if node.requires_grad:
+                        needed[i, f"d {name}", end, start] += 1
     sent = Counter(
         (a.microbatch, f"d {a.value}" if a.gradient else a.value, p.rank, a.peer)
         for p in made.programs
@@ -167,7 +170,21 @@ def test_values_go_straight_and_gradients_come_back(made: Lowered) -> None:
     assert len(matched(made.programs)) == sum(needed.values())
 
 
-@given(lowereds())
+def talking(plan: Plan, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Ranks of two stages of which one may have what the other needs.
+
+    With the same mesh those with the same coordinates, with as many replicas those of the same one, else everybody.
+    """
+    for a, b in product(plan.stages[start].devices, plan.stages[end].devices):
+        same_replica = plan.place(a)[1] == plan.place(b)[1]
+        if plan.aligned(start, end):
+            if plan.indices(a) == plan.indices(b):
+                yield a, b
+        elif same_replica or plan.degree("data", start) != plan.degree("data", end):
+            yield a, b
+
+
+@given(any_lowereds)
 @settings(deadline=None)
 def test_a_stage_has_what_it_reads_before_it_computes(made: Lowered) -> None:
     for program in made.programs:
@@ -178,14 +195,14 @@ def test_a_stage_has_what_it_reads_before_it_computes(made: Lowered) -> None:
                 has.add((action.value, action.microbatch, action.gradient, action.peer))
             elif action.kind is Kind.FORWARD:
                 for crossing in program.receives:
-                    source = made.plan.peers(program.rank, crossing.producer)[0]
-                    assert (crossing.value, action.microbatch, False, source) in has
+                    for source in made.plan.peers(program.rank, crossing.producer):
+                        assert (crossing.value, action.microbatch, False, source) in has
             elif action.kind is Kind.BACKWARD:
                 assert (Kind.FORWARD, action.microbatch) in ready
                 for crossing in program.sends:
                     for consumer in crossing.consumers if crossing.requires_grad else ():
-                        source = made.plan.peers(program.rank, consumer)[0]
-                        assert (crossing.value, action.microbatch, True, source) in has
+                        for source in made.plan.peers(program.rank, consumer):
+                            assert (crossing.value, action.microbatch, True, source) in has
             elif action.kind is Kind.SEND:
                 made_by = Kind.BACKWARD if action.gradient else Kind.FORWARD
                 assert (made_by, action.microbatch) in ready
@@ -205,17 +222,21 @@ def with_gradient(graph: Graph) -> set[str]:
 
 
 def summing(made: Lowered, rank: int, holders: list[int], name: str) -> set[int]:
-    """All ranks of the holders whose summand of a gradient adds to the one of ``rank``: on no other part of it."""
+    """All ranks of the holders whose summand of a gradient adds to the one of ``rank``: on no other part of it.
+
+    Holders with different meshes all have the whole of it.
+    """
     axes = made.partial.get(name, set())
+    whole = not all(made.plan.aligned(holders[0], stage) for stage in holders)
 
     def part(of: int) -> dict[str, int]:
         return {axis: i for axis, i in made.plan.coordinates(of).items() if axis not in axes}
 
     ranks = (other for stage in holders for other in made.plan.stages[stage].devices)
-    return {other for other in ranks if part(other) == part(rank)}
+    return {other for other in ranks if whole or part(other) == part(rank)}
 
 
-@given(lowereds())
+@given(any_lowereds)
 @settings(deadline=None)
 def test_every_parameter_with_a_gradient_is_in_one_bucket_of_each_holder(made: Lowered) -> None:
     expected = with_gradient(made.partition.graph)
@@ -230,7 +251,7 @@ def test_every_parameter_with_a_gradient_is_in_one_bucket_of_each_holder(made: L
                 assert bucket.ranks == tuple(sorted(summing(made, program.rank, holders, name)))
 
 
-@given(lowereds())
+@given(any_lowereds)
 @settings(deadline=None)
 def test_all_ranks_reduce_in_the_same_order(made: Lowered) -> None:
     """Collectives over the same group, and over groups that overlap, meet in one global order: no deadlock."""
@@ -247,7 +268,7 @@ def test_all_ranks_reduce_in_the_same_order(made: Lowered) -> None:
     assert all(same[b.name, rank] in made.programs[rank].buckets for b in same.values() for rank in b.ranks)
 
 
-@given(lowereds(), st.data())
+@given(any_lowereds, st.data())
 @settings(deadline=None)
 def test_a_program_that_lacks_a_message_is_refused(made: Lowered, data: st.DataObject) -> None:
     places = [
@@ -260,24 +281,24 @@ def test_a_program_that_lacks_a_message_is_refused(made: Lowered, data: st.DataO
         check(wrong)
 
 
-@given(lowereds())
+@given(any_lowereds)
 @settings(deadline=None)
 def test_lowering_is_a_function(made: Lowered) -> None:
     assert lower(made.partition, made.plan, None, (made.partial,) * made.plan.pipeline) == made.programs
 
 
-@given(lowereds())
+@given(any_lowereds)
 @settings(deadline=None)
-def test_groups_and_columns_divide_the_ranks(made: Lowered) -> None:
+def test_groups_and_peers_divide_the_ranks(made: Lowered) -> None:
     plan = made.plan
     for rank in range(plan.workers):
         stage, replica = plan.place(rank)
         coordinates = plan.coordinates(rank)
-        assert plan.rank_at(stage, replica, coordinates) == rank == plan.peers(rank, stage)[0]
-        for (other,) in (plan.peers(rank, each) for each in range(plan.pipeline)):
-            assert plan.place(other)[1] == replica and plan.coordinates(other) == coordinates
+        assert (plan.rank_at(stage, replica, coordinates),) == (rank,) == plan.peers(rank, stage)
+        for other in range(plan.pipeline):
+            assert set(plan.peers(rank, other)) == {b for a, b in talking(plan, stage, other) if a == rank}
         for axes in ((), ("data",), ("tensor",), ("sequence",), ("data", "tensor"), ("data", "sequence", "tensor")):
             group = plan.group(rank, axes)
             assert rank in group and group == tuple(sorted(group))
-            assert len(group) == prod(plan.degree(axis) for axis in axes)
+            assert len(group) == prod(plan.degree(axis, stage) for axis in axes)
             assert all(plan.group(other, axes) == group and plan.place(other)[0] == stage for other in group)

@@ -148,6 +148,29 @@ def test_the_users_own_collate() -> None:
     assert batch.leaves[0].tolist() == [1, 2]
 
 
+# A short last batch
+
+
+@pytest.mark.parametrize("dataset", [Stream(11), list(range(11)), Counting(11)], ids=["iterable", "list", "map"])
+def test_a_short_last_batch_may_be_left_out(dataset: Any) -> None:
+    whole = global_batches(dataset, 4, 2, 2, shuffle=False, drop_last=True)
+    assert whole == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert global_batches(Counting(8), 4, 2, 2, shuffle=False, drop_last=True) == whole
+    with pytest.raises(PolylaneError, match="the dataset has 11 samples, no batch of 12, and a shorter one is to be"):
+        global_batches(dataset, 12, 1, 1, drop_last=True)
+
+
+def test_a_batch_knows_the_shortest_of_its_epoch() -> None:
+    def shortest(dataset: Any, **options: Any) -> list[int]:
+        return [batch.shortest for batch in batches(dataset, 4, shares=own(1, 1, 0), **options)]
+
+    assert shortest(Counting(9)) == [1, 1, 1] and shortest(Counting(8)) == shortest(Counting(9), drop_last=True) == [
+        4,
+        4,
+    ]
+    assert shortest(Stream(9)) == [4, 4, 1]  # of a stream only what has come is known
+
+
 # What a dataset draws
 
 

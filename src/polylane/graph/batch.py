@@ -110,6 +110,18 @@ def bounds(total: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
+def part_count(total: int, most: int, fewest: int = 1) -> int:
+    """Into how many parts ``total`` samples are divided: ``most``, or fewer where a part would have too few samples.
+
+    Parts without any sample are skipped and need none: with ``fewest`` at 1 there are always ``most`` parts.
+
+    Args:
+        most: how many parts a full batch has.
+        fewest: samples that a part needs; where there are not even so many in all, there is one part.
+    """
+    return most if fewest == 1 or total // most >= fewest else max(1, total // fewest)
+
+
 def take(leaves: Sequence[Any], start: int, stop: int, sampled: Sequence[bool] | None = None) -> list[Any]:
     """The samples ``start:stop`` of every sampled leaf; the other leaves whole."""
     split = sampled or sampled_leaves(leaves)

@@ -45,11 +45,11 @@ class Draft:
 
 @dataclass(frozen=True)
 class DryRun:
-    """One eager run of the loss: what it returned, and whether it drew random numbers or used batch statistics."""
+    """One eager run of the loss: what it returned, whether it drew random numbers, and values per batch statistic."""
 
     results: tuple[Tensor, ...]
     random: bool
-    normalizes: bool
+    values: int | None
     mean: bool
     leaves: int
 
@@ -62,7 +62,7 @@ def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool) -> DryRun:
         with torch.no_grad(), Normalizing() as normalizing:
             results = whole(*leaves)
         drawn = not torch.equal(before, torch.get_rng_state())
-        dry = DryRun(results, drawn, normalizing.seen, whole.mean, len(leaves))
+        dry = DryRun(results, drawn, normalizing.values, whole.mean, len(leaves))
     except BadLoss as error:
         raise BadLoss(f"{error}{at(line_of(whole.loss_function))}") from None
     except Exception as error:

@@ -37,6 +37,11 @@ class AsPart:
         """Whether it uses statistics of the batch."""
         return bool(getattr(innermost(self.target), "normalizes", False))
 
+    @property
+    def fewest(self) -> int:
+        """Samples that it needs in training."""
+        return int(getattr(innermost(self.target), "fewest", 1))
+
     def copied(self) -> AsPart:
         """The same on a copy of the user's module."""
         return AsPart(innermost(self.target).copied(), self.name)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from polylane.graph.batch import Rebuild, flatten
+from polylane.graph.batch import Rebuild, flatten, sample_count
 from polylane.graph.opaque import emit
 from polylane.graph.sizes import size_function
+from polylane.graph.statistics import VALUES
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class LeafCall:
         outputs: shapes of the tensors it returns; output_at: where in its flat result they are.
         random: whether it draws random numbers; normalizes: whether it normalizes by statistics of the batch.
         source: the user's own line.
+        fewest: samples that it needs in training, for statistics of the batch.
     """
 
     module: nn.Module
@@ -70,6 +72,7 @@ class LeafCall:
     random: bool
     normalizes: bool
     source: str
+    fewest: int = 1
 
     __name__ = "leaf"
     __module__ = "polylane"
@@ -135,23 +138,25 @@ def _mode(training: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 @dataclass
 class Observed:
-    """Result of a leaf in a dry run, whether it drew random numbers, and whether it used statistics of the batch."""
+    """Result of a leaf in a dry run, whether it drew random numbers, and how many values its batch statistics had."""
 
     result: list[Any]
     rebuild_result: Rebuild
     random: bool
-    normalizes: bool
+    values: int | None  # the fewest values per channel; None without statistics of the batch
 
 
 class Normalizing(TorchFunctionMode):
-    """Notices whether batch statistics are used."""
+    """Notices whether batch statistics are used, and of how many values per channel at least."""
 
-    seen = False
+    values: int | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.batch_norm:
             given = inspect.signature(functional.batch_norm).bind(*args, **(kwargs or {})).arguments
-            self.seen = self.seen or bool(given.get("training", False))
+            if given.get("training", False):
+                values = given["input"].numel() // max(given["input"].shape[1], 1)
+                self.values = values if self.values is None else min(self.values, values)
         return func(*args, **(kwargs or {}))
 
 
@@ -165,7 +170,7 @@ def observe(modules: dict[str, nn.Module], run: Callable[[], Any]) -> dict[str, 
             with Normalizing() as normalizing:
                 result = call(*args, **kwargs)
             drawn = not torch.equal(before, torch.get_rng_state())
-            calls[path].append(Observed(*flatten(result), drawn, normalizing.seen))
+            calls[path].append(Observed(*flatten(result), drawn, normalizing.values))
             return result
 
         return noted
@@ -222,7 +227,7 @@ def leaves_kept(
             first, second = observed[0][path][k], observed[1][path][k]
             output_at = [i for i, value in enumerate(first.result) if isinstance(value, Tensor)]
             shapes = [_output(first.result[i], second.result[i], samples, path) for i in output_at]
-            call, tensors = _leaf_call(module, path, args, kwargs, shapes, output_at, first)
+            call, tensors = _leaf_call(module, path, args, kwargs, shapes, output_at, first, samples[0])
             call.samples = tracing.samples
             outputs = emit(call, tensors)
             call.samples = None  # a symbol of the capture: the graph has it now
@@ -238,7 +243,14 @@ def leaves_kept(
 
 
 def _leaf_call(
-    module: nn.Module, path: str, args: Any, kwargs: Any, outputs: list[Output], output_at: list[int], seen: Any
+    module: nn.Module,
+    path: str,
+    args: Any,
+    kwargs: Any,
+    outputs: list[Output],
+    output_at: list[int],
+    seen: Any,
+    samples: int,
 ) -> tuple[LeafCall, list[Tensor]]:
     flat, rebuild = flatten((args, kwargs))
     tensor_at = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
@@ -258,8 +270,9 @@ def _leaf_call(
         outputs=outputs,
         output_at=output_at,
         random=seen.random,
-        normalizes=seen.normalizes,
+        normalizes=seen.values is not None,
         source=line_of(type(module).forward),
+        fewest=-(-VALUES * samples // seen.values) if seen.values else 1,
     )
     return call, [*parameters.values(), *buffers.values(), *(flat[i] for i in tensor_at)]
 
@@ -267,7 +280,7 @@ def _leaf_call(
 def opaque_call(whole: nn.Module, leaves: Sequence[Any], results: Sequence[Tensor], seen: Any) -> LeafCall:
     """Model and loss together as one leaf: the user's Python runs on every worker."""
     outputs = [Output((), (), value.dtype) for value in results]
-    call, _ = _leaf_call(whole, "", tuple(leaves), {}, outputs, list(range(len(results))), seen)
+    call, _ = _leaf_call(whole, "", tuple(leaves), {}, outputs, list(range(len(results))), seen, sample_count(leaves))
     return call
 
 

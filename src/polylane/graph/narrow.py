@@ -5,7 +5,7 @@ Deep models are chains of blocks, whatever their authors call them; between two 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,20 @@ from polylane.graph.partition import cut_positions, last_uses
 MOST = 256
 
 
-def crossing_bytes(graph: Graph) -> NDArray[np.float64]:
-    """For every position (and the end), the bytes of the values that a cut there would make travel forward."""
+def crossing_bytes(graph: Graph, size: Callable[[str], float] | None = None) -> NDArray[np.float64]:
+    """For every position (and the end), the bytes of the values that a cut there would make travel forward.
+
+    Args:
+        graph: what would be cut.
+        size: bytes of a node's value, where it is not whole.
+    """
     delta = np.zeros(len(graph.nodes) + 1)
     for name, end in last_uses(graph).items():
         start = graph.positions[name]
         if not graph.nodes[start].free and end > start:
-            delta[start + 1] += graph.nodes[start].bytes
-            delta[end + 1] -= graph.nodes[start].bytes
+            moved = graph.nodes[start].bytes if size is None else size(name)
+            delta[start + 1] += moved
+            delta[end + 1] -= moved
     return np.cumsum(delta)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +37,8 @@ class Partition:
     Attributes:
         graph: what was cut.
         cuts: position of the first node of every piece but the first, ascending.
-        owners: the stage of every piece; none given: each piece is a stage of its own. Every stage owns at least one.
+        owners: the stage of every piece; none given: each piece is a stage of its own. Every stage owns at least one;
+            pieces, and so stages, may be empty.
     """
 
     graph: Graph
@@ -286,10 +289,15 @@ def aligned(reference: Partition, graph: Graph) -> Partition:
     """Cut another graph of the same model (evaluation, another loss, other shapes) where ``reference`` was cut.
 
     Nodes correspond by module path, operator and number; a parameter is worth a thousand other nodes, so that it stays
-    on the stage that holds it.
+    on the stage that holds it. A stage of which the graph has nothing (a head that only training has) is left empty.
+
+    Raises:
+        PolylaneError: the graph cannot be cut, or its stages would wait for each other.
     """
     if reference.stages == 1:
         return Partition(graph, ())
+    if graph.opaque:
+        raise PolylaneError(_too_many(graph, reference.stages, 1))
     cut = Partition(reference.graph, reference.cuts)  # each piece for itself
     piece_of = cut.stage_of
     known = {node.name: node for node in reference.graph.nodes}
@@ -309,23 +317,49 @@ def aligned(reference: Partition, graph: Graph) -> Partition:
             guesses.append(piece_of[node.name])
         else:
             guesses.append(held[0] if held else modules.get(node.module))
-    return Partition(graph, _agreeing_cuts(graph, guesses, weights, cut.stages), reference.owners)
+    partition = Partition(graph, _agreeing_cuts(graph, guesses, weights, cut.stages), reference.owners)
+    _require_order(partition)
+    return partition
 
 
 def _agreeing_cuts(
-    graph: Graph, guesses: Sequence[int | None], weights: Sequence[float], stages: int
+    graph: Graph, guesses: Sequence[int | None], weights: Sequence[float], pieces: int
 ) -> tuple[int, ...]:
-    allowed = cut_positions(graph)
-    if len(allowed) < stages - 1:
-        raise PolylaneError(_too_many(graph, stages, len(allowed) + 1))
+    """Where to cut into so many pieces, some of which may be empty, so that most nodes are on the piece they belong to.
+
+    Args:
+        guesses: of every node, the piece that it belongs to, where that is known.
+        weights: of every node, how much that counts.
+    """
+    places = [0, *cut_positions(graph), len(graph.nodes)]
     cuts: list[int] = []
     pairs = list(zip(weights, guesses, strict=True))
-    for stage in range(1, stages):
+    for piece in range(1, pieces):
         # Disagreement of a cut at p: nodes before it that belong later, and nodes after it that belong earlier.
-        late = np.cumsum([0.0] + [w if g is not None and g >= stage else 0.0 for w, g in pairs])
-        early = np.cumsum([0.0] + [w if g is not None and g < stage else 0.0 for w, g in pairs])
-        low = cuts[-1] if cuts else 0
-        room = [p for p in allowed if p > low]
-        room = room[: len(room) - (stages - 1 - stage)]
+        late = np.cumsum([0.0] + [w if g is not None and g >= piece else 0.0 for w, g in pairs])
+        early = np.cumsum([0.0] + [w if g is not None and g < piece else 0.0 for w, g in pairs])
+        room = [p for p in places if not cuts or p >= cuts[-1]]
         cuts.append(min(room, key=lambda p: late[p] + early[-1] - early[p]))
     return tuple(cuts)
+
+
+def _require_order(partition: Partition) -> None:
+    """See that no two stages wait for each other.
+
+    Raises:
+        PolylaneError: they do, with the values they wait for.
+    """
+    needs: dict[int, set[int]] = {stage: set() for stage in range(partition.stages)}
+    for start, end in partition.edges:
+        needs[end].add(start)
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        values = {(c.producer, stage): c.value for c in partition.crossings for stage in c.consumers}
+        circle = itertools.pairwise(error.args[1])
+        waiting = ", ".join(f"stage {b} needs {values[a, b]} of stage {a}" for a, b in circle)
+        raise PolylaneError(
+            "stages wait for each other in a graph that is cut where the training's is (of evaluation, of another "
+            f"loss, for batches of another form): {waiting}; put what lies between on one of them, or give the pieces "
+            "a stage each"
+        ) from None

@@ -15,6 +15,8 @@ from torch.nn import functional
 from polylane.errors import PolylaneError
 from polylane.graph.part import Part
 
+VALUES = 2  # per channel, that training needs: one has no variance
+
 
 class _Shared(torch.autograd.Function):
     """Normalize by statistics over all replicas; one sum forward, one backward."""
@@ -97,8 +99,8 @@ def batch_norm(
 
 
 def _require_values(part: Part, count: int) -> None:
-    """One value has no variance: torch.nn refuses it in training, and so do we (the operator itself would give nan)."""
-    if count < 2:
+    """As torch.nn refuses it in training (the operator itself would give nan)."""
+    if count < VALUES:
         raise PolylaneError(
             f"BatchNorm has {count} value per channel in microbatch {part.microbatch} of a batch of {part.batch}: use "
             "fewer microbatches, or leave out a last batch that is so short"

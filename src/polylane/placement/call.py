@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,6 +48,11 @@ class Value:
     def dim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     def at(self, dim: int) -> Place:
         """A dimension of it, counted from either end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from polylane.graph.batch import bounds
@@ -59,7 +60,13 @@ class Shard:
     @property
     def largest(self) -> float:
         """The largest part, as a share of the whole."""
-        return max(self.length(i) for i in range(len(self.cuts[0]) - 1)) / max(self.size, 1)
+        return _largest(self.cuts)
+
+
+@lru_cache(maxsize=2**14)
+def _largest(cuts: Cuts) -> float:
+    shard = Shard(0, cuts)
+    return max(shard.length(i) for i in range(len(cuts[0]) - 1)) / max(shard.size, 1)
 
 
 @dataclass(frozen=True)

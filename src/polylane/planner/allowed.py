@@ -14,7 +14,7 @@ from polylane.placement.placement import Placement, Replicate, Shard, even
 from polylane.placement.rewrite import Split
 from polylane.placement.rules.registry import composing
 from polylane.placement.view import Key, Source, Step, View
-from polylane.planner.samples import cuts_samples, sample_dims
+from polylane.planner.sample_cuts import cuts_samples, sample_dims
 
 PURPOSES = ("tensor", "sequence", "data")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polylane.cost.communicate import Rates
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.graph.sizes import batch_dimension
@@ -111,6 +112,7 @@ def choose_layout(
     whole: Mapping[str, str] | None = None,
     sampled: Sequence[bool] = (),
     plain: Collection[str] = (),
+    rates: Rates | None = None,
 ) -> Layout:
     """Choose how the operators of a graph lie on the axes of a mesh.
 
@@ -123,13 +125,14 @@ def choose_layout(
             the axes): samples meet in this graph (a loss with in-batch negatives), so that it is not enough to average
             over replicas.
         plain: values of which no rank may have a summand only, nor of their gradients.
+        rates: of every rank; default: nominal ones.
     """
     splits: dict[str, Split] = {}
     for axis, degree in degrees.items():
         shown = view(graph, samples, degree)
         choice = _choice(shown, degree, axis, sampled, plain)
         asked = {} if axis == "data" else _pins((pins or {}).get(axis, {}), whole or {})
-        splits[axis] = solve(shown, choice, degree, purpose=axis, pins=asked, taken=splits)
+        splits[axis] = solve(shown, choice, degree, purpose=axis, rates=rates, pins=asked, taken=splits)
     return Layout(graph, samples, splits, whole, plain)
 
 

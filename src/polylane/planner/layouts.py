@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from polylane.graph.partition import Partition
-from polylane.placement.placement import Shard
+from polylane.placement.placement import REPLICATE, Placement, Shard
 from polylane.plan.plan import Plan
 from polylane.planner.layout import Layout, choose_layout, layout_like
 
@@ -96,14 +96,48 @@ def choose_layouts(
                     sampled=sampled,
                     plain=plain,
                 )
-    return Layouts(tuple(found[plan.degrees(stage)] for stage in range(plan.pipeline)))
+    made = Layouts(tuple(found[plan.degrees(stage)] for stage in range(plan.pipeline)))
+    require_peers(made, partition, plan)
+    return made
 
 
 def layouts_like(main: Layouts, partition: Partition, plan: Plan) -> Layouts:
     """Split another graph of the same model (evaluation, another loss) so that its parameters lie as in ``main``."""
     plain = crossing_meshes(partition, plan)
     found = {id(layout): layout_like(layout, partition.graph, plain) for layout in main.distinct}
-    return Layouts(tuple(None if layout is None else found[id(layout)] for layout in main.stages))
+    made = Layouts(tuple(None if layout is None else found[id(layout)] for layout in main.stages))
+    require_peers(made, partition, plan)
+    return made
+
+
+def require_peers(layouts: Layouts, partition: Partition, plan: Plan) -> None:
+    """See that of what crosses nobody needs anything of a rank that is none of its peers (:meth:`Plan.peers`).
+
+    Between stages with as many replicas those are the ranks of the same replica. Where each replica has its own samples
+    nobody else has what it needs. Where replicas split the operators, each holds what its place on the axis "data"
+    gives it: that must be the same of a value on both stages, for their layouts are chosen apart.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    for crossing in partition.crossings:
+        start = crossing.producer
+        for end in crossing.consumers:
+            if plan.aligned(start, end) or plan.degree("data", start) != plan.degree("data", end):
+                continue
+            ways = [_over_replicas(layouts[stage], crossing.value) for stage in (start, end)]
+            if ways[0] != ways[1]:
+                raise RuntimeError(
+                    f"over the replicas, {crossing.value} is {ways[0]} on stage {start} and {ways[1]} on stage {end}: "
+                    "a replica would need what no rank that sends to it has"
+                )
+
+
+def _over_replicas(layout: Layout | None, value: str) -> Placement:
+    """How a value lies on the replicas that split the operators between them; if they do not, each has its own."""
+    if layout is None or "data" not in layout.splits:
+        return REPLICATE
+    return layout.state(value, layout.samples)[list(layout.splits).index("data")]
 
 
 def crossing_meshes(partition: Partition, plan: Plan) -> frozenset[str]:

@@ -12,7 +12,7 @@ from polylane.placement.placement import SHARED, Placement, Replicate, Shard, ev
 from polylane.placement.rewrite import Split
 from polylane.placement.view import Key, Step, View
 from polylane.planner.price import Setting, bytes_of, price_of_move
-from polylane.planner.samples import inside_samples
+from polylane.planner.sample_cuts import inside_samples
 
 
 def transfer(split: Split, before: View, after: View, options: Options) -> Split:

@@ -41,7 +41,7 @@ def lower(
     A value goes straight from the ranks that make it to those of every stage that need it; its gradient comes back the
     same way. On each directed pair of ranks, sends and receives are in the same order.
     """
-    lanes = SCHEDULES[plan.schedule](StageGraph.of_edges(plan.pipeline, partition.edges), plan.microbatches)
+    lanes = SCHEDULES[plan.schedule](StageGraph.of_partition(partition), plan.microbatches)
     wanted = frozenset(range(plan.workers) if only is None else only)
     buckets = _buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
     programs = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import bounds, cloned, flatten, sample_count, sampled_leaves, take
+from polylane.graph.batch import bounds, cloned, flatten, part_count, sample_count, sampled_leaves, take
 from polylane.graph.export import Loss, Whole, snapshot
 from polylane.graph.graph import Code
 from polylane.graph.part import Part
@@ -102,6 +102,7 @@ class _Loop:
         seed: int,
     ) -> None:
         self._graph, self._microbatches = prepared.main.graph, prepared.plan.microbatches
+        self._fewest = prepared.fewest.samples
         self._optimized, self._clip_norm, self._seed = optimized, clip_norm, seed
         self._sampled = sampled_leaves(flatten(example)[0])
         loss = next(iter(prepared.objectives.values())).loss
@@ -139,8 +140,9 @@ class _Loop:
     def _accumulate(self, batch: Any, step: int) -> float:
         leaves = cloned(flatten(batch)[0])  # a model may write into its batch
         samples, sampled = sample_count(leaves), self._sampled if len(self._sampled) == len(leaves) else None
+        parts = part_count(samples, self._microbatches, self._fewest)
         total, count = 0.0, 0.0
-        for microbatch, (start, stop) in enumerate(bounds(samples, self._microbatches)):
+        for microbatch, (start, stop) in enumerate(bounds(samples, parts)):
             if start == stop:
                 continue
             part = Part(stop - start, start, samples, microbatch, step, self._seed)

@@ -26,6 +26,7 @@ def batches(
     epoch: int = 0,
     seed: int = 0,
     shuffle: bool = True,
+    drop_last: bool = False,
     collate: Collate | None = None,
     workers: int = 0,
 ) -> Iterator[Batch]:
@@ -36,16 +37,20 @@ def batches(
         batch_size: samples in a whole batch, over all workers.
         shares: which samples of a batch of some size this worker computes on.
         epoch: sets the order, and what the dataset draws, together with ``seed``; iterable datasets keep their order.
+        drop_last: leave out a last batch that is shorter than the others.
         collate: samples -> batch; default: torch's default_collate.
         workers: processes that load ahead, as in torch's DataLoader.
 
     Raises:
-        PolylaneError: the dataset is neither, or has no samples.
+        PolylaneError: the dataset is neither, or has no samples, or too few for a single batch with ``drop_last``.
     """
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        yield from _mapped(dataset, batch_size, shares, epoch, seed, shuffle, collate or default_collate, workers)
+        sizes = batch_sizes(len(dataset), batch_size, drop_last)
+        indices = order(len(dataset), epoch, seed) if shuffle else list(range(len(dataset)))
+        yield from _mapped(dataset, indices, sizes, shares, (seed, epoch), collate or default_collate, workers)
     elif isinstance(dataset, Iterable):
-        yield from _streamed(dataset, batch_size, shares, Stream(seed, epoch), collate or default_collate)
+        stream = Stream(seed, epoch)
+        yield from _streamed(dataset, batch_size, drop_last, shares, stream, collate or default_collate)
     else:
         raise PolylaneError(
             f"data must be a dataset, map-style or iterable, or a list of samples, not a {type(dataset).__name__}"
@@ -59,16 +64,38 @@ def order(samples: int, epoch: int, seed: int) -> list[int]:
     return permutation
 
 
-def _mapped(
-    dataset: Any, size: int, shares: Shares, epoch: int, seed: int, shuffle: bool, collate: Collate, workers: int
-) -> Iterator[Batch]:
-    if len(dataset) == 0:
+def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
+    """How many samples each batch of an epoch has.
+
+    Raises:
+        PolylaneError: there are no samples, or too few for a single batch with ``drop_last``.
+    """
+    if samples == 0:
         raise PolylaneError("the dataset has no samples")
-    indices = order(len(dataset), epoch, seed) if shuffle else list(range(len(dataset)))
-    whole = [indices[start : start + size] for start in range(0, len(indices), size)]
+    full, left = divmod(samples, size)
+    if not full and drop_last:
+        raise _nothing_left(samples, size)
+    return [size] * full + ([left] if left and not drop_last else [])
+
+
+def _nothing_left(samples: int, size: int) -> PolylaneError:
+    return PolylaneError(f"the dataset has {samples} samples, no batch of {size}, and a shorter one is to be dropped")
+
+
+def _mapped(
+    dataset: Any,
+    indices: Sequence[int],
+    sizes: Sequence[int],
+    shares: Shares,
+    draws: tuple[int, int],
+    collate: Collate,
+    workers: int,
+) -> Iterator[Batch]:
+    ends = itertools.accumulate(sizes, initial=0)
+    whole = [indices[start:stop] for start, stop in itertools.pairwise(ends)]
     own = [[batch[i] for share in shares(len(batch)) for i in range(share.start, share.stop)] for batch in whole]
     loader = DataLoader(
-        Keyed(dataset, seed, epoch),
+        Keyed(dataset, *draws),
         batch_sampler=own,
         collate_fn=collate,
         num_workers=workers,
@@ -76,11 +103,11 @@ def _mapped(
     )
     for batch, local in zip(whole, loader, strict=True):
         leaves, _ = flatten(local)
-        yield Batch(len(batch), leaves, offsets(shares(len(batch))))
+        yield Batch(len(batch), leaves, offsets(shares(len(batch))), shortest=min(sizes))
 
 
 def _streamed(
-    dataset: Iterable[Any], size: int, shares: Shares, generators: Stream, collate: Collate
+    dataset: Iterable[Any], size: int, drop_last: bool, shares: Shares, generators: Stream, collate: Collate
 ) -> Iterator[Batch]:
     with generators:
         stream = iter(dataset)
@@ -88,11 +115,11 @@ def _streamed(
     while True:
         with generators:
             samples = list(itertools.islice(stream, size))
-        if not samples:
+        if not samples or (drop_last and len(samples) < size):
             break
         first = False
         own = shares(len(samples))
         leaves, _ = flatten(collate([samples[i] for share in own for i in range(share.start, share.stop)]))
         yield Batch(len(samples), leaves, offsets(own))
     if first:
-        raise PolylaneError("the dataset has no samples")
+        raise _nothing_left(len(samples), size) if samples else PolylaneError("the dataset has no samples")

@@ -52,6 +52,7 @@ class Batch:
         leaves: Sequence[Any],
         offsets: dict[int, int] | None = None,
         sampled: Sequence[bool] | None = None,
+        shortest: int | None = None,
     ) -> None:
         """
         Args:
@@ -59,9 +60,11 @@ class Batch:
             leaves: flat leaves; of the whole batch, or of this worker's samples in the order of its shares.
             offsets: where in ``leaves`` each microbatch's share begins; None when they hold the whole batch.
             sampled: which leaves are split with the samples; default: those that have as many rows as the first.
+            shortest: samples in the shortest batch of the same epoch; default: in this one, for no other is known.
         """
         self.samples = samples
         self.leaves = leaves
+        self.shortest = samples if shortest is None else shortest
         self._sampled = sampled
         self._offsets = offsets
 
@@ -91,7 +94,7 @@ class Batch:
             t for t, is_split in zip(tensors, sampled, strict=True) if is_split
         )
         own = sampled if known else self.sampled
-        return Batch(self.samples, to_device(self.leaves, device), self._offsets, own)
+        return Batch(self.samples, to_device(self.leaves, device), self._offsets, own, self.shortest)
 
     def __len__(self) -> int:
         return self.samples

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from polylane.graph.dtypes import dtypes_under_autocast
+from polylane.graph.orders import Order
 from polylane.graph.partition import Partition
-from polylane.graph.samples import Order
 from polylane.plan.plan import Plan
 from polylane.planner.layouts import Layouts
 from polylane.program.check import check

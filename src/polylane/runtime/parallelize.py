@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.export import Loss
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
+from polylane.plan.plan import Plan, default_microbatches
+from polylane.plan.spec import Spec, parse
 from polylane.runtime.agreement import prepare_together
 from polylane.runtime.job import Job
 from polylane.runtime.materialize import Init
-from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, alone, objectives_of, prepare
+from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, objectives_of, prepare
 from polylane.runtime.world import World
 
 
@@ -57,7 +58,24 @@ def parallelize(
     objectives = objectives_of(loss, optimizer, scheduler)
     if world.size == 1:
         samples = batch_size or sample_count(flatten(example)[0])
-        chosen = prepare(model, objectives, example, alone(plan, samples), batch_size=batch_size, init=init)
+        spec = parse(plan) if isinstance(plan, str) else plan
+        chosen = prepare(
+            model,
+            objectives,
+            example,
+            _alone(spec, samples),
+            batch_size=batch_size,
+            fewer=spec.microbatches is None,
+            init=init,
+        )
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
     together = prepare_together(world, model, objectives, example, plan, batch_size, init)
     return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
+
+
+def _alone(spec: Spec | Plan, samples: int) -> Spec:
+    """The same training, of batches of so many samples, on one worker, with the same microbatches."""
+    if isinstance(spec, Plan):
+        return Spec(schedule=spec.schedule, microbatches=spec.microbatches, precision=spec.precision)
+    microbatches = default_microbatches(spec, samples)
+    return replace(spec, data=1, pipeline=1, sequence=1, tensor=1, stages=(), microbatches=microbatches)

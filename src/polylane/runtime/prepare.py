@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,13 +16,16 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import cloned, few, flatten, sample_count, sampled_leaves
 from polylane.graph.capture import capture
 from polylane.graph.export import Loss
+from polylane.graph.fewest import Fewest, fewest_samples
 from polylane.graph.graph import Graph
+from polylane.graph.orders import Order, Seen, orders_of, why_unknown
 from polylane.graph.partition import Partition, aligned, balanced
-from polylane.graph.samples import Order, orders_of, seen_orders, splits_exactly
+from polylane.placement.rows import known_orders
 from polylane.plan import fit
-from polylane.plan.plan import Plan, default_microbatches
+from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
+from polylane.runtime.microbatches import asked_for, samples_meet, with_enough
 from polylane.runtime.optimizer_probe import Untried, whole_parameters
 
 Parameters = list[tuple[str, nn.Parameter]]
@@ -53,7 +57,7 @@ class Prepared:
         layouts: how the operators of every stage are split, for every objective's graph; empty where none is.
         init: fills a module's own tensors, for a model on the meta device.
         whole: parameters that every rank holds whole for their optimizer's sake, and why.
-        seen: how the parts of a batch made up every value, by node, for the graphs of which that was looked at.
+        seen: how the parts of a batch make up every value, for the graphs of which that was looked at.
     """
 
     model: nn.Module
@@ -65,7 +69,7 @@ class Prepared:
     layouts: dict[str, Layouts] = field(default_factory=dict)
     init: Callable[[nn.Module], None] | None = None
     whole: Mapping[str, str] = field(default_factory=dict)
-    seen: list[tuple[Partition, Mapping[str, Order]]] = field(default_factory=list, repr=False, compare=False)
+    seen: list[tuple[Partition, Seen]] = field(default_factory=list, repr=False, compare=False)
     _others: dict[int, tuple[Partition, Layouts]] = field(default_factory=dict, repr=False, compare=False)
 
     def axes(self, stage: int) -> tuple[str, ...]:
@@ -85,28 +89,38 @@ class Prepared:
         return self._others[id(partition)][1]
 
     def orders_of(self, partition: Partition) -> Mapping[str, Order]:
-        """How the parts of a batch make up the values of one of the model's graphs, as far as they cross.
+        """How the parts of a batch are brought together in the values of one of the model's graphs that cross.
+
+        Where all stages have as many replicas that is no question: whatever a value is, each replica's part of it stays
+        with that replica, and is taken for its rows.
 
         Raises:
             PolylaneError: a value crosses between stages with different numbers of replicas, and cannot be divided
             anew.
         """
         replicas = [degrees.data for degrees in self.plan.meshes]
-        if len(set(replicas)) == 1:  # each replica's part stays with that replica
+        if not self.plan.redivides:
             return {crossing.value: Order.ROWS for crossing in partition.crossings}
-        orders = orders_of(partition.graph, next((seen for other, seen in self.seen if other is partition), {}))
+        seen = next((seen for other, seen in self.seen if other is partition), Seen())
+        orders = orders_of(partition.graph, seen)
         for crossing in partition.crossings:
             counts = {replicas[stage] for stage in (crossing.producer, *crossing.consumers)}
             if orders[crossing.value] is Order.OTHER and len(counts) > 1:
-                raise PolylaneError(f"{self.plan.title}: {_cannot_cross(partition, crossing.value, sorted(counts))}")
+                told = _cannot_cross(partition, seen, crossing.value, sorted(counts))
+                raise PolylaneError(f"{self.plan.title}: {told}")
         return orders
 
     def look_at(self, partition: Partition, objective: str, batch: Any) -> None:
         """See how the parts of a batch make up the values of one more of the model's graphs, where that matters."""
-        if len({degrees.data for degrees in self.plan.meshes}) > 1:
+        if self.plan.redivides:
             leaves = cloned(few(flatten(batch)[0], 6))
-            seen = seen_orders(partition.graph, self.model, self.objectives[objective].loss, leaves)
+            seen = known_orders(partition.graph, self.model, self.objectives[objective].loss, leaves)
             self.seen.append((partition, seen))
+
+    @cached_property
+    def fewest(self) -> Fewest:
+        """How few samples a microbatch may have in training."""
+        return fewest_samples(partition.graph for partition in self.partitions.values())
 
     @property
     def main(self) -> Partition:
@@ -182,6 +196,7 @@ def prepare(
     plan: str | Spec | Plan,
     *,
     batch_size: int | None = None,
+    fewer: bool = False,
     in_float64: bool = False,
     evaluation: bool = False,
     init: Callable[[nn.Module], None] | None = None,
@@ -195,31 +210,37 @@ def prepare(
         example: a batch.
         plan: one line, a read plan file, or a Spec.
         batch_size: of the training, if it is another than the example's.
+        fewer: the microbatches may be fewer than the plan says, if the model needs more samples in each.
         in_float64: for proofs; ``model`` and ``example`` are float64 already.
         evaluation: capture the evaluation mode here too, once for all workers that are forked from this process.
         init: fills the tensors that a module itself owns, for a model on the meta device.
         seconds: time of every node of a graph; default: measured here, node by node.
 
     Raises:
-        PolylaneError: a plan for another model, too many stages, or samples that cannot be split exactly.
+        PolylaneError: a plan for another model, too many stages, too few samples for the model in a microbatch, or
+        samples that cannot be split exactly.
     """
     leaves, rebuild = flatten(example)
     total = batch_size or sample_count(leaves)
     spec = parse(plan) if isinstance(plan, str) else plan
-    microbatches = _microbatches(spec, total)
+    microbatches = asked_for(spec, total)
     # What a worker will have in hand: the sizes that count for time and memory.
     hand = max(2, -(-total // (microbatches * spec.data)))
     part = few(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
-    partitions, meets, seen = dict[str, Partition](), False, list[tuple[Partition, Mapping[str, Order]]]()
+    graphs = {
+        name: _graph_of(model, objective, parameters, rebuild(cloned(part)), in_float64)
+        for name, objective in objectives.items()
+    }
+    microbatches = with_enough(microbatches, total, fewest_samples(graphs.values()), fewer or spec.microbatches is None)
+    partitions, meets, seen = dict[str, Partition](), False, list[tuple[Partition, Seen]]()
     for objective in objectives.values():
-        trainable = optimized(parameters, objective.optimizer)
-        graph = capture(model, objective.loss, rebuild(cloned(part)), trainable=trainable, in_float64=in_float64)
+        graph = graphs[objective.name]
         if spec.data > 1 or microbatches > 1:
-            meets = _samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64) or meets
-        known = dict[str, Order]()
-        if len({degrees.data for degrees in spec.meshes}) > 1:
-            known = seen_orders(graph, model, objective.loss, cloned(few(leaves, 6)))
+            meets = samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64) or meets
+        known = Seen()
+        if spec.redivides:
+            known = known_orders(graph, model, objective.loss, cloned(few(leaves, 6)))
         main = next(iter(partitions.values()), None)
         partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, main, seconds, known)
         seen.append((partitions[objective.name], known))
@@ -237,21 +258,21 @@ def prepare(
     prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init, whole, seen)
     for name, partition in evaluations.items():
         prepared.look_at(partition, name, rebuild(cloned(leaves)))
-    for partition in (*partitions.values(), *evaluations.values()):
-        prepared.orders_of(partition)  # so that what cannot be is refused here
-    for partition in evaluations.values():
-        prepared.layouts_of(partition)  # once, for all workers that are forked from here
+    _see_through(prepared)
     return prepared
 
 
-def _microbatches(spec: Spec | Plan, total: int) -> int:
-    """Into how many a batch of so many samples is divided."""
-    microbatches = spec.microbatches if isinstance(spec, Plan) else default_microbatches(spec, total)
-    if microbatches > total:
-        raise PolylaneError(f"microbatches={microbatches}: a batch of {total} samples cannot be divided into so many")
-    if spec.data > total:
-        raise PolylaneError(f"data={spec.data}: a batch of {total} samples cannot be divided over so many replicas")
-    return microbatches
+def _graph_of(model: nn.Module, objective: Objective, parameters: Parameters, batch: Any, in_float64: bool) -> Graph:
+    trainable = optimized(parameters, objective.optimizer)
+    return capture(model, objective.loss, batch, trainable=trainable, in_float64=in_float64)
+
+
+def _see_through(prepared: Prepared) -> None:
+    """Ask for what workers will: what cannot be is refused here, and what is forked from here has the answers."""
+    for partition in (*prepared.partitions.values(), *prepared.evaluations.values()):
+        prepared.orders_of(partition)
+    for partition in prepared.evaluations.values():
+        prepared.layouts_of(partition)
 
 
 def recaptured(
@@ -271,7 +292,7 @@ def _cut(
     plan: Spec | Plan,
     main: Partition | None,
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
-    seen: Mapping[str, Order],
+    seen: Seen,
 ) -> Partition:
     if main is not None:
         return aligned(main, graph)
@@ -281,18 +302,18 @@ def _cut(
         return Partition(graph, ())
     times = seconds(graph, loss, leaves) if seconds is not None else compute.measure(graph, model, loss, cloned(leaves))
     staying: list[str] = []
-    if len({degrees.data for degrees in plan.meshes}) > 1:
+    if plan.redivides:
         staying = [name for name, order in orders_of(graph, seen).items() if order is Order.OTHER]
     return balanced(graph, plan.pipeline, times, [degrees.workers for degrees in plan.meshes], staying)
 
 
-def _cannot_cross(partition: Partition, name: str, replicas: Sequence[int]) -> str:
+def _cannot_cross(partition: Partition, seen: Seen, name: str, replicas: Sequence[int]) -> str:
     node = partition.graph.nodes[partition.graph.positions[name]]
     line = f" ({node.source})" if node.source else ""
     return (
         f"stages: {name}{line} crosses between stages with {' and '.join(f'data={n}' for n in replicas)}, but how the "
         "samples of a batch make it up is not known, so that it cannot be divided anew: give them the same data, or "
-        "cut elsewhere"
+        f"cut elsewhere{why_unknown(partition.graph, seen, name)}"
     )
 
 
@@ -357,38 +378,3 @@ def _first_layouts(
         if not about.startswith("placements"):
             raise
         raise PolylaneError(f"{plan.title}: {about}{colon}{rest}") from error
-
-
-def _samples_meet(
-    graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], microbatches: int, in_float64: bool
-) -> bool:
-    """Whether the loss of a batch is not made up of its parts' losses: replicas then have to split the operators.
-
-    Raises:
-        PolylaneError: so it is, and there are microbatches.
-    """
-    try:
-        reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))))
-    except PolylaneError:
-        raise
-    except Exception as error:
-        why = str(error).strip().partition("\n")[0]
-        if in_float64:
-            raise PolylaneError(f"the model does not run in float64, which a proof needs: {why}") from error
-        warnings.warn(
-            f"whether the loss is a mean over samples could not be seen: the model does not run in float64 ({why})",
-            stacklevel=2,
-        )
-        return False
-    if reason is not None and microbatches > 1:
-        raise PolylaneError(f"microbatches={microbatches} would not compute what one device computes: {reason}")
-    return reason is not None
-
-
-def alone(plan: str | Spec | Plan, samples: int) -> Spec:
-    """The same training, of batches of so many samples, on one worker, with the same microbatches."""
-    if isinstance(plan, Plan):
-        return Spec(schedule=plan.schedule, microbatches=plan.microbatches, precision=plan.precision)
-    spec = parse(plan) if isinstance(plan, str) else plan
-    microbatches = default_microbatches(spec, samples)
-    return replace(spec, data=1, pipeline=1, sequence=1, tensor=1, stages=(), microbatches=microbatches)

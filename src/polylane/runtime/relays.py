@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from polylane.graph.orders import Order
 from polylane.graph.partition import Partition
-from polylane.graph.samples import Order
 from polylane.placement.placement import Shard
 from polylane.plan.plan import Plan
 from polylane.planner.layouts import Layouts

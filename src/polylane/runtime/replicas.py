@@ -64,6 +64,7 @@ class Replicas:
         epochs: int = 1,
         *,
         shuffle: bool = True,
+        drop_last: bool = False,
         collate: data.Collate | None = None,
         workers: int = 0,
     ) -> Iterator[Any]:
@@ -74,6 +75,7 @@ class Replicas:
             batch_size: samples in a batch, over all workers.
             epochs: how many times through it.
             shuffle: in a new order each epoch.
+            drop_last: leave out a last batch that is shorter than the others.
             collate: samples -> batch, default torch's.
             workers: processes that load ahead.
         """
@@ -82,7 +84,7 @@ class Replicas:
         for epoch in range(epochs):
             for batch in data.batches(
                 dataset, batch_size, shares=self._shares, epoch=epoch, seed=self._seed, shuffle=shuffle,
-                collate=lambda samples: _Kept(join(samples)), workers=workers,
+                drop_last=drop_last, collate=lambda samples: _Kept(join(samples)), workers=workers,
             ):  # fmt: skip
                 (share,) = self._shares(batch.samples)
                 leaves, rebuild = flatten(batch.leaves[0].batch)

@@ -44,7 +44,7 @@ def same_everywhere(
 def shared(tensor: Tensor, owner: bool, transport: Transport, ranks: Iterable[int]) -> Tensor:
     """The owner's tensor on every rank: the others add zeros to it. Tensors of any dtype."""
     own = tensor.detach().clone()
-    return _summed(own if owner else torch.zeros_like(own), transport, ranks)
+    return summed(own if owner else torch.zeros_like(own), transport, ranks)
 
 
 def full_state(
@@ -74,7 +74,7 @@ def full_state(
             if canonical in mine and transport.size > 1:
                 part = tensor.to(device) if mine[canonical] else None
                 like = torch.empty(0, dtype=tensor.dtype, device=device)
-                tensor = _summed(whole(canonical, part, like), transport, range(transport.size))
+                tensor = summed(whole(canonical, part, like), transport, range(transport.size))
             done[canonical] = tensor.cpu()
         result[name] = done[canonical].clone()
     return result
@@ -89,7 +89,8 @@ def save(state: Mapping[str, Tensor], path: Path) -> None:
     os.chmod(path, 0o666 & ~mask)  # safetensors keeps its files to their owner; these are the user's to share
 
 
-def _summed(tensor: Tensor, transport: Transport, ranks: Iterable[int]) -> Tensor:
+def summed(tensor: Tensor, transport: Transport, ranks: Iterable[int]) -> Tensor:
+    """The sum over ranks, of tensors of any dtype."""
     small = tensor.dtype in (torch.bool, torch.uint16, torch.int16)
     wire = tensor.to(torch.int32) if small else tensor
     return transport.all_reduce(wire.contiguous(), ranks).wait().to(tensor.dtype)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from polylane.runtime import weights
@@ -43,7 +44,7 @@ class Wholes:
         self._mesh = prepared.plan.group(world.rank, prepared.plan.axes)
 
     def whole(self, kind: str, name: str, part: Tensor) -> Tensor:
-        """A parameter's, gradient's or buffer's whole value, from all who hold parts of what this worker holds."""
+        """A parameter's or buffer's whole value, from all who hold parts of what this worker holds."""
         if not self._pieces.is_cut(kind, name):
             return part
         return self._transport.all_reduce(self._pieces.placed(kind, name, part), self._mesh).wait()
@@ -69,6 +70,29 @@ class Wholes:
             self._transport,
             self._world.device,
         )
+
+    def gradients(self, names: Iterable[str], holders: Mapping[str, Collection[int]]) -> dict[str, Tensor | None]:
+        """Gradients of parameters, on every worker's CPU; None where there is none.
+
+        Args:
+            names: of parameters, the same on every worker.
+            holders: stages that hold each of them.
+        """
+        names, parameters, own = list(names), self._tensors.parameters(), dict[str, Tensor]()
+        for name in names:
+            gradient = parameters[name].grad
+            if gradient is not None and self._replica == 0 and self._stage == min(holders[name]):
+                own[name] = gradient.detach()
+        found = set().union(*self._transport.all_gather_object(list(own)))
+        return {name: self._gradient(name, own.get(name)) if name in found else None for name in names}
+
+    def _gradient(self, name: str, part: Tensor | None) -> Tensor:
+        if self._transport.size == 1:
+            assert part is not None
+            return part.to("cpu", copy=True)
+        like = torch.empty(0, dtype=self._tensors.parameters()[name].dtype, device=self._world.device)
+        whole = self._pieces.whole(name, part, like)
+        return weights.summed(whole, self._transport, range(self._transport.size)).cpu()
 
     @contextmanager
     def in_model(self, shapes: bool) -> Iterator[None]:

@@ -1,0 +1,130 @@
+"""Binding: a training's graphs made ready on one worker, anew where a batch of another form or size comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from polylane.errors import PolylaneError
+from polylane.graph.batch import Rebuild, few, part_count, signature
+from polylane.graph.orders import digest
+from polylane.graph.partition import Partition
+from polylane.program.program import Program
+from polylane.runtime.connections import Connections
+from polylane.runtime.division import Batch
+from polylane.runtime.holding import Holding
+from polylane.runtime.lane import bind, programs_of
+from polylane.runtime.prepare import recaptured
+from polylane.runtime.worker import Worker
+
+
+@dataclass
+class Lane:
+    """One graph, bound."""
+
+    partition: Partition
+    programs: tuple[Program, ...]
+    worker: Worker
+
+
+# By (the form of a batch, into how many microbatches it is divided).
+Lanes = dict[tuple[Any, int], Lane]
+
+
+class Binding:
+    """Binds graphs to this worker's tensors and connections.
+
+    Args:
+        holding: what this worker holds.
+        connections: what it reaches the others by.
+        rebuild: flat leaves -> a batch.
+        form: of the example batch.
+    """
+
+    def __init__(self, holding: Holding, connections: Connections, rebuild: Rebuild, form: Any) -> None:
+        self._holding, self._connections = holding, connections
+        self._prepared, self._plan = holding.prepared, holding.prepared.plan
+        self._rebuild, self._form = rebuild, form
+        self._evaluations: dict[str, Lanes] = {name: {} for name in self._prepared.objectives}
+
+    def microbatches(self, samples: int) -> int:
+        """Into how many microbatches a batch is divided: a short one into fewer, if the model needs the samples."""
+        return part_count(samples, self._plan.microbatches, self._prepared.fewest.samples)
+
+    def lane(self, partition: Partition, programs: Sequence[Program]) -> Lane:
+        """A partition of one of the model's graphs, with every worker's program, bound to this worker."""
+        stage = self._holding.stage
+        self._holding.tensors.hold({*partition.parameters(stage), *partition.buffers(stage)})
+        layouts, transport = self._prepared.layouts_of(partition), self._connections.transport
+        if layouts.distinct and len(set(transport.all_gather_object(layouts.digest))) > 1:
+            raise PolylaneError(
+                "workers chose different splits of the operators: are their models, batches and library versions the "
+                "same? A plan file may fix placements"
+            )
+        orders = self._prepared.orders_of(partition)
+        if self._plan.redivides and len(set(transport.all_gather_object(digest(partition, orders)))) > 1:
+            raise PolylaneError(
+                "workers found the samples in another order in what crosses between stages: are their models, batches "
+                "and library versions the same? Stages with the same data do not divide samples anew"
+            )
+        worker = bind(
+            programs[self._holding.world.rank],
+            self._plan,
+            self._holding.tensors,
+            transport,
+            self._connections.statistics,
+            self._connections.mesh,
+            layouts,
+            orders,
+        )
+        return Lane(partition, tuple(programs), worker)
+
+    def for_training(self, lanes: Lanes, name: str, batch: Batch) -> Lane:
+        """An objective's lane for batches like this one, bound when the first of them comes."""
+        return self._for(lanes, name, batch, True)
+
+    def for_evaluation(self, name: str, batch: Batch) -> Lane:
+        """As :meth:`for_training`, in evaluation mode and forward only."""
+        return self._for(self._evaluations[name], name, batch, False)
+
+    def _for(self, lanes: Lanes, name: str, batch: Batch, training: bool) -> Lane:
+        form, count = signature(batch.leaves, batch.sampled), self.microbatches(batch.samples)
+        if (form, count) not in lanes:
+            full = self._plan.microbatches
+            if (form, full) not in lanes:
+                lanes[form, full] = self._captured(name, batch, form, training)
+            if count < full:
+                lane = lanes[form, full]
+                lanes[form, count] = self.lane(lane.partition, [shortened(p, count) for p in lane.programs])
+        return lanes[form, count]
+
+    def _captured(self, name: str, batch: Batch, form: Any, training: bool) -> Lane:
+        """The lane of a graph that is captured now, or was captured ahead."""
+        prepared = self._prepared
+        partition = prepared.evaluations.get(name) if not training and form == self._form else None
+        if partition is None:
+            example, main = self._rebuild(few(batch.leaves, 4, batch.sampled)), prepared.partitions[name]
+            objective = prepared.objectives[name]
+            with self._holding.wholes.in_model(self._holding.materialized):
+                partition = recaptured(prepared.model, objective, main, example, training, prepared.in_float64)
+                prepared.look_at(partition, name, example)
+        self._refuse_moved(partition)
+        layouts = prepared.layouts_of(partition)
+        return self.lane(partition, programs_of(partition, self._plan, self._holding.holders, training, layouts))
+
+    def _refuse_moved(self, partition: Partition) -> None:
+        holders = self._holding.holders
+        for stage in range(self._plan.pipeline):
+            for name in partition.parameters(stage):
+                if name in holders and stage not in holders[name]:
+                    raise PolylaneError(
+                        f"for batches of this form stage {stage} needs {name}, which stage {min(holders[name])} "
+                        "holds: give an example batch of the form that training has"
+                    )
+
+
+def shortened(program: Program, microbatches: int) -> Program:
+    """A program of the first microbatches only: what a worker does where the others have no samples."""
+    actions = tuple(a for a in program.actions if a.microbatch is None or a.microbatch < microbatches)
+    return replace(program, actions=actions)

@@ -1,0 +1,138 @@
+"""Holding: what one worker holds of the model, from its first values to whole weights and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from polylane.runtime import weights
+from polylane.runtime.buffers import Buffers
+from polylane.runtime.connections import column_of
+from polylane.runtime.lane import Tensors
+from polylane.runtime.materialize import materialize, on_meta
+from polylane.runtime.pieces import Pieces
+from polylane.runtime.prepare import Prepared
+from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.wholes import Wholes
+from polylane.runtime.world import World
+
+Holders = Mapping[str, tuple[int, ...]]
+
+
+def holders_of(prepared: Prepared) -> dict[str, tuple[int, ...]]:
+    """Stages that use a parameter in any objective: all of them keep it up to date."""
+    result: dict[str, set[int]] = {}
+    for partition in prepared.partitions.values():
+        for stage in range(partition.stages):
+            for name in partition.parameters(stage):
+                result.setdefault(name, set()).add(stage)
+    return {name: tuple(sorted(stages)) for name, stages in result.items()}
+
+
+class Holding:
+    """The parameters and buffers of one worker's stage, or its parts of them.
+
+    Until :meth:`keep_parts` is called they are whole, for the optimizers are made of whole parameters.
+
+    Args:
+        prepared: the training.
+        world: this worker among all.
+        holders: stages that keep a parameter up to date.
+        transport: between the workers.
+        seed: of the values of a model on the meta device.
+        same_weights: every worker's model has the same weights already.
+
+    Attributes:
+        prepared, world, holders, transport: as given.
+        stage: this worker's.
+        tensors: the model's, by name.
+        pieces: which part of what its stage holds is this worker's.
+        buffers: hands those on that several stages use.
+        wholes: puts parts together.
+        materialized: whether the model was on the meta device: no worker could hold the whole of it.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        world: World,
+        holders: Holders,
+        transport: Transport,
+        *,
+        seed: int,
+        same_weights: bool,
+    ) -> None:
+        plan, losses = prepared.plan, [o.loss for o in prepared.objectives.values()]
+        self.prepared, self.world, self.holders, self.transport = prepared, world, holders, transport
+        self.stage, replica = plan.place(world.rank)
+        self.tensors = Tensors(prepared.model, losses, world.device)
+        self.pieces = Pieces(prepared, self.stage, plan.coordinates(world.rank))
+        self.buffers = Buffers(
+            self.stage,
+            plan.pipeline,
+            column_of(plan, world.rank),
+            plan.uniform or replica == 0,
+            self.tensors.buffers,
+            world.device,
+            transport,
+            None if plan.uniform else self.pieces,
+        )
+        self.wholes = Wholes(prepared, world, self.tensors, self.pieces, transport, self.names())
+        self.materialized = self._materialize(seed)
+        self.tensors.hold(self.names())
+        if not (same_weights or self.materialized) and world.size > 1:
+            every = {**self.tensors.parameters(), **self.tensors.buffers()}  # those of other stages too
+            weights.same_everywhere(every, transport, world.device)
+
+    def names(self) -> set[str]:
+        """Of the parameters and buffers that this worker keeps up to date."""
+        names = {name for name, stages in self.holders.items() if self.stage in stages}
+        for partition in self.prepared.partitions.values():
+            names |= set(partition.buffers(self.stage))
+        return names
+
+    def _materialize(self, seed: int) -> bool:
+        """Give a model on the meta device its values, of which this worker keeps its part. Whether it was there."""
+        model = self.prepared.model
+        if not on_meta(model):
+            return False
+        held = self.names()
+        changed = {*self.holders, *(n for p in self.prepared.partitions.values() for n in p.graph.buffers)}
+
+        def keep(name: str, whole: Tensor) -> Tensor | None:
+            if name in changed and name not in held:
+                return None  # another stage's
+            return self.pieces.of({name: whole}).get(name, whole)
+
+        materialize(model, self.prepared.init, seed, self.world.device, keep)
+        return True
+
+    def keep_parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """From now on hold parts only, and let optimizers do so with what they made for whole parameters."""
+        self.tensors.keep(self.pieces.of(self.held()))
+        for built in optimizers:
+            self.pieces.cut_state(built, self.tensors.parameters())
+
+    def held(self) -> dict[str, Tensor]:
+        """What this worker keeps up to date, by the model's own names."""
+        names = self.names()
+        every = {**self.tensors.parameters(), **self.tensors.buffers()}
+        return {name: tensor for name, tensor in every.items() if name in names}
+
+    def whole_gradients(self, names: Iterable[str]) -> dict[str, Tensor | None]:
+        """Whole gradients of parameters, on every worker's CPU; None where there is none."""
+        return self.wholes.gradients(names, self.holders)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's weights and buffers, with its own names, on every worker's CPU."""
+        return self.wholes.state_dict(self.holders, self.buffers.owner)
+
+    def save(self, path: Path) -> None:
+        """Write the whole model's weights as safetensors."""
+        state = self.state_dict()
+        if self.world.rank == 0:
+            weights.save(state, path)
+        self.transport.barrier()

@@ -1,0 +1,79 @@
+"""Into how many microbatches a training divides its batches, and whether their losses make up the whole's."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from polylane.errors import PolylaneError
+from polylane.graph.batch import cloned, few, part_count, sample_count
+from polylane.graph.export import Loss
+from polylane.graph.fewest import Fewest
+from polylane.graph.graph import Graph
+from polylane.graph.samples import splits_exactly
+from polylane.plan.plan import Plan, default_microbatches
+from polylane.plan.spec import Spec
+
+
+def asked_for(spec: Spec | Plan, total: int) -> int:
+    """Into how many a batch of so many samples is to be divided.
+
+    Raises:
+        PolylaneError: there are more of them, or more replicas, than samples.
+    """
+    microbatches = spec.microbatches if isinstance(spec, Plan) else default_microbatches(spec, total)
+    if microbatches > total:
+        raise PolylaneError(f"microbatches={microbatches}: a batch of {total} samples cannot be divided into so many")
+    if spec.data > total:
+        raise PolylaneError(f"data={spec.data}: a batch of {total} samples cannot be divided over so many replicas")
+    return microbatches
+
+
+def with_enough(asked: int, total: int, fewest: Fewest, fewer: bool) -> int:
+    """Into how many a full batch is divided, so that each microbatch has the samples that the model needs.
+
+    Args:
+        asked: how many there are to be.
+        total: samples in a batch.
+        fewest: what the model needs.
+        fewer: whether fewer will do: nobody asked for so many.
+
+    Raises:
+        PolylaneError: the batch is too small, or fewer will not do.
+    """
+    fewest.check(total, "a batch", "take larger batches")
+    possible = part_count(total, asked, fewest.samples)
+    if possible < asked and not fewer:
+        raise PolylaneError(
+            f"microbatches={asked}: of a batch of {total} samples some would have {total // asked}, but {fewest}: use "
+            f"microbatches={possible}, or larger batches"
+        )
+    return possible
+
+
+def samples_meet(
+    graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], microbatches: int, in_float64: bool
+) -> bool:
+    """Whether the loss of a batch is not made up of its parts' losses: replicas then have to split the operators.
+
+    Raises:
+        PolylaneError: so it is, and there are microbatches.
+    """
+    try:
+        reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))))
+    except PolylaneError:
+        raise
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0]
+        if in_float64:
+            raise PolylaneError(f"the model does not run in float64, which a proof needs: {why}") from error
+        warnings.warn(
+            f"whether the loss is a mean over samples could not be seen: the model does not run in float64 ({why})",
+            stacklevel=2,
+        )
+        return False
+    if reason is not None and microbatches > 1:
+        raise PolylaneError(f"microbatches={microbatches} would not compute what one device computes: {reason}")
+    return reason is not None

@@ -1,0 +1,138 @@
+"""Order of samples without computing anything: what is proven is so, and what turns samples around never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+from polylane.graph.batch import flatten
+from polylane.graph.capture import capture
+from polylane.graph.orders import Order, Seen, seen_orders
+from polylane.placement.rows import known_orders, proven_orders
+
+
+class Own(nn.Module):
+    """A computation of one's own between two layers."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.fc, self.head = nn.Linear(16, 8), nn.Linear(8, 4)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc(x)
+        logits: Tensor = self.head(self.compute(hidden if self.compute is not averaged else (self, hidden)))
+        return logits
+
+
+def averaged(given: tuple[Own, Tensor]) -> Tensor:
+    own, x = given
+    own.average.lerp_(x.detach().mean(0), 0.5)
+    return x - own.average
+
+
+def written(x: Tensor, piece: Callable[[Tensor], Tensor], what: Callable[[Tensor], Tensor]) -> Tensor:
+    out = torch.zeros_like(x)
+    view = piece(out)
+    view.copy_(what(x))
+    return out + view.sum() * 0 if view.dim() == 0 else out
+
+
+BREAKING: dict[str, Callable[[Tensor], Tensor]] = {
+    "sort": lambda x: x.sort(0).values,
+    "argsort": lambda x: x[x[:, 0].argsort()],
+    "flip": lambda x: x.flip(0),
+    "roll": lambda x: x.roll(1, 0),
+    "all samples in a roll": lambda x: x.roll(1),
+    "cumsum": lambda x: x.cumsum(0),
+    "softmax": lambda x: x.softmax(0),
+    "less the mean": lambda x: x - x.mean(0),
+    "over the largest": lambda x: x / x.abs().amax(0),
+    "the number of samples": lambda x: x / len(x),
+    "each sample's number": lambda x: x * torch.arange(len(x))[:, None],
+    "each sample's number looked up": lambda x: F.embedding(torch.arange(len(x)), x).flip(0),
+    "triangle": lambda x: x.tril(),
+    "without the first": lambda x: torch.cat([x[1:], x[:1]]),
+    "twice": lambda x: torch.cat([x, x])[1 : len(x) + 1],
+    "every other": lambda x: x[::2].repeat_interleave(2, 0)[: len(x)],
+    "products of samples": lambda x: (x @ x.T).softmax(-1) @ x,
+    "attention between samples": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+    "convolution over samples": lambda x: F.conv1d(x.T[None], torch.ones(8, 8, 3), padding=1)[0].T,
+    "permutation": lambda x: x[torch.randperm(len(x))],
+    "turned and cut": lambda x: x.T.reshape(x.shape),
+    "an average that is written": averaged,
+    "written in another order": lambda x: written(x, lambda out: out[:, 1:], lambda x: x.flip(0)[:, 1:]),
+    "written to one sample": lambda x: written(x, lambda out: out[0], lambda x: x[0]),
+}
+KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
+    "the first of two": lambda x: torch.cat([x, x.exp()])[: len(x)],
+    "turned and back": lambda x: x.T.exp().T,
+    "heads": lambda x: (
+        x.unflatten(1, (2, 4)).transpose(0, 1).flatten(0, 1).tanh().unflatten(0, (2, -1))[0].repeat(1, 2)
+    ),
+    "rows of several": lambda x: F.dropout(x.unflatten(1, (2, 4)).flatten(0, 1), 0.5).unflatten(0, (-1, 2)).flatten(1),
+    "sorted features": lambda x: x.sort(1).values,
+    "interleaved": lambda x: x.repeat_interleave(2, 0).unflatten(0, (-1, 2)).sum(1),
+    "features turned": lambda x: x.flip(1).roll(2, -1).cumsum(1),
+    "its own row": lambda x: x[torch.arange(len(x))[:, None], torch.arange(7, -1, -1)],
+    "zeros put beside": lambda x: torch.cat([x[:, 1:], torch.zeros(len(x), 1)], 1),
+    "noise": lambda x: x + torch.randn_like(x),
+    "dropped": lambda x: F.dropout(x, 0.3),
+    "dropped from a weight": lambda x: x * F.dropout(torch.ones(8), 0.3),
+    "batch statistics": lambda x: F.batch_norm(x, torch.zeros(8), torch.ones(8), training=True),
+    "attention inside samples": lambda x: F.scaled_dot_product_attention(*[x.unflatten(1, (4, 2))] * 3).flatten(1),
+    "written": lambda x: written(x, lambda out: out[:, 1:], lambda x: x[:, :-1]),
+}
+
+
+def last(compute: Callable[[Tensor], Tensor]) -> tuple[Order | None, Order]:
+    """What is known of what the last layer gives: proven, and seen."""
+    torch.manual_seed(0)
+    model, batch = Own(compute), models.vectors(6, 0)
+    graph = capture(model, models.classify, batch)
+    seen = seen_orders(graph, model, models.classify, flatten(batch)[0])
+    assert seen.why == ""
+    return proven_orders(graph).get("head/linear"), seen.orders["head/linear"]
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_what_turns_samples_around_is_not_taken_for_order(name: str) -> None:
+    assert last(BREAKING[name]) == (None, Order.OTHER)
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_leaves_samples_in_order_is_proven_to(name: str) -> None:
+    assert last(KEEPING[name]) == (Order.ROWS, Order.ROWS)
+
+
+def test_nothing_is_proven_beyond_a_fixed_number_of_samples() -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.Unflatten(0, (2, 3)), nn.Flatten(0, 1), nn.Linear(8, 4)).to("meta")
+    graph = capture(model, models.classify, models.vectors(6, 0))
+    assert proven_orders(graph) == {"0/linear": Order.ROWS}
+
+
+def test_from_what_is_seen_it_is_proven_further() -> None:
+    torch.manual_seed(0)
+    batch, model = models.vectors(6, 0), Own(BREAKING["sort"])
+    graph = capture(model, models.classify, batch)
+    (sort,) = (node.name for node in graph.nodes if "sort" in node.op)
+    after = graph.nodes[graph.positions[sort] + 1].name
+    assert "head/linear" not in proven_orders(graph)
+    assert proven_orders(graph, {after: Order.ROWS})["head/linear"] is Order.ROWS
+    assert proven_orders(graph, {after: Order.ALIKE}).keys() >= {"fc/linear"}
+    keeping = capture(Own(KEEPING["dropped"]), models.classify, batch)
+    assert "head/linear" not in proven_orders(keeping, {"dropout": Order.OTHER})
+
+
+def test_what_is_seen_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Own(KEEPING["dropped"]), models.vectors(6, 0)
+    graph = capture(model, models.classify, batch)
+    everything = Seen(dict.fromkeys((node.name for node in graph.nodes), Order.OTHER), "")
+    monkeypatch.setattr("polylane.placement.rows.seen_orders", lambda *_: everything)
+    assert known_orders(graph, model, models.classify, flatten(batch)[0]) is everything
