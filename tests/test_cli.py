@@ -359,7 +359,7 @@ def test_lanes_as_json_and_pictures(tmp_path: Path) -> None:
     [
         ("stages: [a, b]", "stages must be a mapping from a stage's name to what it comes after"),
         ("stages: {a: , b: {after: [c]}}", "stages.b.after: there is no stage 'c', known are a, b"),
-        ("stages: {a: {after: [b]}, b: {after: [a]}}", "stages 0 -> 1 -> 0 wait for each other"),
+        ("stages: {a: {after: [b]}, b: {after: [a]}}", "stages a -> b -> a wait for each other"),
         ("stages: {a: {ticks: 2}}", "stages.a: a stage may say after: [names of stages], forward: ticks and"),
         ("stages: {a: {forward: -1}}", "forward must be a duration of at least 0 ticks"),
         ("stages: {a: , a: }", "a is there twice"),
@@ -372,7 +372,7 @@ def test_wrong_stages_for_lanes(text: str, says: str, tmp_path: Path) -> None:
 
 
 def test_lanes_of_branches() -> None:
-    file = Path(__file__).parent.parent / "examples" / "plans" / "branches.yaml"
+    file = Path(__file__).parent.parent / "examples" / "lanes" / "branches.yaml"
     told = json.loads(call("lanes", "1f1b", "--stages", str(file), "--microbatches", "4", "--json").stdout)
     assert told["stages"] == 4 and told["peak_live_microbatches"] == [3, 2, 2, 1] and told["busy"] == 4 * (3 * 3 + 6)
     shown = call("lanes", "afab", "--stages", str(file), "--microbatches", "2").stdout
@@ -611,6 +611,7 @@ def test_the_timeline_is_of_a_late_full_step(trained: tuple[dict[str, Any], str,
     timeline = Timeline.from_dict(json.loads((run / "timeline.json").read_text()))
     assert timeline.ranks == 4
     assert timeline.utilization() == trained[0]["utilization"]
+    assert list(timeline.sent()) == trained[0]["sent_bytes"] and min(timeline.sent()) > 0
     assert int(timeline.notes["step"]) in (1, 2, 4, 5)
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
     assert "<html" in (run / "swimlane.html").read_text()
@@ -654,6 +655,33 @@ def test_steps_go_through_as_many_epochs_as_they_need(folder: Path) -> None:
         assert [line["epoch"] for line in steps] == [1, 1, 1, 2]
         assert [line["epoch"] for line in epochs] == [1, 2]
         assert (result["test_loss"] is None) == (fault == "no test")
+
+
+NORMED = """
+import torch
+from tiny import collate, data, loss, optimizer
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+"""
+
+
+def test_a_last_batch_that_cannot_be_trained_on(folder: Path) -> None:
+    """It is refused before the first step; not where it is dropped, nor where training ends before it comes."""
+    (folder / "normed.py").write_text(NORMED)
+    line = "train normed.py --set samples=17 --batch 8 --plan pipeline=2,microbatches=2 --run run/normed"
+    for way in ("", "--steps 3", "--set fault=iterator --steps 3"):
+        stream = "iterator" in way
+        _, err = execute(folder, f"{line} {way}", code=2)
+        known = "the last batch of an epoch (17 samples in batches of 8) has 1 sample, but 1/batch_norm"
+        assert ("this batch has 1 sample" if stream else f"polylane: {known}") in err
+        assert (folder / "run/normed").exists() == stream
+    assert "leave it out with --drop-last, or take another --batch" in execute(folder, line, code=2)[1]
+    for way, steps, samples in (("--drop-last --epochs 2", 4, 32), ("--steps 2", 2, 16)):
+        result = json.loads(execute(folder, f"{line} {way} --json")[0])
+        assert (result["steps"], result["samples"]) == (steps, samples)
+    short = execute(folder, "train normed.py --set samples=5 --batch 8 --drop-last --plan data=1", code=2)[1]
+    assert "the dataset has 5 samples, no batch of 8, and a shorter one is to be dropped" in short
 
 
 def test_stop_on_nan(folder: Path) -> None:

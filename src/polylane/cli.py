@@ -178,6 +178,9 @@ def train(
     stop_on_nan: Annotated[
         bool, typer.Option("--stop-on-nan", help="Stop, with exit code 2, when the loss is not a finite number.")
     ] = False,
+    drop_last: Annotated[
+        bool, typer.Option("--drop-last", help="Leave out a last batch that is shorter than the others.")
+    ] = False,
     json: _Json = False,
 ) -> None:
     """Train a recipe's model on N workers.
@@ -204,6 +207,7 @@ def train(
         settings=set_ or [],
         clip_norm=clip_norm,
         stop_on_nan=stop_on_nan,
+        drop_last=drop_last,
         json=json,
     )
 
@@ -287,6 +291,136 @@ def inspect(
     command.run(recipe, plan=plan, batch=batch, settings=set_ or [], file=write, svg=svg, json=json)
 
 
+_Cluster = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="CLUSTER",
+        help="What it runs on: a cluster file, or one line such as 8:h100-80g or 16x8:a100-80g,hosts=roce-200.",
+    ),
+]
+_Dtype = Annotated[str, typer.Option("--dtype", help="Of the passes: float32, bfloat16 or float16.")]
+_Recompute = Annotated[
+    str, typer.Option("--recompute", help="What is computed again instead of kept: none, selective (attention), full.")
+]
+_Shard = Annotated[
+    str,
+    typer.Option(
+        "--shard", help="What replicas hold a part of only: none, optimizer, gradients, parameters (ZeRO-1, -2, -3)."
+    ),
+]
+
+
+@app.command()
+def simulate(
+    recipe: _Recipe,
+    cluster: _Cluster,
+    plan: Annotated[str, typer.Option("--plan", metavar="SPEC", help="How to split it: a line or a file.")],
+    batch: _Batch = 64,
+    set_: _Set = None,
+    dtype: _Dtype = "float32",
+    recompute: _Recompute = "none",
+    shard: _Shard = "none",
+    chunks: Annotated[
+        int, typer.Option("--chunks", metavar="N", min=1, help="Virtual stages per worker: interleaved 1F1B.")
+    ] = 1,
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="Sum gradients while the backward pass still runs.")
+    ] = True,
+    every: Annotated[
+        int, typer.Option("--every", metavar="N", min=1, help="Sum gradients every N steps only (local SGD).")
+    ] = 1,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option("--slow", metavar="RANK=SPEED", help="A straggler: 3=0.8 needs 1 / 0.8 of the time."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the predicted swimlanes as a page.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Write the predicted swimlanes as a picture.")
+    ] = None,
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the times consist of.")] = False,
+    json: _Json = False,
+) -> None:
+    """Predict a step of a plan on a cluster that need not be there.
+
+    The model is built without its weights, so that any size fits. What the workers would do is played over what
+    operators, messages and memory cost: time, utilization, bytes, memory of every stage, price.
+
+    \b
+    Examples:
+      polylane simulate examples/gpt.py --cluster 8:a100-80g --plan data=8 --batch 64 --dtype bfloat16
+      polylane simulate examples/gpt.py --cluster 2x8:h100-80g --plan pipeline=2,tensor=8 --html lanes.html
+    """
+    from polylane.commands import planning
+    from polylane.commands import simulate as command
+
+    method = planning.method_of(dtype, True, recompute, chunks, shard, overlap, every)
+    command.run(
+        recipe,
+        cluster=cluster,
+        plan=plan,
+        batch=batch,
+        settings=set_ or [],
+        method=method,
+        slow=slow or [],
+        html=html,
+        svg=svg,
+        breakdown=breakdown,
+        json=json,
+    )
+
+
+@app.command("plan")
+def plan_(
+    recipe: _Recipe,
+    cluster: _Cluster,
+    batch: _Batch = 64,
+    set_: _Set = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most; default: all.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help='What a worker may use, as in "30 GB"; default: all.')
+    ] = None,
+    dtype: _Dtype = "float32",
+    recompute: _Recompute = "none",
+    shard: _Shard = "none",
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many plans to show.")] = 5,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best plan as a file.")
+    ] = None,
+    json: _Json = False,
+) -> None:
+    """Find the fastest plan for a cluster, and say why it is.
+
+    Replicas, pipelines, operators split over ranks, stages with meshes of their own, microbatches: compared by what
+    they would take, the best of them simulated. Says what a plan is bound by, what would help, and what does not fit.
+
+    \b
+    Examples:
+      polylane plan examples/gpt.py --cluster 8:a100-80g --batch 256 --dtype bfloat16 -o plan.yaml
+      polylane plan examples/gpt.py --cluster 2x1:gtx-1080-ti --set hidden=1024 --set layers=24
+    """
+    from polylane.commands import plan as command
+    from polylane.commands import planning
+
+    method = planning.method_of(dtype, True, recompute, 1, shard, True, 1)
+    command.run(
+        recipe,
+        cluster=cluster,
+        batch=batch,
+        settings=set_ or [],
+        workers=workers,
+        memory=memory,
+        method=method,
+        top=top,
+        output=output,
+        json=json,
+    )
+
+
 class _Schedule(StrEnum):
     """The schedules, by the names that plans give them."""
 
@@ -319,7 +453,7 @@ def lanes(
     \b
     Examples:
       polylane lanes 1f1b --stages 4 --microbatches 8
-      polylane lanes 1f1b --stages examples/plans/branches.yaml --microbatches 8
+      polylane lanes 1f1b --stages examples/lanes/branches.yaml --microbatches 8
     """
     from polylane.commands import lanes as command
 

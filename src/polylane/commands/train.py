@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from polylane.commands import inputs
-from polylane.commands.output import plural, print_json, seconds
+from polylane.commands.automatic import automatic
+from polylane.commands.output import count, plural, print_json, seconds
 from polylane.commands.progress import display
 from polylane.commands.run_folder import MODEL, RunFolder, unused
 from polylane.errors import PolylaneError
@@ -34,6 +35,7 @@ def run(
     settings: Sequence[str],
     clip_norm: float | None,
     stop_on_nan: bool,
+    drop_last: bool,
     json: bool,
 ) -> None:
     """Train, and print how it ended.
@@ -45,7 +47,7 @@ def run(
     if epochs is not None and steps is not None:
         raise PolylaneError("--epochs and --steps exclude each other: give one of them")
     inputs.positive("--clip-norm", clip_norm)
-    chosen = inputs.choose_plan(plan, workers)
+    chosen = inputs.choose_plan(plan, workers, lambda most: automatic(path, settings, batch, most, seed))
     inputs.open_recipe(path, settings)  # before torch is imported, where the recipe itself does not
     place = RunFolder(folder or unused(Path("run") / _name(path)))
     place.check()
@@ -61,6 +63,7 @@ def run(
         seed=seed,
         clip_norm=clip_norm,
         stop_on_nan=stop_on_nan,
+        drop_last=drop_last,
         model_path=place.path / MODEL,
     )
     if "RANK" in os.environ:
@@ -190,6 +193,7 @@ def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) ->
         "test_loss": outcome.test_loss,
         "samples_per_second": outcome.samples_per_second,
         "utilization": outcome.timeline.utilization(),
+        "sent_bytes": list(outcome.timeline.sent()),
         "run": str(place.path),
         "files": files,
     }
@@ -200,6 +204,11 @@ def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) ->
     print(f"{plural(outcome.steps, 'step')} in {seconds(outcome.seconds)}: final loss {outcome.loss:.4f}{test}")
     print(
         f"{outcome.samples_per_second:,.0f} samples/s; step {outcome.timeline.notes['step']} kept the workers busy "
-        f"{outcome.timeline.utilization():.1%} of the time, see {place.path / 'swimlane.html'}"
+        f"{outcome.timeline.utilization():.1%} of the time{_sent(outcome)}, see {place.path / 'swimlane.html'}"
     )
     print(f"{place.path}/: {', '.join(Path(file).name for file in files.values())}")
+
+
+def _sent(outcome: Outcome) -> str:
+    sent = sum(outcome.timeline.sent())
+    return f" and sent {count(sent, 'B')}" if sent else ""

@@ -21,6 +21,7 @@ from polylane.plan import plan as plans
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.recipe import Recipe
+from polylane.runtime import data
 from polylane.runtime.agreement import prepare_together
 from polylane.runtime.division import Batch
 from polylane.runtime.job import Job
@@ -44,6 +45,7 @@ class Request:
         plan: one line, read, or a plan file.
         batch: samples in a batch, over all workers.
         epochs, steps: how long; one of them is None.
+        drop_last: leave out an epoch's last batch where it is shorter than the others.
         model_path: where the weights go.
     """
 
@@ -56,6 +58,7 @@ class Request:
     seed: int
     clip_norm: float | None
     stop_on_nan: bool
+    drop_last: bool
     model_path: Path
 
 
@@ -123,7 +126,7 @@ def gather(request: Request) -> Materials:
 
 def prepare_once(request: Request, materials: Materials) -> Prepared:
     """In the parent, for workers that are forked from it."""
-    return prepare(
+    prepared = prepare(
         materials.model,
         materials.objectives,
         materials.example,
@@ -132,6 +135,8 @@ def prepare_once(request: Request, materials: Materials) -> Prepared:
         evaluation=materials.test is not None,
         init=materials.recipe.init,
     )
+    _see_last_batch(request, materials, prepared)
+    return prepared
 
 
 def forked(request: Request, materials: Materials, prepared: Prepared, context: Context) -> Outcome:
@@ -157,6 +162,7 @@ def apart(request: Request, world: World, tell: Tell) -> Outcome:
         request.batch,
         materials.recipe.init,
     )
+    _see_last_batch(request, materials, prepared)
     job = Job(
         prepared,
         world,
@@ -166,6 +172,30 @@ def apart(request: Request, world: World, tell: Tell) -> Outcome:
         same_weights=False,
     )
     return train(job, request, materials, prepared, tell)
+
+
+def _see_last_batch(request: Request, materials: Materials, prepared: Prepared) -> None:
+    """Refuse now what could not be trained on at the end of an epoch.
+
+    Raises:
+        PolylaneError: the last batch is too short for the model.
+    """
+    sizes = _sizes(request, materials)
+    if sizes and not _ends_before_last(request, sizes):
+        what = f"the last batch of an epoch ({sum(sizes)} samples in batches of {request.batch})"
+        prepared.fewest.check(sizes[-1], what, "leave it out with --drop-last, or take another --batch")
+
+
+def _sizes(request: Request, materials: Materials) -> list[int]:
+    """How many samples each batch of an epoch has; none where that is not known."""
+    if not inputs.is_mapped(materials.train):
+        return []
+    return data.batch_sizes(len(materials.train), request.batch, request.drop_last)
+
+
+def _ends_before_last(request: Request, sizes: Sequence[int]) -> bool:
+    """Whether there are too few steps for the first epoch's last batch."""
+    return request.steps is not None and request.steps < len(sizes)
 
 
 def _silent(message: dict[str, Any]) -> None:
@@ -207,7 +237,7 @@ def train(job: Job, request: Request, materials: Materials, prepared: Prepared, 
 
 
 def _begin(job: Job, request: Request, materials: Materials, prepared: Prepared) -> dict[str, Any]:
-    in_epoch = -(-len(materials.train) // request.batch) if inputs.is_mapped(materials.train) else None
+    in_epoch = len(_sizes(request, materials)) or None
     total = request.steps
     if total is None and in_epoch is not None and request.epochs is not None:
         total = in_epoch * request.epochs
@@ -227,7 +257,10 @@ def _epoch(job: Job, request: Request, materials: Materials, epoch: int) -> Iter
     dataset = materials.train
     if epoch > 1 and isinstance(dataset, Iterator):  # the first epoch used it up
         dataset = inputs.open_data(materials.recipe, "train")
-    return job.batches(dataset, request.batch, first_epoch=epoch - 1, collate=materials.recipe.collate)
+    # What is not reached must not be refused.
+    drop_last = request.drop_last or _ends_before_last(request, _sizes(request, materials))
+    collate = materials.recipe.collate
+    return job.batches(dataset, request.batch, first_epoch=epoch - 1, drop_last=drop_last, collate=collate)
 
 
 def _learning_rate(job: Job) -> float | None:

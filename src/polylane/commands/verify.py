@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 
 from polylane.commands import inputs
+from polylane.commands.automatic import automatic
 from polylane.commands.output import console, plural, print_json
 from polylane.errors import PolylaneError
 from polylane.plan.spec import degrees_of
@@ -45,7 +46,7 @@ def run(
     """
     if "RANK" in os.environ:
         raise PolylaneError("verify starts its own workers: run it without torchrun")
-    chosen = inputs.choose_plan(plan, workers)
+    chosen = inputs.choose_plan(plan, workers, lambda most: automatic(path, settings, batch, most, seed))
     inputs.positive("--clip-norm", clip_norm)
     _refuse_too_small(batch, chosen)
     note = f"{path}: {plural(steps, 'step')} in float64, on one worker and on {chosen.workers} ({_line(chosen)})"

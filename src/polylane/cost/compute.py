@@ -75,7 +75,7 @@ def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any]) -> tuple[Both, 
     samples = sample_count(leaves)
     own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     table, part = tables(whole, graph.code.constants, own), Part(samples, batch=samples)
-    wait = _wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
+    wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
     last_use = {used: node for node in graph.code.fx.nodes for used in node.all_input_nodes}
     values: dict[fx.Node, Any] = {}
     seconds: dict[str, Both] = {}
@@ -95,7 +95,7 @@ def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any]) -> tuple[Both, 
     return tuple(seconds[node.id] for node in graph.nodes)
 
 
-def _wait_for(device: torch.device) -> Callable[[], None]:
+def wait_for(device: torch.device) -> Callable[[], None]:
     """Accelerators compute on their own: what to call before reading the clock."""
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from polylane.errors import PolylaneError
 
@@ -46,8 +46,10 @@ class Method:
         for name, value in (("chunks", self.chunks), ("every", self.every)):
             if value < 1:
                 raise PolylaneError(f"{name} must be at least 1, not {value}")
-        if self.dtype not in ITEM:
-            raise PolylaneError(f"dtype {self.dtype!r}: choose one of {', '.join(ITEM)}")
+        known = (("dtype", tuple(ITEM)), ("recompute", get_args(Recompute)), ("shard", get_args(Sharding)))
+        for name, choices in known:
+            if getattr(self, name) not in choices:
+                raise PolylaneError(f"{name} {getattr(self, name)!r}: choose one of {', '.join(choices)}")
 
     @property
     def item(self) -> int:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from polylane.cost.communicate import Rates
+from polylane.cost.residence import Need, Residence
 from polylane.cost.table import Array, Clock, Exchange, Sheet, Table
 from polylane.graph.graph import Graph
 from polylane.graph.narrow import crossing_bytes, narrow_positions
+from polylane.graph.saved import Keeping, Setting, saved
 from polylane.placement.placement import SHARED
 from polylane.placement.rewrite import Split
+from polylane.placement.view import view
 from polylane.plan.spec import Degrees
 
 # Nodes first..end-1 of a graph.
@@ -30,7 +33,6 @@ class Passes:
         forward, backward: seconds of computation.
         waits, backward_waits: seconds in collectives within the passes, on top.
         sent: bytes sent in these collectives, both ways.
-        held: bytes that autograd keeps from the forward to the backward pass.
     """
 
     forward: float
@@ -38,7 +40,6 @@ class Passes:
     waits: float
     backward_waits: float
     sent: float
-    held: float
 
     @property
     def total(self) -> float:
@@ -71,14 +72,23 @@ class Stages:
     Args:
         graph: what is split.
         lay: how its operators lie on a mesh.
-        samples: for which they were chosen.
         sheet: makes a sheet of the graph with such splits (see :class:`polylane.cost.table.Sheet`).
+        setting: what decides which memory operators keep.
     """
 
-    def __init__(self, graph: Graph, lay: Lay, sheet: Callable[[Mapping[str, Split]], Sheet]) -> None:
-        self.graph, self._lay, self._make = graph, lay, sheet
+    def __init__(self, graph: Graph, lay: Lay, sheet: Callable[[Mapping[str, Split]], Sheet], setting: Setting) -> None:
+        self.graph, self._lay, self._make, self.setting = graph, lay, sheet, setting
+        self._residences: dict[tuple[int, int, int], Residence] = {}
+        self._keepings: dict[int, Keeping] = {}
         self._sheets: dict[tuple[int, int], Sheet] = {}
         self._tables: dict[tuple[object, ...], Table] = {}
+        self._live: dict[tuple[int, int], Array] = {}
+
+    def fresh(self) -> Stages:
+        """The same graph, laid out as it is, to be priced on other devices or links."""
+        other = Stages(self.graph, self._lay, self._make, self.setting)
+        other._sheets, other._residences, other._keepings = self._sheets, self._residences, self._keepings
+        return other
 
     def sheet(self, mesh: Degrees) -> Sheet:
         """The graph as it lies on the operator axes of a mesh."""
@@ -99,8 +109,35 @@ class Stages:
         """What every node takes; ``where`` names clock and exchange: equal ones give equal times."""
         key = (mesh.sequence, mesh.tensor, samples, where)
         if key not in self._tables:
-            self._tables[key] = self.sheet(mesh).table(samples, clock, exchange, rates)
+            self._tables[key] = paced(self.sheet(mesh).table(samples, clock, exchange, rates), self.blocks)
         return self._tables[key]
+
+    def need(self, mesh: Degrees, samples: int, pieces: Sequence[Range], exact: bool) -> Need:
+        """What one microbatch holds of a stage; else than ``exact``, in proportion to the graph's own samples."""
+        if exact or self.graph.samples == samples:
+            return self.residence(mesh, samples).need(pieces)
+        own = self.residence(mesh, self.graph.samples).need(pieces)
+        return own.scaled(samples / self.graph.samples)
+
+    def residence(self, mesh: Degrees, samples: int) -> Residence:
+        """What the graph's passes hold on a rank with so many samples in hand."""
+        key = (mesh.sequence, mesh.tensor, samples)
+        if key not in self._residences:
+            if samples not in self._keepings:
+                self._keepings[samples] = saved(self.graph, replace(self.setting, samples=samples))
+            splits = self.sheet(mesh).splits
+            shown = view(self.graph, samples, max(s.degree for s in splits.values())) if splits else None
+            self._residences[key] = Residence(self.graph, self._keepings[samples], shown, splits)
+        return self._residences[key]
+
+    @cached_property
+    def first_uses(self) -> Mapping[str, int]:
+        """Of every parameter, the position of the first node that reads it."""
+        found: dict[str, int] = {}
+        for position, node in enumerate(self.graph.nodes):
+            for name in node.parameters:
+                found.setdefault(name, position)
+        return found
 
     def weights(self, mesh: Degrees, pieces: Sequence[Range]) -> Weights:
         """The parameters that a rank of a stage holds."""
@@ -122,44 +159,73 @@ class Stages:
                         summed[axis] = summed.get(axis, 0) + elements
         return Weights(total, trained, largest, tensors, summed)
 
+    def summed(self, mesh: Degrees) -> Mapping[str, tuple[str, ...]]:
+        """Parameters whose gradients are summands on the ranks of an axis, and the axes."""
+        splits = self.sheet(mesh).splits
+        found = {}
+        for name in self.graph.parameters:
+            axes = tuple(a for a, split in splits.items() if split.sources.get((f"parameter:{name}", 0)) == SHARED)
+            if axes:
+                found[name] = axes
+        return found
+
     @cached_property
     def blocks(self) -> tuple[int, ...]:
         """Positions between which lie the blocks that are recomputed, or gathered, as one; both ends included."""
         return (0, *narrow_positions(self.graph, most=1 << 30), len(self.graph.nodes))
 
-    @cached_property
-    def _crossing(self) -> Array:
-        return crossing_bytes(self.graph)
+    def entered(self, mesh: Degrees) -> Array:
+        """Running sum over the nodes: bytes per sample that enter the blocks that begin before each position."""
+        live, begins = self.entering(mesh), np.zeros(len(self.graph.nodes) + 1)
+        for position in self.blocks[:-1]:
+            begins[position + 1] = live[position]
+        return np.cumsum(begins)
 
-    def crossing(self, position: int, samples: int) -> float:
-        """Bytes of the values that a cut at a position makes travel forward, whole, of so many samples."""
-        return float(self._crossing[position]) * samples / self.graph.samples
+    def entering(self, mesh: Degrees) -> Array:
+        """For every position, bytes per sample that a rank holds of the values which a cut there would divide."""
+        key = (mesh.sequence, mesh.tensor)
+        if key not in self._live:
+            sheet = self.sheet(mesh)
+            samples = sheet.view.samples
+            self._live[key] = crossing_bytes(self.graph, lambda name: sheet.value(name, samples)) / samples
+        return self._live[key]
+
+
+def paced(table: Table, bounds: Sequence[int]) -> Table:
+    """A table in which the host's time counts where the device has less to do.
+
+    The host issues the operators of a block while the device computes and waits for collectives; it does not run
+    ahead of the device farther than that, as measured steps of many models have it.
+
+    Args:
+        table: of the device's own time, and the host's beside it.
+        bounds: positions between which the blocks lie, both ends included.
+    """
+    at = np.asarray(bounds)
+    block = np.searchsorted(at, np.arange(len(table.forward) - 1), side="right") - 1  # of every node
+    gaps = []
+    for own, waits, issued in (("forward", "waits", "issued"), ("backward", "backward_waits", "backward_issued")):
+        host = np.diff(getattr(table, issued)[at])
+        gap = np.maximum(host - np.diff(getattr(table, own)[at] + getattr(table, waits)[at]), 0.0)
+        each = np.diff(getattr(table, issued)) * (gap / np.where(host > 0, host, 1.0))[block]
+        gaps.append(np.concatenate([[0.0], np.cumsum(each)]))
+    return replace(table, forward=table.forward + gaps[0], backward=table.backward + gaps[1])
 
 
 def passes(table: Table, pieces: Sequence[Range]) -> Passes:
     """What a stage of these nodes takes, without recomputation."""
-    names = ("forward", "backward", "waits", "backward_waits", "sent", "held")
+    names = ("forward", "backward", "waits", "backward_waits", "sent")
     return Passes(*(sum(table.between(name, first, end) for first, end in pieces) for name in names))
 
 
-def recomputed(plain: Passes, boundaries: Sequence[float], block: float) -> Passes:
-    """Full recomputation: only what enters the blocks is kept, and a block is computed again before its backward pass.
+def recomputed(plain: Passes) -> Passes:
+    """Full recomputation: every block runs forward once more before its backward pass, collectives and all.
 
-    Args:
-        plain: without it.
-        boundaries: bytes that enter each block.
-        block: bytes that the largest block keeps while it is passed backward.
-
-    Blocks are joined so that the least is held (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016):
-    with g blocks as one, 1/g of the boundaries and g blocks' values.
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
-    enters, inside = float(np.sum(boundaries)), block
-    joined = max(1.0, (enters / inside) ** 0.5 if inside > 0 else 1.0)
-    return Passes(
-        plain.forward,
-        plain.backward + plain.forward,
-        plain.waits,
-        plain.backward_waits + plain.waits,
-        plain.sent * 1.5,
-        min(plain.held, enters / joined),
+    return replace(
+        plain,
+        backward=plain.backward + plain.forward,
+        backward_waits=plain.backward_waits + plain.waits,
+        sent=plain.sent * 1.5,
     )

@@ -7,7 +7,7 @@ the nodes with their running sums, so that any run of nodes costs two look-ups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -28,20 +28,41 @@ Shape = tuple[int, ...]
 Array = NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Work:
+    """One operator on one rank.
+
+    Attributes:
+        step: the whole operator, at some number of samples.
+        samples: in hand.
+        inputs, outputs: shapes of what the rank has of its tensors.
+        whole_inputs, whole_outputs: shapes of the whole tensors.
+        share: of the whole operator's work that the busiest rank does, where that does not follow from the shapes.
+    """
+
+    step: Step
+    samples: int
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+    whole_inputs: tuple[Shape, ...]
+    whole_outputs: tuple[Shape, ...]
+    share: float | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rank computes all of it."""
+        return self.share is None and (self.inputs, self.outputs) == (self.whole_inputs, self.whole_outputs)
+
+
 class Clock(Protocol):
     """How long one operator takes on one rank."""
 
-    def __call__(
-        self, step: Step, samples: int, inputs: Sequence[Shape], outputs: Sequence[Shape], share: float | None
-    ) -> tuple[float, float]:
-        """Seconds of its forward and of its backward pass (0 where no gradient flows).
+    def __call__(self, work: Work) -> tuple[float, float]:
+        """Seconds of its forward and of its backward pass (0 where no gradient flows)."""
+        ...
 
-        Args:
-            step: the whole operator, at some number of samples.
-            samples: in hand.
-            inputs, outputs: shapes of what the rank has of its tensors.
-            share: of the whole operator's work that the busiest rank does, where that does not follow from the shapes.
-        """
+    def issued(self, work: Work) -> tuple[float, float]:
+        """Seconds that the host takes to issue them; it runs ahead of the device, as far as it can."""
         ...
 
 
@@ -82,7 +103,8 @@ class Table:
         forward, backward: seconds of computation.
         waits, backward_waits: seconds in collectives within the passes, on top.
         sent: bytes that the rank sends in these collectives, both ways.
-        held: bytes that autograd keeps from a forward pass to the backward pass, of each tensor once.
+        issued, backward_issued: seconds in which the host issues the computation: it goes on beside it, and counts
+            where the device has less to do.
     """
 
     samples: int
@@ -91,21 +113,13 @@ class Table:
     waits: Array
     backward_waits: Array
     sent: Array
-    held: Array
+    issued: Array
+    backward_issued: Array
 
     def between(self, name: str, first: int, end: int) -> float:
         """The sum of one of the arrays over nodes first..end-1."""
         array: Array = getattr(self, name)
         return float(array[end] - array[first])
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What autograd keeps of one operator: numbers of its inputs and outputs, and bytes of its own (whole)."""
-
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
-    own: int = 0
 
 
 class Sheet:
@@ -115,7 +129,6 @@ class Sheet:
         graph: what is priced.
         splits: by axis; none where one rank has the whole.
         samples: for which the splits were chosen.
-        kept: what autograd keeps, by node.
         item: bytes of an element of a floating-point value, where passes run in another precision than the graph's.
     """
 
@@ -124,13 +137,11 @@ class Sheet:
         graph: Graph,
         splits: Mapping[str, Split],
         samples: int,
-        kept: Callable[[str], Kept] | None = None,
         item: int | None = None,
     ) -> None:
         self.graph, self.splits, self.item = graph, dict(splits), item
         degree = max((split.degree for split in splits.values()), default=1)
         self.view: View = view(graph, samples, degree)
-        self._kept = kept or (lambda name: Kept())
         self._sizes: dict[int, Sizes] = {}
         self._shapes: dict[tuple[Key, int], Shape] = {}
 
@@ -163,6 +174,10 @@ class Sheet:
         """What the busiest rank has of a tensor."""
         placed = self.placements(key) if placements is None else placements
         return math.prod(local(self.shape(key, samples), placed)) * self.itemsize(key)
+
+    def held_shape(self, source: str) -> Shape:
+        """What the busiest rank has of a parameter or buffer ("parameter:fc.weight")."""
+        return local(self.shape((source, 0), self.view.samples), self.placements((source, 0)))
 
     def itemsize(self, key: Key) -> int:
         """Of an element of a tensor."""
@@ -240,10 +255,12 @@ class Sheet:
             rates: of one rank's memory, for copies that nothing travels for.
         """
         size = len(self.graph.nodes)
-        compute, waits = np.zeros((2, size)), np.zeros((2, size))
+        compute, waits, issued = np.zeros((2, size)), np.zeros((2, size)), np.zeros((2, size))
         traffic = np.zeros(size)
         for step, positions in self._kinds:
-            compute[:, positions] = np.array(self._timed(step, samples, clock))[:, None]
+            work = self._work(step, samples)
+            compute[:, positions] = np.array(clock(work))[:, None]
+            issued[:, positions] = np.array(clock.issued(work))[:, None]
             for axis, strategy in zip(self.splits, self._strategies(step), strict=True):
                 if strategy.messages:
                     scale = samples / self.view.samples
@@ -262,46 +279,22 @@ class Sheet:
                     traffic[moved.first] += sent(collective, whole, self.splits[moved.axis].degree)
                 elif rates is not None:
                     compute[way, moved.first] += _copied(whole, source, target) / rates.bytes
-        held = self._held(samples)
-        return Table(samples, *(_running(a) for a in (*compute, *waits, traffic, held)))
+        return Table(samples, *(_running(a) for a in (*compute, *waits, traffic, *issued)))
 
-    def _timed(self, step: Step, samples: int, clock: Clock) -> tuple[float, float]:
+    def _work(self, step: Step, samples: int) -> Work:
         strategies = self._strategies(step)
-        inputs = [
-            local(self.shape(key, samples), [s.inputs[i] for s in strategies]) for i, key in enumerate(step.reads)
-        ]
-        outputs = [
-            local(self.shape(key, samples), [s.outputs[i] for s in strategies]) for i, key in enumerate(step.gives)
-        ]
+        whole_in = tuple(self.shape(key, samples) for key in step.reads)
+        whole_out = tuple(self.shape(key, samples) for key in step.gives)
+        inputs = tuple(local(shape, [s.inputs[i] for s in strategies]) for i, shape in enumerate(whole_in))
+        outputs = tuple(local(shape, [s.outputs[i] for s in strategies]) for i, shape in enumerate(whole_out))
         told = any(s.work is not None for s in strategies)
-        return clock(step, samples, inputs, outputs, math.prod(s.share for s in strategies) if told else None)
+        share = math.prod(s.share for s in strategies) if told else None
+        return Work(step, samples, inputs, outputs, whole_in, whole_out, share)
 
     def _moving(self, moved: Moved, samples: int) -> float:
         """Bytes of a tensor that moves along an axis, with the splits of the other axes."""
         others = [s.placement(moved.key) for axis, s in self.splits.items() if axis != moved.axis]
         return self.bytes(moved.key, samples, others)
-
-    def _held(self, samples: int) -> Array:
-        """Bytes that are kept, where the first operator stands that keeps them; parameters are there anyway."""
-        held = np.zeros(len(self.graph.nodes))
-        seen: set[tuple[Key, tuple[Placement, ...]]] = set()
-        for step in self.view.steps:
-            kept, strategies = self._kept(step.name), self._strategies(step)
-            position = self.graph.positions[step.name]
-            which = [(step.reads[i], tuple(s.inputs[i] for s in strategies)) for i in kept.inputs]
-            which += [(step.gives[i], tuple(s.outputs[i] for s in strategies)) for i in kept.outputs]
-            for key, placed in which:
-                if (key, placed) not in seen and not self._is_parameter(key):
-                    seen.add((key, placed))
-                    held[position] += self.bytes(key, samples, placed)
-            if kept.own:
-                shares = [max((p.largest for p in s.outputs if isinstance(p, Shard)), default=1.0) for s in strategies]
-                held[position] += kept.own * math.prod(shares) * samples / self.view.samples
-        return held
-
-    def _is_parameter(self, key: Key) -> bool:
-        source = self.view.sources.get(key)
-        return source is not None and source.role[0] in ("parameter", "buffer", "constant")
 
 
 # Arguments that differ from node to node without any difference in cost: keys of random numbers.

@@ -1,0 +1,163 @@
+"""python -m benchmarks.planner: predicted against measured steps on this machine, and the plan that auto picks."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from benchmarks.harness import Contender, race
+from polylane.cluster.cluster import Cluster
+from polylane.cluster.read import load
+from polylane.cost.method import Method
+from polylane.cost.predict import predict
+from polylane.errors import PolylaneError
+from polylane.graph.batch import cloned, few, flatten
+from polylane.graph.capture import capture
+from polylane.plan.spec import parse
+from polylane.planner import auto, setup
+from polylane.planner.here import here
+from polylane.recipe import load as load_recipe
+from polylane.runtime.job import Job
+from polylane.runtime.launch import single_threaded
+from polylane.runtime.optimizer_probe import whole_parameters
+from polylane.runtime.prepare import named_parameters, objectives_of, optimized, prepare
+from polylane.runtime.world import World
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PLANS = (
+    "data=1",
+    "data=2",
+    "pipeline=2,schedule=1f1b,microbatches=4",
+    "pipeline=2,schedule=afab,microbatches=2",
+    "tensor=2",
+    "data=2,pipeline=2,microbatches=4",
+    "data=4",
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe with settings that make a step take long enough to be measured."""
+
+    name: str
+    recipe: str
+    settings: dict[str, str]
+    batch: int
+
+
+TASKS = (
+    Task("gpt", "gpt", {"layers": "4", "hidden": "256", "dropout": "0.0"}, 16),
+    Task("wide gpt", "gpt", {"layers": "2", "hidden": "512", "dropout": "0.1"}, 8),
+    Task("digits", "digits", {}, 256),
+    Task("unet", "unet", {}, 64),
+    Task("inception", "inception", {}, 64),
+)
+
+
+@dataclass
+class Case:
+    """A task under a plan.
+
+    Attributes:
+        task, plan: which.
+        predicted: seconds of a step.
+        measured: likewise; filled in later.
+    """
+
+    task: str
+    plan: str
+    predicted: float
+    measured: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative."""
+        return self.predicted / self.measured - 1
+
+
+def main() -> None:
+    """Predict, measure in turns, and print both."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
+    parser.add_argument("--cluster", type=Path, help="a file that polylane probe wrote; default: presets")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tasks", nargs="*", default=[task.name for task in TASKS])
+    options = parser.parse_args()
+    single_threaded()
+    cluster = here(4) if options.cluster is None else load(options.cluster)
+    cases, regrets = list[Case](), list[float]()
+    for task in (task for task in TASKS if task.name in options.tasks):
+        own, chosen = measured(task, cluster, options.rounds, options.steps)
+        cases += own
+        best = min(case.measured for case in own)
+        regrets.append(next(case.measured for case in own if case.plan == chosen) / best - 1)
+        print(f"{task.name}: auto takes {chosen}, {regrets[-1]:.1%} slower than the best", flush=True)
+    print(table(cases))
+    errors = sorted(abs(case.error) for case in cases)
+    print(f"{len(cases)} cases: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}")
+    print(f"regret: median {statistics.median(regrets):.1%}, worst {max(regrets):.1%}")
+
+
+def measured(task: Task, cluster: Cluster, rounds: int, steps: int) -> tuple[list[Case], str]:
+    """Every plan of a task, predicted and measured; and the one that is predicted to be the fastest."""
+    recipe = load_recipe(EXAMPLES / f"{task.recipe}.py", task.settings)
+    torch.manual_seed(0)
+    model, dataset = recipe.model(), recipe.data("train")
+    batch = (recipe.collate or default_collate)([dataset[i] for i in range(task.batch)])
+    leaves, rebuild = flatten(batch)
+    named = named_parameters(model, [recipe.loss])
+    subject = auto.Subject(
+        model,
+        recipe.loss,
+        recipe.optimizer,
+        sorted(optimized(named, recipe.optimizer)),
+        {n: str(w) for n, w in whole_parameters(named, [recipe.optimizer]).items()},
+        leaves,
+        rebuild,
+        task.batch,
+    )
+    graph = capture(model, recipe.loss, rebuild(cloned(few(leaves, 4))), trainable=subject.trainable)
+    job = setup.Job(graph, recipe.optimizer, subject.whole, {}, auto.measure(graph, subject))
+    basis = setup.basis(job, cluster, Method())
+    cases, contenders = list[Case](), list[Contender]()
+    for plan in PLANS:
+        try:
+            prepared = prepare(model, objectives_of(recipe.loss, recipe.optimizer, None), batch, plan)
+        except PolylaneError as error:
+            print(f"{task.name}, {plan}: {error}")
+            continue
+        partition, fitted = setup.fitted(basis, parse(plan), task.batch)
+        cases.append(Case(task.name, plan, predict(basis, partition, fitted, task.batch).seconds))
+        contenders.append(Contender(plan, prepared.plan.workers, _setup(prepared, batch)))
+    race(contenders, rounds, steps)
+    for case, contender in zip(cases, contenders, strict=True):
+        case.measured = contender.median
+    return cases, min(cases, key=lambda case: case.predicted).plan
+
+
+def _setup(prepared: Any, batch: Any) -> Callable[[int], Callable[[], Any]]:
+    def begin(rank: int) -> Callable[[], Any]:
+        job = Job(prepared, World.join(), example=batch)
+        return lambda: job.step(batch).loss
+
+    return begin
+
+
+def table(cases: Sequence[Case]) -> str:
+    """All cases, the worst first."""
+    lines = ["| task | plan | predicted, ms | measured, ms | error |", "|---|---|---:|---:|---:|"]
+    for case in sorted(cases, key=lambda case: -abs(case.error)):
+        times = f"{case.predicted * 1e3:.1f} | {case.measured * 1e3:.1f}"
+        lines.append(f"| {case.task} | {case.plan} | {times} | {case.error:+.0%} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

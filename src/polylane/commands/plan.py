@@ -1,0 +1,155 @@
+"""``polylane plan``: the fastest plan for a cluster, and why it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table as Grid
+from rich.text import Text
+
+from polylane.commands import planning
+from polylane.commands.output import console, count, plural, print_json, write
+from polylane.errors import PolylaneError
+
+if TYPE_CHECKING:
+    from polylane.cluster.cluster import Cluster
+    from polylane.cost.method import Method
+    from polylane.cost.predict import Basis, Prediction
+    from polylane.planner.search import Answer, Found, Wish
+
+MOST = 1 << 14  # devices that are thought of where nothing fits
+
+
+def run(
+    path: str,
+    *,
+    cluster: str,
+    batch: int,
+    settings: Sequence[str],
+    workers: int | None,
+    memory: str | None,
+    method: Method,
+    top: int,
+    output: Path | None,
+    json: bool,
+) -> None:
+    """Search, say what was found and why, and write the best plan where that is asked for.
+
+    Raises:
+        PolylaneError: what was given is wrong, or nothing fits: with the number of devices that would do.
+    """
+    from polylane.plan.plan import dump
+    from polylane.planner import advice, setup
+    from polylane.planner.search import Wish, search
+
+    bound = None if memory is None else _bytes(memory)
+    scene = planning.scene(path, settings, cluster, batch, {})
+    most = scene.cluster.count if workers is None else workers
+    planning.checked_workers(scene.cluster, most)
+    limit = min(device.memory for device in scene.cluster.devices(range(most)))
+    wish = Wish(
+        batch, worthwhile(most), _inner(scene.cluster), (method,), float(min(limit, bound or limit)), top=max(top, 1)
+    )
+    basis = setup.basis(scene.job, scene.cluster, method)
+    estimates = setup.estimates(basis, batch)
+    weigh = setup.footprint(scene.job, scene.cluster)
+    answer = search(estimates, weigh, wish)
+
+    def on(other: Cluster) -> Basis:
+        return replace(basis, cluster=other, stages=basis.stages.fresh())
+
+    if not answer.found:
+        raise PolylaneError(_nothing(answer, wish, lambda: advice.enough(weigh, wish, estimates, on, MOST)))
+    told = advice.advise(estimates, weigh, wish, answer, on)
+    if output is not None:
+        write(output, dump(answer.found[0].plan))
+    words = advice.sentences(told, answer.found[0], lambda bytes_: count(bytes_, "B"))
+    if json:
+        print_json({"plans": [_row(found, scene) for found in answer.found], "advice": asdict(told), "words": words})
+        return
+    _show(answer, scene, words)
+    if output is not None:
+        console().print(f"The best plan is in {output}: polylane train {path} --plan {output}")
+
+
+def worthwhile(most: int) -> tuple[int, ...]:
+    """Numbers of workers to look at: all, and fewer where these might be better: halves of it, down to one."""
+    found = [most]
+    while found[-1] > 1 and len(found) < 3:
+        found.append(found[-1] // 2)
+    return tuple(dict.fromkeys([*found, 1]))
+
+
+def _inner(cluster: Cluster) -> int:
+    """The most ranks that share an operator: those of a host."""
+    return max(group.devices for group in cluster.hosts)
+
+
+def _bytes(text: str) -> int:
+    from polylane.cluster.units import figure
+
+    found = figure(text)
+    if found is None or not found[0] > 0 or found[1] not in ("size", None):
+        raise PolylaneError(f'--memory takes a size, as in "30 GB", not {text!r}')
+    return int(found[0])
+
+
+def _nothing(answer: Answer, wish: Wish, would_do: Callable[[], int | None]) -> str:
+    """That nothing fits, by how much, and how many devices would do."""
+    workers = plural(max(wish.workers), "worker")
+    if not answer.excluded:
+        return f"no plan for {workers}: a batch of {plural(wish.batch, 'sample')} is too small"
+    least = min(answer.excluded, key=lambda c: c.bytes)
+    words = (
+        f"nothing fits on {workers}: the leanest plan needs {count(least.bytes, 'B')} per worker, "
+        f"{count(least.bytes - least.limit, 'B')} more than it may have"
+    )
+    found = would_do()
+    return f"{words}; {found} such devices would do" if found else f"{words}; more devices do not help"
+
+
+def _row(found: Found, scene: planning.Scene) -> dict[str, Any]:
+    prediction = found.prediction
+    worst = max((stage.memory for stage in prediction.stages), key=lambda memory: memory.total)
+    return {
+        "plan": found.plan.spec,
+        "workers": found.plan.workers,
+        "step_seconds": prediction.seconds,
+        "samples_per_second": prediction.samples_per_second,
+        "memory": worst.total,
+        "utilization": prediction.utilization,
+        "exposed_communication": _share(prediction),
+        "price": scene.cluster.price * found.plan.workers / scene.cluster.count * prediction.seconds / 3600,
+        "estimate_seconds": found.candidate.seconds,
+    }
+
+
+def _share(prediction: Prediction) -> float:
+    timeline = prediction.timeline
+    return sum(timeline.exposed_communication()) / (timeline.ranks * timeline.makespan() or 1.0)
+
+
+def _show(answer: Answer, scene: planning.Scene, words: Sequence[str]) -> None:
+    grid = Grid(box=box.SIMPLE, title=f"Of {answer.looked} plans, {len(answer.fitting)} fit; the fastest")
+    grid.add_column("plan", overflow="fold", ratio=1)
+    for name in ("workers", "step", "samples/s", "memory", "computing", "messages", "price"):
+        grid.add_column(name, justify="right")
+    for found in answer.found:
+        row = _row(found, scene)
+        grid.add_row(
+            Text(row["plan"]),
+            str(row["workers"]),
+            planning.duration(row["step_seconds"]),
+            f"{row['samples_per_second']:,.1f}",
+            count(row["memory"], "B"),
+            f"{row['utilization']:.0%}",
+            f"{row['exposed_communication']:.0%}",
+            f"{row['price']:.2g}" if row["price"] else "",
+        )
+    console().print(grid)
+    for line in words:
+        console().print(line, markup=False)

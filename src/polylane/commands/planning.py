@@ -1,0 +1,133 @@
+"""What simulating and planning need of a recipe and a cluster: the graph on the meta device, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from polylane.commands import inputs
+from polylane.commands.output import plural
+from polylane.errors import PolylaneError
+
+if TYPE_CHECKING:
+    from polylane.cluster.cluster import Cluster
+    from polylane.cost.method import Method
+    from polylane.graph.graph import Graph
+    from polylane.planner.setup import Job
+    from polylane.recipe import Recipe
+
+# Samples of the example that shows the form of a batch.
+EXAMPLE = 2
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A recipe ready to be priced.
+
+    Attributes:
+        recipe: the user's.
+        job: its graph and optimizer.
+        cluster: on what.
+        batch: samples of a step.
+        tokens: integers of one sample's first tensor, where those are whole numbers; 0 elsewhere.
+    """
+
+    recipe: Recipe
+    job: Job
+    cluster: Cluster
+    batch: int
+    tokens: int
+
+
+def scene(path: str, settings: Sequence[str], cluster: str, batch: int, pins: Mapping[str, Mapping[str, str]]) -> Scene:
+    """Capture a recipe's model without its weights, and read the cluster.
+
+    Raises:
+        PolylaneError: the cluster, the recipe or the model is wrong.
+    """
+    from polylane.cluster.line import given
+
+    machines = given(cluster)
+    recipe = inputs.open_recipe(path, settings)
+    from polylane.planner.setup import Job
+    from polylane.runtime.launch import single_threaded
+    from polylane.runtime.optimizer_probe import whole_parameters
+    from polylane.runtime.prepare import named_parameters
+
+    single_threaded()
+    model = _without_weights(recipe)
+    example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), EXAMPLE)
+    graph = _captured(recipe, model, example)
+    whole = whole_parameters(named_parameters(model, [recipe.loss]), [recipe.optimizer])
+    job = Job(graph, recipe.optimizer, {name: str(why) for name, why in whole.items()}, pins)
+    return Scene(recipe, job, machines, batch, _tokens(example))
+
+
+def _without_weights(recipe: Recipe) -> Any:
+    """The model on the meta device, where it takes no memory; with weights where it cannot be built so."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return inputs.build_model(recipe, seed=0)
+    except PolylaneError:
+        return inputs.build_model(recipe, seed=0)
+
+
+def _captured(recipe: Recipe, model: Any, example: Any) -> Graph:
+    from polylane.graph.capture import capture
+    from polylane.runtime.prepare import named_parameters, optimized
+
+    trainable = optimized(named_parameters(model, [recipe.loss]), recipe.optimizer)
+    return capture(model, recipe.loss, example, trainable=trainable)
+
+
+def _tokens(example: Any) -> int:
+    from torch import Tensor
+
+    from polylane.graph.batch import flatten
+
+    first = next((leaf for leaf in flatten(example)[0] if isinstance(leaf, Tensor)), None)
+    if first is None or first.is_floating_point() or first.dim() != 2:
+        return 0
+    return int(first.shape[1])
+
+
+def checked_workers(cluster: Cluster, workers: int) -> None:
+    """Refuse a plan that takes more devices than there are.
+
+    Raises:
+        PolylaneError: with both numbers.
+    """
+    if workers > cluster.count:
+        raise PolylaneError(
+            f"the plan takes {plural(workers, 'worker')}, but the cluster has {plural(cluster.count, 'device')}"
+        )
+
+
+def model_flops(graph: Graph, batch: int) -> float:
+    """Floating-point operations of a step that the model itself asks for: three times those of its forward pass.
+
+    What is computed again does not count (Chowdhery et al., PaLM, 2022, appendix B: model FLOPs utilization).
+    """
+    return 3.0 * sum(node.flops for node in graph.nodes) * batch / graph.samples
+
+
+def method_of(dtype: str, masters: bool, recompute: str, chunks: int, shard: str, overlap: bool, every: int) -> Method:
+    """How training is done, from the options of a command.
+
+    Raises:
+        PolylaneError: an option that is wrong.
+    """
+    from polylane.cost.method import Method
+
+    return Method(dtype, masters, recompute, chunks, shard, overlap, every)  # type: ignore[arg-type]
+
+
+def duration(seconds: float) -> str:
+    """A time for people: "1.24 s", "35.1 ms", "820 µs"."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1 or not seconds:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

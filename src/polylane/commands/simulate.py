@@ -1,0 +1,256 @@
+"""``polylane simulate``: how long a step of a plan takes on a cluster, and what it needs, without running it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table as Grid
+
+from polylane.commands import inputs, planning
+from polylane.commands.output import console, count, print_json, write
+from polylane.commands.planning import duration as seconds
+from polylane.errors import PolylaneError
+
+if TYPE_CHECKING:
+    from polylane.cluster.cluster import Cluster
+    from polylane.cost.method import Method
+    from polylane.cost.predict import Prediction
+    from polylane.graph.partition import Partition
+    from polylane.plan.plan import Plan
+
+TOP = 12  # rows of a breakdown
+
+
+def run(
+    path: str,
+    *,
+    cluster: str,
+    plan: str,
+    batch: int,
+    settings: Sequence[str],
+    method: Method,
+    slow: Sequence[str],
+    html: Path | None,
+    svg: Path | None,
+    breakdown: bool,
+    json: bool,
+) -> None:
+    """Predict a step and print it.
+
+    Raises:
+        PolylaneError: what was given is wrong.
+    """
+    from polylane.cost.predict import predict
+    from polylane.observe import swimlane
+    from polylane.plan.plan import Plan
+    from polylane.planner import setup
+
+    chosen = inputs.read_plan(plan)
+    pins = {axis: chosen.pins(axis) for axis in chosen.axes} if isinstance(chosen, Plan) else {}
+    scene = planning.scene(path, settings, cluster, batch, pins)
+    scene = replace(scene, cluster=slowed(scene.cluster, slow))
+    planning.checked_workers(scene.cluster, chosen.workers)
+    basis = setup.basis(scene.job, scene.cluster, method)
+    partition, fitted = setup.fitted(basis, chosen, batch)
+    prediction = predict(basis, partition, fitted, batch, every=html is not None or svg is not None)
+    found = summary(scene, prediction, method)
+    if breakdown:
+        found["breakdown"] = broken_down(basis, partition, prediction)
+    for file, draw in ((html, swimlane.html), (svg, swimlane.svg)):
+        if file is not None:
+            write(file, draw(replace(prediction.timeline, title=f"{fitted.spec} · predicted")))
+    if json:
+        print_json(found)
+    else:
+        show(found)
+
+
+def slowed(cluster: Cluster, options: Sequence[str]) -> Cluster:
+    """The cluster with stragglers: ``3=0.8`` makes the device of rank 3 four fifths as fast.
+
+    Raises:
+        PolylaneError: not of that form, or no such rank.
+    """
+    speeds = dict(cluster.speeds)
+    for option in options:
+        form = re.fullmatch(r"(\d+)=(\d*\.?\d+)", option.strip())
+        if form is None:
+            raise PolylaneError(f"--slow takes RANK=SPEED, as in 3=0.8, not {option!r}")
+        speeds[int(form[1])] = float(form[2])
+    return replace(cluster, speeds=speeds) if options else cluster
+
+
+# Plain data ----------------------------------------------------------------------------------------------------------
+
+
+def summary(scene: planning.Scene, prediction: Prediction, method: Method) -> dict[str, Any]:
+    """What a step takes, as plain data."""
+    plan, timeline, cluster = prediction.plan, prediction.timeline, scene.cluster
+    step = prediction.seconds
+    flops = planning.model_flops(scene.job.graph, scene.batch)
+    each = flops / (step * plan.workers) if step else 0.0
+    device = cluster.device(0)
+    idle, exposed = timeline.idle(), timeline.exposed_communication()
+    found = {
+        "recipe": str(scene.recipe.path),
+        "plan": plan.spec,
+        "workers": plan.workers,
+        "batch": scene.batch,
+        "method": asdict(method),
+        "step_seconds": step,
+        "samples_per_second": prediction.samples_per_second,
+        "model_flops": flops,
+        "flops_per_second_per_device": each,
+        "mfu": each / device.peak(method.dtype),
+        "utilization": prediction.utilization,
+        "bubble": sum(idle) / (len(idle) * step) if step else 0.0,
+        "exposed_communication": sum(exposed) / (len(exposed) * step) if step else 0.0,
+        "bytes": sent_bytes(prediction, cluster),
+        "stages": [_stage(prediction, index, cluster) for index in range(plan.pipeline)],
+        "price": cluster.price * plan.workers / cluster.count * step / 3600,
+    }
+    if scene.tokens:
+        found["tokens_per_second"] = prediction.samples_per_second * scene.tokens
+    return found
+
+
+def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]:
+    """Bytes that the busiest rank sends in a step, for each kind of traffic, and over which level of the cluster."""
+    from polylane.schedule.action import Kind
+
+    kinds = {Kind.SEND: "pipeline", Kind.REDUCE: "data", Kind.FORWARD: "operators", Kind.BACKWARD: "operators"}
+    lanes: dict[tuple[str, int], int] = {}
+    for span in prediction.timeline.spans:
+        if span.bytes and span.action.kind in kinds:
+            key = (kinds[span.action.kind], span.rank)
+            lanes[key] = lanes.get(key, 0) + span.bytes
+    found = []
+    for kind in ("operators", "pipeline", "data"):
+        most = max((bytes_ for (own, _), bytes_ in lanes.items() if own == kind), default=0)
+        if most:
+            found.append({"traffic": kind, "level": _level(prediction.plan, kind, cluster), "bytes": most})
+    return found
+
+
+def _level(plan: Plan, kind: str, cluster: Cluster) -> str:
+    """The widest part of the cluster that a kind of traffic crosses."""
+    stage, rank = plan.stages[0], plan.stages[0].devices[0]
+    if kind == "data":
+        ranks = [plan.along(s.devices[0], "data") for s in plan.stages]
+    elif kind == "pipeline":
+        ranks = [(rank, other.devices[0]) for other in plan.stages[1:2]]
+    else:
+        ranks = [stage.devices[: plan.degree("sequence", 0) * plan.degree("tensor", 0)]]
+    return max(cluster.level(group) for group in ranks).name.lower() if ranks else "device"
+
+
+def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, Any]:
+    own = prediction.stages[index]
+    return {
+        "stage": index,
+        "mesh": str(own.mesh),
+        "samples": own.samples,
+        "forward": own.passes.forward,
+        "backward": own.passes.backward,
+        "waits": own.passes.waits + own.passes.backward_waits,
+        "update": own.update,
+        "memory": {**asdict(own.memory), "total": own.memory.total},
+        "limit": min(device.memory for device in cluster.devices(prediction.plan.stages[index].devices)),
+    }
+
+
+def broken_down(basis: Any, partition: Partition, prediction: Prediction) -> list[dict[str, Any]]:
+    """Seconds of a microbatch by kind of operator, on the busiest rank of every stage."""
+    from polylane.cost.predict import table_of
+
+    found = []
+    for index in range(prediction.plan.pipeline):
+        table = table_of(basis, partition, prediction.plan, prediction.batch, index)
+        kinds: dict[str, list[float]] = {}
+        for first, end, stage in partition.pieces:
+            for at in range(first, end) if stage == index else ():
+                own = kinds.setdefault(partition.graph.nodes[at].op.removeprefix("aten.").split(".")[0], [0.0] * 5)
+                own[0] += 1
+                for place, name in enumerate(("forward", "backward", "waits", "backward_waits"), 1):
+                    own[place] += table.between(name, at, at + 1)
+        for kind, (nodes, forward, backward, there, back) in sorted(kinds.items(), key=lambda item: -sum(item[1][1:])):
+            found.append(
+                {
+                    "stage": index,
+                    "operator": kind,
+                    "nodes": int(nodes),
+                    "forward": forward,
+                    "backward": backward,
+                    "waits": there + back,
+                }
+            )
+    return found
+
+
+# For people ----------------------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print a prediction."""
+    screen = console()
+    rate = f"{found['samples_per_second']:,.1f} samples/s"
+    if "tokens_per_second" in found:
+        rate += f", {found['tokens_per_second']:,.0f} tokens/s"
+    price = f", {found['price']:.2g} per step" if found["price"] else ""
+    screen.print(
+        f"A step of {found['batch']} samples takes {seconds(found['step_seconds'])} on {found['workers']} workers: "
+        f"{rate}{price}."
+    )
+    screen.print(
+        f"{found['flops_per_second_per_device'] / 1e12:.1f} TFLOP/s per device of the model's own work, "
+        f"{found['mfu']:.1%} of the peak; workers compute {found['utilization']:.1%} of the time, wait in the pipeline "
+        f"{found['bubble']:.1%}, for messages {found['exposed_communication']:.1%}."
+    )
+    for row in found["bytes"]:
+        words = f"{row['traffic']}: {count(row['bytes'], 'B')} sent per worker and step, within a {row['level']}"
+        screen.print(words.replace("within a cluster", "between sites"))
+    _show_stages(found["stages"])
+    if "breakdown" in found:
+        _show_breakdown(found["breakdown"])
+
+
+def _show_stages(stages: Sequence[dict[str, Any]]) -> None:
+    times = Grid(box=box.SIMPLE, title="One microbatch on the busiest worker of each stage")
+    sizes = Grid(box=box.SIMPLE, title="Memory of that worker")
+    for grid, names in (
+        (times, ("stage", "mesh", "samples", "forward", "backward", "collectives", "optimizer's step")),
+        (sizes, ("stage", "parameters", "gradients", "optimizer", "activations", "messages", "margin", "all")),
+    ):
+        for name in names:
+            grid.add_column(name, justify="left" if name == "mesh" else "right")
+    for row in stages:
+        memory = row["memory"]
+        own = (seconds(row[name]) for name in ("forward", "backward", "waits", "update"))
+        times.add_row(str(row["stage"]), row["mesh"], str(row["samples"]), *own)
+        parts = ("parameters", "gradients", "optimizer", "activations", "communication", "margin", "total")
+        over = memory["total"] > row["limit"]
+        sizes.add_row(str(row["stage"]), *(count(memory[name], "B") for name in parts), style="red" if over else "")
+    console().print(times)
+    console().print(sizes)
+    for row in stages:
+        over = row["memory"]["total"] - row["limit"]
+        if over > 0:
+            console().print(f"Stage {row['stage']} does not fit: {count(over, 'B')} more than a device has.")
+
+
+def _show_breakdown(rows: Sequence[dict[str, Any]]) -> None:
+    grid = Grid(box=box.SIMPLE, title="Seconds of a microbatch by operator")
+    for name in ("stage", "operator", "nodes", "forward", "backward", "waits"):
+        grid.add_column(name, justify="left" if name == "operator" else "right")
+    shown: dict[int, int] = {}
+    for row in rows:
+        shown[row["stage"]] = shown.get(row["stage"], 0) + 1
+        if shown[row["stage"]] <= TOP:
+            times = (seconds(row[name]) for name in ("forward", "backward", "waits"))
+            grid.add_row(str(row["stage"]), row["operator"], str(row["nodes"]), *times)
+    console().print(grid)

@@ -1,0 +1,62 @@
+"""Footprint: bytes that a worker needs, of any number of stages at once, for searches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polylane.cost.method import Method
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of a worker by what it trains and keeps.
+
+    Attributes:
+        state: bytes of optimizer states for each trained element.
+        item: bytes of a parameter's element in the model.
+        margin: share that the allocator loses, on top.
+        fixed: bytes that every worker needs whatever it does.
+    """
+
+    state: float
+    item: int = 4
+    margin: float = 0.05
+    fixed: float = 0.0
+
+    def __call__(self, elements: Array, held: Array, data: int, method: Method) -> Array:
+        """Bytes.
+
+        Args:
+            elements: trained elements of a rank.
+            held: bytes kept of all microbatches that it has in flight.
+            data: replicas of the stage.
+            method: how training is done.
+        """
+        weights, gradients, states = self.per_element(data, method)
+        return (elements * (weights + gradients + states) + held) * (1 + self.margin) + self.fixed
+
+    def per_element(self, data: int, method: Method) -> tuple[float, float, float]:
+        """Bytes of parameters, gradients and optimizer states for each trained element of a rank.
+
+        Sharded over ``data`` replicas as ZeRO has it (Rajbhandari et al., 2020, section 5).
+        """
+        item = float(min(self.item, method.item)) if not method.masters else float(self.item)
+        weights, gradients, states = item, item, self.state * item / self.item
+        if method.low and method.masters:
+            weights, gradients, states = (
+                2.0,
+                2.0,
+                states + item,
+            )  # a 16-bit copy to compute with; the states' own masters
+        if method.shard != "none":
+            states /= data
+        if method.shard in ("gradients", "parameters"):
+            gradients /= data
+        if method.shard == "parameters":
+            weights /= data
+        return weights, gradients, states

@@ -1,0 +1,96 @@
+"""Take a profile of a model where it lies: its nodes one by one, whole passes, and a step of its optimizer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from polylane.cost.compute import Both, measure_both, wait_for
+from polylane.cost.profile import Profile
+from polylane.graph.batch import Rebuild, cloned, few, sample_count
+from polylane.graph.export import Loss, Whole, snapshot
+from polylane.graph.graph import Graph
+
+REPEATS = 5
+
+
+def profiled(
+    graph: Graph,
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any] | None,
+    leaves: Sequence[Any],
+    rebuild: Rebuild,
+    sizes: Sequence[int],
+) -> Profile:
+    """Measure a graph's nodes, the passes of its model and the optimizer's step, at some batch sizes.
+
+    Weights, buffers, gradients and the random state stay as they were. Whole passes run as in a plain loop.
+
+    Args:
+        graph: of the model and its loss.
+        optimizer: made of named parameters; None: not measured.
+        leaves, rebuild: a batch of at least the largest size.
+        sizes: batch sizes; those that the batch does not reach are left out.
+    """
+    wanted = sorted({n for n in sizes if 1 <= n <= sample_count(leaves)}) or [sample_count(leaves)]
+    nodes: dict[str, list[Both]] = {node.name: [] for node in graph.nodes}
+    steps = []
+    for samples in wanted:
+        part = few(leaves, samples)
+        for node, both in zip(graph.nodes, measure_both(graph, model, loss, cloned(part)), strict=True):
+            nodes[node.name].append(both)
+        steps.append(passes(model, loss, part, rebuild))
+    update = _update(model, loss, optimizer) if optimizer is not None else 0.0
+    return Profile(tuple(wanted), {name: tuple(each) for name, each in nodes.items()}, tuple(steps), update)
+
+
+def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild) -> Both:
+    """Seconds of a whole forward and a whole backward pass, medians; gradients are added to those already there."""
+    whole = Whole(model, loss, rebuild)
+    restore = snapshot(whole)
+    wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
+    times: list[Both] = []
+    try:
+        for _ in range(REPEATS + 1):
+            own = cloned(leaves)
+            wait()
+            start = time.perf_counter()
+            result = whole(*own)
+            wait()
+            middle = time.perf_counter()
+            result[0].backward()
+            wait()
+            times.append((middle - start, time.perf_counter() - middle))
+    finally:
+        restore()
+    return statistics.median(f for f, _ in times[1:]), statistics.median(b for _, b in times[1:])
+
+
+def _update(model: nn.Module, loss: Loss, factory: Callable[[list[tuple[str, nn.Parameter]]], Any]) -> float:
+    """Seconds of a step of the optimizer on all parameters, with zero_grad."""
+    restore = snapshot(model)
+    named = list(model.named_parameters())
+    if isinstance(loss, nn.Module):
+        named += [(f"loss.{name}", parameter) for name, parameter in loss.named_parameters()]
+    wait = wait_for(named[0][1].device if named else torch.device("cpu"))
+    times = []
+    try:
+        optimizer = factory(named)
+        for _ in range(REPEATS + 1):
+            for _, parameter in named:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            wait()
+            start = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            wait()
+            times.append(time.perf_counter() - start)
+    finally:
+        restore()
+    return statistics.median(times[1:])

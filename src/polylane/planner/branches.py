@@ -1,0 +1,149 @@
+"""Branches as stages: parts of a graph that do not wait for each other, on workers of their own at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from polylane.cost.method import Method
+from polylane.cost.predict import predict
+from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition, cut_positions
+from polylane.plan import fit
+from polylane.plan.spec import Degrees, Spec
+from polylane.planner.candidate import Candidate
+from polylane.planner.estimate import Array, Estimates
+from polylane.schedule.stage_graph import Circle, StageGraph
+
+# A branch with less of the fork's work than this is not worth a worker.
+WORTH = 0.1
+MOST_WORKERS = 16
+# How many places of the graph are looked at for a fork.
+MOST_FORKS = 64
+MICROBATCHES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a graph divides and meets again.
+
+    Attributes:
+        first: position of its first node.
+        join: position of the node that reads what several branches make.
+        branches: positions of the nodes of each, ascending.
+    """
+
+    first: int
+    join: int
+    branches: tuple[tuple[int, ...], ...]
+
+
+def forks(graph: Graph, seconds: Array, places: Sequence[int]) -> Iterator[Fork]:
+    """The forks that begin at some positions.
+
+    Args:
+        graph: what is looked at.
+        seconds: of every node.
+        places: positions where a fork may begin; what is made before one counts as there.
+    """
+    for first in places:
+        found = _fork(graph, seconds, first)
+        if found is not None:
+            yield found
+
+
+def _fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
+    """Nodes are joined with what they read, in order, until one joins two branches that are worth a worker each."""
+    owner: dict[str, int] = {}
+    members: dict[int, list[int]] = {}
+    for position in range(first, len(graph.nodes)):
+        node = graph.nodes[position]
+        if node.free:
+            continue
+        read = {owner[name] for name in node.inputs if name in owner}
+        work = {branch: float(seconds[members[branch]].sum()) for branch in members}
+        total = sum(work.values())
+        if sum(work[branch] >= WORTH * total for branch in read) > 1:
+            branches = tuple(tuple(nodes) for branch, nodes in sorted(members.items()) if work[branch] > 0)
+            return Fork(first, position, branches)
+        merged = min(read, default=position)
+        for branch in read - {merged}:
+            members[merged] = sorted(members[merged] + members.pop(branch))
+        members.setdefault(merged, []).append(position)
+        for at in members[merged]:
+            owner[graph.nodes[at].name] = merged
+    return None
+
+
+def branched(estimates: Estimates, workers: int, methods: Sequence[Method], limit: float) -> list[Candidate]:
+    """The plans that put branches on up to so many workers, one worker for each stage, predicted exactly."""
+    graph = estimates.basis.stages.graph
+    if graph.opaque or workers < 2:
+        return []
+    table = estimates.table(Degrees(), max(1, estimates.batch))
+    seconds = np.diff(table.forward + table.backward)
+    places = estimates.positions[:-1]
+    if len(places) > MOST_FORKS:
+        places = places[np.linspace(0, len(places) - 1, MOST_FORKS).astype(int)]
+    found, seen = list[Candidate](), set[tuple[tuple[int, ...], tuple[int, ...]]]()
+    for fork in forks(graph, seconds, [int(p) for p in places]):
+        for stages in range(2, min(workers, len(fork.branches), MOST_WORKERS) + 1):
+            partition = placed(graph, fork, seconds, stages)
+            if partition is None or (partition.cuts, partition.owners) in seen:
+                continue
+            seen.add((partition.cuts, partition.owners))
+            found += _candidates(estimates, partition, methods, limit)
+    return found
+
+
+def placed(graph: Graph, fork: Fork, seconds: Array, stages: int) -> Partition | None:
+    """A fork's branches on so many stages, the longest first where there is least; None where they cannot be cut so.
+
+    What comes before the fork is on the first stage, what comes after on the last: both compute a branch as well.
+    """
+    loads, stage_of = [0.0] * stages, dict[int, int]()
+    for branch in sorted(fork.branches, key=lambda nodes: -float(seconds[list(nodes)].sum())):
+        least = loads.index(min(loads))
+        loads[least] += float(seconds[list(branch)].sum())
+        stage_of |= dict.fromkeys(branch, least)
+    owners: list[int] = []
+    for position, node in enumerate(graph.nodes):
+        outside = 0 if position < fork.first else stages - 1
+        inside = fork.first <= position < fork.join and not node.free
+        owners.append(stage_of.get(position, owners[-1] if owners else 0) if inside else outside)
+        if node.free and owners[:-1]:
+            owners[-1] = owners[-2]
+    cuts = tuple(p for p in range(1, len(owners)) if owners[p] != owners[p - 1])
+    if not set(cuts) <= set(cut_positions(graph)) or len(set(owners)) < stages:
+        return None
+    partition = Partition(graph, cuts, (owners[0], *(owners[p] for p in cuts)))
+    try:
+        StageGraph.of_partition(partition)
+    except Circle:
+        return None
+    return partition
+
+
+def _candidates(
+    estimates: Estimates, partition: Partition, methods: Sequence[Method], limit: float
+) -> Iterator[Candidate]:
+    meshes = (Degrees(),) * partition.stages
+    for method in methods:
+        basis = replace(estimates.basis, method=method)
+        for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
+            plan = fit.from_partition(partition, Spec.of_meshes(meshes, "1f1b", microbatches, "float32"), microbatches)
+            prediction = predict(basis, partition, plan, estimates.batch, exact=False)
+            most = max(stage.memory.total for stage in prediction.stages)
+            yield Candidate(
+                meshes,
+                partition.cuts,
+                "1f1b",
+                microbatches,
+                method,
+                prediction.seconds,
+                float(most),
+                limit,
+                partition.owners,
+            )

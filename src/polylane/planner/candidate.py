@@ -1,0 +1,223 @@
+"""Candidates: plans with the same mesh for all stages, their cuts, time and memory by formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from polylane.cluster.cluster import along
+from polylane.cost import network
+from polylane.cost.footprint import Footprint
+from polylane.cost.method import Method
+from polylane.plan.spec import Degrees
+from polylane.planner.estimate import Array, Curves, Estimates
+
+# The exponent with which stages' times are summed when cuts are chosen: the slowest counts, then the others.
+POWER = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train, by estimate.
+
+    Attributes:
+        meshes: of every stage.
+        cuts: positions of the graph at which stages begin, but the first.
+        owners: the stage of every piece, where stages have several (see :class:`polylane.graph.partition.Partition`).
+        schedule, microbatches: in which order.
+        method: how.
+        seconds: of a step.
+        bytes: of memory on the worker that needs the most.
+        limit: bytes that it may have.
+    """
+
+    meshes: tuple[Degrees, ...]
+    cuts: tuple[int, ...]
+    schedule: str
+    microbatches: int
+    method: Method
+    seconds: float
+    bytes: float
+    limit: float
+    owners: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """How many it takes."""
+        return sum(mesh.workers for mesh in self.meshes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every worker's memory is enough."""
+        return self.bytes <= self.limit
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Equal meshes: data replicas of a pipeline of stages, each on sequence x tensor ranks.
+
+    Attributes:
+        data, stages, sequence, tensor: the degrees.
+        microbatches, schedule, method: of the plan.
+    """
+
+    data: int
+    stages: int
+    sequence: int
+    tensor: int
+    microbatches: int
+    schedule: str
+    method: Method
+
+    @property
+    def mesh(self) -> Degrees:
+        """Of every stage."""
+        return Degrees(self.data, self.sequence, self.tensor)
+
+    def ranks(self, axis: str) -> range:
+        """The first group of ranks along an axis."""
+        degrees = {"data": self.data, "pipeline": self.stages, "sequence": self.sequence, "tensor": self.tensor}
+        return along(degrees, axis)
+
+
+def estimated(estimates: Estimates, footprint: Footprint, uniform: Uniform, limit: float) -> Candidate | None:
+    """The best cuts of a uniform plan, and what it then takes; None where the graph has too few places to cut.
+
+    Stages are cut so that every one fits in memory, if they can be, and the slowest is as fast as can be.
+    """
+    stages, samples = uniform.stages, -(-estimates.batch // (uniform.microbatches * uniform.data))
+    if stages > estimates.pieces:
+        return None
+    curves = estimates.curves(uniform.mesh, samples, uniform.method)
+    bytes_ = [_bytes(footprint, uniform, curves, stage) for stage in range(stages)]
+    ends = best_cuts(curves.passes, bytes_, limit)
+    if ends is None:  # as balanced as can be, to say by how much it does not fit
+        ends = best_cuts(curves.passes, bytes_, np.inf)
+        if ends is None:
+            return None
+    most = max(float(bytes_[s][ends[s], ends[s + 1]]) for s in range(stages))
+    seconds = _seconds(estimates, uniform, curves, ends)
+    cuts = tuple(int(estimates.positions[i]) for i in ends[1:-1])
+    return Candidate(
+        (uniform.mesh,) * stages, cuts, uniform.schedule, uniform.microbatches, uniform.method, seconds, most, limit
+    )
+
+
+def _bytes(footprint: Footprint, uniform: Uniform, curves: Curves, stage: int) -> Array:
+    """Bytes of a rank of a stage, for every first and last position."""
+    live = uniform.microbatches
+    if uniform.schedule == "1f1b":
+        live = min(live, uniform.stages - stage)
+    elements = curves.elements[None, :] - curves.elements[:, None]
+    held = curves.held[None, :] - curves.held[:, None]
+    return footprint(elements, held * live, uniform.data, uniform.method)
+
+
+def best_cuts(times: Array, bytes_: Sequence[Array], limit: float) -> list[int] | None:
+    """Where stages begin and end (indices into the positions): within the limit, the slowest as fast as can be.
+
+    Args:
+        times: running sum at every position.
+        bytes_: of every stage, bytes for every first (row) and last (column) position.
+        limit: of the bytes.
+
+    Returns:
+        One index more than there are stages; None where no cuts keep the limit.
+    """
+    count, stages = len(times), len(bytes_)
+    scale = (times[-1] - times[0]) / stages or 1.0
+    gaps = (times[None, :] - times[:, None]) / scale
+    cost = np.where(np.triu(np.ones((count, count), dtype=bool), 1), np.maximum(gaps, 0.0) ** POWER, np.inf)
+    total = np.full(count, np.inf)
+    total[0] = 0.0
+    choices = []
+    for own in bytes_:
+        every = np.where(own <= limit, cost, np.inf) + total[:, None]
+        choices.append(np.argmin(every, axis=0))
+        total = every[choices[-1], np.arange(count)]
+    if not np.isfinite(total[-1]):
+        return None
+    ends = [count - 1]
+    for choice in reversed(choices):
+        ends.append(int(choice[ends[-1]]))
+    return ends[::-1]
+
+
+def _seconds(estimates: Estimates, uniform: Uniform, curves: Curves, ends: Sequence[int]) -> float:
+    """Of a step: the pipeline's fill and drain, its slowest stage, messages, gradients that are summed, the update.
+
+    For one forward, one backward and for all forward, all backward alike: sum of all stages + (m - 1) times the slowest
+    (Huang et al., GPipe, 2019, section 2.3, with unequal stages).
+    """
+    cluster = estimates.basis.cluster
+    forward = np.diff(curves.forward[list(ends)])
+    backward = np.diff(curves.backward[list(ends)])
+    hops = 0.0
+    if uniform.stages > 1:
+        ranks = uniform.ranks("pipeline")
+        inner = uniform.sequence * uniform.tensor
+        for i in ends[1:-1]:
+            hops += 2 * network.transfer(cluster, float(curves.entering[i]), ranks[0], ranks[1], inner)
+    passes = forward + backward + 2 * estimates.basis.overhead
+    # A worker sends while it computes, but 1F1B's turns wait for the answer.
+    slowest = float(passes.max()) + (hops / (uniform.stages - 1) if uniform.stages > 1 else 0.0)
+    pipeline = float(passes.sum()) + hops + (uniform.microbatches - 1) * slowest
+    return pipeline + _ending(estimates, uniform, curves, ends, backward)
+
+
+def _ending(estimates: Estimates, uniform: Uniform, curves: Curves, ends: Sequence[int], backward: Array) -> float:
+    """Seconds after the last backward pass: what is left of the reductions, and the optimizer's step."""
+    basis, most = estimates.basis, 0.0
+    device = basis.cluster.device(0)
+    for stage in range(uniform.stages):
+        elements = float(curves.elements[ends[stage + 1]] - curves.elements[ends[stage]])
+        left = 0.0
+        if uniform.data > 1:
+            size = elements * min(4, uniform.method.item if not uniform.method.masters else 4)
+            whole = network.collective(basis.cluster, "all_reduce", size, uniform.ranks("data"), None)
+            left = whole
+            if uniform.method.overlap:  # all but the last of it may go on during the backward pass
+                left = max(whole - float(backward[stage]), whole / max(1, ends[stage + 1] - ends[stage]))
+        most = max(most, left + basis.update(device, int(elements), 1))
+    return most
+
+
+def uniforms(workers: int, inner: int, batch: int, pieces: int, methods: Sequence[Method]) -> Iterator[Uniform]:
+    """Every uniform plan worth looking at on so many workers.
+
+    Args:
+        workers: all of them are used.
+        inner: the most ranks that may share an operator (a host's devices).
+        batch: samples of a step.
+        pieces: the most stages.
+        methods: to choose from.
+    """
+    for sequence in _powers(inner):
+        for tensor in _powers(inner // sequence):
+            if workers % (sequence * tensor):
+                continue
+            rest = workers // (sequence * tensor)
+            for stages in _divisors(rest, pieces):
+                data = rest // stages
+                if data > batch:
+                    continue
+                for microbatches in _microbatches(batch // data, stages):
+                    plain = Uniform(data, stages, sequence, tensor, microbatches, "1f1b", methods[0])
+                    for method in methods:
+                        yield replace(plain, method=method)
+
+
+def _microbatches(samples: int, stages: int) -> list[int]:
+    """Into how many parts a replica's samples may be divided: those that make parts of 1, 2, 4, 8... samples."""
+    found = {max(1, samples // size) for size in _powers(samples)}
+    return sorted(m for m in found if m <= samples and (stages == 1 or m >= 2 or samples == 1))
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(max(most, 1).bit_length())]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]

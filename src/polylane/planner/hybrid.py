@@ -1,0 +1,216 @@
+"""Stages with meshes of their own: their boundaries, and how many devices each has, by dynamic programming.
+
+Zheng et al., Alpa, OSDI 2022, section 5.2: for every bound on the slowest stage, the stages whose times add up to the
+least; a pipeline then takes their sum and (m - 1) times the slowest. Here stages keep to memory as well, counted from
+the last one back, for a stage holds as many microbatches as there are stages from it to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polylane.cost import network
+from polylane.cost.footprint import Footprint
+from polylane.cost.method import Method
+from polylane.plan.spec import Degrees
+from polylane.planner.candidate import Candidate
+from polylane.planner.estimate import Array, Estimates
+
+# Beyond so many workers all stages have the same mesh.
+MOST_WORKERS = 16
+MOST_STAGES = 6
+MOST_PLACES = 48
+# How many bounds on the slowest stage are tried, and which numbers of microbatches.
+BOUNDS = 12
+MICROBATCHES = (2, 4, 8, 16, 32)
+DEGREES = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A mesh, and what a stage on it takes for every first (row) and last (column) place.
+
+    Attributes:
+        mesh: of the stage.
+        seconds: of both passes of a microbatch, and of the messages before them.
+        ending: seconds after the last backward pass.
+        elements: that a rank trains.
+        held: bytes kept of a microbatch.
+    """
+
+    mesh: Degrees
+    seconds: Array
+    ending: Array
+    elements: Array
+    held: Array
+
+
+# A stage: its first place, its last, and its mesh.
+Chosen = list[tuple[int, int, Option]]
+
+
+def hybrids(
+    estimates: Estimates, footprint: Footprint, workers: int, methods: Sequence[Method], limit: float
+) -> list[Candidate]:
+    """The best plan with unequal meshes for each number of microbatches."""
+    if workers > MOST_WORKERS or workers < 3 or estimates.pieces < 2:
+        return []
+    found = []
+    for method in methods:
+        for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
+            search = Search(estimates, footprint, workers, microbatches, method, limit)
+            found += search.best()
+    return found
+
+
+class Search:
+    """The best unequal stages for one number of microbatches.
+
+    Args:
+        estimates, footprint: of the graph on the cluster.
+        workers: that all stages have together.
+        microbatches: of a step.
+        method: how training is done.
+        limit: bytes that a worker may have.
+    """
+
+    def __init__(
+        self,
+        estimates: Estimates,
+        footprint: Footprint,
+        workers: int,
+        microbatches: int,
+        method: Method,
+        limit: float,
+    ) -> None:
+        self.estimates, self.footprint, self.workers = estimates, footprint, workers
+        self.microbatches, self.method, self.limit = microbatches, method, limit
+        self.places = chosen_places(estimates)
+        self._bytes: dict[tuple[int, int], Array] = {}
+
+    def best(self) -> list[Candidate]:
+        """One candidate, or none where equal meshes are better."""
+        one = min((float(option.seconds[0, -1]) for option in self.options), default=0.0)
+        best: tuple[float, Chosen] | None = None
+        for bound in np.geomspace(one / self.workers, one, BOUNDS) if one else ():
+            chosen = self.chosen(float(bound))
+            if chosen is not None and (best is None or self.seconds(chosen) < best[0]):
+                best = self.seconds(chosen), chosen
+        if best is None or len({option.mesh for _, _, option in best[1]}) < 2:
+            return []
+        seconds, chosen = best
+        positions = self.estimates.positions
+        live = [min(self.microbatches, len(chosen) - i) for i in range(len(chosen))]
+        most = max(float(self.bytes(self.options.index(o), n)[a, b]) for n, (a, b, o) in zip(live, chosen, strict=True))
+        meshes = tuple(option.mesh for _, _, option in chosen)
+        cuts = tuple(int(positions[self.places[a]]) for a, _, _ in chosen[1:])
+        return [Candidate(meshes, cuts, "1f1b", self.microbatches, self.method, seconds, most, self.limit)]
+
+    def seconds(self, chosen: Chosen) -> float:
+        """Of a step on these stages."""
+        each = [float(option.seconds[a, b]) for a, b, option in chosen]
+        return sum(each) + (self.microbatches - 1) * max(each) + max(float(o.ending[a, b]) for a, b, o in chosen)
+
+    @cached_property
+    def options(self) -> list[Option]:
+        """Every mesh that a stage may have, without all the workers."""
+        splits = [(1, 1), *((1, n) for n in DEGREES), *((n, 1) for n in DEGREES)]
+        most = min(self.workers - 1, self.estimates.batch // self.microbatches)
+        meshes = [Degrees(data, sequence, tensor) for data in range(1, most + 1) for sequence, tensor in splits]
+        return [self._option(mesh) for mesh in meshes if mesh.workers < self.workers]
+
+    def _option(self, mesh: Degrees) -> Option:
+        basis, at = self.estimates.basis, np.array(self.places)
+        curves = self.estimates.curves(mesh, -(-self.estimates.batch // (self.microbatches * mesh.data)), self.method)
+        passes, elements, held = curves.passes[at], curves.elements[at], curves.held[at]
+        inward = np.array([network.transfer(basis.cluster, float(b), 0, 1) if b else 0.0 for b in curves.entering[at]])
+        inward[0] = 0.0
+        own = np.maximum(elements[None, :] - elements[:, None], 0.0)
+        device = basis.cluster.device(0)
+        ending = np.vectorize(lambda count: basis.update(device, int(count), 1))(own)
+        if mesh.data > 1:
+            inner = mesh.sequence * mesh.tensor
+            sample = 4e6
+            whole = network.collective(basis.cluster, "all_reduce", sample, range(0, mesh.workers, inner), None)
+            # Most of it goes on beside the last backward pass.
+            ending = ending + 4 * own * whole / sample * (0.3 if self.method.overlap else 1.0)
+        seconds = passes[None, :] - passes[:, None] + 2 * inward[:, None]
+        return Option(mesh, seconds, ending, own, held[None, :] - held[:, None])
+
+    def bytes(self, number: int, live: int) -> Array:
+        """Memory of a rank of a stage on one of the options, with so many microbatches in flight."""
+        if (number, live) not in self._bytes:
+            option = self.options[number]
+            self._bytes[number, live] = self.footprint(
+                option.elements, option.held * live, option.mesh.data, self.method
+            )
+        return self._bytes[number, live]
+
+    def chosen(self, bound: float) -> Chosen | None:
+        """The stages, first to last, that take the least together, none of them more than ``bound``."""
+        count, rounds = len(self.places), list[_Round]()
+        least = np.full((self.workers + 1, count), np.inf)  # by workers and first place, from there to the end
+        least[0, -1] = 0.0
+        best = np.inf
+        stages = 0
+        for number in range(1, min(MOST_STAGES, self.workers, count - 1) + 1):
+            rounds.append(self._round(least, bound, min(self.microbatches, number)))
+            least = rounds[-1].least
+            if least[self.workers, 0] < best:
+                best, stages = float(least[self.workers, 0]), number
+        if not stages:
+            return None
+        result, at, left = Chosen(), 0, self.workers
+        for each in reversed(rounds[:stages]):
+            option, end = self.options[int(each.option[left, at])], int(each.end[left, at])
+            result.append((at, end, option))
+            at, left = end, left - option.mesh.workers
+        return result
+
+    def _round(self, after: Array, bound: float, live: int) -> _Round:
+        """One more stage before those that ``after`` has the least times of."""
+        count = len(self.places)
+        least = np.full_like(after, np.inf)
+        choice, ends = (np.full(after.shape, -1, dtype=np.int64) for _ in "12")
+        upper = np.triu(np.ones((count, count), dtype=bool), 1)
+        for number, option in enumerate(self.options):
+            allowed = upper & (option.seconds <= bound) & (self.bytes(number, live) <= self.limit)
+            if not allowed.any():
+                continue
+            cost = np.where(allowed, option.seconds + option.ending / self.microbatches, np.inf)
+            for used in range(option.mesh.workers, self.workers + 1):
+                total = cost + after[used - option.mesh.workers][None, :]
+                end = np.argmin(total, axis=1)
+                value = total[np.arange(count), end]
+                better = value < least[used]
+                least[used][better], choice[used][better], ends[used][better] = value[better], number, end[better]
+        return _Round(least, choice, ends)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """For every number of workers and first place: the least time to the end, and the first stage's option and end."""
+
+    least: Array
+    option: NDArray[np.int64]
+    end: NDArray[np.int64]
+
+
+def chosen_places(estimates: Estimates) -> list[int]:
+    """Indices of the positions to cut at: all, or of many those where the fewest bytes cross and which lie apart."""
+    count = len(estimates.positions)
+    if count <= MOST_PLACES:
+        return list(range(count))
+    entering = estimates.basis.stages.entering(Degrees())[estimates.positions]
+    work = estimates.curves(Degrees(), 1, Method()).passes
+    groups = np.searchsorted(np.linspace(work[0], work[-1], MOST_PLACES - 1), work[1:-1], side="right")
+    kept = {0, count - 1}
+    for group in np.unique(groups):
+        members = 1 + np.flatnonzero(groups == group)
+        kept.add(int(members[np.argmin(entering[members])]))
+    return sorted(kept)

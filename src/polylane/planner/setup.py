@@ -1,0 +1,166 @@
+"""From a captured graph and a cluster to what predictions and searches rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from polylane.cluster.cluster import Cluster
+from polylane.cluster.device import Device
+from polylane.cost import network, roofline
+from polylane.cost.footprint import Footprint
+from polylane.cost.memory import MARGINS
+from polylane.cost.method import Method
+from polylane.cost.optimizer_state import OptimizerState, optimizer_state
+from polylane.cost.predict import Basis
+from polylane.cost.profile import Profile, ProfileClock
+from polylane.cost.stage import Stages
+from polylane.cost.table import Clock, Sheet
+from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition, balanced
+from polylane.graph.saved import Setting
+from polylane.placement.rewrite import Split
+from polylane.plan import fit
+from polylane.plan.plan import Plan, default_microbatches
+from polylane.plan.spec import Degrees, Spec
+from polylane.planner.estimate import Estimates
+from polylane.planner.layout import choose_layout
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+# Passes over an element's bytes that an optimizer's step makes beyond reading and writing its states once: the
+# parameter is read and written, the gradient read, and set to zero for the next step.
+PASSES = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, as far as costs depend on it.
+
+    Attributes:
+        graph: captured.
+        optimizer: makes the user's optimizer.
+        whole: parameters that every rank must hold whole, and why.
+        pins: placements asked for, by axis.
+        profile: measured times of the graph's nodes, or None for the device's model.
+    """
+
+    graph: Graph
+    optimizer: Factory
+    whole: Mapping[str, str]
+    pins: Mapping[str, Mapping[str, str]]
+    profile: Profile | None = None
+
+
+def basis(job: Job, cluster: Cluster, method: Method) -> Basis:
+    """What predictions of a job on a cluster rest on."""
+    graph, device = job.graph, cluster.device(0)
+    kind = device.type
+    states = optimizer_state(graph, job.optimizer, kind)
+    rates = network.rates(cluster, range(min(cluster.count, 2)), method.dtype)
+
+    def lay(mesh: Degrees) -> Mapping[str, Split]:
+        degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
+        return choose_layout(graph, degrees, graph.samples, pins=job.pins, whole=job.whole, rates=rates).splits
+
+    def sheet(splits: Mapping[str, Split]) -> Sheet:
+        return Sheet(graph, splits, graph.samples, item=method.item if method.low else None)
+
+    setting = Setting(graph.samples, device=kind, **_precision(method))
+    return Basis(
+        cluster=cluster,
+        stages=Stages(graph, lay, sheet, setting),
+        method=method,
+        clock=_clocks(job.profile, method),
+        update=_updates(job, states),
+        optimizer=states,
+        margin=MARGINS[kind],
+        overhead=0.0 if job.profile is not None else device.turn / device.speed,
+    )
+
+
+def _precision(method: Method) -> dict[str, Any]:
+    """How values are kept: autocast keeps parameters as they are; 16 bits without masters are everything's."""
+    if not method.low:
+        return {}
+    low = getattr(torch, method.dtype)
+    return {"autocast": low} if method.masters and method.dtype == "bfloat16" else {"dtype": low}
+
+
+def _clocks(profile: Profile | None, method: Method) -> Callable[[Device], Clock]:
+    def of(device: Device) -> Clock:
+        model = roofline.Roofline(device, method.dtype, method.item if method.low else None)
+        return model if profile is None else ProfileClock(profile, model, device.speed)
+
+    return of
+
+
+def _updates(job: Job, states: OptimizerState) -> Callable[[Device, int, int], float]:
+    """Seconds of the optimizer's step: measured, or by the bytes that pass through memory."""
+    trained = [(n, info) for n, info in job.graph.parameters.items() if info.trainable]
+    elements = sum(_elements(info.shape) for _, info in trained)
+    kept = sum(states.bytes(name, info.shape) for name, info in trained)
+    own = sum(info.bytes for _, info in trained)
+    each = (PASSES * own + 2 * kept) / max(elements, 1)
+    measured = None if job.profile is None or not elements else job.profile.update / elements
+
+    def seconds(device: Device, count: int, tensors: int) -> float:
+        if measured is not None:
+            return measured * count / device.speed
+        return count * each / (device.bandwidth * device.speed) + device.overhead
+
+    return seconds
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def footprint(job: Job, cluster: Cluster) -> Footprint:
+    """Bytes of workers by what they hold."""
+    device = cluster.device(0)
+    kind = device.type
+    states = optimizer_state(job.graph, job.optimizer, kind)
+    trained = [(n, info) for n, info in job.graph.parameters.items() if info.trainable]
+    elements = sum(_elements(info.shape) for _, info in trained) or 1
+    kept = sum(states.bytes(name, info.shape) for name, info in trained) / elements
+    item = sum(info.bytes for _, info in trained) // elements or 4
+    return Footprint(kept, item, MARGINS[kind].share, MARGINS[kind].fixed)
+
+
+def fitted(found: Basis, plan: Spec | Plan, batch: int) -> tuple[Partition, Plan]:
+    """A plan as it would run: its cuts by the predicted times, where it does not say them.
+
+    Raises:
+        PolylaneError: a plan for another model, or more stages, replicas or microbatches than there can be.
+    """
+    graph = found.stages.graph
+    if isinstance(plan, Plan):
+        partition = fit.partition_for(plan, graph)
+        return partition, fit.completed(plan, graph)
+    microbatches = default_microbatches(plan, batch)
+    for name, parts in (("microbatches", microbatches), ("data", plan.data)):
+        if parts > batch:
+            raise PolylaneError(f"{name}={parts}: a batch of {batch} samples cannot be divided into so many")
+    partition = Partition(graph, ())
+    if plan.pipeline > 1:
+        widest = max(plan.meshes, key=lambda mesh: mesh.workers)
+        samples = -(-batch // (microbatches * widest.data))
+        table = Estimates(found, batch).table(widest, samples)
+        times = np.diff(table.forward + table.backward + table.waits + table.backward_waits)
+        partition = balanced(graph, plan.pipeline, list(times), [mesh.workers for mesh in plan.meshes])
+    return partition, fit.from_partition(partition, plan, microbatches)
+
+
+def estimates(found: Basis, batch: int, staying: Sequence[str] = ()) -> Estimates:
+    """What stages take, for a search; arguments as of :class:`polylane.planner.estimate.Estimates`."""
+    return Estimates(found, batch, staying)

@@ -1,0 +1,71 @@
+"""Jobs to plan: graphs of small code and any size, captured without weights, once for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+from polylane.cluster.line import parse
+from polylane.cost.footprint import Footprint
+from polylane.cost.method import Method
+from polylane.cost.predict import Basis
+from polylane.graph.capture import capture
+from polylane.graph.graph import Graph
+from polylane.planner import setup
+from polylane.planner.estimate import Estimates
+
+
+class Block(nn.Module):
+    """A residual block of two layers."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def adam(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in parameters])
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+@cache
+def blocks(count: int, hidden: int) -> Graph:
+    """A deep residual network of any width."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(hidden) for _ in range(count)))
+    return capture(model, mean_square, torch.zeros(2, hidden), trainable=[n for n, _ in model.named_parameters()])
+
+
+@cache
+def example(name: str) -> Graph:
+    """One of the examples at its smallest."""
+    case = models.example_case(name)
+    model = case.model()
+    return capture(model, case.loss, case.batch(2, 0), trainable=[n for n, _ in model.named_parameters()])
+
+
+def basis(graph: Graph, cluster: str, method: Method | None = None) -> Basis:
+    return setup.basis(setup.Job(graph, adam, {}, {}), parse(cluster), method or Method())
+
+
+def estimates(graph: Graph, cluster: str, batch: int, method: Method | None = None) -> Estimates:
+    return setup.estimates(basis(graph, cluster, method), batch)
+
+
+def footprint(graph: Graph, cluster: str) -> Footprint:
+    return setup.footprint(setup.Job(graph, adam, {}, {}), parse(cluster))

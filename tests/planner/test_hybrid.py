@@ -1,0 +1,77 @@
+"""Unequal stages: dynamic programming finds what brute force finds."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import jobs
+from polylane.cost.method import Method
+from polylane.planner.hybrid import Chosen, Search, chosen_places, hybrids
+
+
+def found(workers: int, microbatches: int, limit: float = 1e12) -> Search:
+    graph = jobs.blocks(3, 64)
+    return Search(
+        jobs.estimates(graph, "8:a100-80g", 32),
+        jobs.footprint(graph, "8:a100-80g"),
+        workers,
+        microbatches,
+        Method(),
+        limit,
+    )
+
+
+def every(search: Search, bound: float) -> list[Chosen]:
+    """All ways to cut at a few places, with all meshes, that keep the bound and the memory."""
+    ways, last = [], len(search.places) - 1
+    numbers = range(len(search.options))
+    for stages in range(1, 4):
+        for cuts in itertools.combinations(range(1, last), stages - 1):
+            ends = (0, *cuts, last)
+            for options in itertools.product(numbers, repeat=stages):
+                if sum(search.options[o].mesh.workers for o in options) != search.workers:
+                    continue
+                way = [(ends[i], ends[i + 1], search.options[o]) for i, o in enumerate(options)]
+                live = [min(search.microbatches, stages - i) for i in range(stages)]
+                if all(o.seconds[a, b] <= bound for a, b, o in way) and all(
+                    search.bytes(options[i], live[i])[a, b] <= search.limit for i, (a, b, _) in enumerate(way)
+                ):
+                    ways.append(way)
+    return ways
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6, 1.0])
+@pytest.mark.parametrize("limit", [1e12, 3e5])
+def test_the_least_sum_under_a_bound(share: float, limit: float) -> None:
+    search = found(3, 4, limit)
+    search.places = search.places[:1] + search.places[1:-1:3] + search.places[-1:]
+    bound = share * min(float(option.seconds[0, -1]) for option in search.options)
+
+    def cost(way: Chosen) -> float:
+        return sum(float(o.seconds[a, b] + o.ending[a, b] / search.microbatches) for a, b, o in way)
+
+    chosen, ways = search.chosen(bound), every(search, bound)
+    if chosen is None:
+        assert not ways
+        return
+    assert sum(option.mesh.workers for _, _, option in chosen) == 3
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(chosen))
+    assert cost(chosen) == pytest.approx(min(map(cost, ways), default=cost(chosen)))
+
+
+def test_candidates_use_all_workers_on_unequal_meshes() -> None:
+    graph = jobs.blocks(3, 64)
+    estimates, footprint = jobs.estimates(graph, "4:a100-80g", 32), jobs.footprint(graph, "4:a100-80g")
+    for candidate in hybrids(estimates, footprint, 4, (Method(),), 1e12):
+        assert candidate.workers == 4 and len(set(candidate.meshes)) > 1
+        assert list(candidate.cuts) == sorted(set(candidate.cuts))
+    assert hybrids(estimates, footprint, 2, (Method(),), 1e12) == [], "two workers are equal or one stage"
+    assert hybrids(estimates, footprint, 64, (Method(),), 1e12) == []
+
+
+def test_of_many_places_some_are_looked_at() -> None:
+    estimates = jobs.estimates(jobs.blocks(40, 16), "4:a100-80g", 32)
+    places = chosen_places(estimates)
+    assert len(places) <= 48 and places[0] == 0 and places[-1] == len(estimates.positions) - 1

@@ -1,0 +1,139 @@
+"""The search finds what brute force finds, and the classic pieces of advice come out of it by themselves."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jobs
+from polylane.cluster.cluster import Cluster
+from polylane.cost.method import Method
+from polylane.graph.graph import Graph
+from polylane.planner import advice
+from polylane.planner.candidate import best_cuts, uniforms
+from polylane.planner.search import Answer, Wish, search
+
+TIMES = st.lists(st.integers(1, 20), min_size=2, max_size=8)
+
+
+def answered(graph: Graph, cluster: str, batch: int, workers: tuple[int, ...], limit: float = 80e9) -> Answer:
+    found = jobs.estimates(graph, cluster, batch)
+    inner = max(group.devices for group in found.basis.cluster.hosts)
+    wish = Wish(batch, workers, inner, (Method(),), limit, top=3)
+    return search(found, jobs.footprint(graph, cluster), wish)
+
+
+@given(TIMES, st.integers(1, 4))
+def test_cuts_make_the_slowest_stage_as_fast_as_can_be(times: list[int], stages: int) -> None:
+    sums = np.concatenate([[0.0], np.cumsum(times)])
+    free = [np.zeros((len(sums), len(sums)))] * stages
+    ends = best_cuts(sums, free, 1.0)
+    inner = range(1, len(sums) - 1)
+    ways = [(0, *cuts, len(sums) - 1) for cuts in itertools.combinations(inner, stages - 1)]
+    if not ways:
+        assert ends is None
+        return
+    assert ends is not None and tuple(ends) in ways
+    # A power mean of the stages' times: within its own bound of the least possible maximum.
+    best = min(max(np.diff(sums[list(way)])) for way in ways)
+    assert max(np.diff(sums[ends])) <= best * stages ** (1 / 8) + 1e-9
+
+
+@given(TIMES, st.integers(2, 3), st.data())
+def test_cuts_keep_the_limit(times: list[int], stages: int, data: st.DataObject) -> None:
+    sums = np.concatenate([[0.0], np.cumsum(times)])
+    sizes = np.concatenate(
+        [[0.0], np.cumsum(data.draw(st.lists(st.integers(1, 9), min_size=len(times), max_size=len(times))))]
+    )
+    bytes_ = [(sizes[None, :] - sizes[:, None]) * (stages - s) for s in range(stages)]
+    limit = data.draw(st.integers(1, 60))
+    ends = best_cuts(sums, bytes_, limit)
+    inner = range(1, len(sums) - 1)
+    ways = [(0, *cuts, len(sums) - 1) for cuts in itertools.combinations(inner, stages - 1)]
+    fitting = [w for w in ways if all(bytes_[s][w[s], w[s + 1]] <= limit for s in range(stages))]
+    assert (ends is None) == (not fitting)
+    assert ends is None or tuple(ends) in fitting
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), st.integers(1, 8), st.integers(1, 64), st.integers(1, 9))
+def test_uniform_plans_use_all_workers(workers: int, inner: int, batch: int, pieces: int) -> None:
+    for plan in uniforms(workers, inner, batch, pieces, (Method(),)):
+        assert plan.data * plan.stages * plan.sequence * plan.tensor == workers
+        assert plan.sequence * plan.tensor <= inner and plan.stages <= pieces
+        assert plan.data * plan.microbatches <= batch
+
+
+def test_what_fits_and_has_samples_enough_is_replicated() -> None:
+    best = answered(jobs.blocks(8, 1024), "4:a100-80g", 4096, (4, 2, 1)).found[0]
+    assert best.plan.spec.startswith("data=4,pipeline=1,"), best.plan.spec
+
+
+def test_what_does_not_fit_is_divided() -> None:
+    graph = jobs.blocks(8, 1024)
+    weights = sum(info.bytes for info in graph.parameters.values())
+    found = answered(graph, "4:a100-80g", 64, (4,), limit=2.5 * weights)
+    assert found.excluded, "replicas hold all weights, gradients and states: four times the weights"
+    for each in found.found:
+        assert each.plan.pipeline * each.plan.tensor > 1
+        assert each.candidate.bytes <= 2.5 * weights
+    assert all(
+        advice.described(c).startswith("data=4,pipeline=1,micro")
+        for c in found.excluded
+        if len(c.meshes) == 1 and c.meshes[0].tensor == c.meshes[0].sequence == 1
+    )
+
+
+def test_operators_are_split_inside_hosts_and_the_rest_across() -> None:
+    graph = jobs.blocks(8, 4096)
+    weights = sum(info.bytes for info in graph.parameters.values())
+    found = answered(graph, "2x4:a100-80g,hosts=ethernet-10g", 64, (8,), limit=1.2 * weights)
+    for each in found.found:
+        for stage in each.plan.stages:
+            inner = each.plan.degree("tensor") * each.plan.degree("sequence")
+            for at in range(0, len(stage.devices), inner):
+                group = stage.devices[at : at + inner]
+                assert len({rank // 4 for rank in group}) == 1, "ranks that share an operator are on one host"
+
+
+def test_branches_get_stages_of_their_own_where_nothing_else_helps() -> None:
+    found = answered(jobs.example("inception"), "4:cpu,link=nvlink-3", 1, (4, 2, 1), limit=4e9)
+    assert found.found[0].candidate.owners, "one sample: no replicas, no microbatches"
+    assert found.found[0].plan.pipeline > 1
+
+
+def test_one_device_is_better_where_messages_cost_more_than_they_save() -> None:
+    found = answered(jobs.blocks(2, 16), "2x1:a100-80g,hosts=ethernet-10g", 8, (2, 1))
+    assert found.found[0].plan.workers == 1
+    said = advice.sentences(
+        advise(found, jobs.blocks(2, 16), "2x1:a100-80g,hosts=ethernet-10g", 8), found.found[0], str
+    )
+    assert any(line.startswith("One device is better than several") for line in said)
+
+
+def test_nothing_fits() -> None:
+    found = answered(jobs.blocks(8, 1024), "2:a100-80g", 8, (2, 1), limit=1e6)
+    assert not found.found and found.excluded
+
+
+def advise(answer: Answer, graph: Graph, cluster: str, batch: int) -> advice.Advice:
+    estimates = jobs.estimates(graph, cluster, batch)
+    wish = Wish(batch, (2, 1), 1, (Method(),), 80e9)
+
+    def on(other: Cluster) -> object:
+        from dataclasses import replace
+
+        return replace(estimates.basis, cluster=other, stages=estimates.basis.stages.fresh())
+
+    return advice.advise(estimates, jobs.footprint(graph, cluster), wish, answer, on)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0])
+def test_links_of_so_many_times_the_bandwidth(factor: float) -> None:
+    cluster = jobs.basis(jobs.blocks(2, 16), "2x4:a100-80g").cluster
+    faster = advice.linked(cluster, factor)
+    assert faster.link((0, 1)).bandwidth == factor * cluster.link((0, 1)).bandwidth
+    assert faster.link((0, 4)).bandwidth == factor * cluster.link((0, 4)).bandwidth
