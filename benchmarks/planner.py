@@ -22,7 +22,7 @@ from polylane.graph.batch import cloned, few, flatten
 from polylane.graph.capture import capture
 from polylane.plan.spec import parse
 from polylane.planner import auto, setup
-from polylane.planner.here import here
+from polylane.probe.machine import here
 from polylane.recipe import load as load_recipe
 from polylane.runtime.job import Job
 from polylane.runtime.launch import single_threaded

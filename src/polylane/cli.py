@@ -312,6 +312,41 @@ _Shard = Annotated[
 
 
 @app.command()
+def probe(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Measure this machine into a cluster file.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", help="Workers that will train here; default: up to four.")
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--profile", metavar="RECIPE", help="Measure a recipe's own nodes, and keep them for plan --profile."
+        ),
+    ] = None,
+    batch: _Batch = 64,
+    set_: _Set = None,
+    json: _Json = False,
+) -> None:
+    """Measure this machine: rates of operators, memory, messages and collectives, and what workers cost each other.
+
+    \b
+    Examples:
+      polylane probe -o cluster.yaml --workers 2
+      polylane probe --profile examples/gpt.py --batch 32
+    """
+    from polylane.commands import probe as command
+
+    command.run(output, workers=workers, profiles=profile or [], batch=batch, settings=set_ or [], json=json)
+
+
+_Profile = Annotated[
+    bool, typer.Option("--profile", help="Take the times that polylane probe --profile measured of the recipe's nodes.")
+]
+
+
+@app.command()
 def simulate(
     recipe: _Recipe,
     cluster: _Cluster,
@@ -341,6 +376,7 @@ def simulate(
         Path | None, typer.Option("--svg", metavar="FILE", help="Write the predicted swimlanes as a picture.")
     ] = None,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the times consist of.")] = False,
+    profile: _Profile = False,
     json: _Json = False,
 ) -> None:
     """Predict a step of a plan on a cluster that need not be there.
@@ -368,6 +404,7 @@ def simulate(
         html=html,
         svg=svg,
         breakdown=breakdown,
+        profile=profile,
         json=json,
     )
 
@@ -391,6 +428,7 @@ def plan_(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best plan as a file.")
     ] = None,
+    profile: _Profile = False,
     json: _Json = False,
 ) -> None:
     """Find the fastest plan for a cluster, and say why it is.
@@ -417,6 +455,7 @@ def plan_(
         method=method,
         top=top,
         output=output,
+        profile=profile,
         json=json,
     )
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from polylane.cost.memory import Load, Margin, Memory, memory, recomputed, sharded
 from polylane.cost.method import Method
 from polylane.cost.optimizer_state import OptimizerState, optimizer_state
+from polylane.cost.rank import saved_on_rank
 from polylane.cost.residence import Need, Residence
 from polylane.graph.attention import attention_cores
 from polylane.graph.batch import flatten, sample_count
@@ -317,9 +318,12 @@ def predicted(prepared: Prepared, samples: int, optimizer: Any) -> list[Memory]:
     for rank in range(plan.workers):
         stage, _ = plan.place(rank)
         replicas = plan.degree("data", stage)
-        keeping = saved(graph, Setting(samples // plan.microbatches // replicas, shared=replicas > 1))
+        setting = Setting(samples // plan.microbatches // replicas, shared=replicas > 1)
         layout = layouts[stage]
-        own = Residence(graph, keeping) if layout is None else Residence(graph, keeping, layout.view, layout.splits)
+        keeping = saved(graph, setting)
+        if layout is not None:
+            keeping = saved_on_rank(graph, setting, *layout.at(setting.samples), aliases=layout.view.aliases)
+        own = Residence(graph, keeping)
         pieces = [(first, end) for first, end, owner in partition.pieces if owner == stage]
         parameters, trained = own.parameters(pieces)
         names = partition.parameters(stage)

@@ -21,7 +21,7 @@ def automatic(path: str, settings: Sequence[str], batch: int, workers: int, seed
     recipe = inputs.open_recipe(path, settings)
     from polylane.graph.batch import flatten, sample_count
     from polylane.planner import auto
-    from polylane.planner.here import here
+    from polylane.probe.machine import here
     from polylane.runtime.launch import single_threaded
     from polylane.runtime.optimizer_probe import whole_parameters
     from polylane.runtime.prepare import named_parameters, optimized

@@ -35,6 +35,7 @@ def run(
     method: Method,
     top: int,
     output: Path | None,
+    profile: bool,
     json: bool,
 ) -> None:
     """Search, say what was found and why, and write the best plan where that is asked for.
@@ -47,7 +48,7 @@ def run(
     from polylane.planner.search import Wish, search
 
     bound = None if memory is None else _bytes(memory)
-    scene = planning.scene(path, settings, cluster, batch, {})
+    scene = planning.scene(path, settings, cluster, batch, {}, profile)
     most = scene.cluster.count if workers is None else workers
     planning.checked_workers(scene.cluster, most)
     limit = min(device.memory for device in scene.cluster.devices(range(most)))

@@ -13,6 +13,7 @@ from polylane.errors import PolylaneError
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
     from polylane.cost.method import Method
+    from polylane.cost.profile import Profile
     from polylane.graph.graph import Graph
     from polylane.planner.setup import Job
     from polylane.recipe import Recipe
@@ -40,11 +41,25 @@ class Scene:
     tokens: int
 
 
-def scene(path: str, settings: Sequence[str], cluster: str, batch: int, pins: Mapping[str, Mapping[str, str]]) -> Scene:
+def scene(
+    path: str,
+    settings: Sequence[str],
+    cluster: str,
+    batch: int,
+    pins: Mapping[str, Mapping[str, str]],
+    profile: bool = False,
+) -> Scene:
     """Capture a recipe's model without its weights, and read the cluster.
 
+    Args:
+        path, settings: of the recipe.
+        cluster: a line or a file.
+        batch: samples of a step.
+        pins: placements asked for, by axis.
+        profile: take measured times of the recipe's nodes.
+
     Raises:
-        PolylaneError: the cluster, the recipe or the model is wrong.
+        PolylaneError: the cluster, the recipe or the model is wrong, or nothing was measured of it.
     """
     from polylane.cluster.line import given
 
@@ -60,8 +75,21 @@ def scene(path: str, settings: Sequence[str], cluster: str, batch: int, pins: Ma
     example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), EXAMPLE)
     graph = _captured(recipe, model, example)
     whole = whole_parameters(named_parameters(model, [recipe.loss]), [recipe.optimizer])
-    job = Job(graph, recipe.optimizer, {name: str(why) for name, why in whole.items()}, pins)
+    known = _profile(graph, machines, path) if profile else None
+    job = Job(graph, recipe.optimizer, {name: str(why) for name, why in whole.items()}, pins, known)
     return Scene(recipe, job, machines, batch, _tokens(example))
+
+
+def _profile(graph: Graph, cluster: Cluster, path: str) -> Profile:
+    from polylane.probe.profiles import load_profile
+
+    device = cluster.device(0)
+    found = load_profile(graph, device)
+    if found is None:
+        raise PolylaneError(
+            f"nothing was measured of {path} on {device.kind}: polylane probe --profile {path}, with the same --set"
+        )
+    return found
 
 
 def _without_weights(recipe: Recipe) -> Any:

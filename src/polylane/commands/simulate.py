@@ -38,6 +38,7 @@ def run(
     html: Path | None,
     svg: Path | None,
     breakdown: bool,
+    profile: bool,
     json: bool,
 ) -> None:
     """Predict a step and print it.
@@ -52,7 +53,7 @@ def run(
 
     chosen = inputs.read_plan(plan)
     pins = {axis: chosen.pins(axis) for axis in chosen.axes} if isinstance(chosen, Plan) else {}
-    scene = planning.scene(path, settings, cluster, batch, pins)
+    scene = planning.scene(path, settings, cluster, batch, pins, profile)
     scene = replace(scene, cluster=slowed(scene.cluster, slow))
     planning.checked_workers(scene.cluster, chosen.workers)
     basis = setup.basis(scene.job, scene.cluster, method)

@@ -7,8 +7,7 @@ from the nodes at which each piece of memory is touched: a few sums over arrays,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -16,13 +15,7 @@ import numpy as np
 from polylane.cost.flow import Flow
 from polylane.cost.touches import NEVER, Floats, Ints, Range, Touches, alive_at, first_and_last, sliced
 from polylane.graph.graph import Graph
-from polylane.graph.saved import Keeping, Key, Saved
-from polylane.placement.placement import Placement, Shard
-from polylane.placement.rewrite import Split
-from polylane.placement.view import View
-
-# How a tensor lies on every axis.
-State = tuple[Placement, ...]
+from polylane.graph.keeping import Keeping, Key, Saved
 
 
 @dataclass(frozen=True)
@@ -67,28 +60,17 @@ class Residence:
 
     Args:
         graph: what is run.
-        keeping: what its operators keep; it says for how many samples.
-        view: the graph's operators as calls, where they are split.
-        splits: how they lie, by axis.
+        keeping: what its operators keep, on one rank where they are split; it says for how many samples.
         again: groups of nodes that are computed once more in the backward pass, so that nothing that they make is kept
             unless a node outside needs it (see :func:`attention_cores`).
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        keeping: Keeping,
-        view: View | None = None,
-        splits: Mapping[str, Split] | None = None,
-        again: Sequence[Collection[str]] = (),
-    ) -> None:
-        self._graph, self._keeping, self._splits = graph, keeping, dict(splits or {})
-        self._samples = keeping.setting.samples if view is None else view.samples
-        self._reads = {} if view is None else {step.name: step.reads for step in view.steps}
+    def __init__(self, graph: Graph, keeping: Keeping, again: Sequence[Collection[str]] = ()) -> None:
+        self._graph, self._keeping = graph, keeping
         self._again = {name: number for number, names in enumerate(again) for name in names}
-        self._pieces: dict[tuple[Key, State | str | None], int] = {}
-        self._sizes: list[float] = []
-        self._made: list[int] = []  # at which node; -1 for what is not made by a node
+        self._pieces: dict[Key, int] = {}
+        self._sizes: list[int] = []
+        self._made: list[int] = []  # at which node
         self._flows: list[bool] = []
         self._free: list[bool] = []
         self._build()
@@ -174,167 +156,83 @@ class Residence:
     # ---- building ----------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        nodes = self._graph.nodes
-        saved = [self._keeping.nodes[node.name] for node in nodes]
+        nodes, saved = self._graph.nodes, tuple(self._keeping.nodes.values())
         values, kept = [list[int]() for _ in nodes], [list[int]() for _ in nodes]
         self._own: Floats = np.zeros(len(nodes))
         self._forward: Floats = np.zeros(len(nodes))
         self._backward: Floats = np.zeros(len(nodes))
         dropped: dict[int, set[int]] = {}
-        lost: dict[int, float] = {}
-        for i, (node, each) in enumerate(zip(nodes, saved, strict=True)):
-            read = [self._read(key, node.name, i) for key in each.reads]
-            given = [self._given(key, i, node.free) for key in each.gives if key in self._keeping.forms]
-            keeps = self._keeps(i, each, read)
-            values[i] += [p for p in (*read, *given, *keeps, *map(self._source, each.reads)) if p is not None]
-            share = self._working_share(node.name, each)
-            own = self._own_bytes(node.name, each, share)
-            group = self._again.get(node.name)
+        lost: dict[int, int] = {}
+        for each in saved:
+            i, group = each.at, self._again.get(nodes[each.at].name)
+            given = [self._given(key, i, nodes[i].free) for key in each.gives if key in self._keeping.forms]
+            read = [self._piece(key) for key in each.reads]
+            values[i] += [p for p in (*read, *given) if p is not None]
+            keeps = [p for p in map(self._piece, each.keys) if p is not None]
             if group is None:
-                self._own[i], kept[i] = own, keeps
-            else:
-                kept[i] = [p for p in keeps if self._group(p) != group]
+                self._own[i] += each.own_bytes
+                kept[i] += keeps
+            else:  # it keeps what enters it
+                keeps += [p for p in read if p is not None and self._group(p) != group]
+                kept[i] += [p for p in keeps if self._group(p) != group]
                 dropped.setdefault(group, set()).update(p for p in keeps if self._group(p) == group)
-                lost[group] = lost.get(group, 0.0) + own
+                lost[group] = lost.get(group, 0) + each.own_bytes
             made = sum(spec[1] for spec in each.gradients if spec is not None and spec[0] == "new")
-            self._forward[i] = each.forward * share
-            self._backward[i] = max(each.backward - made, 0) * share
+            self._forward[i] = max(self._forward[i], each.forward)
+            self._backward[i] = max(self._backward[i], each.backward - made)
         for i, node in enumerate(nodes):
-            group = self._again.get(node.name)
-            if group is not None:  # its backward pass begins with all that it did not keep
-                self._backward[i] += lost[group] + sum(self._sizes[p] for p in dropped[group])
+            again = self._again.get(node.name)
+            if again is not None:  # its backward pass begins with all that it did not keep
+                self._backward[i] += lost[again] + sum(self._sizes[p] for p in dropped[again])
         self._values, self._kept = Touches.of(values), Touches.of(kept)
         self._bytes: Floats = np.array(self._sizes, dtype=np.float64)
         self._maker: Ints = np.array(self._made, dtype=np.int64)
         self._flowing, self._is_free = np.array(self._flows, dtype=bool), np.array(self._free, dtype=bool)
         self._times = np.bincount(self._values.piece, minlength=len(self._bytes))
         self._build_gradients(saved)
-        self._build_parameters(saved)
+        self._build_parameters()
         forms = self._keeping.forms
         self._batch_bytes = float(sum(form.bytes for key, form in forms.items() if key[0].startswith("input:")))
 
-    def _keeps(self, position: int, saved: Saved, read: Sequence[int | None]) -> list[int]:
-        """The pieces that a node keeps; of a group that is computed once more, also all that enters it."""
-        name = self._graph.nodes[position].name
-        alone = sum(read[j] is not None for j in saved.inputs) == 1
-        found = [self._kept_input(saved.reads[j], read[j], name, alone, position) for j in saved.inputs]
-        found += [self._source(saved.gives[j]) for j in saved.outputs]
-        group = self._again.get(name)
-        if group is not None:
-            found += [p for p in read if p is not None and self._group(p) != group]
-        return [p for p in found if p is not None]
-
     def _group(self, piece: int) -> int | None:
         """The group of nodes, computed once more, that makes a piece."""
-        made = self._made[piece]
-        return self._again.get(self._graph.nodes[made].name) if made >= 0 else None
+        return self._again.get(self._graph.nodes[self._made[piece]].name)
 
-    def _state(self, key: Key) -> State:
-        return tuple(split.placement(key) for split in self._splits.values())
-
-    def _needed(self, key: Key, node: str) -> State:
-        """How a node needs a tensor that it reads."""
-        reads = self._reads.get(node, ())
-        if key not in reads:
-            return self._state(key)
-        index = reads.index(key)
-        return tuple(split.steps[node].inputs[index] for split in self._splits.values())
-
-    def _source(self, key: Key) -> int | None:
+    def _piece(self, key: Key) -> int | None:
         """The piece of memory in which a tensor lies; None for what counts elsewhere: parameters, the batch."""
-        if key not in self._keeping.places:
-            return None
-        return self._pieces.get((self._keeping.places[key], None))
-
-    def _read(self, key: Key, node: str, position: int) -> int | None:
-        """The piece of memory that a node reads of a tensor: its own, or a copy that lies as the node needs it."""
-        needed = self._needed(key, node)
-        if needed == self._state(key):
-            return self._source(key)
-        form = self._keeping.forms[key]
-        whole = math.prod(form.shape) * form.dtype.itemsize
-        return self._piece((key, needed), whole * _share(needed), position, form.gradient, False)
-
-    def _kept_input(self, key: Key, read: int | None, node: str, alone: bool, position: int) -> int | None:
-        """The memory of an input that is kept: an operator that exchanges parts of it keeps what that made of it.
-
-        Where it is the only one, what a rank gets from its neighbours (half of what travels; the other half goes the
-        way back) comes on top of its own part.
-        """
-        chosen = [split.steps[node] for split in self._splits.values() if node in split.steps]
-        if read is None or not any(strategy.messages for strategy in chosen):
-            return read
-        scale = self._keeping.setting.samples / self._samples
-        edges = sum(strategy.sent for strategy in chosen) / 2 * scale if alone else 0.0
-        return self._piece((key, node), self._sizes[read] + edges, position, False, False)
+        return self._pieces.get(self._keeping.places[key])
 
     def _given(self, key: Key, position: int, free: bool) -> int | None:
-        place = self._keeping.places[key]
-        if place != key:
-            return self._source(key)
-        size = self._keeping.bytes[key] * _share(self._state(key))
-        return self._piece((key, None), size, position, self._keeping.forms[key].gradient, free)
-
-    def _piece(self, key: tuple[Key, State | str | None], size: float, made: int, flows: bool, free: bool) -> int:
-        if key not in self._pieces:
+        """The piece in which a tensor lies that an operator gives: a new one, unless it shares another one's."""
+        if self._keeping.places[key] == key:
             self._pieces[key] = len(self._sizes)
-            self._sizes.append(size)
-            self._made.append(made)
-            self._flows.append(flows)
+            self._sizes.append(self._keeping.bytes[key])
+            self._made.append(position)
+            self._flows.append(self._keeping.forms[key].gradient)
             self._free.append(free)
-        return self._pieces[key]
-
-    def _own_bytes(self, node: str, saved: Saved, working: float) -> float:
-        """What a node keeps of its own making, on the busiest rank: split like the tensor that has its shape."""
-        forms, total = self._keeping.forms, 0.0
-        alike = {_form(forms[key].shape): _share(self._needed(key, node)) for key in reversed(saved.reads)}
-        alike |= {_form(forms[key].shape): _share(self._state(key)) for key in saved.gives if key in forms}
-        for own in saved.own:
-            total += own.bytes * (working if own.shape is None else alike.get(_form(own.shape), working))
-        return total
-
-    def _working_share(self, node: str, saved: Saved) -> float:
-        """The part that the busiest rank has of the largest tensor that a node reads or gives."""
-        forms = self._keeping.forms
-        sizes = [(forms[key].bytes, _share(self._needed(key, node))) for key in saved.reads]
-        sizes += [(forms[key].bytes, _share(self._state(key))) for key in saved.gives if key in forms]
-        return max(sizes, default=(0, 1.0), key=lambda each: each[0])[1] if self._splits else 1.0
+        return self._piece(key)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def _build_gradients(self, saved: Sequence[Saved]) -> None:
         """Play a backward pass over the whole graph, and note which gradient's memory every node touches."""
         flow = Flow()
-        for loss in self._graph.outputs[:1]:
-            flow.start(self._keeping.aliases.get(loss, (loss, 0)), self._keeping.places)
-        for i in range(len(saved) - 1, -1, -1):
-            node, each = self._graph.nodes[i].name, saved[i]
-            flow.step(i, each, [_share(self._needed(key, node)) for key in each.reads], self._keeping.forms)
-        self._gradients = Touches.of([flow.touched.get(i, ()) for i in range(len(saved))])
+        if self._keeping.loss is not None:
+            flow.start(self._keeping.loss)
+        for each in reversed(saved):
+            flow.step(each, self._keeping.forms)
+        self._gradients = Touches.of([flow.touched.get(i, ()) for i in range(len(self._graph.nodes))])
         self._gradient_bytes: Floats = np.array(flow.sizes, dtype=np.float64)
         self._gradient_ends = np.array(flow.ends, dtype=bool)
         piece, node_at = self._gradients.piece, self._gradients.node
         self._gradient_lowest, self._gradient_highest = first_and_last(piece, node_at, len(flow.sizes))
 
-    def _build_parameters(self, saved: Sequence[Saved]) -> None:
+    def _build_parameters(self) -> None:
         names = {name: i for i, name in enumerate(self._graph.parameters)}
         self._parameters = Touches.of([[names[p] for p in node.parameters] for node in self._graph.nodes])
-        forms = self._keeping.forms
         sizes, trained = np.zeros(len(names)), np.zeros(len(names))
         for name, i in names.items():
-            key = (f"parameter:{name}", 0)
             info = self._graph.parameters[name]
-            whole = self._keeping.bytes[key] if key in forms else info.bytes
-            sizes[i] = whole * _share(self._state(key))
+            sizes[i] = self._keeping.bytes.get((f"parameter:{name}", 0), info.bytes)
             trained[i] = sizes[i] if info.trainable else 0.0
         self._parameter_bytes, self._trained_bytes = sizes, trained
-
-
-def _form(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape, transposed or not, without dimensions of one element."""
-    return tuple(sorted(size for size in shape if size != 1))
-
-
-def _share(state: State) -> float:
-    """The part of a tensor that the busiest rank has."""
-    return math.prod(p.largest for p in state if isinstance(p, Shard))

@@ -48,10 +48,10 @@ def matmul(product: Product, device: Device, dtype: str, item: int | None = None
     no tiles; and never less than its matrices need to be moved.
     """
     width = _ITEM.get(dtype, 4) if item is None else item
-    tiled = min(_tiled(product, device, dtype, width, parts) for parts in _parts(product))
-    plain = product.flops / (device.rate("float32") if "float32" in device.achieved else device.rate(dtype))
-    moved = product.elements * width / device.stream
-    return max(min(tiled, plain), moved)
+    taken = min(_tiled(product, device, dtype, width, parts) for parts in _parts(product))
+    if device.type == "cuda" and "float32" in device.achieved:  # a GPU has other units for plain arithmetic
+        taken = min(taken, product.flops / device.rate("float32"))
+    return max(taken, product.elements * width / device.stream)
 
 
 def _parts(product: Product) -> Iterable[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor, fx
 from polylane.graph.export import Whole
 from polylane.graph.keying import AsPart
 from polylane.graph.leaf import LeafCall
+from polylane.graph.opaque import FunctionCall
 from polylane.graph.part import Part
-from polylane.graph.precision import InAutocast, Within, innermost
+from polylane.graph.precision import Within, innermost
 from polylane.graph.statistics import _Shared, batch_norm
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
@@ -40,13 +42,15 @@ def within(target: Any) -> Any:
 
 
 def identity(target: Any) -> Hashable:
-    """What makes two calls calls of the same thing."""
-    if isinstance(target, InAutocast):
-        return "autocast", target.device_type, target.dtype, target.enabled, identity(target.target)
-    if isinstance(target, Within):
-        return type(target), identity(target.target)
-    function = getattr(target, "function", None)
-    found: Hashable = (type(target), function) if function is not None else target
+    """What makes two calls calls of the same thing: an operator or function itself, an object's kind and all it has."""
+    if isinstance(target, (LeafCall, FunctionCall, FunctionType, BuiltinFunctionType, torch._ops.OpOverload)):
+        return target
+    own = {key: identity(value) if callable(value) else value for key, value in getattr(target, "__dict__", {}).items()}
+    found = (type(target), tuple(sorted(own.items())))
+    try:
+        hash(found)
+    except TypeError:
+        return id(target)
     return found
 
 

@@ -78,6 +78,7 @@ class Trial:
         gradients: for every input: None where it gets no gradient; the number of the output in the memory of whose
             gradient its own lies, as ("output", j); or ("new", bytes).
         backward: bytes alive at most during the backward pass, beyond the outputs' gradients and what was kept.
+        several: whether it gives a list.
     """
 
     outputs: tuple[Given, ...]
@@ -87,6 +88,7 @@ class Trial:
     forward: int = 0
     gradients: tuple[tuple[str, int] | None, ...] = ()
     backward: int = 0
+    several: bool = False
 
 
 class _Made(torch.autograd.Function):
@@ -134,6 +136,7 @@ def trial(call: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Form], make:
         forward=more,
         gradients=gradients,
         backward=back,
+        several=isinstance(result, (list, tuple)),
     )
 
 

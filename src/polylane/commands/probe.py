@@ -1,0 +1,243 @@
+"""``polylane probe``: measure this machine into a cluster file, and a recipe's own nodes into a profile."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from polylane.commands import inputs
+from polylane.commands.output import plural, print_json, write
+from polylane.errors import PolylaneError
+
+if TYPE_CHECKING:
+    from polylane.cluster.device import Device
+    from polylane.cost.profile import Profile
+    from polylane.graph.graph import Graph
+    from polylane.probe.conclude import Measured
+    from polylane.probe.effort import Effort
+    from polylane.runtime.launch import Context
+
+# Parts of a batch that a worker may have in hand: a recipe's nodes are measured at these sizes.
+PARTS = (1, 2, 4, 16)
+EXAMPLE = 4  # samples of the graph that shapes are read from
+BUSY = 0.5  # processes at work for each core, from which on figures are those of a busy machine
+
+
+def run(
+    output: Path | None,
+    *,
+    workers: int | None,
+    profiles: Sequence[str],
+    batch: int,
+    settings: Sequence[str],
+    json: bool,
+    effort: Effort | None = None,
+) -> None:
+    """Measure what is asked for, and say what came out.
+
+    Args:
+        output: the cluster file; None: this machine itself is not measured.
+        workers: how many will train on this machine; None: what is there, up to four.
+        profiles: recipes whose nodes are measured.
+        batch: samples of a step; nodes are measured at this size and at parts of it.
+        settings: of the recipes.
+        effort: how much is measured; None: what the device deserves.
+
+    Raises:
+        PolylaneError: nothing is asked for, a file cannot be written, there are no workers or more than the machine
+            can hold, or a recipe is wrong.
+    """
+    if output is None and not profiles:
+        raise PolylaneError("nothing to measure: give -o FILE for this machine, or --profile RECIPE for a recipe")
+    if output is not None:
+        _check_writable(output)
+    from polylane.probe.machine import check_workers, usual_workers
+    from polylane.runtime.launch import single_threaded
+
+    single_threaded()
+    count = usual_workers() if workers is None else workers
+    check_workers(count)
+    found: dict[str, Any] = {"workers": count}
+    if output is not None:
+        found |= _machine(output, count, effort, json)
+    kept = [_recipe(path, settings, batch, count, json) for path in profiles]
+    if json:
+        print_json({**found, "profiles": kept})
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------------
+
+
+def _machine(output: Path, workers: int, effort: Effort | None, json: bool) -> dict[str, Any]:
+    """Measure the machine and write its file."""
+    from polylane.probe.conclude import conclude
+    from polylane.probe.effort import thorough
+    from polylane.probe.machine import accelerators
+    from polylane.probe.measure import further, measure
+
+    kind = "cuda" if accelerators() else "cpu"
+    effort = effort or thorough(kind)
+    load, start = os.getloadavg()[0], time.perf_counter()
+    with _Display(effort.ticks(workers, len(further(kind)))) as display:
+        measured = conclude(measure(workers, effort, display), workers)
+    write(output, measured.text(time.strftime("%Y-%m-%d %H:%M"), load))
+    seconds = time.perf_counter() - start
+    if not json:
+        _say(measured, output, seconds, load)
+    link = None if measured.link is None else {"median": measured.link[0], "worst": measured.link[1]}
+    off = {"median": measured.device.median, "worst": measured.device.worst, "families": measured.device.families}
+    return {"file": str(output), "seconds": seconds, "load": load, "operators": off, "messages": link}
+
+
+def _say(measured: Measured, output: Path, seconds: float, load: float) -> None:
+    from polylane.probe.machine import cores
+
+    host = measured.cluster.hosts[0]
+    device, link, off = host.device, host.link, measured.device
+    rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s {dtype}" for dtype, rate in device.achieved.items())
+    print(f"{plural(host.devices, 'worker')} of {plural(measured.threads, 'thread')} on {device.kind}")
+    print(f"matmuls: {rates}")
+    print(f"memory: {device.bandwidth / 1e9:,.1f} GB/s; an operator takes {device.overhead * 1e6:.1f} us at least")
+    print(f"these figures tell operators to within {off.median:.0%} (median; worst {off.worst:.0%}, {off.where})")
+    if link is not None and measured.link is not None:
+        median, worst = measured.link
+        print(f"messages: {link.bandwidth / 1e9:.2f} GB/s, told to within {median:.0%} (median; worst {worst:.0%})")
+    if load > BUSY * cores():
+        print(f"the machine was busy ({load:.1f} processes at work before): measure again when it is idle")
+    print(f"{output} is written, in {seconds:.0f} s")
+
+
+def _check_writable(path: Path) -> None:
+    """Before a minute is spent on what the file is to hold.
+
+    Raises:
+        PolylaneError: the file cannot be written.
+    """
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise PolylaneError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+class _Display:
+    """How it goes, on stderr: a bar where a person looks on, a line for each kind of work elsewhere.
+
+    The bar has a thread of its own, so it starts with the first message: after the workers were forked.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._what = total, ""
+        self._console = Console(stderr=True)
+        self._progress: Progress | None = None
+        self._done = 0
+
+    def __call__(self, what: str, parts: int) -> None:
+        """So many parts more of this work are done."""
+        self._done += parts
+        if not self._console.is_terminal:
+            if what != self._what:
+                print(f"measuring {what}", file=sys.stderr, flush=True)
+            self._what = what
+            return
+        if self._progress is None:
+            columns = (TextColumn("measuring {task.description:16}"), BarColumn(), TaskProgressColumn())
+            self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
+            self._task = self._progress.add_task(what, total=self._total)
+            self._progress.start()
+        self._progress.update(self._task, description=what, completed=self._done)
+
+    def __enter__(self) -> _Display:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+# ---- a recipe's nodes ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is to be measured of a recipe; it travels to the worker."""
+
+    recipe: str
+    settings: tuple[str, ...]
+    batch: int
+    threads: int
+
+
+def _recipe(path: str, settings: Sequence[str], batch: int, workers: int, json: bool) -> dict[str, Any]:
+    """Measure a recipe's nodes in a process of their own, and keep what was measured."""
+    from polylane.probe.machine import accelerators
+    from polylane.runtime.elastic import spawn
+    from polylane.runtime.launch import fork, threads_per_worker
+
+    start = time.perf_counter()
+    threads = threads_per_worker(workers)
+    if not json:
+        print(f"measuring the operators of {path}", file=sys.stderr, flush=True)
+    request = _Request(path, tuple(settings), batch, threads)
+    file, nodes, samples = (spawn if accelerators() else fork)(partial(_measured, request), 1)[0]
+    seconds = time.perf_counter() - start
+    if not json:
+        sizes = ", ".join(map(str, samples))
+        print(f"{path}: {plural(nodes, 'node')} at batches of {sizes}, in {seconds:.0f} s; kept in {file}")
+    return {"recipe": path, "file": str(file), "nodes": nodes, "samples": list(samples), "seconds": seconds}
+
+
+def _measured(request: _Request, context: Context) -> tuple[Path, int, tuple[int, ...]]:
+    """The worker: measure, and keep."""
+    import torch
+
+    from polylane.probe.profiles import save_profile
+
+    torch.set_num_threads(request.threads)
+    graph, profile = _profile(request, context.device)
+    return save_profile(profile, graph, _device(), request.threads), len(graph.nodes), profile.samples
+
+
+def _device() -> Device:
+    """A device with the name of this machine's."""
+    from polylane.cluster.catalogue import device_presets
+    from polylane.cluster.device import Device
+    from polylane.probe.machine import accelerators, kind
+
+    preset = Device.model_validate(device_presets()["a100-80g" if accelerators() else "cpu"])
+    return preset.model_copy(update={"kind": kind()})
+
+
+def _profile(request: _Request, device: Any) -> tuple[Graph, Profile]:
+    from polylane.cost.profiling import profiled
+    from polylane.graph.batch import cloned, few, flatten, sample_count
+    from polylane.graph.capture import capture
+    from polylane.runtime.prepare import named_parameters, optimized
+
+    recipe = inputs.open_recipe(request.recipe, request.settings)
+    model = inputs.build_model(recipe, seed=0).to(device)
+    inputs.rehearse_optimizer(recipe, model)
+    dataset = inputs.open_data(recipe, "train")
+    leaves, rebuild = flatten(inputs.example_batch(recipe, dataset, request.batch))
+    leaves = [leaf.to(device) if hasattr(leaf, "to") else leaf for leaf in leaves]
+    trainable = optimized(named_parameters(model, [recipe.loss]), recipe.optimizer)
+    shown = rebuild(cloned(few(leaves, min(EXAMPLE, sample_count(leaves)))))
+    graph = capture(model, recipe.loss, shown, trainable=trainable)
+    if graph.opaque:
+        raise PolylaneError(f"{request.recipe}: the model could not be captured, so its operators cannot be measured")
+    sizes = sorted({max(1, -(-request.batch // parts)) for parts in PARTS})
+    return graph, profiled(graph, model, recipe.loss, recipe.optimizer, leaves, rebuild, sizes)

@@ -1,0 +1,299 @@
+"""Walk: a graph's code gone through with tensors that have no data, each kind of operator tried alone and once."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from polylane.graph.keeping import Keeping, Key, Saved, Setting
+from polylane.graph.kernels import hides, identity, runnable, within, without_key
+from polylane.graph.leaf import LeafCall
+from polylane.graph.opaque import FunctionCall
+from polylane.graph.part import Part
+from polylane.graph.sizes import Size, size_function
+from polylane.graph.trial import Form, Given, Trial, trial
+
+# What does not show all that it does without data runs on random numbers, unless that takes more bytes than this.
+MOST_REAL = 64 << 20
+
+_Way = tuple[AbstractContextManager[Any], Callable[[Form], Tensor]]
+
+
+class Walk:
+    """Goes through the code of a graph once, with the form of every value and none of their data.
+
+    Args:
+        setting: for which.
+        placeholder: the form of the tensor that a placeholder stands for; or what it is, where that is no tensor.
+        name: of a node, its own.
+        position: of a node's operator in the graph.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        placeholder: Callable[[fx.Node], Any],
+        name: Callable[[fx.Node], str],
+        position: Callable[[fx.Node], int],
+    ) -> None:
+        self._setting, self._given, self._name, self._position = setting, placeholder, name, position
+        self._part = Part(setting.samples, batch=setting.samples)
+        self._number = Numbers(setting.samples)
+        self._values: dict[fx.Node, Any] = {}  # Key, a number, or a list of them
+        self._forms: dict[Key, Form] = {}
+        self._places: dict[Key, Key] = {}
+        self._bytes: dict[Key, int] = {}
+        self._kinds: dict[Any, tuple[Trial, bool]] = {}
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def run(self, code: fx.Graph) -> Keeping:
+        """Go through it.
+
+        Returns:
+            What every node that is an operator keeps, by the name that ``name`` gives it.
+        """
+        nodes, loss = dict[str, Saved](), None
+        for node in code.nodes:
+            if node.op == "placeholder":
+                self._values[node] = self._placeholder(node)
+            elif node.op == "output":
+                first = next(iter(node.args[0]), None)
+                value = self._values[first] if isinstance(first, fx.Node) else None
+                loss = value if _is_key(value) else None
+            else:
+                nodes[self._name(node)] = self._visited(node)
+        return Keeping(self._setting, nodes, self._forms, self._places, self._bytes, loss)
+
+    def _visited(self, node: fx.Node) -> Saved:
+        taken = _taken(node, self._values)
+        if taken is not None:
+            self._values[node] = taken
+        elif isinstance(node.target, Size):
+            self._values[node] = node.target(self._part)
+        elif _is_number(node.meta.get("val")):
+            val = node.meta["val"]
+            self._values[node] = val if isinstance(val, (int, float)) else self._number(val)
+        else:
+            return self._operator(node)
+        return Saved(self._position(node), (), ())
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def _placeholder(self, node: fx.Node) -> Any:
+        kind, name = node.meta["role"]
+        given = self._part if kind == "part" else self._given(node)
+        if not isinstance(given, Form):
+            return given
+        key = (f"{kind}:{name}", 0)
+        self._enter(key, Given(given), ())
+        return key
+
+    def _enter(self, key: Key, given: Given, reads: Sequence[Key], node: str = "") -> None:
+        assert given.form is not None
+        self._forms[key] = given.form
+        if given.input is not None:
+            self._places[key] = self._places[reads[given.input]]
+        elif given.output is not None and given.output != key[1]:
+            self._places[key] = self._places[node, given.output]
+        else:
+            self._places[key] = key
+            self._bytes[key] = given.bytes or given.form.bytes
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    def _operator(self, node: fx.Node) -> Saved:
+        reads = list[Key]()
+
+        def numbered(used: fx.Node) -> Any:
+            value = self._values[used]
+            return _map(value, lambda key: _Read(_index(reads, key)))
+
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), numbered)
+        forms = [self._forms[key] for key in reads]
+        found, known = self._tried(node, _on_cpu(args), _on_cpu(kwargs), forms)
+        name = self._name(node)
+        for j, given in enumerate(found.outputs):
+            if given.form is not None:
+                self._enter((name, j), given, reads, name)
+        keys = [(name, j) if given.form is not None else None for j, given in enumerate(found.outputs)]
+        self._values[node] = keys if found.several else keys[0]
+        return Saved(
+            self._position(node),
+            tuple(reads),
+            tuple((name, j) for j in range(len(keys))),
+            found.inputs_kept,
+            found.outputs_kept,
+            found.own,
+            found.forward,
+            found.gradients,
+            found.backward,
+            known,
+        )
+
+    def _tried(self, node: fx.Node, args: Any, kwargs: Any, forms: Sequence[Form]) -> tuple[Trial, bool]:
+        own_python = isinstance(within(node.target), (LeafCall, FunctionCall))
+        kind = node if own_python else (identity(node.target), repr(without_key(args)), repr(kwargs), tuple(forms))
+        if kind not in self._kinds:
+            self._kinds[kind] = self._attempt(node, args, kwargs, forms, own_python)
+        return self._kinds[kind]
+
+    def _attempt(
+        self, node: fx.Node, args: Any, kwargs: Any, forms: Sequence[Form], own_python: bool
+    ) -> tuple[Trial, bool]:
+        setting = self._setting
+        target = runnable(node.target, setting.device, setting.fused, setting.shared)
+
+        def call(tensors: Sequence[Tensor]) -> Any:
+            def of(read: _Read) -> Tensor:
+                return tensors[read.index]
+
+            with nullcontext() if setting.autocast is None else torch.autocast("cpu", dtype=setting.autocast):
+                return target(*_filled(args, of), **_filled(kwargs, of))
+
+        without_data: _Way = (self._mode, _empty)
+        with_data: _Way = (_own_numbers(), _random)
+        small = sum(form.bytes for form in forms) <= MOST_REAL
+        ways = [with_data, without_data] if hides(node) and small else [without_data]
+        if own_python and small:
+            ways.append(with_data)
+        for mode, make in ways:
+            try:
+                with mode, torch.enable_grad():
+                    return trial(call, forms, make), True
+            except Exception:  # it looks at data, or no kernel of it runs without
+                continue
+        return self._assumed(node, forms), False
+
+    def _assumed(self, node: fx.Node, forms: Sequence[Form]) -> Trial:
+        """What cannot be run keeps all that it reads and gives, and its gradients are as large as its inputs."""
+        flows = any(form.gradient for form in forms)
+        outputs = list[Given]()
+        val = node.meta.get("val")
+        for j, each in enumerate(val if isinstance(val, (list, tuple)) else [val]):
+            if isinstance(each, Tensor):
+                form = form_at(each, self._number, self._setting.dtype)
+                form = dataclasses.replace(form, gradient=flows and form.dtype.is_floating_point)
+                outputs.append(Given(form, None, j))
+            else:
+                outputs.append(Given(None))
+        return Trial(
+            tuple(outputs),
+            tuple(range(len(forms))) if flows else (),
+            tuple(j for j, given in enumerate(outputs) if given.form is not None) if flows else (),
+            gradients=tuple(("new", form.bytes) if form.gradient else None for form in forms),
+            backward=sum(form.bytes for form in forms if form.gradient),
+            several=isinstance(val, (list, tuple)),
+        )
+
+
+class Numbers:
+    """Sizes of a graph as numbers, at one number of samples; one that depends on data as in the example."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._known: dict[str, int] = {}
+
+    def __call__(self, size: Any) -> int:
+        if isinstance(size, int):
+            return size
+        text = str(size)
+        if text not in self._known:
+            try:
+                self._known[text] = int(size_function(size)(self._samples))
+            except ValueError:
+                self._known[text] = int(size.node.hint) if size.node.hint is not None else 1
+        return self._known[text]
+
+
+def form_at(val: Tensor, number: Callable[[Any], int], dtype: torch.dtype | None) -> Form:
+    """The form of a tensor of a graph.
+
+    Args:
+        number: what a size amounts to.
+        dtype: of what is of single precision, or None for what it has.
+    """
+    shape, stride = tuple(number(size) for size in val.shape), tuple(number(step) for step in val.stride())
+    return Form(shape, stride, dtype if dtype is not None and val.dtype == torch.float32 else val.dtype)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The place of a tensor among an operator's arguments."""
+
+    index: int
+
+
+def _index(reads: list[Key], key: Key) -> int:
+    if key not in reads:
+        reads.append(key)
+    return reads.index(key)
+
+
+def _is_key(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and isinstance(value[0], str)
+
+
+def _map(value: Any, function: Callable[[Key], Any]) -> Any:
+    if _is_key(value):
+        return function(value)
+    return [_map(v, function) for v in value] if isinstance(value, list) else value
+
+
+def _filled(value: Any, of: Callable[[_Read], Any]) -> Any:
+    """Arguments with tensors in their places."""
+    if isinstance(value, _Read):
+        return of(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_filled(v, of) for v in value)
+    if isinstance(value, slice):
+        return slice(*(_filled(v, of) for v in (value.start, value.stop, value.step)))
+    return {k: _filled(v, of) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _on_cpu(value: Any) -> Any:
+    """Plain arguments, with every device the CPU: there the trials are."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, list):  # fx has lists and dictionaries of its own
+        return [_on_cpu(v) for v in value]
+    if type(value) is tuple:
+        return tuple(_on_cpu(v) for v in value)
+    return {k: _on_cpu(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _is_number(val: Any) -> bool:
+    return isinstance(val, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _taken(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """One of several tensors that an operator gives, where the node only takes that; else None."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return None
+    several, index = values[node.args[0]], node.args[1]
+    return several[index] if isinstance(several, list) and isinstance(index, int) else None
+
+
+def _empty(form: Form) -> Tensor:
+    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype)
+
+
+def _random(form: Form) -> Tensor:
+    """A tensor with data: small numbers, whole ones all 0, which are indices of anything."""
+    tensor = _empty(form)
+    return tensor.normal_() if form.dtype.is_floating_point or form.dtype.is_complex else tensor.zero_()
+
+
+@contextmanager
+def _own_numbers() -> Iterator[None]:
+    """Whatever is drawn inside leaves torch's own generator alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield

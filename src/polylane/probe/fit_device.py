@@ -1,0 +1,203 @@
+"""From measured operators to a device's figures, by least squares of relative errors."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares  # type: ignore[import-untyped]
+
+from polylane.cluster.device import Device
+from polylane.cost.roofline import seconds
+from polylane.probe.rates import Timed
+
+Array = NDArray[np.float64]
+Tiles = tuple[tuple[int, int], ...]
+
+# Tiles of which the best is taken, for a device whose own are not known: a core computes a result in such pieces.
+TILES: tuple[Tiles, ...] = (((1, 1),), ((8, 32),), ((16, 16),), ((32, 32),))
+
+# Beyond this relative error a case pulls less than in proportion: what an operator computes besides its matmuls and
+# bytes, such as random numbers, has no figure of its own.
+_TOLERATED = 0.3
+_STEPS = 60  # evaluations of a search, from each start
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How well figures tell what was measured: relative errors, 0.1 for a tenth too much or too little.
+
+    Attributes:
+        median: of all.
+        worst: the largest.
+        where: whose that is.
+        families: medians by kind of case.
+    """
+
+    median: float
+    worst: float
+    where: str
+    families: dict[str, float]
+
+
+def fitted(base: Device, timed: Sequence[Timed], bandwidth: float, tiles: Sequence[Tiles] = TILES) -> Device:
+    """The device whose figures tell best what was measured of it.
+
+    Fitted are, over all cases in the dtype of the first one: the rate of matmuls, ``streaming``, ``overhead``,
+    ``depth``, ``attention`` and ``attention_length``; then, of every further dtype, the rate alone.
+
+    Args:
+        base: what is known already; of its figures those that are fitted do not count.
+        timed: what was measured, with matmuls and operators that move bytes among it.
+        bandwidth: of the device's memory, bytes per second; what operators stream is at most that.
+        tiles: of which the best are taken; with none, the base's stay.
+    """
+    main = timed[0].dtype
+    own = [each for each in timed if each.dtype == main]
+    others = {dtype: _reached(timed, dtype) for dtype in dict.fromkeys(each.dtype for each in timed) if dtype != main}
+    known = base.model_copy(update={"achieved": others})
+    spaces = _telling([_Space(known, bandwidth, each, main) for each in tiles or (base.tiles,)], own)
+    best = min((_search(space, own) for space in spaces), key=lambda found: round(found[1], 9))[0]
+    rates = {main: best.achieved[main]}
+    for dtype in others:
+        rates[dtype] = _rate(best, [each for each in timed if each.dtype == dtype], dtype)
+    peaks = {dtype: max(rate, _reached(timed, dtype), base.flops.get(dtype, 0.0)) for dtype, rate in rates.items()}
+    change = {"flops": {**base.flops, **peaks}, "achieved": {**base.achieved, **rates}}
+    return Device.model_validate({**best.model_dump(), **change})
+
+
+def errors(device: Device, timed: Sequence[Timed]) -> Errors:
+    """How far the device's figures are from what was measured."""
+    found = [(abs(math.expm1(off)), each) for each in timed for off in _off(device, each)]
+    worst, where = max(found, key=lambda pair: pair[0])
+    families = {
+        family: statistics.median(error for error, each in found if each.family == family)
+        for family in dict.fromkeys(each.family for each in timed)
+    }
+    return Errors(statistics.median(error for error, _ in found), worst, f"{where.name} {where.dtype}", families)
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Space:
+    """The devices among which one is searched: a vector of logarithms for each.
+
+    Attributes:
+        base: all that is not searched.
+        bandwidth: of the memory.
+        tiles: the device's.
+        dtype: whose rate is searched.
+    """
+
+    base: Device
+    bandwidth: float
+    tiles: Tiles
+    dtype: str
+
+    def device(self, at: Array) -> Device:
+        """The device at a point."""
+        rate, stream, overhead, depth, attention, length = np.exp(at)
+        change = {
+            "flops": {**self.base.flops, self.dtype: float(rate)},
+            "achieved": {**self.base.achieved, self.dtype: float(rate)},
+            "sustained": 1.0,
+            "bandwidth": self.bandwidth,
+            "streaming": float(min(stream / self.bandwidth, 1.0)),
+            "tiles": self.tiles,
+            "overhead": float(overhead),
+            "depth": float(depth),
+            "attention": float(min(attention, 1.0)),
+            "attention_length": float(length),
+        }
+        return self.base.model_copy(update=change)
+
+    @property
+    def bounds(self) -> tuple[Array, Array]:
+        """Of the logarithms; nothing streams faster than the memory, and attention is no faster than matmuls."""
+        least = np.log([1e6, self.bandwidth * 1e-3, 1e-9, 1e-3, 1e-3, 1e-2])
+        most = np.log([1e17, self.bandwidth, 1.0, 1e4, 1.0, 1e5])
+        return least, most
+
+    def starts(self, timed: Sequence[Timed]) -> Iterator[Array]:
+        """Points to search from, by what was measured at best."""
+        rate = _reached(timed, self.dtype)
+        overhead = min(each.forward for each in timed)
+        for depth, share in ((1.0, 0.9), (30.0, 0.4)):
+            point = np.log([rate, self.bandwidth * share, overhead, depth, 0.5, 50.0])
+            yield np.clip(point, self.bounds[0] + 1e-9, self.bounds[1] - 1e-9)
+
+
+def _telling(spaces: Sequence[_Space], timed: Sequence[Timed]) -> list[_Space]:
+    """One of all spaces whose tiles make no difference to what was measured."""
+    found: dict[bytes, _Space] = {}
+    for space in spaces:
+        start = list(space.starts(timed))[-1]
+        found.setdefault(_all_off(space.device(start), timed).tobytes(), space)
+    return list(found.values())
+
+
+def _search(space: _Space, timed: Sequence[Timed]) -> tuple[Device, float]:
+    """The best device of a space, and its cost; figures that make no difference are left at nothing."""
+
+    def off(at: Array) -> Array:
+        return _all_off(space.device(at), timed)
+
+    best, least = None, math.inf
+    for start in space.starts(timed):
+        found = least_squares(
+            off, start, bounds=space.bounds, loss="soft_l1", f_scale=_TOLERATED, max_nfev=_STEPS, xtol=1e-12, ftol=1e-12
+        )
+        if found.cost < least * (1 - 1e-9):
+            best, least = found.x, float(found.cost)
+    assert best is not None
+    device = space.device(best)
+    for name in ("depth", "attention_length"):
+        without = device.model_copy(update={name: 0.0})
+        if _cost(without, timed) <= least * (1 + 1e-6) + 1e-15:
+            device = without
+    return device, least
+
+
+def _cost(device: Device, timed: Sequence[Timed]) -> float:
+    """What a search makes small (soft L1: half of the sum of 2 (sqrt(1 + z) - 1), z the square in units tolerated)."""
+    squares = (_all_off(device, timed) / _TOLERATED) ** 2
+    return float(_TOLERATED**2 * np.sum(np.sqrt(1 + squares) - 1))
+
+
+def _all_off(device: Device, timed: Sequence[Timed]) -> Array:
+    return np.array([error for each in timed for error in _off(device, each)])
+
+
+def _off(device: Device, timed: Timed) -> list[float]:
+    """Logarithms of what the device's figures say over what was measured, of the passes that there are."""
+    said = seconds(timed.operation, device, timed.dtype)
+    return [math.log(a / b) for a, b in zip(said, (timed.forward, timed.backward), strict=True) if a > 0 and b > 0]
+
+
+def _rate(device: Device, timed: Sequence[Timed], dtype: str) -> float:
+    """The rate of matmuls in a further dtype, all else being as it is."""
+
+    def off(at: Array) -> Array:
+        rate = float(np.exp(at[0]))
+        own = device.model_copy(update={"achieved": {**device.achieved, dtype: rate}})
+        return _all_off(own, timed)
+
+    start = np.log([_reached(timed, dtype)])
+    return float(np.exp(least_squares(off, start, loss="soft_l1", f_scale=_TOLERATED, xtol=1e-12, ftol=1e-12).x[0]))
+
+
+def _reached(timed: Sequence[Timed], dtype: str) -> float:
+    """Operations per second of the fastest matmul or convolution in a dtype."""
+    rates = [
+        sum(product.flops for product in own.products) / seconds
+        for each in timed
+        for own, seconds in ((each.operation.forward, each.forward), (each.operation.backward, each.backward))
+        if each.dtype == dtype and own.products
+    ]
+    return max(rates)

@@ -1,0 +1,180 @@
+"""From measured messages and collectives to a link's figures, by least squares of relative errors.
+
+With the shares and steps of :mod:`polylane.cost.network`, a kind's seconds are linear in its latency, in the seconds of
+a byte and in those of a further step, once two figures are given that all kinds share: ``half``, and ``total`` over
+``bandwidth``. Those two are searched; the others follow from each choice by least squares without negative numbers
+(Lawson and Hanson, Solving Least Squares Problems, 1974).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize, nnls  # type: ignore[import-untyped]
+
+from polylane.cluster.catalogue import device_presets
+from polylane.cluster.cluster import Cluster, Hosts
+from polylane.cluster.device import Device
+from polylane.cluster.link import Kind, Link
+from polylane.cost import network
+from polylane.cost.communicate import sent
+from polylane.probe.traffic import Carried
+
+Array = NDArray[np.float64]
+
+_REWEIGHTED = 8  # times
+_HALVES = (1e3, 3e4, 1e6, 3e7)  # bytes, where searches for ``half`` start
+_REFINED = 5  # of the starts, the best
+_FASTER = 4.0  # how much faster than what was seen a rate may come out: more cannot be told from latency
+
+
+def fitted(carried: Sequence[Carried], kind: str = "measured") -> Link:
+    """The link whose figures tell best what was measured between devices of one host.
+
+    Args:
+        carried: of groups of two at least, with "send" and "all_reduce" among the kinds. Where there are other groups
+            too, what a further step takes is told apart from the latency, and what all devices share from what each
+            has alone.
+        kind: the link's name.
+    """
+    several = len({_senders(each) for each in carried if each.kind != "send"}) > 1
+    most = max(_senders(each) for each in carried)
+    starts = sorted(_starts(several, most), key=lambda start: _solve(carried, *start).cost)
+    found = min((_refined(carried, half, share, most) for half, share in starts[:_REFINED]), key=_cost_of)
+    kinds: list[Kind] = list(dict.fromkeys(each.kind for each in carried))
+    bandwidth = max(found.rates.values())
+    shares = {name: min(found.rates[name] / bandwidth, 1.0) for name in kinds}
+    largest = max(each.size for each in carried)
+    busy = [each.cpu for each in carried if each.size == largest and each.ranks * each.groups == most]
+    return Link(
+        kind=kind,
+        bandwidth=bandwidth,
+        total=found.share * bandwidth if several and found.share < most * (1 - 1e-6) else None,
+        latency=found.latencies["all_reduce"],
+        hop=found.hop,
+        fraction=shares["all_reduce"],
+        half=found.half,
+        cpu=statistics.median(busy),
+        fractions={name: share for name, share in shares.items() if share != shares["all_reduce"]},
+        latencies={name: found.latencies[name] for name in kinds if name != "all_reduce"},
+    )
+
+
+def errors(link: Link, carried: Sequence[Carried]) -> list[float]:
+    """Relative errors of what the link's figures say, 0.1 for a tenth too much or too little."""
+    device = Device.model_validate(device_presets()["cpu"])
+    most = max(each.ranks * each.groups for each in carried)
+    cluster = Cluster((Hosts(devices=most, device=device, link=link),))
+    return [abs(_said(cluster, each) / each.seconds - 1) for each in carried]
+
+
+def _said(cluster: Cluster, each: Carried) -> float:
+    if each.kind == "send":
+        return network.transfer(cluster, each.size, 0, 1, each.groups)
+    return network.collective(cluster, each.kind, each.size, range(each.ranks), each.groups)
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """What follows from ``half`` and from ``share``, what all devices together send over what one can.
+
+    Attributes:
+        latencies, rates: seconds, and bytes per second, by kind.
+        hop: seconds of a step.
+        cost: how far it is from what was measured.
+    """
+
+    half: float
+    share: float
+    latencies: dict[Kind, float]
+    rates: dict[Kind, float]
+    hop: float
+    cost: float
+
+
+def _cost_of(found: _Solved) -> float:
+    """Rounded, so that the first of equals is taken: without a ramp, without sharing."""
+    return round(found.cost, 12)
+
+
+def _starts(several: bool, most: int) -> list[tuple[float, float]]:
+    """Where searches start: (half, share)."""
+    shares = [float(most), most / 1.5, 2.0] if several else [float(most)]
+    return [(half, share) for half in (0.0, *_HALVES) for share in shares]
+
+
+def _refined(carried: Sequence[Carried], half: float, share: float, most: int) -> _Solved:
+    """The best that is found from a start; a half of 0 stays, and so does a share that limits nobody."""
+
+    def at(point: Sequence[float]) -> _Solved:
+        named = dict(zip(free, point, strict=True))
+        own = 2 + (most - 2) / (1 + math.exp(-named["share"])) if "share" in named else share
+        return _solve(carried, math.exp(min(named["half"], 25.0)) if "half" in named else half, own)
+
+    free = [name for name, moves in (("half", half > 0), ("share", share < most)) if moves]
+    if not free:
+        return at(())
+    place = min(max((share - 2) / max(most - 2, 1e-9), 0.1), 0.9)
+    first = {"half": math.log(half) if half else 0.0, "share": math.log(place / (1 - place))}
+    options = {"xatol": 1e-10, "fatol": 1e-14, "maxiter": 250}
+    found = minimize(lambda x: at(x).cost, [first[name] for name in free], method="Nelder-Mead", options=options)
+    return at(found.x)
+
+
+def _solve(carried: Sequence[Carried], half: float, share: float) -> _Solved:
+    """Latencies, rates and the hop that fit best: twice too much counts as half too little does."""
+    kinds: list[Kind] = list(dict.fromkeys(each.kind for each in carried))
+    several = len({each.ranks for each in carried}) > 1
+    rows = np.array([_row(each, kinds, half, share, several) for each in carried])
+    measured = np.array([each.seconds for each in carried])
+    count, weights, said = len(kinds), 1 / measured, measured
+    scale = np.maximum((rows / measured[:, None]).max(axis=0), 1e-300)
+    least = np.zeros(rows.shape[1])
+    least[count : 2 * count] = [_fastest(carried, kind) / _FASTER for kind in kinds]
+    solution = least
+    for _ in range(_REWEIGHTED):
+        left = (measured - rows @ least) * weights
+        solution = least + nnls(rows / scale * weights[:, None], left)[0] / scale
+        said = np.maximum(rows @ solution, measured * 1e-6)
+        weights = 1 / np.sqrt(said * measured)  # errors in the unit of both are those of their logarithms
+    cost = float(np.sum(np.log(said / measured) ** 2))
+    return _Solved(
+        half,
+        share,
+        dict(zip(kinds, map(float, solution[:count]), strict=True)),
+        dict(zip(kinds, map(float, 1 / solution[count : 2 * count]), strict=True)),
+        float(solution[-1]) if several else 0.0,
+        cost,
+    )
+
+
+def _fastest(carried: Sequence[Carried], kind: Kind) -> float:
+    """Seconds of a byte of the fastest run of a kind, all of it counted."""
+    own = (each for each in carried if each.kind == kind)
+    return min(each.seconds / (each.size if kind == "send" else sent(kind, each.size, each.ranks)) for each in own)
+
+
+def _row(each: Carried, kinds: Sequence[Kind], half: float, share: float, several: bool) -> list[float]:
+    """What multiplies each kind's latency, each kind's seconds of a byte, and the seconds of a step."""
+    alone = min(1.0, share / _senders(each))
+    if each.kind == "send":
+        steps, bytes_ = 1, float(each.size)
+    else:
+        volume = sent(each.kind, each.size, each.ranks)
+        steps = (2 if each.kind == "all_reduce" else 1) * (each.ranks - 1)
+        bytes_ = volume + math.sqrt(volume * half)
+    own = [float(kind == each.kind) for kind in kinds]
+    return [*own, *(mine * bytes_ / alone for mine in own), *([float(steps)] if several else [])]
+
+
+def _senders(each: Carried) -> int:
+    """How many devices send at the same time."""
+    return each.groups if each.kind == "send" else each.ranks * each.groups

@@ -1,0 +1,194 @@
+"""This machine, without measuring anything: cores, memory, accelerators, and the cluster that presets make of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polylane.cluster.catalogue import device_presets, link_presets, usual_links
+from polylane.cluster.cluster import Cluster, Hosts
+from polylane.cluster.device import Device
+from polylane.cluster.link import Link
+from polylane.errors import PolylaneError
+from polylane.runtime.launch import threads_per_worker
+from polylane.runtime.world import accelerator_type
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+USUAL = 4  # workers where nobody says how many
+LEAST_MEMORY = 512 << 20  # bytes that a worker needs before it holds anything: torch, its buffers, a small model
+EACH_CORE = 4  # workers that a core can take turns with; more only wait for each other
+AT_LEAST = 8  # workers that every machine may try
+
+# Parts of a preset's name that say how large the device is, not which one.
+_SIZE = re.compile(r"\d+[gw]")
+_ALIKE = 0.12  # by how much the memory that a driver shows differs from the one on the box
+
+
+def cores() -> int:
+    """Cores that this process may use: those it is bound to, and no more than its control group has time for."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([bound, *map(int, _quotas(CGROUPS, OWN_CGROUPS))]))
+
+
+def _quotas(root: Path, own: Path) -> Iterator[float]:
+    """Cores' worth of time that this process's control groups have, version 1 or 2; nothing where there is no limit."""
+    for folder in _folders(root, own, "cpu"):
+        limit = _words(folder / "cpu.max") or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / _PERIOD)]
+        if len(limit) == 2 and limit[0] != "max" and float(limit[0]) > 0:
+            yield float(limit[0]) / float(limit[1])
+
+
+_PERIOD = "cpu.cfs_period_us"
+
+
+def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control group and of all around it; lines read "4:cpu,cpuacct:/path"."""
+    for line in own.read_text().splitlines() if own.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or controller in controllers.split(","):
+            base = root if number == "0" else root / controller
+            inner = base / path.lstrip("/")
+            yield from (each for each in (inner, *inner.parents) if each.is_relative_to(base))
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []
+
+
+def available_memory() -> int:
+    """Bytes of memory that new processes can have."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", "\n".join(_lines(Path("/proc/meminfo"))))
+    free = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [_words(folder / name) for folder in _folders(CGROUPS, OWN_CGROUPS, "memory") for name in _MEMORY]
+    return min([free, *(int(limit[0]) for limit in limits if limit and limit[0].isdecimal())])
+
+
+_MEMORY = ("memory.max", "memory.limit_in_bytes")
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def cpu_name() -> str:
+    """The processor's, as the system tells it; "cpu" where it does not."""
+    for line in _lines(Path("/proc/cpuinfo")):
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return " ".join(value.split())
+    return "cpu"
+
+
+def accelerators() -> int:
+    """How many workers can have an accelerator of their own; 0 where workers compute on the CPU."""
+    return torch.accelerator.device_count() if accelerator_type() is not None else 0
+
+
+def usual_workers() -> int:
+    """How many workers are measured where nobody says: what is there, but no more than :data:`USUAL`."""
+    return min(USUAL, accelerators() or cores())
+
+
+def check_workers(workers: int) -> None:
+    """Refuse what the machine cannot hold.
+
+    Raises:
+        PolylaneError: no workers, or more than there are accelerators, or than memory and cores can take.
+    """
+    if workers < 1:
+        raise PolylaneError(f"--workers must be at least 1, not {workers}")
+    devices = accelerators()
+    if devices:
+        if workers > devices:
+            raise PolylaneError(f"--workers {workers}: this machine has {devices} accelerator(s), one for each worker")
+        return
+    most = max(AT_LEAST, EACH_CORE * cores())
+    if workers > most:
+        raise PolylaneError(f"--workers {workers}: at most {most} can take turns on {cores()} core(s)")
+    memory = available_memory()
+    if workers * LEAST_MEMORY > memory:
+        raise PolylaneError(
+            f"--workers {workers} would need {workers * LEAST_MEMORY / 1e9:.1f} GB of memory to start, "
+            f"and {memory / 1e9:.1f} GB is free"
+        )
+
+
+def preset_of(name: str, memory: int, presets: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The preset of an accelerator by the name that its driver gives it: all words are there, and memory is nearest.
+
+    >>> preset_of("NVIDIA A100-SXM4-80GB", 80 << 30, device_presets())
+    'a100-80g'
+    """
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    alike = {
+        preset: abs(figures["memory"] / memory - 1)
+        for preset, figures in presets.items()
+        if figures.get("type", "cuda") == "cuda" and words.issuperset(_own_words(preset))
+    }
+    best = min(alike, key=alike.__getitem__, default=None)
+    return best if best is not None and alike[best] < _ALIKE else None
+
+
+def _own_words(preset: str) -> list[str]:
+    return [word for word in preset.split("-") if not _SIZE.fullmatch(word)]
+
+
+def kind() -> str:
+    """What this machine's devices are called: by their preset, where there is one, or as the system names them."""
+    if not accelerators():
+        return cpu_name()
+    properties = torch.cuda.get_device_properties(0)
+    return preset_of(properties.name, properties.total_memory, device_presets()) or str(properties.name)
+
+
+def unmeasured(workers: int) -> Device:
+    """A worker's device by its preset, where there is one: an accelerator, or a share of the CPU.
+
+    Raises:
+        PolylaneError: an accelerator that no preset is for.
+    """
+    presets = device_presets()
+    if not accelerators():
+        share = {"kind": cpu_name(), "memory": max(1, available_memory() // workers)}
+        return Device.model_validate({**presets["cpu"], **share})
+    properties = torch.cuda.get_device_properties(0)
+    preset = preset_of(properties.name, properties.total_memory, presets)
+    if preset is None:
+        raise PolylaneError(f"there is no preset for {properties.name}: measure it with polylane probe -o cluster.yaml")
+    return Device.model_validate({**presets[preset], "memory": properties.total_memory})
+
+
+def here(workers: int | None = None) -> Cluster:
+    """This machine as a cluster, without measuring anything: presets, cores and memory as they are.
+
+    Args:
+        workers: how many; default: one for each accelerator, or each core.
+
+    Raises:
+        PolylaneError: fewer than one, more than the machine can hold, or an accelerator that no preset is for.
+    """
+    count = (accelerators() or cores()) if workers is None else workers
+    check_workers(count)
+    device = unmeasured(count)
+    on_cpu = device.type == "cpu"
+    link = Link.model_validate(link_presets()[usual_links()["cpu" if on_cpu else device.kind]["link"]])
+    shared = shared_cores(count) if on_cpu else None
+    return Cluster((Hosts(devices=count, device=device, link=link if count > 1 else None, cores=shared),))
+
+
+def shared_cores(workers: int) -> int:
+    """How many of so many workers may compute at once without slowing each other, with the threads that each has."""
+    return max(1, cores() // threads_per_worker(workers))

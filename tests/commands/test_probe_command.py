@@ -1,0 +1,120 @@
+"""``polylane probe`` as a command: what it writes and says, and what it refuses before it measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polylane.cluster.read import load
+from polylane.commands import planning, probe
+from polylane.errors import PolylaneError
+from polylane.probe.effort import quick
+from polylane.probe.machine import here
+from polylane.probe.profiles import load_profile
+
+torch.set_num_threads(1)
+
+RECIPE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def model(width=8):
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+def loss(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def data(split):
+    return [(torch.ones(4) * i, i % 2) for i in range(32)]
+"""
+
+DEFAULT: dict[str, Any] = {"workers": 2, "profiles": [], "batch": 16, "settings": [], "json": False}
+
+
+def run(output: Path | None, **change: Any) -> None:
+    probe.run(output, **{**DEFAULT, **change}, effort=quick())
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("POLYLANE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_it_writes_a_cluster_file_and_says_how_it_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "cluster.yaml"
+    run(path)
+    cluster = load(path)
+    assert cluster.count == 2 and cluster.device(0).kind in capsys.readouterr().out
+    assert path.read_text().startswith("# Measured by polylane probe, ")
+
+
+def test_progress_goes_to_stderr_and_json_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.yaml"
+    run(path, json=True)
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["file"] == str(path) and told["workers"] == 2 and told["profiles"] == []
+    assert 0 <= told["operators"]["median"] <= told["operators"]["worst"]
+    assert 0 <= told["messages"]["median"] <= told["messages"]["worst"]
+    assert err.splitlines() == ["measuring operators", "measuring messages", "measuring workers at once"]
+
+
+def test_a_recipes_nodes_are_measured_and_found_again(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(None, profiles=[str(recipe)], settings=["width=6"])
+    assert f"{recipe}: " in capsys.readouterr().out
+    scene = planning.scene(str(recipe), ["width=6"], "2:cpu", 16, {})
+    found = load_profile(scene.job.graph, here(2).device(0), threads=1)
+    assert found is not None and found.samples == (1, 4, 8, 16)
+    assert set(found.nodes) == {node.name for node in scene.job.graph.nodes}
+    assert all(seconds > 0 for both in found.steps for seconds in both) and found.update > 0
+    other = planning.scene(str(recipe), [], "2:cpu", 16, {})
+    assert load_profile(other.job.graph, here(2).device(0), threads=1) is None
+
+
+def test_nothing_asked_for_is_refused() -> None:
+    with pytest.raises(PolylaneError, match=r"give -o FILE .* or --profile RECIPE"):
+        run(None)
+
+
+@pytest.mark.parametrize("workers", [0, 100_000])
+def test_workers_that_cannot_be(tmp_path: Path, workers: int) -> None:
+    path = tmp_path / "cluster.yaml"
+    with pytest.raises(PolylaneError, match="--workers"):
+        run(path, workers=workers)
+    assert not path.exists()
+
+
+def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "cluster.yaml"):
+        with pytest.raises(PolylaneError, match=f"{path} cannot be written: ") as raised:
+            run(path)
+        assert "\n" not in str(raised.value)
+    assert "measuring" not in capfd.readouterr().err
+
+
+def test_a_file_that_is_there_stays_until_it_is_measured_anew(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("mine")
+    with pytest.raises(PolylaneError):
+        run(path, workers=0)
+    assert path.read_text() == "mine"
+
+
+def test_a_recipe_that_is_wrong_is_one_sentence(recipe: Path) -> None:
+    recipe.write_text(RECIPE.replace("def loss", "def lost"))
+    with pytest.raises(PolylaneError, match="loss") as raised:
+        run(None, profiles=[str(recipe)])
+    assert "\n" not in str(raised.value)

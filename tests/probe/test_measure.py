@@ -1,0 +1,112 @@
+"""A quick measurement of this machine, in real workers; and the file that it becomes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from polylane.cluster import read
+from polylane.cluster.mapping import parse
+from polylane.errors import PolylaneError
+from polylane.probe.conclude import conclude
+from polylane.probe.effort import Effort, quick, side_by_side, thorough
+from polylane.probe.measure import Seen, further, measure
+from processes import children
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def told() -> Counter[str]:
+    return Counter()
+
+
+@pytest.fixture(scope="module")
+def seen(told: Counter[str]) -> Seen:
+    def tell(what: str, parts: int) -> None:
+        told[what] += parts
+
+    start = time.monotonic()
+    found = measure(2, quick(), tell)
+    assert time.monotonic() - start < 20  # 2 s on an idle machine
+    return found
+
+
+def figures(data: Any) -> Iterator[float]:
+    if isinstance(data, dict):
+        for value in data.values():
+            yield from figures(value)
+    elif isinstance(data, float):
+        yield data
+
+
+def test_everything_was_measured(seen: Seen) -> None:
+    effort = quick()
+    assert [each.name for each in seen.timed[: len(effort.cases)]] == [case.name for case in effort.cases]
+    assert "float64" in {each.dtype for each in seen.timed}
+    assert {(each.kind, each.size) for each in seen.carried} == {
+        (kind, size)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+        for size in effort.sizes
+    }
+    assert set(seen.contention) == {2} and seen.threads == 1 and seen.gpu is None
+    for each in seen.timed:
+        assert 0 < each.forward < 1 and 0 < each.backward < 1
+    for carried in seen.carried:
+        assert 0 < carried.seconds < 1 and 0 < carried.cpu < 4
+    assert not children()
+
+
+def test_progress_is_told_to_the_last_part(seen: Seen, told: Counter[str]) -> None:
+    assert sum(told.values()) == quick().ticks(2, len(further("cpu")))
+    assert set(told) == {"operators", "messages", "workers at once"}
+
+
+def test_a_file_says_it_and_reads_back_as_the_same_cluster(seen: Seen) -> None:
+    measured = conclude(seen, 2)
+    text = measured.text("2026-01-02 03:04", 0.5)
+    assert read.of_mapping(parse(text)) == measured.cluster
+    assert text.startswith("# Measured by polylane probe, 2026-01-02 03:04: 2 workers of 1 thread, torch ")
+    assert measured.device.where in text
+    cluster, device, link = measured.cluster, measured.cluster.device(0), measured.cluster.link((0, 1))
+    assert cluster.count == 2 and cluster.cores(0) is not None
+    assert 0 < (cluster.contention(0) or {})[2] <= 1
+    assert device.type == "cpu" and 1e8 < device.achieved["float32"] <= device.flops["float32"] < 1e13
+    assert 1e8 < device.bandwidth < 1e13 and 1e-8 < device.overhead < 1e-2
+    assert 1e6 < link.bandwidth < 1e13 and 0 < link.cpu < 4
+    assert all(math.isfinite(each) and each >= 0 for each in figures(device.model_dump() | {"link": link.model_dump()}))
+    assert all(float(f"{each:.4g}") == each for each in figures(device.model_dump()))  # nobody can read more digits
+
+
+def test_one_worker_has_no_links() -> None:
+    seen = measure(1, quick())
+    assert seen.carried == () and seen.contention == {}
+    measured = conclude(seen, 1)
+    assert measured.cluster.count == 1 and measured.link is None
+    assert read.of_mapping(parse(measured.text("now", 0.0))) == measured.cluster
+
+
+@pytest.mark.parametrize("workers", [0, 100_000])
+def test_workers_that_cannot_be_are_refused_before_any_starts(workers: int) -> None:
+    with pytest.raises(PolylaneError, match="--workers"):
+        measure(workers, quick())
+    assert not children()
+
+
+def test_who_computes_side_by_side() -> None:
+    assert [side_by_side(n) for n in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_thorough_measurement_fits_in_a_minute(workers: int) -> None:
+    effort: Effort = thorough("cpu")
+    operators = (len(effort.cases) + 3 * len(effort.rated)) * effort.case_seconds
+    carried = effort.ticks(workers, 0) / effort.rounds - len(effort.cases) - 1 - len(side_by_side(workers))
+    shared = (1 + len(side_by_side(workers))) * effort.sharing_seconds
+    assert effort.rounds * (operators + carried * effort.traffic_seconds + shared) < 40
