@@ -5,24 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 from polylane.cost.communicate import Rates
+from polylane.cost.rank import saved_on_rank
 from polylane.cost.residence import Need, Residence
 from polylane.cost.table import Array, Clock, Exchange, Sheet, Table
 from polylane.graph.graph import Graph
+from polylane.graph.keeping import Setting
 from polylane.graph.narrow import crossing_bytes, narrow_positions
-from polylane.graph.saved import Keeping, Setting, saved
+from polylane.graph.saved import saved
+from polylane.placement.call import Call
 from polylane.placement.placement import SHARED
 from polylane.placement.rewrite import Split
-from polylane.placement.view import view
+from polylane.placement.view import View
 from polylane.plan.spec import Degrees
 
 # Nodes first..end-1 of a graph.
 Range = tuple[int, int]
-# How the operators of a graph are split on a mesh: by axis.
-Lay = Callable[[Degrees], Mapping[str, Split]]
+
+
+class Laid(Protocol):
+    """How the operators of a graph lie on the axes of a mesh."""
+
+    splits: dict[str, Split]
+
+    @property
+    def view(self) -> View:
+        """The graph as it was when the splits were chosen."""
+        ...
+
+    def at(self, samples: int) -> tuple[Mapping[str, Call], Mapping[str, Split]]:
+        """Every operator as a call, and the splits by axis, for so many samples in hand."""
+        ...
+
+
+Lay = Callable[[Degrees], Laid]
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,7 @@ class Stages:
     def __init__(self, graph: Graph, lay: Lay, sheet: Callable[[Mapping[str, Split]], Sheet], setting: Setting) -> None:
         self.graph, self._lay, self._make, self.setting = graph, lay, sheet, setting
         self._residences: dict[tuple[int, int, int], Residence] = {}
-        self._keepings: dict[int, Keeping] = {}
+        self._laid: dict[tuple[int, int], Laid] = {}
         self._sheets: dict[tuple[int, int], Sheet] = {}
         self._tables: dict[tuple[object, ...], Table] = {}
         self._live: dict[tuple[int, int], Array] = {}
@@ -87,14 +107,16 @@ class Stages:
     def fresh(self) -> Stages:
         """The same graph, laid out as it is, to be priced on other devices or links."""
         other = Stages(self.graph, self._lay, self._make, self.setting)
-        other._sheets, other._residences, other._keepings = self._sheets, self._residences, self._keepings
+        other._laid, other._sheets, other._residences = self._laid, self._sheets, self._residences
         return other
 
     def sheet(self, mesh: Degrees) -> Sheet:
         """The graph as it lies on the operator axes of a mesh."""
         key = (mesh.sequence, mesh.tensor)
         if key not in self._sheets:
-            self._sheets[key] = self._make(self._lay(mesh) if key != (1, 1) else {})
+            if key != (1, 1):
+                self._laid[key] = self._lay(mesh)
+            self._sheets[key] = self._make(self._laid[key].splits if key in self._laid else {})
         return self._sheets[key]
 
     def table(
@@ -123,11 +145,14 @@ class Stages:
         """What the graph's passes hold on a rank with so many samples in hand."""
         key = (mesh.sequence, mesh.tensor, samples)
         if key not in self._residences:
-            if samples not in self._keepings:
-                self._keepings[samples] = saved(self.graph, replace(self.setting, samples=samples))
-            splits = self.sheet(mesh).splits
-            shown = view(self.graph, samples, max(s.degree for s in splits.values())) if splits else None
-            self._residences[key] = Residence(self.graph, self._keepings[samples], shown, splits)
+            self.sheet(mesh)
+            setting, laid = replace(self.setting, samples=samples), self._laid.get(key[:2])
+            if laid is None:
+                keeping = saved(self.graph, setting)
+            else:
+                calls, splits = laid.at(samples)
+                keeping = saved_on_rank(self.graph, setting, calls, splits, aliases=laid.view.aliases)
+            self._residences[key] = Residence(self.graph, keeping)
         return self._residences[key]
 
     @cached_property

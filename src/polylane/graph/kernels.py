@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -32,7 +33,7 @@ _HIDING = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
 
 def hides(node: fx.Node) -> bool:
     """Whether a node keeps more than can be seen without data."""
-    return str(node.meta["op"]).startswith(_HIDING)
+    return str(node.meta.get("op", "")).startswith(_HIDING)
 
 
 def within(target: Any) -> Any:
@@ -76,8 +77,12 @@ def runnable(target: Any, device: str, fused: bool, shared: bool) -> Callable[..
         found = around
     elif isinstance(target, LeafCall):
         found = _copied(target)
-    elif target is batch_norm and shared:
-        found = _shared_batch_norm
+    elif target is batch_norm:
+        found = functools.partial(_batch_norm, shared)
+    elif callable(getattr(target, "function", None)) and hasattr(target, "__dict__"):
+        around = copy.copy(target)
+        around.function = runnable(target.function, device, fused, shared)
+        found = around
     elif target is torch.ops.aten.scaled_dot_product_attention.default and not fused:
         found = _attention_with_scores
     elif target is torch.ops.aten.scaled_dot_product_attention.default and device == "cuda":
@@ -94,10 +99,13 @@ def _copied(call: LeafCall) -> LeafCall:
     return dataclasses.replace(call, module=module, training=list(zip(module.modules(), flags, strict=True)))
 
 
-def _shared_batch_norm(part: Part, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor:
-    """Batch normalization over replicas, without the look at how many values there are, of which there are none."""
-    together = dataclasses.replace(part, sum_replicas=lambda tensor: tensor)
-    found: Tensor = _Shared.apply(x, weight, bias, together, args[4])[0]  # type: ignore[no-untyped-call]
+def _batch_norm(shared: bool, part: Part, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor:
+    """Batch normalization in training, without the look at how many values there are, of which there are none."""
+    if shared and part.sum_replicas is None:
+        part = dataclasses.replace(part, sum_replicas=lambda tensor: tensor)
+    if part.sum_replicas is None:
+        return torch.batch_norm(x, weight, bias, *args)
+    found: Tensor = _Shared.apply(x, weight, bias, part, args[4])[0]  # type: ignore[no-untyped-call]
     return found
 
 
