@@ -24,6 +24,7 @@ from polylane.graph.graph import Graph
 from polylane.graph.ledger import Ledger
 from polylane.graph.saved import Setting, saved
 from polylane.plan.plan import Plan
+from polylane.planner.layout import choose_layout
 from polylane.program.lower import lower
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
@@ -359,6 +360,7 @@ def alive(prepared: Prepared, example: Any) -> int:
         "pipeline=2,microbatches=4,schedule=1f1b",
         "pipeline=2,microbatches=4,schedule=afab",
         "tensor=2",
+        "sequence=2",
     ],
 )
 def test_predictions_hold_for_steps_that_are_run(plan: str) -> None:
@@ -369,3 +371,38 @@ def test_predictions_hold_for_steps_that_are_run(plan: str) -> None:
     others = sum(leaf.nbytes for leaf in example) * (1 - 1 / prepared.plan.degree("data", 0))
     for found, real in zip(predicted(prepared, SAMPLES, adamw), measured, strict=True):
         assert found.total + others == pytest.approx(real, rel=0.02)
+
+
+# ---- where operators are split ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("axis", "degree"), [("tensor", 2), ("tensor", 4), ("sequence", 2), ("sequence", 4)])
+def test_ranks_that_share_operators_share_what_is_kept(axis: str, degree: int) -> None:
+    model, x = nn.Sequential(*[Layer(64, 8) for _ in range(2)]), torch.randn(2, 64, 64)
+    graph = capture(model, mean, x)
+    layout = choose_layout(graph, {axis: degree}, 2)
+    every, setting = [(0, len(graph.nodes))], Setting(2)
+    whole = Residence(graph, saved(graph, setting))
+    part = Residence(graph, saved_on_rank(graph, setting, *layout.at(2), aliases=layout.view.aliases))
+    assert part.need(every).kept == pytest.approx(whole.need(every).kept / degree, rel=0.35)
+    held, trained = part.parameters(every)
+    assert held == trained
+    if axis == "tensor":
+        assert held == pytest.approx(whole.parameters(every)[0] / degree, rel=0.05)
+    else:
+        assert held == whole.parameters(every)[0]
+
+
+def test_everything_that_a_rank_runs_is_tried() -> None:
+    class Space(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+
+    graph = capture(Space(), mean, torch.randn(4, 1, 16, 16))
+    layout = choose_layout(graph, {"sequence": 2}, 4)
+    keeping = saved_on_rank(graph, Setting(4), *layout.at(4), aliases=layout.view.aliases)
+    assert all(node.known for node in keeping.nodes.values())
+    halves = Residence(graph, keeping).need([(0, len(graph.nodes))])
+    whole = Residence(graph, saved(graph, Setting(4))).need([(0, len(graph.nodes))])
+    # A half of everything, with a row of the neighbour's around what is convolved; the normalized values are its own.
+    assert 0.5 * whole.kept <= halves.kept <= 0.6 * whole.kept

@@ -78,3 +78,12 @@ def test_what_a_rank_has_of_a_shape() -> None:
     assert local((2, 10), [cut]) == (2, 3)
     assert local((2, 20), [cut]) == (2, 6), "the same share where the dimension has another size"
     assert local((2, 10), []) == (2, 10)
+
+
+def test_replicas_share_the_statistics_of_a_batch() -> None:
+    graph = jobs.example("digits")
+    apart, together = (Sheet(graph, {}, 2).table(2, Counting(), each) for each in ({}, {"data": one}))
+    norms = [step for step in view(graph, 2, 1).steps if step.call.base == "batch_norm"]
+    assert norms and not np.any(apart.waits)
+    for way in ("waits", "backward_waits"):
+        assert together.between(way, 0, len(graph.nodes)) == len(norms), "one sum for each of them, there and back"

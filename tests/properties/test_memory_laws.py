@@ -90,7 +90,7 @@ def held(graph: Graph, model: nn.Module, x: Tensor) -> tuple[int, int, int]:
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(OPERATORS), st.integers(1, 4)), min_size=1, max_size=7))
-def test_what_passes_hold_is_predicted_to_the_byte_forward_and_closely_backward(steps: list[tuple[str, int]]) -> None:
+def test_passes_hold_what_is_predicted_to_the_byte_forward_and_closely_backward(steps: list[tuple[str, int]]) -> None:
     torch.manual_seed(0)
     model, x = Random(steps), torch.randn(SAMPLES, WIDTH)
     graph = capture(model, loss, x)
@@ -102,7 +102,8 @@ def test_what_passes_hold_is_predicted_to_the_byte_forward_and_closely_backward(
     sums = (
         max(2 * WIDTH * WIDTH, SAMPLES * WIDTH) * 4 if {"add", "multiply", "cat"} & {name for name, _ in steps} else 0
     )
-    assert need.first <= backward <= need.first + sums + NUMBERS
+    biases = len(steps) * WIDTH * 4  # their gradients may be made before, or after, those of the weights
+    assert need.first - biases <= backward <= need.first + sums + NUMBERS
 
 
 @functools.cache

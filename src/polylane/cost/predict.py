@@ -180,7 +180,8 @@ class _Scene:
 
     def _table(self, stage: int) -> Table:
         mesh, rank = self.plan.degrees(stage), self.plan.stages[stage].devices[0]
-        groups = {axis: self.plan.along(rank, axis) for axis in self.plan.axes_of(stage)}
+        axes = ("data", *self.plan.axes_of(stage)) if mesh.data > 1 else self.plan.axes_of(stage)
+        groups = {axis: self.plan.along(rank, axis) for axis in axes}
         device = self.device(stage)
         exchange = {axis: self._exchange(ranks) for axis, ranks in groups.items()}
         where = (device.kind, device.speed, tuple((a, self.basis.cluster.span(r)) for a, r in groups.items()))

@@ -251,7 +251,7 @@ class Sheet:
         Args:
             samples: in hand.
             clock: how long an operator takes on what a rank has of its tensors.
-            exchange: how long collectives take, by axis.
+            exchange: how long collectives take, by axis; "data" where replicas share the statistics of a batch.
             rates: of one rank's memory, for copies that nothing travels for.
         """
         size = len(self.graph.nodes)
@@ -261,6 +261,11 @@ class Sheet:
             work = self._work(step, samples)
             compute[:, positions] = np.array(clock(work))[:, None]
             issued[:, positions] = np.array(clock.issued(work))[:, None]
+            if "data" in exchange and (sums := _statistics(step)):
+                shared = exchange["data"]("all_reduce", sums)
+                waits[0, positions] += shared
+                waits[1, positions] += shared if step.call.outputs[0].gradient else 0.0
+                traffic[positions] += 2 * sent("all_reduce", sums, 2)
             for axis, strategy in zip(self.splits, self._strategies(step), strict=True):
                 if strategy.messages:
                     scale = samples / self.view.samples
@@ -295,6 +300,17 @@ class Sheet:
         """Bytes of a tensor that moves along an axis, with the splits of the other axes."""
         others = [s.placement(moved.key) for axis, s in self.splits.items() if axis != moved.axis]
         return self.bytes(moved.key, samples, others)
+
+
+def _statistics(step: Step) -> float:
+    """Bytes of the statistics that replicas sum where an operator normalizes over a batch in training; 0 elsewhere.
+
+    Two sums for each channel, in float64, forward and backward alike (see :mod:`polylane.graph.statistics`).
+    """
+    call = step.call
+    if call.base != "batch_norm" or not call.arguments.get("training"):
+        return 0.0
+    return 2.0 * 8 * call.outputs[0].shape[1]
 
 
 # Arguments that differ from node to node without any difference in cost: keys of random numbers.

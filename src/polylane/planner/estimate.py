@@ -71,7 +71,7 @@ class Estimates:
 
     def exchange(self, mesh: Degrees, axis: str) -> Exchange:
         """Collectives along an axis of a mesh on neighbouring ranks."""
-        ranks = along({"sequence": mesh.sequence, "tensor": mesh.tensor}, axis)
+        ranks = along({"data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}, axis)
 
         def seconds(collective: str, size: float) -> float:
             if collective == "message":
@@ -87,13 +87,20 @@ class Estimates:
             basis.cluster.devices(range(basis.cluster.count)), key=lambda d: d.speed * max(d.achieved.values())
         )
         axes = [axis for axis in ("sequence", "tensor") if getattr(mesh, axis) > 1]
+        axes += ["data"] if self._sharing(mesh) > 1 else []
         exchange = {axis: self.exchange(mesh, axis) for axis in axes}
         rates = network.rates(basis.cluster, range(1), basis.method.dtype)
-        return basis.stages.table(mesh, samples, "estimate", basis.clock(device), exchange, rates)
+        return basis.stages.table(
+            mesh, samples, ("estimate", self._sharing(mesh)), basis.clock(device), exchange, rates
+        )
+
+    def _sharing(self, mesh: Degrees) -> int:
+        """How many replicas sum the statistics of a batch in the course of their passes."""
+        return mesh.data if self.basis.stages.graph.code.batch_statistics else 1
 
     def curves(self, mesh: Degrees, samples: int, method: Method) -> Curves:
         """Of a rank with so many samples in hand."""
-        key = (mesh.sequence, mesh.tensor, samples, method.recompute)
+        key = (mesh.sequence, mesh.tensor, samples, method.recompute, self._sharing(mesh))
         if key not in self._curves:
             self._curves[key] = self._made(mesh, samples, method)
         return self._curves[key]
