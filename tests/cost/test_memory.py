@@ -370,7 +370,7 @@ def test_predictions_hold_for_steps_that_are_run(plan: str) -> None:
     # Here every replica has the whole batch; samples that are loaded are only those that it needs.
     others = sum(leaf.nbytes for leaf in example) * (1 - 1 / prepared.plan.degree("data", 0))
     for found, real in zip(predicted(prepared, SAMPLES, adamw), measured, strict=True):
-        assert found.total + others == pytest.approx(real, rel=0.02)
+        assert found.total + others == pytest.approx(real, rel=0.03)
 
 
 # ---- where operators are split ---------------------------------------------------------------------------------------
@@ -384,7 +384,8 @@ def test_ranks_that_share_operators_share_what_is_kept(axis: str, degree: int) -
     every, setting = [(0, len(graph.nodes))], Setting(2)
     whole = Residence(graph, saved(graph, setting))
     part = Residence(graph, saved_on_rank(graph, setting, *layout.at(2), aliases=layout.view.aliases))
-    assert part.need(every).kept == pytest.approx(whole.need(every).kept / degree, rel=0.35)
+    share = part.need(every).kept / whole.need(every).kept
+    assert 1 / degree * 0.99 <= share <= 1 / degree + 0.12  # what feeds a split operator whole is kept whole
     held, trained = part.parameters(every)
     assert held == trained
     if axis == "tensor":
