@@ -86,7 +86,8 @@ def test_plan_ranks_explains_and_writes(recipe: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     times = [row["step_seconds"] for row in found["plans"]]
-    assert times == sorted(times) and 1 <= len(times) <= 3
+    assert 1 <= len(times) <= 3
+    assert times[0] <= 1.01 * min(times), "of plans as fast within a percent the one with fewer workers comes first"
     assert found["words"] and found["words"][0].startswith("Bound by")
     plan = load("plan.yaml")
     assert plan.workers == found["plans"][0]["workers"] and plan.spec == found["plans"][0]["plan"]

@@ -26,14 +26,18 @@ CORE = Device(
 )
 
 
+# The least depth that is looked at is a thousandth of a term, which the shortest sums of a hundred terms feel.
+DEPTH = 1e-3 / 100
+
+
 def test_a_known_device_is_found_again() -> None:
     found = fitted(BASE, operators(CORE), BANDWIDTH)
-    assert found.achieved["float32"] == pytest.approx(8e10, rel=1e-6)
-    assert found.stream == pytest.approx(0.6 * BANDWIDTH, rel=1e-6)
-    assert found.overhead == pytest.approx(7e-6, rel=1e-6)
-    assert found.attention == pytest.approx(0.8, rel=1e-6)
-    assert found.attention_length == pytest.approx(90, rel=1e-5)
-    assert errors(found, operators(CORE)).worst < 1e-6
+    assert found.achieved["float32"] == pytest.approx(8e10, rel=DEPTH)
+    assert found.stream == pytest.approx(0.6 * BANDWIDTH, rel=DEPTH)
+    assert found.overhead == pytest.approx(7e-6, rel=DEPTH)
+    assert found.attention == pytest.approx(0.8, rel=DEPTH)
+    assert found.attention_length == pytest.approx(90, rel=10 * DEPTH)
+    assert errors(found, operators(CORE)).worst < 10 * DEPTH
 
 
 def test_what_is_not_fitted_stays() -> None:

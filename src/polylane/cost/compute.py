@@ -53,8 +53,12 @@ def measure(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -
     return tuple(map(sum, measure_both(graph, model, loss, leaves)))
 
 
-def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> tuple[Both, ...]:
+def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any], only: str = "") -> tuple[Both, ...]:
     """Seconds of every node of ``graph``, forward and backward, on the batch ``leaves``.
+
+    Args:
+        only: an operator whose nodes are measured, all others count as 0; they run as among replicas that share the
+            statistics of a batch, but for the sums themselves. Default: all nodes, as without replicas.
 
     Each kind of node (the same operator on the same shapes) runs :data:`REPEATS` times after a warm-up, and so does its
     backward pass with respect to all that it reads; the median counts, for all nodes of the kind. Weights, buffers,
@@ -66,15 +70,18 @@ def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[An
     whole = Whole(model, loss, lambda flat: flat)
     restore = snapshot(whole)
     try:
-        return _measured(graph, whole, leaves)
+        return _measured(graph, whole, leaves, only)
     finally:
         restore()
 
 
-def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any]) -> tuple[Both, ...]:
+def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any], only: str) -> tuple[Both, ...]:
     samples = sample_count(leaves)
     own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    table, part = tables(whole, graph.code.constants, own), Part(samples, batch=samples)
+    table, part = (
+        tables(whole, graph.code.constants, own),
+        Part(samples, batch=samples, sum_replicas=_alone if only else None),
+    )
     wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
     last_use = {used: node for node in graph.code.fx.nodes for used in node.all_input_nodes}
     values: dict[fx.Node, Any] = {}
@@ -83,6 +90,10 @@ def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any]) -> tuple[Both, 
     for node in graph.code.fx.nodes:
         if node.op == "placeholder":
             values[node] = bound(node, table, part)
+        elif node.op == "call_function" and only and node.meta["op"] != only:
+            seconds[node.name], values[node] = (0.0, 0.0), _once(node, values)
+            for done in [used for used in node.all_input_nodes if last_use[used] is node]:
+                del values[done]
         elif node.op == "call_function":
             kind = _kind(node, values)
             if kind not in kinds:
@@ -93,6 +104,11 @@ def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any]) -> tuple[Both, 
             for done in [used for used in node.all_input_nodes if last_use[used] is node]:
                 del values[done]
     return tuple(seconds[node.id] for node in graph.nodes)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The sum over one replica."""
+    return tensor
 
 
 def wait_for(device: torch.device) -> Callable[[], None]:

@@ -21,16 +21,19 @@ class Profile:
         steps: seconds of whole forward passes and backward passes at each of these sizes, which hold what no node has:
             the walk from node to node, gradients that are added up, caches that grow cold.
         update: seconds of one step of the optimizer on all parameters.
+        shared: of the nodes that normalize over a batch, the same among replicas that share its statistics, without
+            the sums that they wait for.
     """
 
     samples: tuple[int, ...]
     nodes: Mapping[str, tuple[Both, ...]]
     steps: tuple[Both, ...]
     update: float = 0.0
+    shared: Mapping[str, tuple[Both, ...]] = field(default_factory=dict)
 
-    def of_node(self, name: str, samples: int) -> Both:
+    def of_node(self, name: str, samples: int, shared: bool = False) -> Both:
         """Seconds of a node's passes, between the measured sizes and beyond them along straight lines."""
-        measured = self.nodes.get(name)
+        measured = self.shared.get(name, self.nodes.get(name)) if shared else self.nodes.get(name)
         if measured is None:
             return 0.0, 0.0
         return _on_line(self.samples, measured, samples)
@@ -82,7 +85,7 @@ class ProfileClock:
         """As :class:`polylane.cost.table.Clock` says."""
         if work.samples not in self._ratios:
             self._ratios[work.samples] = self.profile.ratio(work.samples)
-        forward, backward = self.profile.of_node(work.step.name, work.samples)
+        forward, backward = self.profile.of_node(work.step.name, work.samples, work.shared)
         up, down = self._ratios[work.samples]
         part = (1.0, 1.0) if work.whole else self._part(work)
         return forward * up * part[0] / self.speed, backward * down * part[1] / self.speed

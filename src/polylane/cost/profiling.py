@@ -18,6 +18,9 @@ from polylane.graph.graph import Graph
 
 REPEATS = 5
 
+# What normalizes over a batch.
+NORM = "aten.batch_norm.default"
+
 
 def profiled(
     graph: Graph,
@@ -40,14 +43,21 @@ def profiled(
     """
     wanted = sorted({n for n in sizes if 1 <= n <= sample_count(leaves)}) or [sample_count(leaves)]
     nodes: dict[str, list[Both]] = {node.name: [] for node in graph.nodes}
+    shared: dict[str, list[Both]] = {n.name: [] for n in graph.nodes if graph.code.batch_statistics and n.op == NORM}
     steps = []
     for samples in wanted:
         part = few(leaves, samples)
         for node, both in zip(graph.nodes, measure_both(graph, model, loss, cloned(part)), strict=True):
             nodes[node.name].append(both)
+        if shared:
+            again = measure_both(graph, model, loss, cloned(part), NORM)
+            for node, both in zip(graph.nodes, again, strict=True):
+                if node.name in shared:
+                    shared[node.name].append(both)
         steps.append(passes(model, loss, part, rebuild))
     update = _update(model, loss, optimizer) if optimizer is not None else 0.0
-    return Profile(tuple(wanted), {name: tuple(each) for name, each in nodes.items()}, tuple(steps), update)
+    of_nodes, of_shared = ({name: tuple(each) for name, each in found.items()} for found in (nodes, shared))
+    return Profile(tuple(wanted), of_nodes, tuple(steps), update, of_shared)
 
 
 def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild) -> Both:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -38,6 +38,7 @@ class Work:
         inputs, outputs: shapes of what the rank has of its tensors.
         whole_inputs, whole_outputs: shapes of the whole tensors.
         share: of the whole operator's work that the busiest rank does, where that does not follow from the shapes.
+        shared: whether it normalizes over a batch whose statistics replicas share.
     """
 
     step: Step
@@ -47,6 +48,7 @@ class Work:
     whole_inputs: tuple[Shape, ...]
     whole_outputs: tuple[Shape, ...]
     share: float | None
+    shared: bool = False
 
     @property
     def whole(self) -> bool:
@@ -258,10 +260,11 @@ class Sheet:
         compute, waits, issued = np.zeros((2, size)), np.zeros((2, size)), np.zeros((2, size))
         traffic = np.zeros(size)
         for step, positions in self._kinds:
-            work = self._work(step, samples)
+            sums = _statistics(step) if "data" in exchange else 0.0
+            work = replace(self._work(step, samples), shared=sums > 0)
             compute[:, positions] = np.array(clock(work))[:, None]
             issued[:, positions] = np.array(clock.issued(work))[:, None]
-            if "data" in exchange and (sums := _statistics(step)):
+            if sums:
                 shared = exchange["data"]("all_reduce", sums)
                 waits[0, positions] += shared
                 waits[1, positions] += shared if step.call.outputs[0].gradient else 0.0

@@ -37,12 +37,16 @@ class _Stored(pydantic.BaseModel):
     nodes: dict[str, tuple[_Both, ...]]
     steps: tuple[_Both, ...]
     update: Natural
+    shared: dict[str, tuple[_Both, ...]] = {}
 
     @pydantic.model_validator(mode="after")
     def _complete(self) -> _Stored:
         if not self.samples or list(self.samples) != sorted(set(self.samples)):
             raise ValueError("samples must be ascending batch sizes, one at least")
-        for name, each in (("steps", self.steps), *((f"nodes.{name}", own) for name, own in self.nodes.items())):
+        for name, each in (
+            ("steps", self.steps),
+            *((f"nodes.{name}", own) for name, own in [*self.nodes.items(), *self.shared.items()]),
+        ):
             if len(each) != len(self.samples):
                 raise ValueError(f"{name} must have a pair of seconds for each of {len(self.samples)} batch sizes")
         return self
@@ -82,6 +86,7 @@ def save_profile(profile: Profile, graph: Graph, device: Device, threads: int | 
         nodes=dict(profile.nodes),
         steps=profile.steps,
         update=profile.update,
+        shared=dict(profile.shared),
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +121,7 @@ def load_profile(graph: Graph, device: Device, threads: int | None = None) -> Pr
         raise PolylaneError(f"{path} is not JSON: {error}; {_AGAIN}") from error
     if set(stored.nodes) != {node.name for node in graph.nodes} or stored.graph != _of_graph(graph):
         raise PolylaneError(f"{path}: nodes are not those of this graph; {_AGAIN}")
-    return Profile(stored.samples, stored.nodes, stored.steps, stored.update)
+    return Profile(stored.samples, stored.nodes, stored.steps, stored.update, stored.shared)
 
 
 def _of_graph(graph: Graph) -> str:

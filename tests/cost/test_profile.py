@@ -1,0 +1,79 @@
+"""A profile's lines go through what was measured, and a clock of it scales with what a rank has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import jobs
+import models
+from polylane.cost.compute import measure_both
+from polylane.cost.profile import Profile, ProfileClock
+from polylane.cost.profiling import NORM, profiled
+from polylane.cost.table import Work
+from polylane.graph.batch import cloned, flatten
+from polylane.placement.view import Step, view
+
+PROFILE = Profile(
+    (2, 4), {"a": ((1.0, 2.0), (3.0, 4.0))}, ((2.0, 2.0), (6.0, 8.0)), shared={"a": ((5.0, 6.0), (7.0, 8.0))}
+)
+
+
+@pytest.mark.parametrize(
+    "samples, seconds", [(2, (1.0, 2.0)), (3, (2.0, 3.0)), (4, (3.0, 4.0)), (8, (7.0, 8.0)), (1, (0.05, 1.0))]
+)
+def test_between_and_beyond_the_measured_sizes(samples: int, seconds: tuple[float, float]) -> None:
+    assert PROFILE.of_node("a", samples) == pytest.approx(seconds)
+    assert PROFILE.of_node("unknown", samples) == (0.0, 0.0)
+
+
+def test_one_size_is_in_proportion() -> None:
+    assert Profile((4,), {"a": ((2.0, 4.0),)}, ((2.0, 4.0),)).of_node("a", 2) == pytest.approx((1.0, 2.0))
+
+
+def test_whole_passes_come_out_as_measured() -> None:
+    assert PROFILE.ratio(2) == pytest.approx((2.0, 1.0))
+    assert PROFILE.ratio(4) == pytest.approx((2.0, 2.0))
+
+
+class Halves:
+    """A model that takes as long as a first input has rows."""
+
+    def __call__(self, work: Work) -> tuple[float, float]:
+        return float(work.inputs[0][0]), float(work.inputs[0][0])
+
+    def issued(self, work: Work) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+def test_a_rank_takes_its_share_of_the_measured_time() -> None:
+    step = _named("a")
+    clock = ProfileClock(PROFILE, Halves(), speed=0.5)
+    whole = Work(step, 2, ((4, 4),), ((4, 4),), ((4, 4),), ((4, 4),), None)
+    half = Work(step, 2, ((2, 4),), ((2, 4),), ((4, 4),), ((4, 4),), None)
+    shared = Work(step, 2, ((4, 4),), ((4, 4),), ((4, 4),), ((4, 4),), None, shared=True)
+    assert clock(whole) == pytest.approx((4.0, 4.0)), "seconds x ratio / speed"
+    assert clock(half) == pytest.approx((2.0, 2.0))
+    assert clock(shared) == pytest.approx((20.0, 12.0))
+
+
+def _named(name: str) -> Step:
+    from dataclasses import replace
+
+    return replace(view(jobs.blocks(2, 16), 2, 1).steps[0], name=name)
+
+
+def test_normalizations_are_measured_among_replicas_too() -> None:
+    case, graph = models.example_case("digits"), jobs.example("digits")
+    model, batch = case.model(), case.batch(4, 0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    leaves, rebuild = flatten(batch)
+    norms = {node.name for node in graph.nodes if node.op == NORM}
+    apart = dict(
+        zip((n.name for n in graph.nodes), measure_both(graph, model, case.loss, cloned(leaves), NORM), strict=True)
+    )
+    assert {name for name, (forward, _) in apart.items() if forward > 0} == norms
+    found = profiled(graph, model, case.loss, None, leaves, rebuild, [2, 4, 64])
+    assert found.samples == (2, 4) and set(found.shared) == norms and set(found.nodes) == set(graph.positions)
+    assert all(forward > 0 for forward, _ in found.steps)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
