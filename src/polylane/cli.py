@@ -300,13 +300,11 @@ _Cluster = Annotated[
     ),
 ]
 _Dtype = Annotated[str, typer.Option("--dtype", help="Of the passes: float32, bfloat16 or float16.")]
-_Recompute = Annotated[
-    str, typer.Option("--recompute", help="What is computed again instead of kept: none, selective (attention), full.")
-]
+_Recompute = Annotated[str, typer.Option("--recompute", help="What is computed again instead of kept: none or full.")]
 _Shard = Annotated[
     str,
     typer.Option(
-        "--shard", help="What replicas hold a part of only: none, optimizer, gradients, parameters (ZeRO-1, -2, -3)."
+        "--shard", help="What replicas hold a part of only, for memory: none, optimizer, gradients, parameters (ZeRO)."
     ),
 ]
 
@@ -356,15 +354,9 @@ def simulate(
     dtype: _Dtype = "float32",
     recompute: _Recompute = "none",
     shard: _Shard = "none",
-    chunks: Annotated[
-        int, typer.Option("--chunks", metavar="N", min=1, help="Virtual stages per worker: interleaved 1F1B.")
-    ] = 1,
     overlap: Annotated[
         bool, typer.Option("--overlap/--no-overlap", help="Sum gradients while the backward pass still runs.")
     ] = True,
-    every: Annotated[
-        int, typer.Option("--every", metavar="N", min=1, help="Sum gradients every N steps only (local SGD).")
-    ] = 1,
     slow: Annotated[
         list[str] | None,
         typer.Option("--slow", metavar="RANK=SPEED", help="A straggler: 3=0.8 needs 1 / 0.8 of the time."),
@@ -392,7 +384,7 @@ def simulate(
     from polylane.commands import planning
     from polylane.commands import simulate as command
 
-    method = planning.method_of(dtype, True, recompute, chunks, shard, overlap, every)
+    method = planning.method_of(dtype, True, recompute, 1, shard, overlap, 1)
     command.run(
         recipe,
         cluster=cluster,

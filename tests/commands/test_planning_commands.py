@@ -119,6 +119,7 @@ def test_plan_auto(recipe: Path) -> None:
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --slow 7=0.5", "speeds.7: there is no such device"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --dtype int8", "dtype 'int8': choose one of"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --recompute some", "recompute 'some': choose one of"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --recompute selective", "not priced yet"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --shard all", "shard 'all': choose one of"),
         ("plan layers.py --cluster 2:a100-80g --workers 3", "takes 3 workers, but the cluster has 2 devices"),
         ("plan layers.py --cluster 2:a100-80g --memory lots", "--memory takes a size"),

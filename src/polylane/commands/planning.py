@@ -150,6 +150,8 @@ def method_of(dtype: str, masters: bool, recompute: str, chunks: int, shard: str
     """
     from polylane.cost.method import Method
 
+    if recompute == "selective":
+        raise PolylaneError("--recompute selective is not priced yet: take none or full")
     return Method(dtype, masters, recompute, chunks, shard, overlap, every)  # type: ignore[arg-type]
 
 
