@@ -384,7 +384,7 @@ def simulate(
     from polylane.commands import planning
     from polylane.commands import simulate as command
 
-    method = planning.method_of(dtype, True, recompute, 1, shard, overlap, 1)
+    method = planning.method_of(dtype, True, recompute, shard, overlap)
     command.run(
         recipe,
         cluster=cluster,
@@ -436,7 +436,7 @@ def plan_(
     from polylane.commands import plan as command
     from polylane.commands import planning
 
-    method = planning.method_of(dtype, True, recompute, 1, shard, True, 1)
+    method = planning.method_of(dtype, True, recompute, shard, True)
     command.run(
         recipe,
         cluster=cluster,

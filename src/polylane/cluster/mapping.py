@@ -13,7 +13,7 @@ from polylane.errors import PolylaneError
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _EachKeyOnce(_Loader):  # type: ignore[misc]
+class EachKeyOnce(_Loader):  # type: ignore[misc]
     """YAML in which no mapping has a key twice: of two values plain YAML keeps the last one, without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
@@ -34,7 +34,7 @@ def parse(text: str) -> dict[Any, Any]:
         PolylaneError: it is not YAML, empty or no mapping, or a key is there twice.
     """
     try:
-        data = yaml.load(text, _EachKeyOnce)
+        data = yaml.load(text, EachKeyOnce)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise PolylaneError(f"this is not YAML: {' '.join(str(error).split())}") from error
     if data is None:

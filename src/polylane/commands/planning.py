@@ -142,7 +142,7 @@ def model_flops(graph: Graph, batch: int) -> float:
     return 3.0 * sum(node.flops for node in graph.nodes) * batch / graph.samples
 
 
-def method_of(dtype: str, masters: bool, recompute: str, chunks: int, shard: str, overlap: bool, every: int) -> Method:
+def method_of(dtype: str, masters: bool, recompute: str, shard: str, overlap: bool) -> Method:
     """How training is done, from the options of a command.
 
     Raises:
@@ -152,7 +152,7 @@ def method_of(dtype: str, masters: bool, recompute: str, chunks: int, shard: str
 
     if recompute == "selective":
         raise PolylaneError("--recompute selective is not priced yet: take none or full")
-    return Method(dtype, masters, recompute, chunks, shard, overlap, every)  # type: ignore[arg-type]
+    return Method(dtype, masters, recompute, shard, overlap)  # type: ignore[arg-type]
 
 
 def duration(seconds: float) -> str:

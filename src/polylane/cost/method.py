@@ -24,28 +24,21 @@ class Method:
             is computed with (autocast, Megatron); without: all is 16-bit ("pure").
         recompute: what is computed again in the backward pass instead of being kept: nothing; what attention keeps
             ("selective": Korthikanti et al., 2022); or all between the inputs of blocks ("full": Chen et al., 2016).
-        chunks: virtual stages of every worker; more than 1 is interleaved 1F1B (Narayanan et al., 2021).
         shard: what replicas hold a part of only: optimizer states, gradients as well, parameters as well (ZeRO-1, -2,
             -3: Rajbhandari et al., 2020; the last is FSDP's FULL_SHARD, the second its SHARD_GRAD_OP).
         overlap: whether gradients are reduced while the backward pass still runs.
-        every: steps from one reduction to the next (local SGD).
 
     Raises:
-        PolylaneError: a number below 1.
+        PolylaneError: a word that is none of these.
     """
 
     dtype: str = "float32"
     masters: bool = True
     recompute: Recompute = "none"
-    chunks: int = 1
     shard: Sharding = "none"
     overlap: bool = True
-    every: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (("chunks", self.chunks), ("every", self.every)):
-            if value < 1:
-                raise PolylaneError(f"{name} must be at least 1, not {value}")
         known = (("dtype", tuple(ITEM)), ("recompute", get_args(Recompute)), ("shard", get_args(Sharding)))
         for name, choices in known:
             if getattr(self, name) not in choices:

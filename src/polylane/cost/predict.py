@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from polylane.cluster.cluster import Cluster
@@ -98,7 +98,6 @@ class Prediction:
     stages: tuple[StagePrediction, ...]
     batch: int
     lanes: tuple[int, ...]
-    notes: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def seconds(self) -> float:

@@ -12,8 +12,9 @@ from torch import Tensor, fx
 from polylane.graph.graph import Graph
 from polylane.graph.keeping import Keeping, Setting
 from polylane.graph.saved import placeholder_form
+from polylane.graph.sizes import Numbers
 from polylane.graph.trial import Form
-from polylane.graph.walk import Numbers, Walk
+from polylane.graph.walk import Walk
 from polylane.placement.call import Call
 from polylane.placement.placement import local_shape
 from polylane.placement.rewrite import Split, rewrite

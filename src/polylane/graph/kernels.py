@@ -19,7 +19,7 @@ from polylane.graph.leaf import LeafCall
 from polylane.graph.opaque import FunctionCall
 from polylane.graph.part import Part
 from polylane.graph.precision import Within, innermost
-from polylane.graph.statistics import _Shared, batch_norm
+from polylane.graph.statistics import SharedStatistics, batch_norm
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -105,7 +105,7 @@ def _batch_norm(shared: bool, part: Part, x: Tensor, weight: Any, bias: Any, *ar
         part = dataclasses.replace(part, sum_replicas=lambda tensor: tensor)
     if part.sum_replicas is None:
         return torch.batch_norm(x, weight, bias, *args)
-    found: Tensor = _Shared.apply(x, weight, bias, part, args[4])[0]  # type: ignore[no-untyped-call]
+    found: Tensor = SharedStatistics.apply(x, weight, bias, part, args[4])[0]  # type: ignore[no-untyped-call]
     return found
 
 

@@ -153,3 +153,23 @@ def refused_sizes(graph: fx.Graph, lowest: int, highest: int, most: int) -> list
             continue
         refused |= {samples for samples in range(1, most + 1) if not holds(samples)}
     return sorted(refused)
+
+
+class Numbers:
+    """Sizes of a graph as numbers, at one number of samples; one that depends on data as in the example."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self._known: dict[str, int] = {}
+
+    def __call__(self, size: Any) -> int:
+        """A size as a number."""
+        if isinstance(size, int):
+            return size
+        text = str(size)
+        if text not in self._known:
+            try:
+                self._known[text] = int(size_function(size)(self.samples))
+            except ValueError:
+                self._known[text] = int(size.node.hint) if size.node.hint is not None else 1
+        return self._known[text]

@@ -18,7 +18,7 @@ from polylane.graph.part import Part
 VALUES = 2  # per channel, that training needs: one has no variance
 
 
-class _Shared(torch.autograd.Function):
+class SharedStatistics(torch.autograd.Function):
     """Normalize by statistics over all replicas; one sum forward, one backward."""
 
     @staticmethod
@@ -88,7 +88,7 @@ def batch_norm(
     if part.sum_replicas is None:
         _require_values(part, x.numel() // max(x.shape[1], 1))
         return torch.batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
-    out, mean, variance, total = _Shared.apply(x, weight, bias, part, eps)  # type: ignore[no-untyped-call]
+    out, mean, variance, total = SharedStatistics.apply(x, weight, bias, part, eps)  # type: ignore[no-untyped-call]
     _require_values(part, int(total))
     if running_mean is not None and running_var is not None:
         with torch.no_grad():

@@ -18,7 +18,7 @@ from polylane.graph.kernels import hides, identity, runnable, within, without_ke
 from polylane.graph.leaf import LeafCall
 from polylane.graph.opaque import FunctionCall
 from polylane.graph.part import Part
-from polylane.graph.sizes import Size, size_function
+from polylane.graph.sizes import Numbers, Size
 from polylane.graph.trial import Form, Given, Trial, trial
 
 # What does not show all that it does without data runs on random numbers, unless that takes more bytes than this.
@@ -192,25 +192,6 @@ class Walk:
             backward=sum(form.bytes for form in forms if form.gradient),
             several=isinstance(val, (list, tuple)),
         )
-
-
-class Numbers:
-    """Sizes of a graph as numbers, at one number of samples; one that depends on data as in the example."""
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self._known: dict[str, int] = {}
-
-    def __call__(self, size: Any) -> int:
-        if isinstance(size, int):
-            return size
-        text = str(size)
-        if text not in self._known:
-            try:
-                self._known[text] = int(size_function(size)(self._samples))
-            except ValueError:
-                self._known[text] = int(size.node.hint) if size.node.hint is not None else 1
-        return self._known[text]
 
 
 def form_at(val: Tensor, number: Callable[[Any], int], dtype: torch.dtype | None) -> Form:

@@ -17,7 +17,7 @@ from polylane.graph.graph import Graph
 from polylane.graph.inplace import writes
 from polylane.graph.precision import innermost
 from polylane.graph.rewrite import op_name
-from polylane.graph.sizes import Size, size_function
+from polylane.graph.sizes import Numbers, Size
 from polylane.placement.call import Call, Place, Value
 from polylane.placement.placement import Cuts
 
@@ -110,24 +110,8 @@ def is_alias(node: fx.Node) -> bool:
     return (node.target is operator.getitem and _several(node.args[0])) or isinstance(node.target, Size)
 
 
-class Sizes:
+class Sizes(Numbers):
     """Shapes and numbers of a graph at one number of samples."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-        self._known: dict[str, Any] = {}
-
-    def __call__(self, size: Any) -> int:
-        """A size as a number; one that depends on data as in the example."""
-        if isinstance(size, int):
-            return size
-        text = str(size)
-        if text not in self._known:
-            try:
-                self._known[text] = int(size_function(size)(self.samples))
-            except ValueError:
-                self._known[text] = int(size.node.hint) if size.node.hint is not None else 1
-        return int(self._known[text])
 
     def shape(self, val: Tensor) -> tuple[int, ...]:
         return tuple(self(size) for size in val.shape)

@@ -9,29 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from polylane.cluster.mapping import EachKeyOnce
 from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 MOST_SHOWN = 60  # characters of a value that is wrong
-
-# The parser in C is ten times as fast; not every build of PyYAML has it.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _EachKeyOnce(_Loader):  # type: ignore[misc]
-    """YAML in which no mapping has a key twice: of two values plain YAML keeps the last one, without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                line, name = key.start_mark.line + 1, (key.tag, key.value)
-                if name in lines:
-                    raise PolylaneError(f"{key.value} is there twice, on lines {lines[name]} and {line}: keep one")
-                lines[name] = line
-        return super().construct_mapping(node, deep)
 
 
 def read(path: str | Path, what: str = "plan") -> dict[Any, Any]:
@@ -41,7 +25,7 @@ def read(path: str | Path, what: str = "plan") -> dict[Any, Any]:
         PolylaneError: it cannot be read, is not YAML or no mapping, or a key is there twice.
     """
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), _EachKeyOnce)
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), EachKeyOnce)
     except OSError as error:
         raise PolylaneError(f"{what} {path}: {error.strerror or error}") from error
     except PolylaneError as error:
