@@ -1,4 +1,4 @@
-"""python -m benchmarks.published: predicted beside measured, for published trainings of decoders."""
+"""python -m benchmarks.published: predicted beside measured, for published trainings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import published_rows as rows
 from benchmarks.published_costs import predicted
+from benchmarks.published_gpipe import speedup
 from benchmarks.published_scores import Case, mean, mean_error, percentile, problems, rank_correlation, regret
 from polylane.errors import PolylaneError
 
@@ -44,9 +45,15 @@ def _known(path: Path) -> bool:
     return True
 
 
-def compared(found: Sequence[rows.Row]) -> list[Case]:
+def compared(found: Sequence[rows.Row | rows.Speedup]) -> list[Case]:
     """Every row beside its prediction."""
-    return [Case(row.name, row.seconds, predicted(row), row.problem) for row in found]
+    return [_case(row) for row in found]
+
+
+def _case(row: rows.Row | rows.Speedup) -> Case:
+    if isinstance(row, rows.Speedup):
+        return Case(row.name, row.speedup, speedup(row.run), unit="x")
+    return Case(row.name, row.seconds, predicted(row), row.problem)
 
 
 def summary(cases: Sequence[Case]) -> str:
@@ -67,7 +74,8 @@ def worst(cases: Sequence[Case]) -> list[str]:
     """Lines of the rows with the largest errors."""
     ordered = sorted(cases, key=lambda case: -abs(case.error))[:WORST]
     return [
-        f"  {c.error:+7.1%}  measured {c.measured:9.3f} s  predicted {c.predicted:9.3f} s  {c.name}" for c in ordered
+        f"  {c.error:+7.1%}  measured {c.measured:9.3f} {c.unit}  predicted {c.predicted:9.3f} {c.unit}  {c.name}"
+        for c in ordered
     ]
 
 

@@ -1,4 +1,4 @@
-"""Published measurements: files of rows, what kind they are, and each as a training of a decoder."""
+"""Published measurements: files of rows, what kind they are, and each as a training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from benchmarks.published_gpipe import Experiment, experiment
 from polylane.cost.method import Method, Recompute, Sharding
 from polylane.errors import PolylaneError
 
@@ -42,7 +43,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement.
+    """One measurement of a decoder.
 
     Attributes:
         kind: of its file.
@@ -77,6 +78,23 @@ class Row:
     problem: Hashable
 
 
+@dataclass(frozen=True)
+class Speedup:
+    """One measurement of AmoebaNet-D in a pipeline, relative to another one.
+
+    Attributes:
+        kind: of its file.
+        name: for reports.
+        run: what was trained, and how.
+        speedup: as measured.
+    """
+
+    kind: str
+    name: str
+    run: Experiment
+    speedup: float
+
+
 Record = Mapping[str, str]
 _Name = TypeVar("_Name", bound=str)
 
@@ -91,7 +109,7 @@ class Kind:
     """
 
     columns: tuple[str, ...]
-    row: Callable[[Record], Row]
+    row: Callable[[Record], Row | Speedup]
 
 
 def gpt_plan(r: Record) -> Row:
@@ -175,6 +193,18 @@ def megatron(r: Record) -> Row:
     )
 
 
+def gpipe(r: Record) -> Speedup:
+    """torchgpipe; the GPipe paper's speed-up is of other devices, and only told."""
+    run = experiment(count(r, "stages"), count(r, "microbatches"))
+    other = f" (GPipe's on TPU: {r['gpipe_paper_speedup']}x)" if r.get("gpipe_paper_speedup") else ""
+    return Speedup(
+        kind="gpipe",
+        name=f"stages {run.stages}, microbatches {run.microbatches}, batch {run.batch}{other}",
+        run=run,
+        speedup=figure(r, "torchgpipe_speedup"),
+    )
+
+
 _SIZES = ("layers", "hidden", "heads", "seq_len", "vocab", "gpu", "gpus", "gpus_per_node", "global_batch", "recompute")
 _DEGREES = ("data", "tensor", "pipeline")
 KINDS = {
@@ -192,6 +222,7 @@ KINDS = {
         (*_SIZES, *_DEGREES, "params_billion", "compute_dtype", "hardware_tflops_per_gpu"),
         megatron,
     ),
+    "gpipe": Kind(("stages", "microbatches", "torchgpipe_speedup"), gpipe),
 }
 
 
@@ -237,16 +268,16 @@ def kind_of(columns: Collection[str]) -> str:
     """The kind of file that has such columns.
 
     Raises:
-        PolylaneError: some are missing; those of the kind that lacks the fewest are named.
+        PolylaneError: some are missing; those of the kind that lacks the smallest share are named.
     """
     missing = {name: [c for c in kind.columns if c not in columns] for name, kind in KINDS.items()}
-    closest = min(missing, key=lambda name: len(missing[name]))
+    closest = min(missing, key=lambda name: len(missing[name]) / len(KINDS[name].columns))
     if missing[closest]:
         raise PolylaneError(f"columns {', '.join(missing[closest])} are missing for a file of the kind {closest}")
     return closest
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[Row | Speedup]:
     """The rows of a file.
 
     Raises:
@@ -263,7 +294,7 @@ def read(path: Path) -> list[Row]:
         raise PolylaneError(f"{path}: {error}") from None
 
 
-def _row(kind: Kind, record: Record, line: int) -> Row:
+def _row(kind: Kind, record: Record, line: int) -> Row | Speedup:
     try:
         return kind.row(record)
     except PolylaneError as error:

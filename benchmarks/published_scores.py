@@ -12,12 +12,13 @@ PLANS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """Seconds of a step, measured and predicted, and the problem that the plan is one answer to."""
+    """Seconds of a step, or a speed-up, measured and predicted, and the problem that the plan is one answer to."""
 
     name: str
     measured: float
     predicted: float
     problem: Hashable = None
+    unit: str = "s"
 
     @property
     def error(self) -> float:

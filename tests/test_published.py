@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks import published, published_costs, published_rows
+import torch
+from benchmarks import published, published_costs, published_gpipe, published_rows
+from benchmarks.amoebanet import AmoebaNet
+from benchmarks.published_gpipe import Experiment
 from benchmarks.published_rows import KINDS, Decoder
 from benchmarks.published_scores import Case, mean_error, percentile, problems, rank_correlation, ranks, regret
 
 from polylane.cost.method import Method
+from polylane.cost.predict import predict
 from polylane.errors import PolylaneError
+from polylane.schedule.action import Kind
 
 PLAN = {
     "model": "tiny",
@@ -217,3 +224,94 @@ def test_scores_of_a_printed_line() -> None:
         "4 rows, error 10.0%, mean +10.0%; 1 problems, regret 0.00% (p95 0.0%), rank correlation 1.000"
     )
     assert math.isclose(cases[0].error, 0.1)
+
+
+GPIPE = {
+    "stages": "2",
+    "microbatches": "4",
+    "torchgpipe_samples_per_second": "41.133",
+    "torchgpipe_speedup": "1.539",
+    "gpipe_paper_speedup": "1.07",
+}
+SMALL = Experiment(2, 4, 8, (4, 5), layers=3, filters=32)
+
+
+@pytest.mark.parametrize(
+    ("layers", "filters", "published"),
+    [(18, 208, "81.5M"), (18, 416, "319.0M"), (18, 544, "542.7M"), (36, 544, "1.06B"), (72, 512, "1.84B")],
+)
+def test_amoebanet_has_the_published_number_of_parameters(layers: int, filters: int, published: str) -> None:
+    with torch.device("meta"):
+        model = AmoebaNet(layers, filters)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert published == (f"{count / 1e9:.2f}B" if count > 1e9 else f"{count / 1e6:.1f}M")
+    assert len(model.blocks) == layers + 6
+
+
+def test_amoebanet_classifies_images() -> None:
+    scores = AmoebaNet(3, 16, classes=5)(torch.rand(2, 3, 224, 224))
+    assert scores.shape == (2, 5)
+    assert scores.isfinite().all()
+    with pytest.raises(ValueError, match="divisible by 3"):
+        AmoebaNet(4, 16)
+
+
+def test_speedups_are_read(tmp_path: Path) -> None:
+    other = {**GPIPE, "stages": "4", "microbatches": "8", "torchgpipe_speedup": "2.5", "gpipe_paper_speedup": ""}
+    first, second = published_rows.read(write(tmp_path / "gpipe.csv", GPIPE, other))
+    assert first.run == Experiment(2, 4, 256, (9, 15))
+    assert second.run == Experiment(4, 8, 8 * 90, (3, 6, 7, 8))
+    assert (first.speedup, second.speedup) == (1.539, 2.5)
+    assert "1.07x" in first.name and "TPU" not in second.name
+    with pytest.raises(PolylaneError, match="line 2: stages must be at most 8"):
+        published_rows.read(write(tmp_path / "gpipe.csv", {**GPIPE, "stages": "9"}))
+
+
+def test_experiments_divide_the_model() -> None:
+    for run in published_gpipe.PUBLISHED:
+        assert (sum(run.balance), len(run.balance)) == (24, run.stages)
+        assert published_gpipe.experiment(run.stages, run.microbatches) == run
+    assert published_gpipe.experiment(3, 4).balance == ()
+    assert published_gpipe.experiment(8, 2).balance == (2, 2, 2, 3, 3, 4, 4, 4)
+
+
+def test_nothing_is_recomputed_of_the_last_microbatch_but_a_single_one() -> None:
+    found = published_gpipe.priced(3, 32)
+    for microbatches, recomputed in ((4, [2, 1, 0]), (1, [0])):
+        run = replace(SMALL, microbatches=microbatches)
+        prediction = predict(found, *published_gpipe.divided(found, run), run.batch, exact=False)
+        messages = published_gpipe.travels(found, published_gpipe.divided(found, run)[0], 2)
+        lane = [each.action for each in published_gpipe.tasks(prediction, messages, 0, 0.0)]
+        passes = [a.microbatch for a in lane if a.kind is Kind.FORWARD]
+        assert passes == [*range(microbatches), *recomputed]
+        for before, after in itertools.pairwise(lane):  # recomputation goes on while the gradient travels
+            assert after.kind is not Kind.FORWARD or before.kind is not Kind.RECEIVE
+
+
+def test_a_stage_recomputes_while_it_would_wait() -> None:
+    run = replace(SMALL, microbatches=1)
+    found = published_gpipe.priced(3, 32)
+    partition, plan = published_gpipe.divided(found, run)
+    first, last = predict(found, partition, plan, run.batch, exact=False).stages
+    (message,) = published_gpipe.travels(found, partition, run.batch)
+    assert [c.producer for c in partition.crossings] == [0, 0]  # what the last block gave, and what it was given
+    assert message.seconds == pytest.approx(sum(c.bytes for c in partition.crossings) / 2 * 8 / (0.75 * 15.75e9))
+    taken = first.passes.forward + 2 * last.passes.forward + last.passes.backward + first.passes.backward
+    taken += 2 * (message.seconds + message.latency) + 5 * found.overhead + first.update
+    assert published_gpipe.seconds(run) == pytest.approx(taken)
+
+
+def test_speedups_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small(stages: int, microbatches: int) -> Experiment:
+        return Experiment(stages, microbatches, 4 * microbatches, layers=3, filters=32)
+
+    monkeypatch.setattr(published_rows, "experiment", small)
+    monkeypatch.setattr(published_gpipe, "BASE", small(2, 1))
+    path = write(tmp_path / "gpipe.csv", {**GPIPE, "microbatches": "1", "torchgpipe_speedup": "1"}, GPIPE)
+    assert published.main([str(path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "gpipe.csv: 2 rows, error" in printed[0]
+    assert "+0.0%" in printed[2] and "1.000 x" in printed[2]
+    assert 1 < published_gpipe.speedup(small(2, 4)) < 2

@@ -105,7 +105,7 @@ def _polylane(
     A SPEC is a plan in one line, data=2,pipeline=2,schedule=1f1b,microbatches=8 (tensor=2 to split the operators and
     their parameters, sequence=2 to split the operators only, precision=bfloat16 for autocast); or with a mesh for each
     stage, "[data=2 | tensor=2 | 1],microbatches=8"; or a plan file: one that inspect --write made, the plan.yaml of an
-    earlier run, or your own.
+    earlier run, or your own; or auto, for the plan that is predicted to be the fastest.
 
     \b
     Example:
@@ -127,7 +127,8 @@ _Plan = Annotated[
     typer.Option(
         "--plan",
         metavar="SPEC",
-        help="How to split: one line of data=, pipeline=, sequence=, tensor=, ..., or a plan file. Default: data=N.",
+        help="How to split: one line of data=, pipeline=, sequence=, tensor=, ..., a plan file, or auto for the best "
+        "plan on this machine. Default: data=N.",
     ),
 ]
 _Workers = Annotated[
@@ -259,7 +260,8 @@ def inspect(
         typer.Option(
             "--plan",
             metavar="SPEC",
-            help="Show its stages and crossings, too, and how tensor= and sequence= split the operators.",
+            help="Show its stages and crossings, too, and how tensor= and sequence= split the operators; auto for the "
+            "best plan on this machine.",
         ),
     ] = None,
     batch: _Batch = 64,
@@ -348,7 +350,12 @@ _Profile = Annotated[
 def simulate(
     recipe: _Recipe,
     cluster: _Cluster,
-    plan: Annotated[str, typer.Option("--plan", metavar="SPEC", help="How to split it: a line or a file.")],
+    plan: Annotated[
+        str,
+        typer.Option(
+            "--plan", metavar="SPEC", help="How to split it: a line, a file, or auto for what polylane plan finds best."
+        ),
+    ],
     batch: _Batch = 64,
     set_: _Set = None,
     dtype: _Dtype = "float32",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +102,58 @@ def test_plan_auto(recipe: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith("plan auto: ")
     assert json.loads(result.stdout)["plan"] in result.stderr
+
+
+def test_train_plan_auto_under_torchrun(recipe: Path) -> None:
+    """The plan of all of torchrun's workers, found once; the run's own plan file trains the same again."""
+    line = "train layers.py --steps 3 --batch 16 --json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--"]
+    command = [*torchrun, "polylane", *line.split(), "--plan", "auto", "--run", "run/together"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout)
+    assert result["workers"] == 2 and done.stderr.count(f"plan auto: {result['plan']} (") == 1
+    again = call(*line.split(), "--plan", "run/together/plan.yaml", "--run", "run/again")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["loss"] == pytest.approx(result["loss"], rel=1e-5)
+
+
+def test_plan_auto_and_torchrun(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (
+        "--workers 3, but torchrun started 2" in call("train", "layers.py", "--plan", "auto", "--workers", "3").stderr
+    )
+    assert "run this command without torchrun" in call("inspect", "layers.py", "--plan", "auto").stderr
+
+
+@pytest.mark.parametrize(
+    "searched, simulated",
+    [
+        ("--cluster 2:a100-80g --dtype bfloat16", "--cluster 2:a100-80g --dtype bfloat16"),
+        ("--cluster slow.yaml", "--cluster 2:a100-80g --slow 0=0.5"),  # the same machines
+    ],
+)
+def test_simulate_plan_auto_takes_the_first_of_plan(recipe: Path, searched: str, simulated: str) -> None:
+    Path("slow.yaml").write_text("hosts: [{devices: 2, device: a100-80g, link: nvlink-3}]\nspeeds: {0: 0.5}\n")
+    planned = call("plan", "layers.py", *searched.split(), "--top", "1", "-o", "plan.yaml", "--json")
+    assert planned.exit_code == 0, planned.output
+    given = call("simulate", "layers.py", *simulated.split(), "--plan", "plan.yaml", "--json")
+    result = call("simulate", "layers.py", *simulated.split(), "--plan", "auto", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads(given.stdout)
+    (row,) = json.loads(planned.stdout)["plans"]
+    assert result.stderr.startswith(f"plan auto: {row['plan']} (") and result.stderr.count("\n") == 1
+
+
+def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) -> None:
+    Path("tiny.yaml").write_text("hosts: [{devices: 2, device: {preset: a100-80g, memory: 1 MB}, link: nvlink-3}]")
+    planned, simulated = (
+        call(*line.split(), "--cluster", "tiny.yaml") for line in ("plan layers.py", "simulate layers.py --plan auto")
+    )
+    assert planned.exit_code == simulated.exit_code == 2
+    assert "nothing fits on 2 workers" in planned.stderr and simulated.stderr == planned.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from polylane.cluster.cluster import Cluster
 from polylane.cost.method import Method
 from polylane.graph.graph import Graph
 from polylane.planner import advice
-from polylane.planner.candidate import best_cuts, uniforms
+from polylane.planner.candidate import estimated, floor, uniforms
+from polylane.planner.cuts import Cuts
 from polylane.planner.search import Answer, Wish, search
 
 TIMES = st.lists(st.integers(1, 20), min_size=2, max_size=8)
@@ -30,8 +31,7 @@ def answered(graph: Graph, cluster: str, batch: int, workers: tuple[int, ...], l
 @given(TIMES, st.integers(1, 4))
 def test_cuts_make_the_slowest_stage_as_fast_as_can_be(times: list[int], stages: int) -> None:
     sums = np.concatenate([[0.0], np.cumsum(times)])
-    free = [np.zeros((len(sums), len(sums)))] * stages
-    ends = best_cuts(sums, free, 1.0)
+    ends = Cuts(sums, lambda last: np.zeros(len(sums))).into(stages)
     inner = range(1, len(sums) - 1)
     ways = [(0, *cuts, len(sums) - 1) for cuts in itertools.combinations(inner, stages - 1)]
     if not ways:
@@ -51,7 +51,9 @@ def test_cuts_keep_the_limit(times: list[int], stages: int, data: st.DataObject)
     )
     bytes_ = [(sizes[None, :] - sizes[:, None]) * (stages - s) for s in range(stages)]
     limit = data.draw(st.integers(1, 60))
-    ends = best_cuts(sums, bytes_, limit)
+    cuts = Cuts(sums, lambda last: sizes * last, limit)
+    cuts.into(data.draw(st.integers(1, 4)))  # asked for other numbers of stages before, it says the same
+    ends = cuts.into(stages)
     inner = range(1, len(sums) - 1)
     ways = [(0, *cuts, len(sums) - 1) for cuts in itertools.combinations(inner, stages - 1)]
     fitting = [w for w in ways if all(bytes_[s][w[s], w[s + 1]] <= limit for s in range(stages))]
@@ -65,6 +67,36 @@ def test_uniform_plans_use_all_workers(workers: int, inner: int, batch: int, pie
         assert plan.data * plan.stages * plan.sequence * plan.tensor == workers
         assert plan.sequence * plan.tensor <= inner and plan.stages <= pieces
         assert plan.data * plan.microbatches <= batch
+
+
+@pytest.mark.parametrize("limit", [80e9, 20e6])
+def test_nothing_that_is_passed_over_could_be_the_best(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cluster = jobs.blocks(6, 256), "8:a100-80g,link=pcie-3"
+    near = answered(graph, cluster, 64, (8,), limit)
+    monkeypatch.setattr("polylane.planner.search.FAR", np.inf)
+    every = answered(graph, cluster, 64, (8,), limit)
+    assert near.looked == every.looked and not every.passed
+    if limit > 1e9:
+        assert near.passed
+    assert [found.plan.spec for found in near.found] == [found.plan.spec for found in every.found]
+    assert near.fitting[:1] == every.fitting[:1]
+
+
+def test_no_plan_takes_less_than_its_floor() -> None:
+    graph, cluster = jobs.blocks(6, 64), "8:a100-80g"
+    found, weigh = jobs.estimates(graph, cluster, 32), jobs.footprint(graph, cluster)
+    for plan in uniforms(8, 8, 32, found.pieces, (Method(),)):
+        candidate = estimated(found, weigh, plan, np.inf)
+        assert candidate is None or floor(found, plan) <= candidate.seconds * (1 + 1e-12)
+
+
+def test_what_is_shown_fits_when_it_is_predicted_exactly() -> None:
+    graph, cluster = jobs.blocks(8, 1024), "4:a100-80g"
+    free = answered(graph, cluster, 64, (4,))
+    sizes = sorted(max(stage.memory.total for stage in found.prediction.stages) for found in free.found)
+    bound = sizes[0] + 1  # of the best plans only the leanest is within it
+    for found in answered(graph, cluster, 64, (4,), bound).found:
+        assert max(stage.memory.total for stage in found.prediction.stages) <= bound
 
 
 def test_what_fits_and_has_samples_enough_is_replicated() -> None:

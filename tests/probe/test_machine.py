@@ -11,7 +11,7 @@ from polylane.cluster.catalogue import device_presets
 from polylane.cluster.mapping import parse
 from polylane.errors import PolylaneError
 from polylane.probe import machine
-from polylane.probe.machine import check_workers, cores, here, preset_of
+from polylane.probe.machine import around, check_workers, cores, here, preset_of
 
 GIB = 1 << 30
 
@@ -49,6 +49,15 @@ def test_here_is_this_machine_and_a_file_can_say_it() -> None:
 def test_here_has_a_worker_for_each_core_where_nobody_says() -> None:
     assert here().count == cores()
     assert here(1).hosts[0].link is None
+
+
+def test_workers_that_have_been_started_are_not_refused_and_have_the_threads_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (around(2, "cpu").count, around(2, "cpu").device(0).type) == (2, "cpu")
+    assert around(10_000, "cpu").cores(0) == cores()  # the tests have one thread
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3 * cores())
+    assert around(2, "cpu").cores(0) == 1
 
 
 @pytest.mark.parametrize(

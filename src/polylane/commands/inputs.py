@@ -31,10 +31,6 @@ EACH_CORE = 4
 # The plan ------------------------------------------------------------------------------------------------------------
 
 
-# What stands for the best plan, wherever one is asked for.
-AUTO = "auto"
-
-
 def choose_plan(text: str | None, workers: int | None, find: Callable[[int], Plan]) -> Spec | Plan:
     """The plan that a command line asks for: one line or a file; without either, replicas on all workers.
 
@@ -46,12 +42,7 @@ def choose_plan(text: str | None, workers: int | None, find: Callable[[int], Pla
     Raises:
         PolylaneError: the plan cannot be read, or takes another number of workers, or more than a host can start.
     """
-    if text == AUTO:
-        if "RANK" in os.environ:
-            raise PolylaneError(
-                "--plan auto measures in one process: write the plan first, polylane inspect RECIPE --plan auto "
-                "--write plan.yaml, and give every worker --plan plan.yaml"
-            )
+    if text == specs.AUTO:
         return find(workers or os.cpu_count() or 1)
     plan = Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1"))) if text is None else read_plan(text)
     if workers is not None and plan.workers != workers:

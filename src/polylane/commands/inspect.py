@@ -20,6 +20,7 @@ from polylane.commands.totals import elements, value_bytes
 from polylane.errors import PolylaneError
 from polylane.observe import swimlane
 from polylane.observe.lane_layout import duration
+from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,7 +113,7 @@ def run(
 
 def _chosen(plan: str, path: str, settings: Sequence[str], batch: int) -> Spec | Plan:
     """A plan for any number of workers: none of them is started."""
-    if plan != inputs.AUTO:
+    if plan != AUTO:
         return inputs.read_plan(plan)
     return inputs.choose_plan(plan, None, lambda most: automatic(path, settings, batch, most))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,16 @@ from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
+    from polylane.cost.footprint import Footprint
     from polylane.cost.method import Method
     from polylane.cost.predict import Basis, Prediction
+    from polylane.planner.estimate import Estimates
     from polylane.planner.search import Answer, Found, Wish
 
 MOST = 1 << 14  # devices that are thought of where nothing fits
 
 
+@planning.uncollected()
 def run(
     path: str,
     *,
@@ -44,28 +48,13 @@ def run(
         PolylaneError: what was given is wrong, or nothing fits: with the number of devices that would do.
     """
     from polylane.plan.plan import dump
-    from polylane.planner import advice, setup
-    from polylane.planner.search import Wish, search
+    from polylane.planner import advice
 
     bound = None if memory is None else _bytes(memory)
     scene = planning.scene(path, settings, cluster, batch, {}, profile)
-    most = scene.cluster.count if workers is None else workers
-    planning.checked_workers(scene.cluster, most)
-    limit = min(device.memory for device in scene.cluster.devices(range(most)))
-    wish = Wish(
-        batch, worthwhile(most), _inner(scene.cluster), (method,), float(min(limit, bound or limit)), top=max(top, 1)
-    )
-    basis = setup.basis(scene.job, scene.cluster, method)
-    estimates = setup.estimates(basis, batch)
-    weigh = setup.footprint(scene.job, scene.cluster)
-    answer = search(estimates, weigh, wish)
-
-    def on(other: Cluster) -> Basis:
-        return replace(basis, cluster=other, stages=basis.stages.fresh())
-
-    if not answer.found:
-        raise PolylaneError(_nothing(answer, wish, lambda: advice.enough(weigh, wish, estimates, on, MOST)))
-    told = advice.advise(estimates, weigh, wish, answer, on)
+    searched = search_for(scene, method, workers=workers, memory=bound, top=top)
+    answer = searched.answer
+    told = advice.advise(searched.estimates, searched.weigh, searched.wish, answer, searched.on)
     if output is not None:
         write(output, dump(answer.found[0].plan))
     words = advice.sentences(told, answer.found[0], lambda bytes_: count(bytes_, "B"))
@@ -75,6 +64,60 @@ def run(
     _show(answer, scene, words)
     if output is not None:
         console().print(f"The best plan is in {output}: polylane train {path} --plan {output}")
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A search on a cluster, and what it rested on.
+
+    Attributes:
+        basis: of predictions.
+        estimates, weigh: time and memory of what was compared.
+        wish: what was asked for.
+        answer: at least one plan.
+    """
+
+    basis: Basis
+    estimates: Estimates
+    weigh: Footprint
+    wish: Wish
+    answer: Answer
+
+    def on(self, other: Cluster) -> Basis:
+        """The same on another cluster."""
+        return replace(self.basis, cluster=other, stages=self.basis.stages.fresh())
+
+
+def search_for(
+    scene: planning.Scene, method: Method, *, workers: int | None = None, memory: int | None = None, top: int = 5
+) -> Searched:
+    """The fastest plans for a recipe on a cluster.
+
+    Args:
+        scene: the recipe and the cluster.
+        method: how training is done.
+        workers: how many devices to use at most; None: all.
+        memory: bytes that a worker may use; None: all.
+        top: how many plans are wanted.
+
+    Raises:
+        PolylaneError: more workers than devices, or nothing fits: with the number of devices that would do.
+    """
+    from polylane.planner import advice, setup
+    from polylane.planner.search import Wish, search
+
+    most = scene.cluster.count if workers is None else workers
+    planning.checked_workers(scene.cluster, most)
+    limit = min(device.memory for device in scene.cluster.devices(range(most)))
+    limit = min(limit, memory or limit)
+    wish = Wish(scene.batch, worthwhile(most), _inner(scene.cluster), (method,), float(limit), top=max(top, 1))
+    basis = setup.basis(scene.job, scene.cluster, method)
+    estimates, weigh = setup.estimates(basis, scene.batch), setup.footprint(scene.job, scene.cluster)
+    found = Searched(basis, estimates, weigh, wish, search(estimates, weigh, wish))
+    if not found.answer.found:
+        enough = partial(advice.enough, weigh, wish, estimates, found.on, MOST)
+        raise PolylaneError(_nothing(found.answer, wish, enough))
+    return found
 
 
 def worthwhile(most: int) -> tuple[int, ...]:

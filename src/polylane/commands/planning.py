@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,18 @@ if TYPE_CHECKING:
 
 # Samples of the example that shows the form of a batch.
 EXAMPLE = 2
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the collector of reference cycles, which would go through a large graph again and again in vain."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from rich.table import Table as Grid
 
 from polylane.commands import inputs, planning
 from polylane.commands.output import console, count, print_json, write
+from polylane.commands.plan import search_for
 from polylane.commands.planning import duration as seconds
 from polylane.errors import PolylaneError
+from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 TOP = 12  # rows of a breakdown
 
 
+@planning.uncollected()
 def run(
     path: str,
     *,
@@ -51,10 +55,12 @@ def run(
     from polylane.plan.plan import Plan
     from polylane.planner import setup
 
-    chosen = inputs.read_plan(plan)
+    chosen = None if plan == AUTO else inputs.read_plan(plan)
     pins = {axis: chosen.pins(axis) for axis in chosen.axes} if isinstance(chosen, Plan) else {}
     scene = planning.scene(path, settings, cluster, batch, pins, profile)
     scene = replace(scene, cluster=slowed(scene.cluster, slow))
+    if chosen is None:
+        chosen = fastest(scene, method)
     planning.checked_workers(scene.cluster, chosen.workers)
     basis = setup.basis(scene.job, scene.cluster, method)
     partition, fitted = setup.fitted(basis, chosen, batch)
@@ -69,6 +75,19 @@ def run(
         print_json(found)
     else:
         show(found)
+
+
+def fastest(scene: planning.Scene, method: Method) -> Plan:
+    """The plan that ``polylane plan`` puts first; says on stderr which one.
+
+    Raises:
+        PolylaneError: nothing fits.
+    """
+    from polylane.planner.auto import told
+
+    answer = search_for(scene, method).answer
+    print(told(answer), file=sys.stderr, flush=True)
+    return answer.found[0].plan
 
 
 def slowed(cluster: Cluster, options: Sequence[str]) -> Cluster:

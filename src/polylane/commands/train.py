@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from polylane.commands import inputs
 from polylane.commands.automatic import automatic
@@ -17,9 +17,12 @@ from polylane.commands.output import count, plural, print_json, seconds
 from polylane.commands.progress import display
 from polylane.commands.run_folder import MODEL, RunFolder, unused
 from polylane.errors import PolylaneError
+from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
     from polylane.commands.training import Outcome, Request
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import Spec
 
 
 def run(
@@ -47,7 +50,7 @@ def run(
     if epochs is not None and steps is not None:
         raise PolylaneError("--epochs and --steps exclude each other: give one of them")
     inputs.positive("--clip-norm", clip_norm)
-    chosen = inputs.choose_plan(plan, workers, lambda most: automatic(path, settings, batch, most, seed))
+    chosen = _chosen(plan, workers, lambda most: automatic(path, settings, batch, most, seed))
     inputs.open_recipe(path, settings)  # before torch is imported, where the recipe itself does not
     place = RunFolder(folder or unused(Path("run") / _name(path)))
     place.check()
@@ -69,14 +72,25 @@ def run(
     if "RANK" in os.environ:
         _under_torchrun(request, place, json)
         return
+    assert not isinstance(chosen, str)
     try:
         with _Reporter(place, to_stderr=json) as reporter:
-            outcome = _start(request, reporter)
+            outcome = _start(request, chosen.workers, reporter)
     except KeyboardInterrupt:
         if place.path.exists():
             print(f"{place.path}/ keeps what was written so far", file=sys.stderr)
         raise
     _finish(request, place, outcome, json)
+
+
+def _chosen(plan: str | None, workers: int | None, find: Callable[[int], Plan]) -> Spec | Plan | Literal["auto"]:
+    """The plan; of torchrun's workers none is asked for the best one before they are together."""
+    if plan != AUTO or "RANK" not in os.environ:
+        return inputs.choose_plan(plan, workers, find)
+    started = os.environ.get("WORLD_SIZE")
+    if workers is not None and str(workers) != started:
+        raise PolylaneError(f"--workers {workers}, but torchrun started {started}: they must be equal")
+    return "auto"
 
 
 def _name(recipe: str) -> str:
@@ -117,7 +131,7 @@ class _Reporter:
 # Three ways to start -------------------------------------------------------------------------------------------------
 
 
-def _start(request: Request, reporter: _Reporter) -> Outcome:
+def _start(request: Request, workers: int, reporter: _Reporter) -> Outcome:
     """On this host: forked workers on the CPU, new processes where there are accelerators."""
     from polylane.runtime.world import accelerator_type
 
@@ -125,14 +139,14 @@ def _start(request: Request, reporter: _Reporter) -> Outcome:
         from polylane.commands.training import spawned
         from polylane.runtime.elastic import spawn
 
-        return spawn(partial(spawned, request), request.plan.workers, reporter)[0]
+        return spawn(partial(spawned, request), workers, reporter)[0]
     from polylane.commands.training import forked, gather, prepare_once
     from polylane.runtime.launch import fork, single_threaded
 
     single_threaded()
     materials = gather(request)
     prepared = prepare_once(request, materials)
-    return fork(partial(forked, request, materials, prepared), request.plan.workers, reporter)[0]
+    return fork(partial(forked, request, materials, prepared), workers, reporter)[0]
 
 
 def _under_torchrun(request: Request, place: RunFolder, json: bool) -> None:
@@ -184,7 +198,7 @@ def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) ->
     summary = {
         "recipe": request.recipe,
         "plan": outcome.plan,
-        "workers": request.plan.workers,
+        "workers": outcome.timeline.ranks,
         "steps": outcome.steps,
         "samples": outcome.samples,
         "seconds": outcome.seconds,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from polylane.plan.spec import Spec
 from polylane.recipe import Recipe
 from polylane.runtime import data
 from polylane.runtime.agreement import prepare_together
+from polylane.runtime.automatic import settled
 from polylane.runtime.division import Batch
 from polylane.runtime.job import Job
 from polylane.runtime.launch import Context
@@ -42,7 +43,7 @@ class Request:
 
     Attributes:
         recipe, settings: as given.
-        plan: one line, read, or a plan file.
+        plan: one line, read, or a plan file; "auto" where workers are to find it when they are together.
         batch: samples in a batch, over all workers.
         epochs, steps: how long; one of them is None.
         drop_last: leave out an epoch's last batch where it is shorter than the others.
@@ -51,7 +52,7 @@ class Request:
 
     recipe: str
     settings: tuple[str, ...]
-    plan: Spec | Plan
+    plan: Spec | Plan | Literal["auto"]
     batch: int
     epochs: int | None
     steps: int | None
@@ -153,15 +154,9 @@ def spawned(request: Request, context: Context) -> Outcome:
 def apart(request: Request, world: World, tell: Tell) -> Outcome:
     """A worker that shares no memory with the others: rank 0 measures and decides, and its weights count."""
     materials = gather(request)
-    prepared = prepare_together(
-        world,
-        materials.model,
-        materials.objectives,
-        materials.example,
-        request.plan,
-        request.batch,
-        materials.recipe.init,
-    )
+    model, objectives, example = materials.model, materials.objectives, materials.example
+    plan = settled(world, model, objectives, example, request.plan, None)
+    prepared = prepare_together(world, model, objectives, example, plan, request.batch, materials.recipe.init)
     _see_last_batch(request, materials, prepared)
     job = Job(
         prepared,

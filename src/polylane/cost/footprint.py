@@ -40,6 +40,10 @@ class Footprint:
         weights, gradients, states = self.per_element(data, method)
         return (elements * (weights + gradients + states) + held) * (1 + self.margin) + self.fixed
 
+    def room(self, limit: float) -> float:
+        """Bytes of parameters, gradients, states and of what is kept that a worker with so much memory may have."""
+        return (limit - self.fixed) / (1 + self.margin)
+
     def per_element(self, data: int, method: Method) -> tuple[float, float, float]:
         """Bytes of parameters, gradients and optimizer states for each trained element of a rank.
 

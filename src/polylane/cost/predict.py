@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from polylane.cluster.cluster import Cluster
@@ -265,13 +265,15 @@ class _Scene:
 
     def tasks(self, program: Program, lanes: Sequence[int]) -> list[Task]:
         """What a worker does, with durations; ``lanes`` are the ranks that are played."""
-        folded = len(lanes) < self.plan.workers
         last = max(i for i, a in enumerate(program.actions) if a.kind is Kind.BACKWARD)
         buckets = {bucket.name: bucket for bucket in program.buckets}
-        found, seen = list[Task](), set[Hashable]()
+        travels = self._routes(program, lanes)
+        found = list[Task]()
         for action in program.actions:
             if action.kind in (Kind.SEND, Kind.RECEIVE):
-                found += self._travels(program, action, lanes, folded, seen)
+                route = travels[action.kind, action.value, action.peer, action.gradient]
+                if route is not None:
+                    found.append(route.task(action))
             elif action.kind is Kind.REDUCE:
                 assert action.value is not None
                 found.append(self._reduces(program, action, buckets[action.value], program.actions[last], lanes))
@@ -289,27 +291,35 @@ class _Scene:
             return Task(action, took.backward + took.backward_waits + overhead, took.backward_waits, int(took.sent / 2))
         return Task(action, own.update)
 
-    def _travels(
-        self, program: Program, action: Action, lanes: Sequence[int], folded: bool, seen: set[Hashable]
-    ) -> list[Task]:
-        """A message; where one rank stands for a whole stage, all that it sends to another stage is one."""
-        assert action.peer is not None and action.value is not None
-        other = self.plan.place(action.peer)[0]
-        there, here = (program.stage, other) if action.kind is Kind.SEND else (other, program.stage)
-        if folded:
-            key = (action.value, action.microbatch, action.gradient, there, here)
-            if (action.kind, key) in seen:
-                return []
-            seen.add((action.kind, key))
-            lane = next(i for i, rank in enumerate(lanes) if self.plan.place(rank)[0] == other)
+    def _routes(self, program: Program, lanes: Sequence[int]) -> dict[Hashable, _Route | None]:
+        """How the messages of a worker go, the same for every microbatch, by kind, value, peer and direction.
+
+        Where one rank stands for a whole stage, all that it sends to another stage is one message: that to the first
+        of its peers there; the others are None.
+        """
+        folded = len(lanes) < self.plan.workers
+        lane_of = {self.plan.place(rank)[0]: lane for lane, rank in reversed(list(enumerate(lanes)))}
+        found = dict[Hashable, _Route | None]()
+        seen = set[Hashable]()
+        for action in program.actions:
+            own = (action.kind, action.value, action.peer, action.gradient)
+            if action.kind not in (Kind.SEND, Kind.RECEIVE) or own in found:
+                continue
+            assert action.peer is not None and action.value is not None
+            other = self.plan.place(action.peer)[0]
+            there, here = (program.stage, other) if action.kind is Kind.SEND else (other, program.stage)
             peers = 1
-        else:
-            key, lane = None, action.peer
-            receiver = action.peer if action.kind is Kind.SEND else program.rank
-            peers = len(self.plan.peers(receiver, there))
-        size = self._sheet(here).value(action.value, self.samples(here)) / peers
-        transfer = self._transfer(size, there, here)
-        return [Task(replace(action, peer=lane), bytes=int(size), key=key, transfer=transfer)]
+            if not folded:
+                receiver = action.peer if action.kind is Kind.SEND else program.rank
+                peers = len(self.plan.peers(receiver, there))
+            elif (action.kind, action.value, other, action.gradient) in seen:
+                found[own] = None
+                continue
+            seen.add((action.kind, action.value, other, action.gradient))
+            size = self._sheet(here).value(action.value, self.samples(here)) / peers
+            lane = lane_of[other] if folded else action.peer
+            found[own] = _Route(lane, int(size), self._transfer(size, there, here), (there, here) if folded else None)
+        return found
 
     def _sheet(self, stage: int) -> Sheet:
         return self.basis.stages.sheet(self.plan.degrees(stage))
@@ -374,3 +384,26 @@ class _Scene:
             Host(tuple(own), cluster.cores(lanes[own[0]]) or len(own), cluster.contention(lanes[own[0]]))
             for own in found.values()
         ]
+
+
+@dataclass(frozen=True)
+class _Route:
+    """How a value goes to a peer, or comes from one, for every microbatch.
+
+    Attributes:
+        lane: of the peer.
+        size: bytes.
+        transfer: how it moves.
+        stages: from where to where, if one rank stands for each.
+    """
+
+    lane: int
+    size: int
+    transfer: Transfer
+    stages: tuple[int, int] | None
+
+    def task(self, action: Action) -> Task:
+        """Of one microbatch."""
+        key = None if self.stages is None else (action.value, action.microbatch, action.gradient, *self.stages)
+        own = Action(action.kind, action.stage, action.microbatch, action.value, self.lane, action.gradient)
+        return Task(own, bytes=self.size, key=key, transfer=self.transfer)

@@ -43,6 +43,7 @@ class Laid(Protocol):
 
 
 Lay = Callable[[Degrees], Laid]
+MakeSheet = Callable[[Mapping[str, Split], View | None], Sheet]
 
 
 @dataclass(frozen=True)
@@ -92,17 +93,20 @@ class Stages:
     Args:
         graph: what is split.
         lay: how its operators lie on a mesh.
-        sheet: makes a sheet of the graph with such splits (see :class:`polylane.cost.table.Sheet`).
+        sheet: makes a sheet of the graph with such splits, and its view where that is known (see
+            :class:`polylane.cost.table.Sheet`).
         setting: what decides which memory operators keep.
     """
 
-    def __init__(self, graph: Graph, lay: Lay, sheet: Callable[[Mapping[str, Split]], Sheet], setting: Setting) -> None:
+    def __init__(self, graph: Graph, lay: Lay, sheet: MakeSheet, setting: Setting) -> None:
         self.graph, self._lay, self._make, self.setting = graph, lay, sheet, setting
         self._residences: dict[tuple[int, int, int], Residence] = {}
         self._laid: dict[tuple[int, int], Laid] = {}
         self._sheets: dict[tuple[int, int], Sheet] = {}
         self._tables: dict[tuple[object, ...], Table] = {}
         self._live: dict[tuple[int, int], Array] = {}
+        self._needs: dict[tuple[object, ...], Need] = {}
+        self._summed: dict[tuple[int, int], Mapping[str, tuple[str, ...]]] = {}
 
     def fresh(self) -> Stages:
         """The same graph, laid out as it is, to be priced on other devices or links."""
@@ -116,7 +120,8 @@ class Stages:
         if key not in self._sheets:
             if key != (1, 1):
                 self._laid[key] = self._lay(mesh)
-            self._sheets[key] = self._make(self._laid[key].splits if key in self._laid else {})
+            laid = self._laid.get(key)
+            self._sheets[key] = self._make({}, None) if laid is None else self._make(laid.splits, laid.view)
         return self._sheets[key]
 
     def table(
@@ -136,10 +141,11 @@ class Stages:
 
     def need(self, mesh: Degrees, samples: int, pieces: Sequence[Range], exact: bool) -> Need:
         """What one microbatch holds of a stage; else than ``exact``, in proportion to the graph's own samples."""
-        if exact or self.graph.samples == samples:
-            return self.residence(mesh, samples).need(pieces)
-        own = self.residence(mesh, self.graph.samples).need(pieces)
-        return own.scaled(samples / self.graph.samples)
+        own = samples if exact else self.graph.samples
+        key = (mesh.sequence, mesh.tensor, own, *pieces)
+        if key not in self._needs:
+            self._needs[key] = self.residence(mesh, own).need(pieces)
+        return self._needs[key].scaled(samples / own)
 
     def residence(self, mesh: Degrees, samples: int) -> Residence:
         """What the graph's passes hold on a rank with so many samples in hand."""
@@ -186,13 +192,15 @@ class Stages:
 
     def summed(self, mesh: Degrees) -> Mapping[str, tuple[str, ...]]:
         """Parameters whose gradients are summands on the ranks of an axis, and the axes."""
-        splits = self.sheet(mesh).splits
-        found = {}
-        for name in self.graph.parameters:
-            axes = tuple(a for a, split in splits.items() if split.sources.get((f"parameter:{name}", 0)) == SHARED)
-            if axes:
-                found[name] = axes
-        return found
+        key = (mesh.sequence, mesh.tensor)
+        if key not in self._summed:
+            splits, found = self.sheet(mesh).splits, {}
+            for name in self.graph.parameters:
+                axes = tuple(a for a, split in splits.items() if split.sources.get((f"parameter:{name}", 0)) == SHARED)
+                if axes:
+                    found[name] = axes
+            self._summed[key] = found
+        return self._summed[key]
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:

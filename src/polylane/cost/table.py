@@ -7,6 +7,7 @@ the nodes with their running sums, so that any run of nodes costs two look-ups.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -132,6 +133,7 @@ class Sheet:
         splits: by axis; none where one rank has the whole.
         samples: for which the splits were chosen.
         item: bytes of an element of a floating-point value, where passes run in another precision than the graph's.
+        shown: the graph's view at so many samples, where it is known.
     """
 
     def __init__(
@@ -140,10 +142,11 @@ class Sheet:
         splits: Mapping[str, Split],
         samples: int,
         item: int | None = None,
+        shown: View | None = None,
     ) -> None:
         self.graph, self.splits, self.item = graph, dict(splits), item
         degree = max((split.degree for split in splits.values()), default=1)
-        self.view: View = view(graph, samples, degree)
+        self.view: View = shown or view(graph, samples, degree)
         self._sizes: dict[int, Sizes] = {}
         self._shapes: dict[tuple[Key, int], Shape] = {}
 
@@ -222,6 +225,17 @@ class Sheet:
                 self._needs(found, axis, split, key, REPLICATE, end)
         return tuple(found.values())
 
+    @cached_property
+    def _moves_alike(self) -> list[tuple[Moved, list[int], Array]]:
+        """One move of every kind, the positions of the nodes before which such moves are, and how many at each."""
+        kinds: dict[Hashable, tuple[Moved, Counter[int]]] = {}
+        for moved in self.moves:
+            tensor = self._tensors[moved.key]
+            form = tuple(size if isinstance(size, int) else size.node.expr for size in tensor.shape)
+            kind = (moved.axis, moved.source, moved.target, moved.flows, form, tensor.dtype, self._others(moved))
+            kinds.setdefault(kind, (moved, Counter()))[1][moved.first] += 1
+        return [(moved, list(at), np.array(list(at.values()), dtype=float)) for moved, at in kinds.values()]
+
     def _needs(
         self,
         found: dict[tuple[str, Key, Placement], Moved],
@@ -275,18 +289,15 @@ class Sheet:
                     taken = strategy.messages * exchange[axis]("message", strategy.sent * scale / strategy.messages)
                     waits[:, positions] += taken / 2  # half of them on the way back
                     traffic[positions] += strategy.sent * scale
-        known: dict[Hashable, float] = {}
-        for moved in self.moves:
+        for moved, positions, counts in self._moves_alike:
+            whole = self._moving(moved, samples)
             for way, (source, target) in enumerate(_ways(moved)):
-                whole, collective = self._moving(moved, samples), name_of(source, target)
+                collective = name_of(source, target)
                 if collective:
-                    price = (moved.axis, collective, whole)
-                    if price not in known:
-                        known[price] = exchange[moved.axis](collective, whole)
-                    waits[way, moved.first] += known[price]
-                    traffic[moved.first] += sent(collective, whole, self.splits[moved.axis].degree)
+                    waits[way, positions] += counts * exchange[moved.axis](collective, whole)
+                    traffic[positions] += counts * sent(collective, whole, self.splits[moved.axis].degree)
                 elif rates is not None:
-                    compute[way, moved.first] += _copied(whole, source, target) / rates.bytes
+                    compute[way, positions] += counts * _copied(whole, source, target) / rates.bytes
         return Table(samples, *(_running(a) for a in (*compute, *waits, traffic, *issued)))
 
     def _work(self, step: Step, samples: int) -> Work:
@@ -301,8 +312,11 @@ class Sheet:
 
     def _moving(self, moved: Moved, samples: int) -> float:
         """Bytes of a tensor that moves along an axis, with the splits of the other axes."""
-        others = [s.placement(moved.key) for axis, s in self.splits.items() if axis != moved.axis]
-        return self.bytes(moved.key, samples, others)
+        return self.bytes(moved.key, samples, self._others(moved))
+
+    def _others(self, moved: Moved) -> tuple[Placement, ...]:
+        """How the tensor lies on the other axes."""
+        return tuple(s.placement(moved.key) for axis, s in self.splits.items() if axis != moved.axis)
 
 
 def _statistics(step: Step) -> float:

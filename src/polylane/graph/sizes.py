@@ -160,16 +160,16 @@ class Numbers:
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
-        self._known: dict[str, int] = {}
+        self._known: dict[object, int] = {}
 
     def __call__(self, size: Any) -> int:
         """A size as a number."""
         if isinstance(size, int):
             return size
-        text = str(size)
-        if text not in self._known:
+        expression = size.node.expr
+        if expression not in self._known:
             try:
-                self._known[text] = int(size_function(size)(self.samples))
+                self._known[expression] = int(size_function(size)(self.samples))
             except ValueError:
-                self._known[text] = int(size.node.hint) if size.node.hint is not None else 1
-        return self._known[text]
+                self._known[expression] = int(size.node.hint) if size.node.hint is not None else 1
+        return self._known[expression]

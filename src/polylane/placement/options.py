@@ -43,6 +43,9 @@ class _Search:
         self.cuts: dict[tuple[Key, int], dict[Cuts, None]] = {}
         self.found: dict[str, tuple[Strategy, ...]] = {}
         self._cache: dict[object, tuple[Strategy, ...]] = {}
+        self._asked: dict[int, Sequence[_Cut]] = {}  # by the identity of what is in the cache
+        forms: dict[object, int] = {}
+        self._forms = {step.name: forms.setdefault(_form(step.call), len(forms)) for step in view.steps}
         self._users: dict[Key, list[Step]] = {}
         for step in view.steps:
             for key in {*step.reads, *step.gives}:
@@ -64,7 +67,9 @@ class _Search:
     def _strategies(self, step: Step) -> tuple[Strategy, ...]:
         call = step.call
         if step.pinned:
-            return (call.strategy("replicate", {}, REPLICATE, default=REPLICATE),)
+            if step.name not in self._cache:
+                self._cache[step.name] = (call.strategy("replicate", {}, REPLICATE, default=REPLICATE),)
+            return self._cache[step.name]
         candidates: dict[Place, tuple[Cuts, ...]] = {}
         for part, keys in (("in", step.reads), ("out", step.gives)):
             for index, key in enumerate(keys):
@@ -72,7 +77,7 @@ class _Search:
                     known = self.cuts.get((key, dim))
                     if known:
                         candidates[part, index, dim] = tuple(known)
-        signature = _signature(call, candidates)
+        signature = self._forms[step.name], tuple(candidates.items())
         if signature not in self._cache:
             self._cache[signature] = strategies(with_candidates(call, candidates))
         return self._cache[signature]
@@ -80,14 +85,16 @@ class _Search:
     def _spread(self, step: Step, found: Sequence[Strategy]) -> list[Key]:
         """Tell the neighbours which cuts are of use here. Returns the tensors that got new ones."""
         changed: dict[Key, None] = {}
-        for strategy in found:
-            pairs = [*zip(step.reads, strategy.inputs, strict=True), *zip(step.gives, strategy.outputs, strict=True)]
-            for key, placement in pairs:
-                if isinstance(placement, Shard):
-                    known = self.cuts.setdefault((key, placement.dim), {even(placement.size, self.degree): None})
-                    if placement.cuts not in known and len(known) < MOST_CUTS:
-                        known[placement.cuts] = None
-                        changed[key] = None
+        if id(found) not in self._asked:
+            self._asked[id(found)] = _cuts_of(found)
+        for part, index, dim, size, cuts in self._asked[id(found)]:
+            key = (step.reads if part == "in" else step.gives)[index]
+            known = self.cuts.get((key, dim))
+            if known is None:
+                known = self.cuts[key, dim] = {even(size, self.degree): None}
+            if cuts not in known and len(known) < MOST_CUTS:
+                known[cuts] = None
+                changed[key] = None
         return list(changed)
 
     def placements(self, source: Source) -> tuple[Placement, ...]:
@@ -102,6 +109,22 @@ class _Search:
         return (*whole, *cut)
 
 
-def _signature(call: Call, candidates: Mapping[Place, tuple[Cuts, ...]]) -> object:
+def _form(call: Call) -> object:
+    """What must be equal for two calls to have the same strategies, where neighbours ask for the same cuts."""
     arguments = tuple((name, repr(value)) for name, value in call.arguments.items())
-    return call.op, arguments, call.inputs, call.outputs, call.written, tuple(sorted(candidates.items()))
+    return call.op, arguments, call.inputs, call.outputs, call.written
+
+
+# Which tensor ("in" or "out", and its number), its dimension, the size of that, and how it is cut.
+_Cut = tuple[str, int, int, int, Cuts]
+
+
+def _cuts_of(strategies: Sequence[Strategy]) -> Sequence[_Cut]:
+    """All cuts that strategies have, each once, in their order."""
+    found: dict[_Cut, None] = {}
+    for strategy in strategies:
+        for part, placements in (("in", strategy.inputs), ("out", strategy.outputs)):
+            for index, placement in enumerate(placements):
+                if isinstance(placement, Shard):
+                    found[part, index, placement.dim, placement.size, placement.cuts] = None
+    return list(found)

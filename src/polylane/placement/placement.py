@@ -91,6 +91,7 @@ def gradient(placement: Placement) -> Placement:
     return PARTIAL if placement == SHARED else REPLICATE
 
 
+@lru_cache(maxsize=1 << 16)
 def even(size: int, degree: int, unit: int = 1) -> Cuts:
     """One segment, cut as evenly as whole units allow; the first ranks get more.
 

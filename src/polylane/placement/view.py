@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Step:
     pinned: bool
     flops: int
 
-    @property
+    @cached_property
     def gives(self) -> tuple[Key, ...]:
         """The tensors that it gives."""
         return tuple((self.name, i) for i in range(len(self.call.outputs)))

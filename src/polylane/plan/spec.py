@@ -10,6 +10,9 @@ from typing import NamedTuple
 from polylane.errors import PolylaneError
 from polylane.schedule.synchronous import SCHEDULES
 
+# What stands for the best plan, wherever a plan is asked for.
+AUTO = "auto"
+
 PRECISIONS = ("float32", "bfloat16")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches")

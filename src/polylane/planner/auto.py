@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,15 @@ from polylane.cost.method import Method
 from polylane.cost.profile import Profile
 from polylane.cost.profiling import profiled
 from polylane.errors import PolylaneError
-from polylane.graph.batch import Rebuild, cloned, few, sample_count
+from polylane.graph.batch import Rebuild, cloned, few, part_count, sample_count
 from polylane.graph.capture import capture
 from polylane.graph.export import Loss
+from polylane.graph.fewest import Fewest, fewest_samples
 from polylane.graph.graph import Graph
 from polylane.graph.orders import Order, orders_of, seen_orders
 from polylane.graph.samples import splits_exactly
 from polylane.planner import setup
+from polylane.planner.candidate import Candidate
 from polylane.planner.search import Answer, Wish, search
 
 # Samples of the graph that shapes are read from.
@@ -51,33 +53,69 @@ class Subject:
     batch: int
 
 
-def choose(subject: Subject, workers: int, cluster: Cluster, profile: Profile | None = None) -> Answer:
-    """The best plans on up to so many of a cluster's devices.
+def choose(subject: Subject, workers: Collection[int], cluster: Cluster, profile: Profile | None = None) -> Answer:
+    """The best plans on as many of a cluster's devices as they may take.
+
+    Args:
+        subject: what is to be trained.
+        workers: the numbers of workers that a plan may have.
+        cluster: on what.
+        profile: the times of the graph's nodes; default: measured here.
 
     Raises:
         PolylaneError: nothing fits.
     """
+    most = max(workers)
     leaves = few(subject.leaves, min(EXAMPLE, sample_count(subject.leaves)))
     graph = capture(subject.model, subject.loss, subject.rebuild(cloned(leaves)), trainable=subject.trainable)
-    measured = measure(graph, subject) if profile is None else profile
+    fewest = fewest_samples([graph])
+    fewest.check(subject.batch, "a batch", "take larger batches")
+    if profile is None and _lies_on(cluster.device(0).type, subject.model):
+        profile = measure(graph, subject)
     meets = _samples_meet(graph, subject)
-    job = setup.Job(graph, subject.optimizer, subject.whole, {}, measured)
+    job = setup.Job(graph, subject.optimizer, subject.whole, {}, profile)
     basis = setup.basis(job, cluster, Method())
-    limit = float(min(device.memory for device in cluster.devices(range(min(workers, cluster.count)))))
-    wish = Wish(subject.batch, tuple(range(1, workers + 1)), workers, (Method(),), limit, whole=meets)
-    answer = search(
-        setup.estimates(basis, subject.batch, _staying(graph, subject)), setup.footprint(job, cluster), wish
-    )
+    limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
+    wish = Wish(subject.batch, tuple(sorted(workers)), most, (Method(),), limit, whole=meets)
+    estimates = setup.estimates(basis, subject.batch, _staying(graph, subject))
+
+    def keep(candidate: Candidate) -> bool:
+        return candidate.workers in workers and _enough(subject.batch, candidate, fewest)
+
+    answer = search(estimates, setup.footprint(job, cluster), wish, keep=keep)
     if not answer.found:
-        raise PolylaneError(f"plan auto: nothing fits on {workers} workers with {limit / 1e9:.1f} GB each")
+        raise PolylaneError(f"plan auto: {_nothing(answer, wish)}")
     return answer
+
+
+def _enough(batch: int, candidate: Candidate, fewest: Fewest) -> bool:
+    """Whether every microbatch has the samples that the model needs at once."""
+    return part_count(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
+
+
+def _nothing(answer: Answer, wish: Wish) -> str:
+    """Why no plan was found."""
+    count = wish.workers[-1]
+    workers = f"{count} worker{'s' if count != 1 else ''}"
+    if not answer.excluded and wish.whole:
+        return f"there is no plan for {workers} that keeps a batch whole, whose samples meet in the loss: give one"
+    if not answer.excluded:
+        return f"there is no plan for {workers} and batches of {wish.batch}: the model or the batch is too small"
+    least = min(candidate.bytes for candidate in answer.excluded)
+    return f"nothing fits on {workers} with {wish.limit / 1e9:.3g} GB each, the leanest plan needs {least / 1e9:.3g} GB"
+
+
+def _lies_on(device: str, model: nn.Module) -> bool:
+    """Whether a model's weights are where workers will have theirs: times of other devices say nothing."""
+    return all(parameter.device.type == device for parameter in model.parameters())
 
 
 def measure(graph: Graph, subject: Subject) -> Profile | None:
     """The times of a graph's nodes at the sizes that a worker may have in hand; None for a model without weights."""
     if graph.opaque or any(parameter.is_meta for parameter in subject.model.parameters()):
         return None
-    sizes = sorted({max(1, -(-subject.batch // parts)) for parts in PARTS})
+    fewest = fewest_samples([graph]).samples
+    sizes = sorted({max(fewest, -(-subject.batch // parts)) for parts in PARTS})
     return profiled(graph, subject.model, subject.loss, subject.optimizer, subject.leaves, subject.rebuild, sizes)
 
 

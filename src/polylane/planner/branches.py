@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,8 @@ from polylane.graph.partition import Partition, cut_positions
 from polylane.plan import fit
 from polylane.plan.spec import Degrees, Spec
 from polylane.planner.candidate import Candidate
-from polylane.planner.estimate import Array, Estimates
+from polylane.planner.cuts import Array
+from polylane.planner.estimate import Estimates
 from polylane.schedule.stage_graph import Circle, StageGraph
 
 # A branch with less of the fork's work than this is not worth a worker.
@@ -56,25 +57,43 @@ def forks(graph: Graph, seconds: Array, places: Sequence[int]) -> Iterator[Fork]
 
 def _fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
     """Nodes are joined with what they read, in order, until one joins two branches that are worth a worker each."""
-    owner: dict[str, int] = {}
-    members: dict[int, list[int]] = {}
+    parent: dict[str, str] = {}  # towards the first node of a branch (union-find, with path halving)
+    work: dict[str, float] = {}  # by that node
+    total = 0.0
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            parent[name] = name = parent[parent[name]]
+        return name
+
     for position in range(first, len(graph.nodes)):
         node = graph.nodes[position]
         if node.free:
             continue
-        read = {owner[name] for name in node.inputs if name in owner}
-        work = {branch: float(seconds[members[branch]].sum()) for branch in members}
-        total = sum(work.values())
-        if sum(work[branch] >= WORTH * total for branch in read) > 1:
-            branches = tuple(tuple(nodes) for branch, nodes in sorted(members.items()) if work[branch] > 0)
-            return Fork(first, position, branches)
-        merged = min(read, default=position)
+        read = {root(name) for name in node.inputs if name in parent}
+        if len(read) > 1 and sum(work[branch] >= WORTH * total for branch in read) > 1:
+            return Fork(first, position, _members(graph, range(first, position), parent, root, work))
+        merged = min(read, key=graph.positions.__getitem__, default=node.name)
+        parent[node.name] = merged
         for branch in read - {merged}:
-            members[merged] = sorted(members[merged] + members.pop(branch))
-        members.setdefault(merged, []).append(position)
-        for at in members[merged]:
-            owner[graph.nodes[at].name] = merged
+            parent[branch] = merged
+            work[merged] += work.pop(branch)
+        own = float(seconds[position])
+        work[merged] = work.get(merged, 0.0) + own
+        total += own
     return None
+
+
+def _members(
+    graph: Graph, positions: range, parent: Mapping[str, str], root: Callable[[str], str], work: Mapping[str, float]
+) -> tuple[tuple[int, ...], ...]:
+    """The positions of the nodes of every branch that takes time, in the order of their first nodes."""
+    found: dict[str, list[int]] = {}
+    for position in positions:
+        name = graph.nodes[position].name
+        if name in parent:
+            found.setdefault(root(name), []).append(position)
+    return tuple(tuple(nodes) for name, nodes in found.items() if work[name] > 0)
 
 
 def branched(estimates: Estimates, workers: int, methods: Sequence[Method], limit: float) -> list[Candidate]:

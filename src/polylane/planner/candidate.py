@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,10 +14,8 @@ from polylane.cost import network
 from polylane.cost.footprint import Footprint
 from polylane.cost.method import Method
 from polylane.plan.spec import Degrees
-from polylane.planner.estimate import Array, Curves, Estimates
-
-# The exponent with which stages' times are summed when cuts are chosen: the slowest counts, then the others.
-POWER = 8
+from polylane.planner.cuts import Array, Cuts
+from polylane.planner.estimate import Curves, Estimates
 
 
 @dataclass(frozen=True)
@@ -87,62 +87,70 @@ def estimated(estimates: Estimates, footprint: Footprint, uniform: Uniform, limi
 
     Stages are cut so that every one fits in memory, if they can be, and the slowest is as fast as can be.
     """
-    stages, samples = uniform.stages, -(-estimates.batch // (uniform.microbatches * uniform.data))
-    if stages > estimates.pieces:
+    curves = curves_of(estimates, uniform)
+    if curves is None:
         return None
-    curves = estimates.curves(uniform.mesh, samples, uniform.method)
-    bytes_ = [_bytes(footprint, uniform, curves, stage) for stage in range(stages)]
-    ends = best_cuts(curves.passes, bytes_, limit)
+    ends = _ends(estimates, footprint, uniform, limit)
     if ends is None:  # as balanced as can be, to say by how much it does not fit
-        ends = best_cuts(curves.passes, bytes_, np.inf)
+        ends = _ends(estimates, footprint, uniform, math.inf)
         if ends is None:
             return None
-    most = max(float(bytes_[s][ends[s], ends[s + 1]]) for s in range(stages))
+    most = _most_bytes(footprint, uniform, curves, ends)
     seconds = _seconds(estimates, uniform, curves, ends)
     cuts = tuple(int(estimates.positions[i]) for i in ends[1:-1])
-    return Candidate(
-        (uniform.mesh,) * stages, cuts, uniform.schedule, uniform.microbatches, uniform.method, seconds, most, limit
-    )
+    meshes = (uniform.mesh,) * uniform.stages
+    return Candidate(meshes, cuts, uniform.schedule, uniform.microbatches, uniform.method, seconds, most, limit)
 
 
-def _bytes(footprint: Footprint, uniform: Uniform, curves: Curves, stage: int) -> Array:
-    """Bytes of a rank of a stage, for every first and last position."""
-    live = uniform.microbatches
-    if uniform.schedule == "1f1b":
-        live = min(live, uniform.stages - stage)
-    elements = curves.elements[None, :] - curves.elements[:, None]
-    held = curves.held[None, :] - curves.held[:, None]
-    return footprint(elements, held * live, uniform.data, uniform.method)
-
-
-def best_cuts(times: Array, bytes_: Sequence[Array], limit: float) -> list[int] | None:
-    """Where stages begin and end (indices into the positions): within the limit, the slowest as fast as can be.
-
-    Args:
-        times: running sum at every position.
-        bytes_: of every stage, bytes for every first (row) and last (column) position.
-        limit: of the bytes.
-
-    Returns:
-        One index more than there are stages; None where no cuts keep the limit.
-    """
-    count, stages = len(times), len(bytes_)
-    scale = (times[-1] - times[0]) / stages or 1.0
-    gaps = (times[None, :] - times[:, None]) / scale
-    cost = np.where(np.triu(np.ones((count, count), dtype=bool), 1), np.maximum(gaps, 0.0) ** POWER, np.inf)
-    total = np.full(count, np.inf)
-    total[0] = 0.0
-    choices = []
-    for own in bytes_:
-        every = np.where(own <= limit, cost, np.inf) + total[:, None]
-        choices.append(np.argmin(every, axis=0))
-        total = every[choices[-1], np.arange(count)]
-    if not np.isfinite(total[-1]):
+def curves_of(estimates: Estimates, uniform: Uniform) -> Curves | None:
+    """What the stages of a uniform plan take; None where the graph has too few places to cut."""
+    if uniform.stages > estimates.pieces:
         return None
-    ends = [count - 1]
-    for choice in reversed(choices):
-        ends.append(int(choice[ends[-1]]))
-    return ends[::-1]
+    samples = -(-estimates.batch // (uniform.microbatches * uniform.data))
+    return estimates.curves(uniform.mesh, samples, uniform.method)
+
+
+def floor(estimates: Estimates, uniform: Uniform) -> float:
+    """Seconds that a step takes at least, however it is cut: as if all stages were alike and nothing sent."""
+    curves = curves_of(estimates, uniform)
+    if curves is None:
+        return math.inf
+    passes = float(curves.passes[-1] - curves.passes[0])
+    each = passes / uniform.stages + 2 * estimates.basis.overhead
+    return (uniform.stages + uniform.microbatches - 1) * each
+
+
+def _ends(estimates: Estimates, footprint: Footprint, uniform: Uniform, limit: float) -> list[int] | None:
+    """Where stages begin and end, as indices into the positions."""
+    curves = curves_of(estimates, uniform)
+    assert curves is not None
+    weight = sum(footprint.per_element(uniform.data, uniform.method))
+    # Pipelines with at least as many microbatches as stages differ in nothing that counts here.
+    filled = uniform.schedule == "1f1b" and uniform.microbatches >= uniform.stages
+
+    def memory(last: int) -> Array:
+        live = last if filled else _live(uniform, uniform.stages - last)
+        return curves.elements * weight + curves.held * live
+
+    key = (id(curves), weight, limit, uniform.schedule, None if filled else uniform.microbatches)
+    found = estimates.cuts.get(key)
+    if found is None:
+        found = estimates.cuts[key] = Cuts(curves.passes, memory, footprint.room(limit))
+    return found.into(uniform.stages)
+
+
+def _live(uniform: Uniform, stage: int) -> int:
+    """Microbatches that a stage holds at a time."""
+    if uniform.schedule == "1f1b":
+        return min(uniform.microbatches, uniform.stages - stage)
+    return uniform.microbatches
+
+
+def _most_bytes(footprint: Footprint, uniform: Uniform, curves: Curves, ends: Sequence[int]) -> float:
+    """Bytes of a rank of the stage that needs the most."""
+    elements, held = (np.diff(curve[list(ends)]) for curve in (curves.elements, curves.held))
+    live = np.array([_live(uniform, stage) for stage in range(uniform.stages)])
+    return float(footprint(elements, held * live, uniform.data, uniform.method).max())
 
 
 def _seconds(estimates: Estimates, uniform: Uniform, curves: Curves, ends: Sequence[int]) -> float:
@@ -158,8 +166,8 @@ def _seconds(estimates: Estimates, uniform: Uniform, curves: Curves, ends: Seque
     if uniform.stages > 1:
         ranks = uniform.ranks("pipeline")
         inner = uniform.sequence * uniform.tensor
-        for i in ends[1:-1]:
-            hops += 2 * network.transfer(cluster, float(curves.entering[i]), ranks[0], ranks[1], inner)
+        for bytes_, count in Counter(float(curves.entering[i]) for i in ends[1:-1]).items():
+            hops += 2 * count * network.transfer(cluster, bytes_, ranks[0], ranks[1], inner)
     passes = forward + backward + 2 * estimates.basis.overhead
     # A worker sends while it computes, but 1F1B's turns wait for the answer.
     slowest = float(passes.max()) + (hops / (uniform.stages - 1) if uniform.stages > 1 else 0.0)
@@ -171,16 +179,17 @@ def _ending(estimates: Estimates, uniform: Uniform, curves: Curves, ends: Sequen
     """Seconds after the last backward pass: what is left of the reductions, and the optimizer's step."""
     basis, most = estimates.basis, 0.0
     device = basis.cluster.device(0)
-    for stage in range(uniform.stages):
-        elements = float(curves.elements[ends[stage + 1]] - curves.elements[ends[stage]])
+    elements = np.diff(curves.elements[list(ends)])
+    # Most stages are alike: they are priced once.
+    for own, passed, pieces in set(zip(elements.tolist(), backward.tolist(), np.diff(ends).tolist(), strict=True)):
         left = 0.0
         if uniform.data > 1:
-            size = elements * min(4, uniform.method.item if not uniform.method.masters else 4)
+            size = own * min(4, uniform.method.item if not uniform.method.masters else 4)
             whole = network.collective(basis.cluster, "all_reduce", size, uniform.ranks("data"), None)
             left = whole
             if uniform.method.overlap:  # all but the last of it may go on during the backward pass
-                left = max(whole - float(backward[stage]), whole / max(1, ends[stage + 1] - ends[stage]))
-        most = max(most, left + basis.update(device, int(elements), 1))
+                left = max(whole - passed, whole / max(1, pieces))
+        most = max(most, left + basis.update(device, int(own), 1))
     return most
 
 

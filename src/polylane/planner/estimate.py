@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from polylane.cluster.cluster import along
 from polylane.cost import network
@@ -19,8 +18,7 @@ from polylane.cost.table import Exchange, Table
 from polylane.graph.narrow import MOST, narrow_positions
 from polylane.graph.partition import cut_positions
 from polylane.plan.spec import Degrees
-
-Array = NDArray[np.float64]
+from polylane.planner.cuts import Array, Cuts
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,10 @@ class Estimates:
         basis: what predictions rest on.
         batch: samples of a step.
         staying: values that must not cross between stages.
+
+    Attributes:
+        positions: at which the graph may be cut, both ends included.
+        cuts: of pipelines that were looked at, by what they depend on.
     """
 
     def __init__(self, basis: Basis, batch: int, staying: Sequence[str] = ()) -> None:
@@ -63,6 +65,7 @@ class Estimates:
         self.positions = np.array([0, *inner, len(graph.nodes)])
         self._curves: dict[object, Curves] = {}
         self._counted: dict[object, Array] = {}
+        self.cuts: dict[object, Cuts] = {}
 
     @property
     def pieces(self) -> int:
@@ -109,11 +112,12 @@ class Estimates:
         table, at = self.table(mesh, samples), self.positions
         forward = table.forward + table.waits
         backward = table.backward + table.backward_waits
-        held = self._held(mesh) * samples
         entering = self.basis.stages.entering(mesh)[at] * samples
         if method.recompute == "full":
             backward = backward + forward
             held = self.basis.stages.entered(mesh) * samples
+        else:
+            held = self._held(mesh) * samples
         return Curves(forward[at], backward[at], held[at], self._elements(mesh)[at], entering)
 
     def _held(self, mesh: Degrees) -> Array:

@@ -19,7 +19,8 @@ from polylane.cost.footprint import Footprint
 from polylane.cost.method import Method
 from polylane.plan.spec import Degrees
 from polylane.planner.candidate import Candidate
-from polylane.planner.estimate import Array, Estimates
+from polylane.planner.cuts import Array
+from polylane.planner.estimate import Estimates
 
 # Beyond so many workers all stages have the same mesh.
 MOST_WORKERS = 16

@@ -33,6 +33,7 @@ class Layout:
         splits: by axis, in the order of the mesh.
         whole: parameters that every rank must hold whole, and why.
         plain: values of which no rank may have a summand only, nor of their gradients.
+        views: of the graph by axis, where they are known.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class Layout:
         splits: Mapping[str, Split],
         whole: Mapping[str, str] | None = None,
         plain: Collection[str] = (),
+        views: Mapping[str, View] | None = None,
     ) -> None:
         self.graph, self.samples, self.splits = graph, samples, dict(splits)
         self.whole, self.plain = dict(whole or {}), frozenset(plain)
-        self._views = {axis: view(graph, samples, split.degree) for axis, split in splits.items()}
+        self._views = views or {axis: view(graph, samples, split.degree) for axis, split in splits.items()}
         self._known: dict[int, tuple[Mapping[str, Call], Mapping[str, Split]]] = {
             samples: (_calls(self._views), self.splits)
         }
@@ -113,6 +115,7 @@ def choose_layout(
     sampled: Sequence[bool] = (),
     plain: Collection[str] = (),
     rates: Rates | None = None,
+    offer: Offer | None = None,
 ) -> Layout:
     """Choose how the operators of a graph lie on the axes of a mesh.
 
@@ -126,14 +129,43 @@ def choose_layout(
             over replicas.
         plain: values of which no rank may have a summand only, nor of their gradients.
         rates: of every rank; default: nominal ones.
+        offer: of the graph for so many samples, where several layouts are chosen.
     """
     splits: dict[str, Split] = {}
+    views: dict[str, View] = {}
+    offer = offer or Offer(graph, samples)
     for axis, degree in degrees.items():
-        shown = view(graph, samples, degree)
-        choice = _choice(shown, degree, axis, sampled, plain)
+        shown = views[axis] = offer.view(degree)
+        choice = _choice(shown, degree, axis, sampled, plain, offer)
         asked = {} if axis == "data" else _pins((pins or {}).get(axis, {}), whole or {})
         splits[axis] = solve(shown, choice, degree, purpose=axis, rates=rates, pins=asked, taken=splits)
-    return Layout(graph, samples, splits, whole, plain)
+    return Layout(graph, samples, splits, whole, plain, views)
+
+
+class Offer:
+    """What a graph's operators offer for each number of ranks, found once for all axes and meshes.
+
+    Args:
+        graph: what is split.
+        samples: that a worker has in hand.
+    """
+
+    def __init__(self, graph: Graph, samples: int) -> None:
+        self._graph, self._samples = graph, samples
+        self._views: dict[int, View] = {}
+        self._options: dict[int, Options] = {}
+
+    def view(self, degree: int) -> View:
+        """The graph for an axis of so many ranks."""
+        if degree not in self._views:
+            self._views[degree] = view(self._graph, self._samples, degree)
+        return self._views[degree]
+
+    def options(self, degree: int) -> Options:
+        """What may be chosen for it."""
+        if degree not in self._options:
+            self._options[degree] = options(self.view(degree), degree)
+        return self._options[degree]
 
 
 def _pins(asked: Mapping[str, str], whole: Mapping[str, str]) -> dict[str, str]:
@@ -143,14 +175,21 @@ def _pins(asked: Mapping[str, str], whole: Mapping[str, str]) -> dict[str, str]:
     return {**dict.fromkeys(whole, "replicate"), **asked}
 
 
-def _choice(shown: View, degree: int, axis: str, sampled: Sequence[bool], plain: Collection[str]) -> Options:
+def _choice(
+    shown: View,
+    degree: int,
+    axis: str,
+    sampled: Sequence[bool],
+    plain: Collection[str],
+    offer: Offer | None = None,
+) -> Options:
     """What may be chosen along an axis.
 
     Raises:
         PolylaneError: replicas cannot divide the samples, for the graph holds for one number of them.
     """
     if axis != "data":
-        return _without_summands(shown, options(shown, degree), plain)
+        return _without_summands(shown, _offered(shown, degree, offer), plain)
     for source in shown.sources.values():
         kind, index = source.role
         if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
@@ -158,7 +197,11 @@ def _choice(shown: View, degree: int, axis: str, sampled: Sequence[bool], plain:
                 f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
                 f"together, but the model computes with {source.value.shape[0]} samples and no other number; use data=1"
             )
-    return _divided(shown, _without_summands(shown, options(shown, degree), plain), degree, sampled)
+    return _divided(shown, _without_summands(shown, _offered(shown, degree, offer), plain), degree, sampled)
+
+
+def _offered(shown: View, degree: int, offer: Offer | None) -> Options:
+    return options(shown, degree) if offer is None else offer.options(degree)
 
 
 def _without_summands(shown: View, choice: Options, plain: Collection[str]) -> Options:

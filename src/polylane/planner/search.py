@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from polylane.cost.footprint import Footprint
@@ -14,7 +14,7 @@ from polylane.plan import fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.planner.branches import branched
-from polylane.planner.candidate import Candidate, Uniform, estimated, uniforms
+from polylane.planner.candidate import Candidate, Uniform, estimated, floor, uniforms
 from polylane.planner.estimate import Estimates
 from polylane.planner.hybrid import hybrids
 
@@ -24,6 +24,8 @@ FINALISTS = 12
 FRUGAL = 0.005
 # Of plans with operators split over several ranks along both axes only those near the best single ones are looked at.
 BOTH_AXES = 1
+# Plans that must take so many times as long as the best one found are passed over, if there is one of their kind.
+FAR = 1.5
 
 
 @dataclass(frozen=True)
@@ -74,19 +76,27 @@ class Answer:
         found: the best plans, fastest first; empty where nothing fits.
         fitting: all that fit, fastest first by estimate.
         excluded: those that do not fit, likewise.
+        passed: how many more could not be among the best, whether they fit or not.
     """
 
     found: tuple[Found, ...]
     fitting: tuple[Candidate, ...]
     excluded: tuple[Candidate, ...]
+    passed: int = 0
 
     @property
     def looked(self) -> int:
         """How many plans were compared."""
-        return len(self.fitting) + len(self.excluded)
+        return len(self.fitting) + len(self.excluded) + self.passed
 
 
-def search(estimates: Estimates, footprint: Footprint, wish: Wish, finalists: int = FINALISTS) -> Answer:
+def search(
+    estimates: Estimates,
+    footprint: Footprint,
+    wish: Wish,
+    finalists: int = FINALISTS,
+    keep: Callable[[Candidate], bool] = lambda candidate: True,
+) -> Answer:
     """The fastest plans that fit.
 
     Uniform plans of every degree are compared by formula, then plans whose stages have meshes of their own; the best of
@@ -97,18 +107,41 @@ def search(estimates: Estimates, footprint: Footprint, wish: Wish, finalists: in
         footprint: memory of workers.
         wish: what is asked for.
         finalists: how many are predicted exactly; 0: none.
+        keep: which plans may be chosen at all.
     """
-    every = [each for workers in wish.workers for each in _uniform(estimates, footprint, wish, workers)]
+    every, passed = list[Candidate](), 0
+    for workers in wish.workers:
+        found, more = _uniform(estimates, footprint, wish, workers, keep)
+        every, passed = every + found, passed + more
     if not wish.whole:
         most = max(wish.workers)
         every += hybrids(estimates, footprint, most, wish.methods, wish.limit)
         every += branched(estimates, most, wish.methods, wish.limit)
+    every = [candidate for candidate in every if keep(candidate)]
     fitting = sorted((c for c in every if c.fits), key=lambda c: _weighed(c.seconds, c.workers))
-    excluded = sorted((c for c in every if not c.fits), key=lambda c: c.seconds)
-    chosen = _different(fitting)[: max(finalists, 2 * wish.top)] if finalists else []
-    found = [realized(estimates, c) for c in chosen]
-    found.sort(key=lambda f: _weighed(f.prediction.seconds, f.plan.workers))
-    return Answer(tuple(found[: wish.top]), tuple(fitting), tuple(excluded))
+    excluded = [c for c in every if not c.fits]
+    exact, too_big = _exact(estimates, _different(fitting), max(finalists, 2 * wish.top)) if finalists else ([], {})
+    exact.sort(key=lambda f: _weighed(f.prediction.seconds, f.plan.workers))
+    excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
+    fitting = [c for c in fitting if id(c) not in too_big]
+    return Answer(tuple(exact[: wish.top]), tuple(fitting), tuple(excluded), passed)
+
+
+def _exact(
+    estimates: Estimates, candidates: Sequence[Candidate], wanted: int
+) -> tuple[list[Found], dict[int, Candidate]]:
+    """So many of the best candidates predicted exactly, and those that then turn out not to fit, by their identity."""
+    found, too_big = list[Found](), dict[int, Candidate]()
+    for candidate in candidates:
+        if len(found) >= wanted or (found and len(too_big) >= wanted):
+            break
+        one = realized(estimates, candidate)
+        most = max(stage.memory.total for stage in one.prediction.stages)
+        if most > candidate.limit:
+            too_big[id(candidate)] = replace(candidate, bytes=float(most))
+        else:
+            found.append(one)
+    return found, too_big
 
 
 def _weighed(seconds: float, workers: int) -> float:
@@ -128,19 +161,58 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
     return kept
 
 
-def _uniform(estimates: Estimates, footprint: Footprint, wish: Wish, workers: int) -> list[Candidate]:
-    """Uniform plans; those that split operators along two axes only where one axis alone is good."""
+def _uniform(
+    estimates: Estimates, footprint: Footprint, wish: Wish, workers: int, keep: Callable[[Candidate], bool]
+) -> tuple[list[Candidate], int]:
+    """Uniform plans, and how many more cannot be among the best.
+
+    Those that split operators along two axes are looked at only where one axis alone is good.
+    """
     single, double = list[Uniform](), list[Uniform]()
     for uniform in uniforms(workers, wish.inner, wish.batch, estimates.pieces, wish.methods):
         if not wish.whole or uniform.data == uniform.microbatches == 1:
             (double if uniform.sequence > 1 and uniform.tensor > 1 else single).append(uniform)
-    found = [(u, c) for u in single if (c := estimated(estimates, footprint, u, wish.limit)) is not None]
+    looking = _Looking(estimates, footprint, wish.limit, keep)
+    found = looking.at(single)
     best = sorted((pair for pair in found if pair[1].fits), key=lambda pair: pair[1].seconds)
     inner = list(dict.fromkeys(u.sequence * u.tensor for u, _ in best if u.sequence * u.tensor > 1))[:BOTH_AXES]
-    more = (u for u in double if u.sequence * u.tensor in inner)
-    return [c for _, c in found] + [
-        c for u in more if (c := estimated(estimates, footprint, u, wish.limit)) is not None
-    ]
+    found += looking.at([u for u in double if u.sequence * u.tensor in inner])
+    return [c for _, c in found], looking.passed
+
+
+class _Looking:
+    """Goes through plans, those first that may be the fastest, and passes over those that cannot be among the best.
+
+    Args:
+        estimates, footprint: of the graph on the cluster.
+        limit: bytes that a worker may have.
+        keep: which plans may be chosen.
+
+    Attributes:
+        passed: how many were passed over.
+    """
+
+    def __init__(
+        self, estimates: Estimates, footprint: Footprint, limit: float, keep: Callable[[Candidate], bool]
+    ) -> None:
+        self._estimates, self._footprint, self._limit, self._keep = estimates, footprint, limit, keep
+        self._best: dict[object, float] = {}  # of those that fit, by the axes that they have
+        self.passed = 0
+
+    def at(self, uniforms: Sequence[Uniform]) -> list[tuple[Uniform, Candidate]]:
+        """Those that were looked at."""
+        found = []
+        for least, uniform in sorted(((floor(self._estimates, u), u) for u in uniforms), key=lambda pair: pair[0]):
+            axes = (uniform.data > 1, uniform.stages > 1, uniform.sequence > 1, uniform.tensor > 1)
+            if least > FAR * min(self._best.values(), default=math.inf) and least > self._best.get(axes, math.inf):
+                self.passed += 1
+                continue
+            candidate = estimated(self._estimates, self._footprint, uniform, self._limit)
+            if candidate is not None:
+                found.append((uniform, candidate))
+                if candidate.fits and self._keep(candidate):
+                    self._best[axes] = min(candidate.seconds, self._best.get(axes, math.inf))
+        return found
 
 
 def realized(estimates: Estimates, candidate: Candidate) -> Found:

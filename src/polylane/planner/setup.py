@@ -26,11 +26,12 @@ from polylane.graph.graph import Graph
 from polylane.graph.keeping import Setting
 from polylane.graph.partition import Partition, balanced
 from polylane.placement.rewrite import Split
+from polylane.placement.view import View
 from polylane.plan import fit
 from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Degrees, Spec
 from polylane.planner.estimate import Estimates
-from polylane.planner.layout import Layout, choose_layout
+from polylane.planner.layout import Layout, Offer, choose_layout
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -65,12 +66,14 @@ def basis(job: Job, cluster: Cluster, method: Method) -> Basis:
     states = optimizer_state(graph, job.optimizer, kind)
     rates = network.rates(cluster, range(min(cluster.count, 2)), method.dtype)
 
+    offer = Offer(graph, graph.samples)
+
     def lay(mesh: Degrees) -> Layout:
         degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
-        return choose_layout(graph, degrees, graph.samples, pins=job.pins, whole=job.whole, rates=rates)
+        return choose_layout(graph, degrees, graph.samples, pins=job.pins, whole=job.whole, rates=rates, offer=offer)
 
-    def sheet(splits: Mapping[str, Split]) -> Sheet:
-        return Sheet(graph, splits, graph.samples, item=method.item if method.low else None)
+    def sheet(splits: Mapping[str, Split], shown: View | None) -> Sheet:
+        return Sheet(graph, splits, graph.samples, item=method.item if method.low else None, shown=shown)
 
     setting = Setting(graph.samples, device=kind, **_precision(method))
     return Basis(

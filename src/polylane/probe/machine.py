@@ -162,13 +162,17 @@ def unmeasured(workers: int) -> Device:
     """
     presets = device_presets()
     if not accelerators():
-        share = {"kind": cpu_name(), "memory": max(1, available_memory() // workers)}
-        return Device.model_validate({**presets["cpu"], **share})
+        return _share_of_cpu(workers)
     properties = torch.cuda.get_device_properties(0)
     preset = preset_of(properties.name, properties.total_memory, presets)
     if preset is None:
         raise PolylaneError(f"there is no preset for {properties.name}: measure it with polylane probe -o cluster.yaml")
     return Device.model_validate({**presets[preset], "memory": properties.total_memory})
+
+
+def _share_of_cpu(workers: int) -> Device:
+    share = {"kind": cpu_name(), "memory": max(1, available_memory() // workers)}
+    return Device.model_validate({**device_presets()["cpu"], **share})
 
 
 def here(workers: int | None = None) -> Cluster:
@@ -182,11 +186,29 @@ def here(workers: int | None = None) -> Cluster:
     """
     count = (accelerators() or cores()) if workers is None else workers
     check_workers(count)
-    device = unmeasured(count)
+    return _host(count, unmeasured(count), shared_cores(count))
+
+
+def around(workers: int, device_type: str) -> Cluster:
+    """As :func:`here`, for workers that have been started on this machine, each with the threads that this one has.
+
+    Args:
+        workers: how many.
+        device_type: of what they compute on, "cpu" or "cuda".
+
+    Raises:
+        PolylaneError: an accelerator that no preset is for.
+    """
+    device = _share_of_cpu(workers) if device_type == "cpu" else unmeasured(workers)
+    return _host(workers, device, max(1, cores() // torch.get_num_threads()))
+
+
+def _host(workers: int, device: Device, at_once: int) -> Cluster:
+    """So many workers on one host, of which those on a CPU can compute ``at_once`` without slowing each other."""
     on_cpu = device.type == "cpu"
     link = Link.model_validate(link_presets()[usual_links()["cpu" if on_cpu else device.kind]["link"]])
-    shared = shared_cores(count) if on_cpu else None
-    return Cluster((Hosts(devices=count, device=device, link=link if count > 1 else None, cores=shared),))
+    shared = at_once if on_cpu else None
+    return Cluster((Hosts(devices=workers, device=device, link=link if workers > 1 else None, cores=shared),))
 
 
 def shared_cores(workers: int) -> int:

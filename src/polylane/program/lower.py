@@ -127,8 +127,7 @@ def _buckets(
     buckets = []
     for holders, axes in sorted(alike, key=lambda key: (len(key[0]), key)):
         label = f"stage{holders[0]}" if len(holders) == 1 else "tied" + "-".join(map(str, holders))
-        groups, silent = _summing(plan, holders, axes)
-        groups = [ranks for ranks in groups if not wanted.isdisjoint(ranks)]
+        groups, silent = _summing(plan, holders, axes, wanted)
         for number, names in enumerate(_filled(graph.parameters, alike[holders, axes])):
             name = ".".join([label, *dict.fromkeys(a for each in axes for a in each), str(number)])
             buckets += [Bucket(name, ranks, names, silent) for ranks in groups]
@@ -136,12 +135,15 @@ def _buckets(
 
 
 def _summing(
-    plan: Plan, stages: Sequence[int], axes: Sequence[Collection[str]]
+    plan: Plan, stages: Sequence[int], axes: Sequence[Collection[str]], wanted: Collection[int]
 ) -> tuple[list[tuple[int, ...]], frozenset[int]]:
     """Groups of ranks of these stages that sum gradients, and those of them whose gradient is another one's too.
 
     Of stages with the same mesh those sum who are alike but for replica, stage and indices on ``axes``. Else all do.
+    Only groups with a rank that is wanted.
     """
+    if len(stages) == 1:
+        return _of_stage(plan, stages[0], axes[0], wanted), frozenset()
     groups: dict[tuple[int, ...], list[int]] = {}
     silent: set[int] = set()
     aligned = all(plan.aligned(stages[0], stage) for stage in stages)
@@ -152,7 +154,18 @@ def _summing(
             groups.setdefault(rest if aligned else (), []).append(rank)
             if not aligned and any(rest):
                 silent.add(rank)
-    return [tuple(sorted(ranks)) for ranks in groups.values()], frozenset(silent)
+    found = [tuple(sorted(ranks)) for ranks in groups.values()]
+    return [ranks for ranks in found if any(rank in wanted for rank in ranks)], frozenset(silent)
+
+
+def _of_stage(plan: Plan, stage: int, axes: Collection[str], wanted: Collection[int]) -> list[tuple[int, ...]]:
+    """The groups of one stage, as far as they are wanted: of thousands of ranks a few may be."""
+    found, seen = list[tuple[int, ...]](), set[int]()
+    for rank in plan.stages[stage].devices:
+        if rank in wanted and rank not in seen:
+            found.append(plan.group(rank, ("data", *axes)))
+            seen.update(found[-1])
+    return found
 
 
 def _differentiated(graph: Graph) -> set[str]:

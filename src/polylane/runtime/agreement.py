@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from polylane.errors import PolylaneError
+from polylane.errors import PeerLost, PolylaneError
 from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec, parse
+from polylane.plan.spec import Spec
+from polylane.runtime.failure import Failure
 from polylane.runtime.materialize import Init
 from polylane.runtime.prepare import Objective, Prepared, prepare
 from polylane.runtime.world import World
+
+T = TypeVar("T")
+
+# What rank 0 finds out may take it long, and the others have nothing else to do. One that dies is noticed at once.
+PATIENCE = timedelta(days=1)
+
+
+def found_by_first(find: Callable[[], T]) -> T:
+    """What rank 0 finds out, on every rank; the others sleep meanwhile.
+
+    Args:
+        find: called on rank 0 alone; its result must be picklable.
+
+    Raises:
+        PolylaneError: on every rank, where rank 0 raised it.
+        PeerLost: on the others, where rank 0 raised anything else.
+    """
+    # A group of its own: of gloo, which sleeps while it waits where NCCL spins, and with a time limit of its own.
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert group is not None
+    box: list[Any] = [None, None]
+    cause: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = find()
+        except Exception as error:
+            box[1], cause = Failure.of_exception(0, error), error
+    dist.broadcast_object_list(box, src=0, group=group)
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
+    value, failure = box
+    if cause is not None:
+        raise cause
+    if failure is not None:
+        refusal, reason = failure.error(), f"{failure.error_type}: {failure.error_message}"
+        raise refusal if isinstance(refusal, PolylaneError) else PeerLost(0, "waiting for its plan", reason)
+    found: T = value
+    return found
 
 
 def prepare_together(
@@ -20,7 +61,7 @@ def prepare_together(
     model: nn.Module,
     objectives: dict[str, Objective],
     example: Any,
-    plan: str | Spec | Plan,
+    spec: Spec | Plan,
     batch_size: int | None,
     init: Init | None = None,
 ) -> Prepared:
@@ -29,7 +70,6 @@ def prepare_together(
     Raises:
         PolylaneError: on every worker, when rank 0 could not prepare, or another worker's model is not the same.
     """
-    spec = parse(plan) if isinstance(plan, str) else plan
     if spec.workers != world.size:
         raise PolylaneError(f"the plan takes {spec.workers} workers, torchrun started {world.size}")
     if world.rank == 0:

@@ -11,8 +11,9 @@ from torch import nn
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.export import Loss
 from polylane.plan.plan import Plan, default_microbatches
-from polylane.plan.spec import Spec, parse
+from polylane.plan.spec import Spec
 from polylane.runtime.agreement import prepare_together
+from polylane.runtime.automatic import settled
 from polylane.runtime.job import Job
 from polylane.runtime.materialize import Init
 from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, objectives_of, prepare
@@ -41,7 +42,9 @@ def parallelize(
         loss: ``loss(model, batch)`` -> a scalar mean over the batch, or :class:`polylane.Mean`; or several by name.
         optimizer: (name, parameter) pairs -> a torch.optim optimizer; or one for each loss.
         example: a batch, for its form and size.
-        plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`.
+        plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`; ``"auto"``
+        for the best one that takes every worker: rank 0 measures the model on the example, and says on stderr what
+        it chose. For one loss, and workers of one host.
         scheduler: optimizer -> learning-rate scheduler, which is stepped after every step; leave it out to step your
         own.
         batch_size: of the training, if it is another than the example's.
@@ -52,13 +55,14 @@ def parallelize(
         model.to_empty(device=...); model.apply(init)``, and no worker holds more of them than its part and one module.
 
     Raises:
-        PolylaneError: the plan does not fit the workers or the model; one sentence says how.
+        PolylaneError: the plan does not fit the workers or the model, or there is none that does; one sentence says
+        how.
     """
     world = World.join()
     objectives = objectives_of(loss, optimizer, scheduler)
+    spec = settled(world, model, objectives, example, plan, batch_size)
     if world.size == 1:
         samples = batch_size or sample_count(flatten(example)[0])
-        spec = parse(plan) if isinstance(plan, str) else plan
         chosen = prepare(
             model,
             objectives,
@@ -69,7 +73,7 @@ def parallelize(
             init=init,
         )
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
-    together = prepare_together(world, model, objectives, example, plan, batch_size, init)
+    together = prepare_together(world, model, objectives, example, spec, batch_size, init)
     return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
 
 

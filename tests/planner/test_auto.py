@@ -1,0 +1,104 @@
+"""The plan for a model that is here: of the workers that it may take, and with microbatches that the model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polylane.cluster.line import parse
+from polylane.errors import PolylaneError
+from polylane.graph.batch import flatten, sample_count
+from polylane.graph.capture import capture
+from polylane.planner import auto
+from polylane.planner.search import Answer
+from training import batch_of, classify, mlp, sgd
+
+
+class Branches(nn.Module):
+    """Two of them, for which two workers are enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(2))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.left(x) * self.right(x))
+
+
+def branches() -> nn.Module:
+    return Branches().double()
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def deep() -> nn.Module:
+    return mlp(6, *[8] * 6, 4)
+
+
+def subject(model: nn.Module, samples: int = 8) -> auto.Subject:
+    leaves, rebuild = flatten(batch_of(samples))
+    names = sorted(name for name, _ in model.named_parameters())
+    return auto.Subject(model, classify, sgd, names, {}, leaves, rebuild, sample_count(leaves))
+
+
+def chosen(model: nn.Module, workers: range | tuple[int, ...], cluster: str, samples: int = 8) -> Answer:
+    """On devices that the weights are not on, whose times are the model's of them: the same every time."""
+    return auto.choose(subject(model, samples), workers, parse(cluster))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("build", [deep, branches])
+def test_only_plans_of_so_many_workers(build: Callable[[], nn.Module], workers: int) -> None:
+    answer = chosen(build(), (workers,), "4:a100-80g")
+    assert {candidate.workers for candidate in (*answer.fitting, *answer.excluded)} == {workers}
+    assert {found.plan.workers for found in answer.found} == {workers}
+    times = [found.prediction.seconds for found in answer.found]
+    assert times == sorted(times)
+
+
+def test_with_a_choice_the_best_of_all_is_no_worse_than_the_best_of_each() -> None:
+    free = chosen(deep(), range(1, 5), "4:a100-80g").found[0]
+    for workers in range(1, 5):
+        bound = chosen(deep(), (workers,), "4:a100-80g").found[0]
+        assert free.prediction.seconds <= 1.011 * bound.prediction.seconds, "but for what frugality may cost"
+
+
+def test_microbatches_have_the_samples_that_the_model_needs() -> None:
+    answer = chosen(normalized(), (2,), "2:a100-80g", samples=3)
+    assert {candidate.microbatches for candidate in answer.fitting} == {1}
+    with pytest.raises(PolylaneError, match=r"a batch has 1 sample, but .* needs 2 samples at once"):
+        chosen(normalized(), (1,), "1:a100-80g", samples=1)
+
+
+def test_what_is_measured_has_the_samples_that_the_model_needs() -> None:
+    model = normalized()
+    graph = capture(model, classify, batch_of(4))
+    profile = auto.measure(graph, subject(model))
+    assert profile is not None and profile.samples == (2, 4, 8)
+
+
+def test_weights_on_another_device_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "measure", lambda *given: pytest.fail("times of the wrong device"))
+    chosen(deep(), (1,), "1:a100-80g")
+
+
+def test_a_model_without_weights() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = model.double()
+    assert chosen(model, (2,), "2:cpu").found[0].plan.workers == 2
+
+
+def test_nothing_fits_is_said_with_what_is_needed() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 60_000), nn.Linear(60_000, 60_000), nn.Linear(60_000, 4)).double()
+    with pytest.raises(
+        PolylaneError, match=r"plan auto: nothing fits on 2 workers with [\d.]+ GB each, .* needs [\d.]+ GB"
+    ):
+        chosen(model, (2,), "2:cpu")
