@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
 
-.PHONY: install test test-all check demo bench bench-tensor bench-balance bench-planner bench-published clean
+.PHONY: install test test-all check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published clean
 
 install: $(INSTALLED)
 
@@ -51,6 +51,9 @@ bench-balance: $(INSTALLED)
 
 bench-planner: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.planner
+
+bench-scale: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.scale
 
 # Measurements that others published, as files of a folder: `make bench-published FOLDER=measured`, or one of them, or
 # any with such columns: `make bench-published FILE=other.csv`.

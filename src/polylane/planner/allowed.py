@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeVar
@@ -48,7 +48,15 @@ def allowed(view: View, options: Options, degree: int, demands: Demands) -> Opti
     if demands.purpose not in PURPOSES:
         raise ValueError(f"{demands.purpose} is no purpose of an axis")
     dims = sample_dims(view) if demands.purpose != "data" else {}
-    steps = {step.name: _of_step(view, step, options.steps[step.name], demands, dims) for step in view.steps}
+    steps, known = dict[str, tuple[Strategy, ...]](), dict[Hashable, tuple[Strategy, ...]]()
+    for step in view.steps:
+        offered = options.steps[step.name]
+        samples = tuple(dims.get(key, frozenset()) for key in (*step.reads, *step.gives))
+        others = tuple(id(split.steps[step.name]) for split in demands.taken.values())
+        kind = (id(offered), step.call.base, samples, others)
+        if kind not in known:
+            known[kind] = _of_step(view, step, offered, demands, dims)
+        steps[step.name] = known[kind]
     sources = {key: _of_source(s, options.sources[key], degree, demands) for key, s in view.sources.items()}
     return _pinned(view, Options(steps, sources), demands)
 

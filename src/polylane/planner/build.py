@@ -30,9 +30,13 @@ def labels_of(setting: Setting, choices: Options) -> dict[str, Hashable]:
     """What must be equal for two nodes to be chosen for together: what may be chosen, and what it costs."""
     labels: dict[str, Hashable] = {}
     numbers: dict[Hashable, int] = {}
+    known: dict[int, int] = {}  # by identity: operators that are alike mostly have the same object
     for step in setting.view.steps:
-        offered = tuple((s.inputs, s.outputs, s.share, s.sent, s.messages) for s in choices.steps[step.name])
-        offer = numbers.setdefault(offered, len(numbers))
+        own = choices.steps[step.name]
+        if id(own) not in known:
+            offered = tuple((s.inputs, s.outputs, s.share, s.sent, s.messages) for s in own)
+            known[id(own)] = numbers.setdefault(offered, len(numbers))
+        offer = known[id(own)]
         elsewhere = tuple((s.steps[step.name].inputs, s.steps[step.name].outputs) for s in setting.taken.values())
         call = step.call
         labels[step.name] = (call.op, call.inputs, call.outputs, call.written, step.flops, offer, elsewhere)

@@ -18,8 +18,9 @@ from polylane.planner.candidate import Candidate, Uniform, estimated, floor, uni
 from polylane.planner.estimate import Estimates
 from polylane.planner.hybrid import hybrids
 
-# How many of the best estimates are predicted exactly.
+# How many of the best estimates are predicted exactly: fewer where they have more passes than these together.
 FINALISTS = 12
+PASSES = 30_000
 # By how much a plan must be faster for twice the workers.
 FRUGAL = 0.005
 # Of plans with operators split over several ranks along both axes only those near the best single ones are looked at.
@@ -111,7 +112,7 @@ def search(
     """
     every, passed = list[Candidate](), 0
     for workers in wish.workers:
-        found, more = _uniform(estimates, footprint, wish, workers, keep)
+        found, more = _uniform(_Looking(estimates, footprint, wish.limit, keep, finalists > 0), wish, workers)
         every, passed = every + found, passed + more
     if not wish.whole:
         most = max(wish.workers)
@@ -120,7 +121,7 @@ def search(
     every = [candidate for candidate in every if keep(candidate)]
     fitting = sorted((c for c in every if c.fits), key=lambda c: _weighed(c.seconds, c.workers))
     excluded = [c for c in every if not c.fits]
-    exact, too_big = _exact(estimates, _different(fitting), max(finalists, 2 * wish.top)) if finalists else ([], {})
+    exact, too_big = _exact(estimates, _different(fitting), wish.top, finalists) if finalists else ([], {})
     exact.sort(key=lambda f: _weighed(f.prediction.seconds, f.plan.workers))
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
     fitting = [c for c in fitting if id(c) not in too_big]
@@ -128,14 +129,19 @@ def search(
 
 
 def _exact(
-    estimates: Estimates, candidates: Sequence[Candidate], wanted: int
+    estimates: Estimates, candidates: Sequence[Candidate], top: int, finalists: int
 ) -> tuple[list[Found], dict[int, Candidate]]:
-    """So many of the best candidates predicted exactly, and those that then turn out not to fit, by their identity."""
-    found, too_big = list[Found](), dict[int, Candidate]()
+    """The best candidates predicted exactly, and those that then turn out not to fit, by their identity.
+
+    So many as are wanted, and more as long as that is not much work.
+    """
+    found, too_big, passes = list[Found](), dict[int, Candidate](), 0
     for candidate in candidates:
-        if len(found) >= wanted or (found and len(too_big) >= wanted):
+        enough = passes > PASSES or len(found) >= max(finalists, 2 * top)
+        if len(found) >= top and (enough or len(too_big) >= finalists):
             break
         one = realized(estimates, candidate)
+        passes += one.plan.pipeline * one.plan.microbatches
         most = max(stage.memory.total for stage in one.prediction.stages)
         if most > candidate.limit:
             too_big[id(candidate)] = replace(candidate, bytes=float(most))
@@ -161,18 +167,15 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
     return kept
 
 
-def _uniform(
-    estimates: Estimates, footprint: Footprint, wish: Wish, workers: int, keep: Callable[[Candidate], bool]
-) -> tuple[list[Candidate], int]:
+def _uniform(looking: _Looking, wish: Wish, workers: int) -> tuple[list[Candidate], int]:
     """Uniform plans, and how many more cannot be among the best.
 
     Those that split operators along two axes are looked at only where one axis alone is good.
     """
     single, double = list[Uniform](), list[Uniform]()
-    for uniform in uniforms(workers, wish.inner, wish.batch, estimates.pieces, wish.methods):
+    for uniform in uniforms(workers, wish.inner, wish.batch, looking.pieces, wish.methods):
         if not wish.whole or uniform.data == uniform.microbatches == 1:
             (double if uniform.sequence > 1 and uniform.tensor > 1 else single).append(uniform)
-    looking = _Looking(estimates, footprint, wish.limit, keep)
     found = looking.at(single)
     best = sorted((pair for pair in found if pair[1].fits), key=lambda pair: pair[1].seconds)
     inner = list(dict.fromkeys(u.sequence * u.tensor for u, _ in best if u.sequence * u.tensor > 1))[:BOTH_AXES]
@@ -187,24 +190,32 @@ class _Looking:
         estimates, footprint: of the graph on the cluster.
         limit: bytes that a worker may have.
         keep: which plans may be chosen.
+        families: whether the best of every kind is wanted, rather than the best of all alone.
 
     Attributes:
+        pieces: into how many stages the graph can be cut.
         passed: how many were passed over.
     """
 
     def __init__(
-        self, estimates: Estimates, footprint: Footprint, limit: float, keep: Callable[[Candidate], bool]
+        self,
+        estimates: Estimates,
+        footprint: Footprint,
+        limit: float,
+        keep: Callable[[Candidate], bool],
+        families: bool,
     ) -> None:
         self._estimates, self._footprint, self._limit, self._keep = estimates, footprint, limit, keep
+        self._families = families
         self._best: dict[object, float] = {}  # of those that fit, by the axes that they have
-        self.passed = 0
+        self.pieces, self.passed = estimates.pieces, 0
 
     def at(self, uniforms: Sequence[Uniform]) -> list[tuple[Uniform, Candidate]]:
         """Those that were looked at."""
         found = []
         for least, uniform in sorted(((floor(self._estimates, u), u) for u in uniforms), key=lambda pair: pair[0]):
             axes = (uniform.data > 1, uniform.stages > 1, uniform.sequence > 1, uniform.tensor > 1)
-            if least > FAR * min(self._best.values(), default=math.inf) and least > self._best.get(axes, math.inf):
+            if self._hopeless(least, axes):
                 self.passed += 1
                 continue
             candidate = estimated(self._estimates, self._footprint, uniform, self._limit)
@@ -213,6 +224,13 @@ class _Looking:
                 if candidate.fits and self._keep(candidate):
                     self._best[axes] = min(candidate.seconds, self._best.get(axes, math.inf))
         return found
+
+    def _hopeless(self, least: float, axes: object) -> bool:
+        """Whether a plan that takes at least so long need not be looked at."""
+        best = min(self._best.values(), default=math.inf)
+        if not self._families:
+            return least > best
+        return least > FAR * best and least > self._best.get(axes, math.inf)
 
 
 def realized(estimates: Estimates, candidate: Candidate) -> Found:
