@@ -37,6 +37,6 @@ def automatic(path: str, settings: Sequence[str], batch: int, workers: int, seed
     example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), batch)
     objective = Objective("loss", recipe.loss, recipe.optimizer)
     given = subject(model, objective, example, min(batch, sample_count(flatten(example)[0])))
-    answer = auto.choose(given, range(1, workers + 1), here(workers))
+    answer = auto.choose(given, range(1, workers + 1), here(workers), copies=True)
     print(auto.told(answer), file=sys.stderr, flush=True)
     return answer.found[0].plan

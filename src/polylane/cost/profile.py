@@ -23,6 +23,8 @@ class Profile:
         update: seconds of one step of the optimizer on all parameters.
         shared: of the nodes that normalize over a batch, the same among replicas that share its statistics, without
             the sums that they wait for.
+        together: how fast each of so many copies runs its passes at once on this machine, in parts of the speed of one
+            alone, cores aside (:func:`polylane.cost.together.together`); empty where that was not measured.
     """
 
     samples: tuple[int, ...]
@@ -30,6 +32,7 @@ class Profile:
     steps: tuple[Both, ...]
     update: float = 0.0
     shared: Mapping[str, tuple[Both, ...]] = field(default_factory=dict)
+    together: Mapping[int, float] = field(default_factory=dict)
 
     def of_node(self, name: str, samples: int, shared: bool = False) -> Both:
         """Seconds of a node's passes, between the measured sizes and beyond them along straight lines."""

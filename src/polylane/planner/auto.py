@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from polylane.cluster.cluster import Cluster
 from polylane.cost.method import Method
 from polylane.cost.profile import Profile
 from polylane.cost.profiling import profiled
+from polylane.cost.together import together
 from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, cloned, few, part_count, sample_count
 from polylane.graph.capture import capture
@@ -28,6 +29,8 @@ from polylane.planner.search import Answer, Wish, search
 EXAMPLE = 4
 # Parts of a batch at which nodes are measured: what a worker may have in hand.
 PARTS = (1, 2, 4, 16)
+# Copies of the model that run at once, to see what they slow each other by; between these on a line.
+COPIES = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class Subject:
     batch: int
 
 
-def choose(subject: Subject, workers: Collection[int], cluster: Cluster, profile: Profile | None = None) -> Answer:
+def choose(
+    subject: Subject, workers: Collection[int], cluster: Cluster, profile: Profile | None = None, copies: bool = False
+) -> Answer:
     """The best plans on as many of a cluster's devices as they may take.
 
     Args:
@@ -61,6 +66,7 @@ def choose(subject: Subject, workers: Collection[int], cluster: Cluster, profile
         workers: the numbers of workers that a plan may have.
         cluster: on what.
         profile: the times of the graph's nodes; default: measured here.
+        copies: this process may fork copies of the model to see what they slow each other by.
 
     Raises:
         PolylaneError: nothing fits.
@@ -71,7 +77,7 @@ def choose(subject: Subject, workers: Collection[int], cluster: Cluster, profile
     fewest = fewest_samples([graph])
     fewest.check(subject.batch, "a batch", "take larger batches")
     if profile is None and _lies_on(cluster.device(0).type, subject.model):
-        profile = measure(graph, subject)
+        profile = measure(graph, subject, workers if copies else ())
     meets = _samples_meet(graph, subject)
     job = setup.Job(graph, subject.optimizer, subject.whole, {}, profile)
     basis = setup.basis(job, cluster, Method())
@@ -110,13 +116,23 @@ def _lies_on(device: str, model: nn.Module) -> bool:
     return all(parameter.device.type == device for parameter in model.parameters())
 
 
-def measure(graph: Graph, subject: Subject) -> Profile | None:
-    """The times of a graph's nodes at the sizes that a worker may have in hand; None for a model without weights."""
-    if graph.opaque or any(parameter.is_meta for parameter in subject.model.parameters()):
+def measure(graph: Graph, subject: Subject, workers: Collection[int] = ()) -> Profile | None:
+    """The times of a graph's nodes at the sizes that a worker may have in hand; None for a model without weights.
+
+    Args:
+        workers: numbers of them of which copies are forked, to see what they slow each other by (on a CPU).
+    """
+    parameters = list(subject.model.parameters())
+    if graph.opaque or any(parameter.is_meta for parameter in parameters):
         return None
     fewest = fewest_samples([graph]).samples
     sizes = sorted({max(fewest, -(-subject.batch // parts)) for parts in PARTS})
-    return profiled(graph, subject.model, subject.loss, subject.optimizer, subject.leaves, subject.rebuild, sizes)
+    found = profiled(graph, subject.model, subject.loss, subject.optimizer, subject.leaves, subject.rebuild, sizes)
+    if not workers or any(parameter.device.type != "cpu" for parameter in parameters):
+        return found
+    half = few(subject.leaves, max(fewest, subject.batch // 2))
+    counts = {count for count in COPIES if count <= max(workers)}
+    return replace(found, together=together(subject.model, subject.loss, half, subject.rebuild, counts))
 
 
 def _samples_meet(graph: Graph, subject: Subject) -> bool:

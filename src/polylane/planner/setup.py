@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ def basis(job: Job, cluster: Cluster, method: Method) -> Basis:
 
     setting = Setting(graph.samples, device=kind, **_precision(method))
     return Basis(
-        cluster=cluster,
+        cluster=_shared(cluster, job.profile),
         stages=Stages(graph, lay, sheet, setting),
         method=method,
         clock=_clocks(job.profile, method),
@@ -86,6 +86,14 @@ def basis(job: Job, cluster: Cluster, method: Method) -> Basis:
         margin=MARGINS[kind],
         overhead=0.0 if job.profile is not None else device.turn / device.speed,
     )
+
+
+def _shared(cluster: Cluster, profile: Profile | None) -> Cluster:
+    """The cluster with what the model's own copies slow each other by, where that was measured, not what others do."""
+    if profile is None or not profile.together:
+        return cluster
+    contention = dict(profile.together)
+    return replace(cluster, hosts=tuple(h.model_copy(update={"contention": contention}) for h in cluster.hosts))
 
 
 def _precision(method: Method) -> dict[str, Any]:

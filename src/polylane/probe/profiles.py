@@ -14,7 +14,7 @@ import pydantic
 import torch
 
 from polylane.cluster.device import Device
-from polylane.cluster.link import Natural
+from polylane.cluster.link import Natural, Share
 from polylane.cost.profile import Profile
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
@@ -38,6 +38,7 @@ class _Stored(pydantic.BaseModel):
     steps: tuple[_Both, ...]
     update: Natural
     shared: dict[str, tuple[_Both, ...]] = {}
+    together: dict[Annotated[int, pydantic.Field(gt=0)], Share] = {}
 
     @pydantic.model_validator(mode="after")
     def _complete(self) -> _Stored:
@@ -87,6 +88,7 @@ def save_profile(profile: Profile, graph: Graph, device: Device, threads: int | 
         steps=profile.steps,
         update=profile.update,
         shared=dict(profile.shared),
+        together=dict(profile.together),
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +123,7 @@ def load_profile(graph: Graph, device: Device, threads: int | None = None) -> Pr
         raise PolylaneError(f"{path} is not JSON: {error}; {_AGAIN}") from error
     if set(stored.nodes) != {node.name for node in graph.nodes} or stored.graph != _of_graph(graph):
         raise PolylaneError(f"{path}: nodes are not those of this graph; {_AGAIN}")
-    return Profile(stored.samples, stored.nodes, stored.steps, stored.update, stored.shared)
+    return Profile(stored.samples, stored.nodes, stored.steps, stored.update, stored.shared, stored.together)
 
 
 def _of_graph(graph: Graph) -> str:

@@ -233,17 +233,9 @@ def prepare(
         for name, objective in objectives.items()
     }
     microbatches = with_enough(microbatches, total, fewest_samples(graphs.values()), fewer or spec.microbatches is None)
-    partitions, meets, seen = dict[str, Partition](), False, list[tuple[Partition, Seen]]()
-    for objective in objectives.values():
-        graph = graphs[objective.name]
-        if spec.data > 1 or microbatches > 1:
-            meets = samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64) or meets
-        known = Seen()
-        if spec.redivides:
-            known = known_orders(graph, model, objective.loss, cloned(few(leaves, 6)))
-        main = next(iter(partitions.values()), None)
-        partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, main, seconds, known)
-        seen.append((partitions[objective.name], known))
+    partitions, seen, meets = _partitions(
+        model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
+    )
     chosen = _plan_of(next(iter(partitions.values())), spec, microbatches)
     evaluations = {
         name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
@@ -260,6 +252,33 @@ def prepare(
         prepared.look_at(partition, name, rebuild(cloned(leaves)))
     _see_through(prepared)
     return prepared
+
+
+def _partitions(
+    model: nn.Module,
+    objectives: Mapping[str, Objective],
+    graphs: Mapping[str, Graph],
+    spec: Spec | Plan,
+    leaves: list[Any],
+    part: list[Any],
+    microbatches: int,
+    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
+    *,
+    in_float64: bool,
+) -> tuple[dict[str, Partition], list[tuple[Partition, Seen]], bool]:
+    """Every objective's cuts, what is known of how samples lie in their values, and whether samples meet in a loss."""
+    partitions, seen, meets = dict[str, Partition](), list[tuple[Partition, Seen]](), False
+    for objective in objectives.values():
+        graph = graphs[objective.name]
+        if spec.data > 1 or microbatches > 1:
+            meets = samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64) or meets
+        known = Seen()
+        if spec.redivides:
+            known = known_orders(graph, model, objective.loss, cloned(few(leaves, 6)))
+        main = next(iter(partitions.values()), None)
+        partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, main, seconds, known)
+        seen.append((partitions[objective.name], known))
+    return partitions, seen, meets
 
 
 def _graph_of(model: nn.Module, objective: Objective, parameters: Parameters, batch: Any, in_float64: bool) -> Graph:

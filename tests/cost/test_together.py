@@ -1,0 +1,71 @@
+"""Copies of a model that run at once: what is said of them, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jobs
+from polylane.cluster.line import parse
+from polylane.cost.method import Method
+from polylane.cost.profile import Profile
+from polylane.cost.together import together
+from polylane.planner import setup
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    found: Tensor = model(batch).square().mean()
+    return found
+
+
+def rebuilt(leaves: Any) -> Any:
+    return leaves[0]
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polylane.cost.together.SECONDS", 0.02)
+    monkeypatch.setattr("polylane.cost.together.PATIENCE", 20.0)
+
+
+def test_copies_are_no_faster_together_and_leave_the_model_as_it_was() -> None:
+    model, leaves = nn.Linear(8, 8), [torch.randn(4, 8)]
+    before = [parameter.clone() for parameter in model.parameters()]
+    found = together(model, loss, leaves, rebuilt, (3, 2, 1))
+    assert set(found) == {2, 3} and all(0 < factor <= 1 for factor in found.values())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not multiprocessing.active_children()
+
+
+def test_one_copy_has_nobody_to_be_slowed_by() -> None:
+    assert together(nn.Linear(8, 8), loss, [torch.randn(4, 8)], rebuilt, (1,)) == {}
+
+
+def test_nothing_is_said_where_a_copy_dies() -> None:
+    parent = os.getpid()
+
+    def killed(model: nn.Module, batch: Any) -> Tensor:
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(model, batch)
+
+    assert together(nn.Linear(8, 8), killed, [torch.randn(4, 8)], rebuilt, (2,)) == {}
+    assert not multiprocessing.active_children()
+
+
+def test_what_was_measured_of_the_model_counts_for_its_cluster() -> None:
+    graph, cluster = jobs.blocks(2, 8), parse("2:cpu")
+    nodes = {node.name: ((1.0, 2.0),) for node in graph.nodes}
+    profile = Profile((2,), nodes, ((1.0, 2.0),))
+    job = setup.Job(graph, jobs.adam, {}, {}, profile)
+    assert setup.basis(job, cluster, Method()).cluster.contention(0) == cluster.contention(0)
+    told = replace(job, profile=replace(profile, together={2: 0.5}))
+    assert setup.basis(told, cluster, Method()).cluster.contention(0) == {2: 0.5}
