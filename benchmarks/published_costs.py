@@ -7,7 +7,6 @@ are all alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -230,17 +229,6 @@ def _sharded(row: Row) -> float:
     block, rest = elements(row.model, row.tensor)
     pieces = [block] * row.model.layers + [rest]
     gathers = 2 if row.method.shard == "parameters" else 1
-    traffic = Traffic(
-        gathers * _collectives(found, "all_gather", pieces, row.gpus),
-        _collectives(found, "reduce_scatter", pieces, row.gpus),
-    )
+    traffic = Traffic.of(found, [count * ITEM for count in pieces], range(row.gpus), gathers)
     rounds = math.ceil(row.batch / (row.gpus * row.microbatch))
     return sharded(compute, traffic, rounds) + _update(sum(pieces) / row.gpus, row, found.device(0))
-
-
-def _collectives(found: Cluster, kind: str, pieces: Sequence[float], ranks: int) -> float:
-    """One for each piece, of all replicas."""
-    seconds: Mapping[float, float] = {
-        n: network.collective(found, kind, n * ITEM, range(ranks), None) for n in set(pieces)
-    }
-    return sum(seconds[n] for n in pieces)

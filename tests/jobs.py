@@ -35,6 +35,23 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Attention(nn.Module):
+    """A residual block of attention, written out: it makes the scores of all pairs of places, or hides them."""
+
+    def __init__(self, hidden: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(hidden), nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.heads, self.fused = heads, fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1) @ v
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
 def adam(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for _, p in parameters])
 
@@ -49,6 +66,16 @@ def blocks(count: int, hidden: int) -> Graph:
     with torch.device("meta"):
         model = nn.Sequential(*(Block(hidden) for _ in range(count)))
     return capture(model, mean_square, torch.zeros(2, hidden), trainable=[n for n, _ in model.named_parameters()])
+
+
+@cache
+def attending(count: int, hidden: int, length: int, fused: bool = False) -> Graph:
+    """Blocks of attention over long sequences and of layers, in turn."""
+    with torch.device("meta"):
+        pairs = [(Attention(hidden, 4, fused), Block(hidden)) for _ in range(count)]
+        model = nn.Sequential(*(block for pair in pairs for block in pair))
+    named = [n for n, _ in model.named_parameters()]
+    return capture(model, mean_square, torch.zeros(2, length, hidden), trainable=named)
 
 
 @cache

@@ -302,11 +302,16 @@ _Cluster = Annotated[
     ),
 ]
 _Dtype = Annotated[str, typer.Option("--dtype", help="Of the passes: float32, bfloat16 or float16.")]
-_Recompute = Annotated[str, typer.Option("--recompute", help="What is computed again instead of kept: none or full.")]
+_Recompute = Annotated[
+    str,
+    typer.Option(
+        "--recompute", help="What is computed again instead of kept: none, selective (what attention keeps), full."
+    ),
+]
 _Shard = Annotated[
     str,
     typer.Option(
-        "--shard", help="What replicas hold a part of only, for memory: none, optimizer, gradients, parameters (ZeRO)."
+        "--shard", help="What replicas hold a part of only: none, optimizer, gradients, parameters (ZeRO-1, -2, -3)."
     ),
 ]
 
@@ -376,6 +381,12 @@ def simulate(
     ] = None,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the times consist of.")] = False,
     profile: _Profile = False,
+    chunks: Annotated[
+        int, typer.Option("--chunks", metavar="V", help="Virtual stages of every worker, interleaved (1F1B).")
+    ] = 1,
+    every: Annotated[
+        int, typer.Option("--every", metavar="N", help="Replicas sum parameters every N steps; 1: gradients in each.")
+    ] = 1,
     json: _Json = False,
 ) -> None:
     """Predict a step of a plan on a cluster that need not be there.
@@ -387,6 +398,8 @@ def simulate(
     Examples:
       polylane simulate examples/gpt.py --cluster 8:a100-80g --plan data=8 --batch 64 --dtype bfloat16
       polylane simulate examples/gpt.py --cluster 2x8:h100-80g --plan pipeline=2,tensor=8 --html lanes.html
+      polylane simulate examples/gpt.py --cluster 4:a100-80g --plan pipeline=4,microbatches=8 --chunks 2
+      polylane simulate examples/gpt.py --cluster 2x1x8:a100-80g,sites=internet-1g --plan data=16 --every 32
     """
     from polylane.commands import planning
     from polylane.commands import simulate as command
@@ -404,6 +417,8 @@ def simulate(
         svg=svg,
         breakdown=breakdown,
         profile=profile,
+        chunks=chunks,
+        every=every,
         json=json,
     )
 

@@ -92,6 +92,14 @@ def test_the_narrowest_level_that_has_all_ranks(ranks: range | tuple[int, ...], 
     assert cluster.link(ranks).kind == kind
 
 
+def test_the_devices_of_a_site_share_its_connection() -> None:
+    link = Link(kind="far", bandwidth=1e9, latency=0.0)
+    assert Links(hosts=link, racks=link).racks == link
+    assert Links(sites=link).sites == link.model_copy(update={"total": 1e9})
+    wide = link.model_copy(update={"total": 8e9})
+    assert Links(sites=wide).sites == wide
+
+
 def test_racks_of_the_same_name_at_two_sites_are_two_racks() -> None:
     assert tree().level((0, 12)) == Level.CLUSTER
 

@@ -29,6 +29,14 @@ def test_links_and_the_rest_may_be_said() -> None:
     assert (cluster.cores(0), cluster.price, cluster.device(7).speed) == (1, 8 * 0.25, 0.5)
 
 
+def test_sites_have_as_many_hosts_each() -> None:
+    cluster = parse("2x4x8:a100-80g,sites=internet-1g")
+    assert (cluster.host_count, cluster.count) == (8, 64)
+    assert [cluster.level(pair) for pair in ((0, 7), (0, 31), (0, 32))] == [Level.HOST, Level.RACK, Level.CLUSTER]
+    assert [cluster.link(pair).kind for pair in ((0, 31), (0, 32))] == ["infiniband-hdr-200", "internet-1g"]
+    assert parse("1x4x8:a100-80g") == parse("4x8:a100-80g")
+
+
 def test_a_single_device_needs_no_link() -> None:
     assert parse("1:cpu").count == 1
 
@@ -46,11 +54,15 @@ def test_a_single_device_needs_no_link() -> None:
         ("1048576x8:cpu", "1048576 hosts of 8 devices are more than 1,048,576 devices, the most there can be"),
         ("8:a100-80", "there is no device 'a100-80', known are "),
         ("8:a100-80", "did you mean a100-80g?"),
+        ("2x2x8:a100-80g", "sites is missing: say what links the sites, as in sites=internet-1g"),
+        ("2x2x8:a100-80g,sites=internet", "sites: there is no preset 'internet', known are "),
+        ("0x2x8:a100-80g", "sites must be from 1 to 1,048,576, not '0'"),
+        ("1024x1024x8:cpu,sites=internet-1g", "1024 sites of 1024 hosts of 8 devices are more than 1,048,576"),
         ("8:cpu,hosts", "'hosts' is not of the form key=value, as in hosts=ethernet-25g"),
         ("8:cpu,hosts=", "'hosts=' is not of the form key=value"),
         (
             "8:cpu,host=ethernet-10g",
-            "unknown key 'host', known are link, hosts, cores, speed, price; did you mean hosts?",
+            "unknown key 'host', known are link, hosts, sites, cores, speed, price; did you mean hosts?",
         ),
         ("8:cpu,cores=1,cores=2", "cores is given twice"),
         ("2x8:cpu,hosts=ethernet-10", "hosts: there is no preset 'ethernet-10', known are "),

@@ -77,10 +77,72 @@ def test_simulate_draws(recipe: Path) -> None:
     assert "TFLOP/s per device" in result.stdout
 
 
+def test_chunks_of_a_stage_are_interleaved(recipe: Path) -> None:
+    line = "simulate layers.py --set depth=16 --cluster 4:a100-80g --plan pipeline=4,microbatches=8 --breakdown"
+    whole, halves = (call(*line.split(), "--json", *more) for more in ((), ("--chunks", "2", "--html", "lanes.html")))
+    assert halves.exit_code == 0, halves.output
+    plain, found = json.loads(whole.stdout), json.loads(halves.stdout)
+    assert (plain["chunks"], found["chunks"]) == (1, 2) and len(found["stages"]) == 4
+    parameters = [sum(stage["memory"]["parameters"] for stage in each["stages"]) for each in (plain, found)]
+    assert parameters[0] == parameters[1] == 16 * 4160 * 4
+    for each in (plain, found):
+        assert sum(row["nodes"] for row in each["breakdown"] if row["operator"] == "linear") == 16
+    sent = [row["bytes"] for each in (plain, found) for row in each["bytes"] if row["traffic"] == "pipeline"]
+    assert sent[0] < sent[1]
+    assert "2 chunks" in Path("lanes.html").read_text()
+
+
+def test_replicas_may_sum_parameters_every_so_many_steps(recipe: Path) -> None:
+    Path("sites.yaml").write_text(
+        "hosts:\n"
+        "  - {devices: 2, device: a100-80g, link: nvlink-3, site: paris}\n"
+        "  - {devices: 2, device: a100-80g, link: nvlink-3, site: rome}\n"
+        "links: {sites: {bandwidth: 1 Gb/s, latency: 10 ms}}\n"
+    )
+    line = "simulate layers.py --set width=512 --cluster sites.yaml --plan data=4"
+    often, seldom = (call(*line.split(), "--json", "--every", every) for every in ("1", "32"))
+    assert seldom.exit_code == 0, seldom.output
+    synchronous, local = json.loads(often.stdout), json.loads(seldom.stdout)
+    assert local["every"] == 32 and local["step_seconds"] < synchronous["step_seconds"] / 8
+    assert sum(local[name] for name in ("utilization", "bubble", "exposed_communication")) == pytest.approx(1)
+    (most,), (mean,) = synchronous["bytes"], local["bytes"]
+    assert most["level"] == mean["level"] == "cluster"
+    assert mean["bytes"] == pytest.approx(most["bytes"] / 32, rel=1e-3)
+    shown = call(*line.split(), "--every", "32", "--svg", "lanes.svg")
+    assert "on average" in shown.stdout and "between sites" in shown.stdout
+    assert "the last of 32 steps" in Path("lanes.svg").read_text()
+
+
+def test_a_plan_that_says_its_cuts_is_not_interleaved(recipe: Path) -> None:
+    call("inspect", "layers.py", "--plan", "pipeline=2", "--write", "plan.yaml")
+    result = call("simulate", "layers.py", "--cluster", "2:a100-80g", "--plan", "plan.yaml", "--chunks", "2")
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "plan plan.yaml says where its stages begin" in result.stderr
+
+
 def test_a_straggler_is_slower(recipe: Path) -> None:
     plain = call("simulate", "layers.py", "--cluster", "2:a100-80g", "--plan", "data=2", "--json")
     late = call("simulate", "layers.py", "--cluster", "2:a100-80g", "--plan", "data=2", "--json", "--slow", "1=0.5")
     assert json.loads(late.stdout)["step_seconds"] > 1.2 * json.loads(plain.stdout)["step_seconds"]
+
+
+@pytest.mark.parametrize("shard, times", [("none", 2), ("optimizer", 2), ("gradients", 2), ("parameters", 3)])
+def test_what_replicas_send_is_told_apart_from_what_split_operators_send(recipe: Path, shard: str, times: int) -> None:
+    line = f"simulate layers.py --cluster 4:a100-80g --plan data=2 --json --shard {shard}"
+    (row,) = json.loads(call(*line.split()).stdout)["bytes"]
+    assert row == {"traffic": "data", "level": "host", "bytes": times * 4 * 4160 * 4 / 2}
+    split = json.loads(call(*line.replace("data=2", "data=2,tensor=2").split()).stdout)["bytes"]
+    plain = json.loads(call(*f"{line} --plan data=2,tensor=2 --shard none".split()).stdout)["bytes"]
+    assert [row["traffic"] for row in split] == ["operators", "data"]
+    assert split[0]["bytes"] == pytest.approx(plain[0]["bytes"], abs=4)
+    assert split[1]["bytes"] == pytest.approx(times / 2 * plain[1]["bytes"], abs=4)
+
+
+def test_selective_recomputation_is_priced(recipe: Path) -> None:
+    line = "simulate layers.py --cluster 2:a100-80g --plan data=2 --json --recompute"
+    result = call(*line.split(), "selective")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["method"]["recompute"] == "selective"
 
 
 def test_plan_ranks_explains_and_writes(recipe: Path) -> None:
@@ -173,8 +235,14 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --slow 7=0.5", "speeds.7: there is no such device"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --dtype int8", "dtype 'int8': choose one of"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --recompute some", "recompute 'some': choose one of"),
-        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --recompute selective", "not priced yet"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --shard all", "shard 'all': choose one of"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 0", "--chunks must be at least 1, not 0"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 2", "the plan has one stage"),
+        ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2 --chunks 99", "2 stages of 99 chunks are 198"),
+        ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2,schedule=afab --chunks 2", "not afab"),
+        ("simulate layers.py --cluster 2:a100-80g --plan auto --chunks 2", "auto says where its stages begin"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 0", "--every must be at least 1, not 0"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 2 --shard gradients", "replicas that are"),
         ("plan layers.py --cluster 2:a100-80g --workers 3", "takes 3 workers, but the cluster has 2 devices"),
         ("plan layers.py --cluster 2:a100-80g --memory lots", "--memory takes a size"),
         ("plan layers.py --cluster 2:a100-80g --memory 10kB", "nothing fits on 2 workers"),

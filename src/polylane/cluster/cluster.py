@@ -53,11 +53,20 @@ class Hosts(_Strict):
 
 
 class Links(_Strict):
-    """The links between hosts of a rack, racks of a site, and sites; None where there is but one of them."""
+    """The links between hosts of a rack, racks of a site, and sites; None where there is but one of them.
+
+    A site has one connection to the others, which its devices share: where the link between sites does not say what
+    they send over it together (``total``), that is its bandwidth.
+    """
 
     hosts: Link | None = None
     racks: Link | None = None
     sites: Link | None = None
+
+    @pydantic.field_validator("sites")
+    @classmethod
+    def _shared(cls, sites: Link | None) -> Link | None:
+        return sites if sites is None or sites.total else sites.model_copy(update={"total": sites.bandwidth})
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A cluster in one line: ``8:h100-80g``, ``16x8:a100-80g``, ``4x8:a100-80g,hosts=ethernet-25g,link=pcie-4``."""
+"""A cluster in one line: ``8:h100-80g``, ``16x8:a100-80g,hosts=roce-200``, ``2x4x8:a100-80g,sites=internet-1g``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from polylane.cluster.read import load, of_mapping
 from polylane.errors import PolylaneError
 
 _FORM = "HOSTSxDEVICES:DEVICE, as in 16x8:a100-80g, or a cluster file ending in .yaml"
-_HEAD = re.compile(r"(?:([0-9]+)\s*x\s*)?([0-9]+)\s*:\s*(\S+)")
+_HEAD = re.compile(r"(?:(?:([0-9]+)\s*x\s*)?([0-9]+)\s*x\s*)?([0-9]+)\s*:\s*(\S+)")
 
 # The keys that may follow, and where a cluster file has them.
 _KEYS = {
     "link": "hosts.0.link",
     "hosts": "links.hosts",
+    "sites": "links.sites",
     "cores": "hosts.0.cores",
     "speed": "hosts.0.speed",
     "price": "hosts.0.price",
@@ -55,19 +56,26 @@ def _parsed(text: str) -> Cluster:
     found = _HEAD.fullmatch(head)
     if found is None:
         raise PolylaneError(f"{shown(head)} is not of the form {_FORM}")
-    device, keys = found[3], _items(items)
-    hosts, devices = (_count(name, digits) for name, digits in (("hosts", found[1] or "1"), ("devices", found[2])))
-    if hosts * devices > MOST:
-        raise PolylaneError(f"{hosts} hosts of {devices} devices are more than {MOST:,} devices, the most there can be")
+    device, keys = found[4], _items(items)
+    given = (("sites", found[1] or "1"), ("hosts", found[2] or "1"), ("devices", found[3]))
+    sites, hosts, devices = (_count(name, digits) for name, digits in given)
+    if sites * hosts * devices > MOST:
+        each = f"{hosts} hosts of {devices} devices"
+        every = each if sites == 1 else f"{sites} sites of {each}"
+        raise PolylaneError(f"{every} are more than {MOST:,} devices, the most there can be")
     if device not in device_presets():
         known = f"known are {', '.join(device_presets())}{hint(device, list(device_presets()))}"
         raise PolylaneError(f"there is no device {shown(device)}, {known}")
     for key, linked in (("link", devices), ("hosts", hosts)):
         if linked > 1 and key not in keys:
             keys[key] = _usual(device, key)
-    links = {"hosts": keys.pop("hosts")} if "hosts" in keys else {}
+    if sites > 1 and "sites" not in keys:
+        raise PolylaneError("sites is missing: say what links the sites, as in sites=internet-1g")
+    links = {key: keys.pop(key) for key in ("hosts", "sites") if key in keys}
     own = {key: _number(key, value) for key, value in keys.items()}
-    return _named({"hosts": [{"count": hosts, "devices": devices, "device": device, **own}], "links": links})
+    group = {"count": hosts, "devices": devices, "device": device, **own}
+    names = [f"site{number}" for number in range(sites)] if sites > 1 else [""]
+    return _named({"hosts": [{**group, "site": name} for name in names], "links": links})
 
 
 def _named(data: dict[str, Any]) -> Cluster:

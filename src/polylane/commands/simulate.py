@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from polylane.cost.method import Method
     from polylane.cost.predict import Prediction
     from polylane.graph.partition import Partition
+    from polylane.observe.timeline import Timeline
     from polylane.plan.plan import Plan
 
 TOP = 12  # rows of a breakdown
@@ -43,6 +44,8 @@ def run(
     svg: Path | None,
     breakdown: bool,
     profile: bool,
+    chunks: int,
+    every: int,
     json: bool,
 ) -> None:
     """Predict a step and print it.
@@ -54,7 +57,9 @@ def run(
     from polylane.observe import swimlane
     from polylane.plan.plan import Plan
     from polylane.planner import setup
+    from polylane.planner.subdivide import subdivided
 
+    checked(chunks, every, plan)
     chosen = None if plan == AUTO else inputs.read_plan(plan)
     pins = {axis: chosen.pins(axis) for axis in chosen.axes} if isinstance(chosen, Plan) else {}
     scene = planning.scene(path, settings, cluster, batch, pins, profile)
@@ -63,18 +68,33 @@ def run(
         chosen = fastest(scene, method)
     planning.checked_workers(scene.cluster, chosen.workers)
     basis = setup.basis(scene.job, scene.cluster, method)
-    partition, fitted = setup.fitted(basis, chosen, batch)
-    prediction = predict(basis, partition, fitted, batch, every=html is not None or svg is not None)
-    found = summary(scene, prediction, method)
+    partition, fitted = subdivided(basis, chosen, batch, chunks)
+    drawn = html is not None or svg is not None
+    prediction = predict(basis, partition, fitted, batch, every=drawn, period=every)
+    found = {**summary(scene, prediction, method), "chunks": chunks, "every": prediction.period}
     if breakdown:
         found["breakdown"] = broken_down(basis, partition, prediction)
+    more = f" · {chunks} chunks" * (chunks > 1) + f" · the last of {every} steps" * (prediction.period > 1)
     for file, draw in ((html, swimlane.html), (svg, swimlane.svg)):
         if file is not None:
-            write(file, draw(replace(prediction.timeline, title=f"{fitted.spec} · predicted")))
+            write(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{more} · predicted")))
     if json:
         print_json(found)
     else:
         show(found)
+
+
+def checked(chunks: int, every: int, plan: str) -> None:
+    """Refuse what no plan can have, before anything is captured.
+
+    Raises:
+        PolylaneError: naming the option.
+    """
+    for name, value in (("chunks", chunks), ("every", every)):
+        if value < 1:
+            raise PolylaneError(f"--{name} must be at least 1, not {value}")
+    if chunks > 1 and plan == AUTO:
+        raise PolylaneError("--chunks takes a plan in one line: auto says where its stages begin")
 
 
 def fastest(scene: planning.Scene, method: Method) -> Plan:
@@ -110,12 +130,11 @@ def slowed(cluster: Cluster, options: Sequence[str]) -> Cluster:
 
 def summary(scene: planning.Scene, prediction: Prediction, method: Method) -> dict[str, Any]:
     """What a step takes, as plain data."""
-    plan, timeline, cluster = prediction.plan, prediction.timeline, scene.cluster
+    plan, cluster = prediction.plan, scene.cluster
     step = prediction.seconds
     flops = planning.model_flops(scene.job.graph, scene.batch)
     each = flops / (step * plan.workers) if step else 0.0
     device = cluster.device(0)
-    idle, exposed = timeline.idle(), timeline.exposed_communication()
     found = {
         "recipe": str(scene.recipe.path),
         "plan": plan.spec,
@@ -128,8 +147,8 @@ def summary(scene: planning.Scene, prediction: Prediction, method: Method) -> di
         "flops_per_second_per_device": each,
         "mfu": each / device.peak(method.dtype),
         "utilization": prediction.utilization,
-        "bubble": sum(idle) / (len(idle) * step) if step else 0.0,
-        "exposed_communication": sum(exposed) / (len(exposed) * step) if step else 0.0,
+        "bubble": prediction.bubble,
+        "exposed_communication": prediction.exposed_communication,
         "bytes": sent_bytes(prediction, cluster),
         "stages": [_stage(prediction, index, cluster) for index in range(plan.pipeline)],
         "price": cluster.price * plan.workers / cluster.count * step / 3600,
@@ -141,20 +160,34 @@ def summary(scene: planning.Scene, prediction: Prediction, method: Method) -> di
 
 def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]:
     """Bytes that the busiest rank sends in a step, for each kind of traffic, and over which level of the cluster."""
-    from polylane.schedule.action import Kind
-
-    kinds = {Kind.SEND: "pipeline", Kind.REDUCE: "data", Kind.FORWARD: "operators", Kind.BACKWARD: "operators"}
-    lanes: dict[tuple[str, int], int] = {}
-    for span in prediction.timeline.spans:
-        if span.bytes and span.action.kind in kinds:
-            key = (kinds[span.action.kind], span.rank)
-            lanes[key] = lanes.get(key, 0) + span.bytes
+    counted = {id(t): _bytes(prediction, t) for t in (prediction.timeline, prediction.between) if t is not None}
+    lanes = {
+        key: round(prediction.mean(lambda timeline, key=key: counted[id(timeline)].get(key, 0)))  # type: ignore[misc]
+        for key in {key for lanes in counted.values() for key in lanes}
+    }
     found = []
     for kind in ("operators", "pipeline", "data"):
         most = max((bytes_ for (own, _), bytes_ in lanes.items() if own == kind), default=0)
         if most:
             found.append({"traffic": kind, "level": _level(prediction.plan, kind, cluster), "bytes": most})
     return found
+
+
+def _bytes(prediction: Prediction, timeline: Timeline) -> dict[tuple[str, int], int]:
+    """That are sent in a step, by kind of traffic and lane."""
+    from polylane.schedule.action import Kind
+
+    kinds = {Kind.SEND: "pipeline", Kind.REDUCE: "data", Kind.STEP: "data"}
+    shared = [prediction.stages[prediction.plan.place(rank)[0]].shared for rank in prediction.lanes]
+    lanes: dict[tuple[str, int], int] = {}
+    for span in timeline.spans:
+        parts = {kinds[span.action.kind]: span.bytes} if span.action.kind in kinds else {}
+        if span.action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            data = round(shared[span.rank] * span.bytes)
+            parts = {"data": data, "operators": span.bytes - data}
+        for kind, bytes_ in parts.items():
+            lanes[kind, span.rank] = lanes.get((kind, span.rank), 0) + bytes_
+    return lanes
 
 
 def _level(plan: Plan, kind: str, cluster: Cluster) -> str:
@@ -177,7 +210,7 @@ def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, An
         "samples": own.samples,
         "forward": own.passes.forward,
         "backward": own.passes.backward,
-        "waits": own.passes.waits + own.passes.backward_waits,
+        "waits": own.waits,
         "update": own.update,
         "memory": {**asdict(own.memory), "total": own.memory.total},
         "limit": min(device.memory for device in cluster.devices(prediction.plan.stages[index].devices)),
@@ -187,7 +220,10 @@ def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, An
 def broken_down(basis: Any, partition: Partition, prediction: Prediction) -> list[dict[str, Any]]:
     """Seconds of a microbatch by kind of operator, on the busiest rank of every stage."""
     from polylane.cost.predict import table_of
+    from polylane.program.interleave import dealt
 
+    if partition.stages > prediction.plan.pipeline:
+        partition = dealt(partition, prediction.plan.pipeline)
     found = []
     for index in range(prediction.plan.pipeline):
         table = table_of(basis, partition, prediction.plan, prediction.batch, index)
@@ -222,9 +258,10 @@ def show(found: dict[str, Any]) -> None:
     if "tokens_per_second" in found:
         rate += f", {found['tokens_per_second']:,.0f} tokens/s"
     price = f", {found['price']:.2g} per step" if found["price"] else ""
+    mean = f" on average, with a sum of parameters every {found['every']} steps" if found["every"] > 1 else ""
     screen.print(
         f"A step of {found['batch']} samples takes {seconds(found['step_seconds'])} on {found['workers']} workers: "
-        f"{rate}{price}."
+        f"{rate}{price}{mean}."
     )
     screen.print(
         f"{found['flops_per_second_per_device'] / 1e12:.1f} TFLOP/s per device of the model's own work, "

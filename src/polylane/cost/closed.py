@@ -6,6 +6,7 @@ that are summed after the last backward pass, parameters that are gathered when 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,12 @@ def scattered(cluster: Cluster, size: float, ranks: Ranks, target: int, streams:
     return sent + network.collective(cluster, "all_gather", size, ranks, None)
 
 
+def one_by_one(cluster: Cluster, kind: str, sizes: Sequence[float], ranks: Ranks) -> float:
+    """Seconds of a collective for each of these sizes in bytes, while all other ranks do the same."""
+    alike = Counter(sizes).items()
+    return sum(count * network.collective(cluster, kind, size, ranks, None) for size, count in alike)
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What replicas that hold a part of everything exchange for one microbatch.
@@ -100,16 +107,28 @@ class Traffic:
         """Of all of it, one after the other."""
         return self.gathers + self.scatters
 
+    @staticmethod
+    def of(cluster: Cluster, blocks: Sequence[float], ranks: Ranks, gathers: int = 2) -> Traffic:
+        """Of blocks with so many bytes of parameters, gathered so often."""
+        once = one_by_one(cluster, "all_gather", blocks, ranks)
+        return Traffic(gathers * once, one_by_one(cluster, "reduce_scatter", blocks, ranks))
+
+
+def lost(compute: float, travel: float) -> float:
+    """Seconds by which computation takes longer with collectives of some seconds beside it.
+
+    They run beside the computation of other blocks, but :data:`EXPOSED` of their time is lost anyway; and they take
+    what they take.
+    """
+    return max(EXPOSED * travel, travel - compute)
+
 
 def sharded(compute: float, traffic: Traffic, microbatches: int) -> float:
     """Seconds of a step of replicas that gather parameters block by block (ZeRO-3; FSDP: Zhao et al., 2023).
-
-    The collectives run beside the computation of other blocks, but :data:`EXPOSED` of their time is lost anyway; and
-    they take what they take.
 
     Args:
         compute: seconds of both passes of one microbatch.
         traffic: for one microbatch.
         microbatches: of a step.
     """
-    return microbatches * max(compute + EXPOSED * traffic.seconds, traffic.seconds)
+    return microbatches * (compute + lost(compute, traffic.seconds))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from polylane.cost import network
 from polylane.cost.communicate import sent
@@ -24,11 +26,12 @@ class Lanes:
     def __init__(self, scene: Scene) -> None:
         self._scene, self._plan = scene, scene.plan
         self._transfers: dict[Hashable, Transfer] = {}
-        self._sums: dict[Hashable, tuple[int, Transfer, float]] = {}
+        self._sums: dict[Hashable, tuple[int, Transfer, float] | None] = {}
+        self._steps: dict[int, tuple[float, int]] = {}
 
     def tasks(self, program: Program, lanes: Sequence[int]) -> list[Task]:
         """What a worker does, with durations; ``lanes`` are the ranks that are played."""
-        last = max(i for i, a in enumerate(program.actions) if a.kind is Kind.BACKWARD)
+        last = {action.stage: action for action in program.actions if action.kind is Kind.BACKWARD}
         buckets = {bucket.name: bucket for bucket in program.buckets}
         travels = self._routes(program, lanes)
         found = list[Task]()
@@ -39,20 +42,32 @@ class Lanes:
                     found.append(route.task(action))
             elif action.kind is Kind.REDUCE:
                 assert action.value is not None
-                found.append(self._reduces(program, action, buckets[action.value], program.actions[last], lanes))
+                bucket = buckets[action.value]
+                found += self._reduces(program, action, bucket, last[self._completing(program, bucket)], lanes)
             else:
-                found.append(self._computes(program.stage, action))
+                found.append(self._computes(program, action))
         return found
 
-    def _computes(self, stage: int, action: Action) -> Task:
-        own, overhead = self._scene.stage(stage), self._scene.basis.overhead
+    def _computes(self, program: Program, action: Action) -> Task:
+        own, overhead = self._scene.stage(program.stage), self._scene.basis.overhead
+        took, sharing = own.passes, own.sharing
         if action.kind is Kind.FORWARD:
-            took = own.passes
-            return Task(action, took.forward + took.waits + overhead, took.waits, int(took.sent / 2))
+            waits = took.waits + sharing.waits
+            return Task(action, took.forward + waits + overhead, waits, int(took.sent / 2 + sharing.sent))
         if action.kind is Kind.BACKWARD:
-            took = own.passes
-            return Task(action, took.backward + took.backward_waits + overhead, took.backward_waits, int(took.sent / 2))
-        return Task(action, own.update)
+            waits = took.backward_waits + sharing.backward_waits
+            return Task(action, took.backward + waits + overhead, waits, int(took.sent / 2 + sharing.backward_sent))
+        waits, bytes_ = self._handed(program)
+        return Task(action, own.update + waits, waits, bytes_)
+
+    def _handed(self, program: Program) -> tuple[float, int]:
+        """Seconds and bytes in which replicas hand each other the parameters that each has updated, all at once."""
+        if program.stage not in self._steps:
+            kind, ranks = self._scene.basis.method.handing, program.replicas
+            size = sum(self.bucket_bytes(program.stage, bucket) for bucket in program.buckets)
+            seconds = network.collective(self._scene.basis.cluster, kind if size else "", size, ranks, None)
+            self._steps[program.stage] = seconds, int(sent(kind, size, len(ranks)))
+        return self._steps[program.stage]
 
     def _routes(self, program: Program, lanes: Sequence[int]) -> dict[Hashable, _Route | None]:
         """How the messages of a worker go, the same for every microbatch, by kind, value, peer and direction.
@@ -99,17 +114,21 @@ class Lanes:
         """Cores that what these ranks send each other keeps busy at each end."""
         return self._scene.basis.cluster.link(ranks).cpu if len(ranks) > 1 else 0.0
 
-    def _reduces(self, program: Program, action: Action, bucket: Bucket, last: Action, lanes: Sequence[int]) -> Task:
-        """Gradients that are summed from when the last backward pass has them all."""
+    def _reduces(
+        self, program: Program, action: Action, bucket: Bucket, last: Action, lanes: Sequence[int]
+    ) -> list[Task]:
+        """Gradients that are summed from when the last backward pass has them all; none if the passes sum them."""
         key = (program.stage, bucket.name)
         if key not in self._sums:
-            size = self.bucket_bytes(program.stage, bucket)
-            seconds = network.collective(self._scene.basis.cluster, "all_reduce", size, bucket.ranks, None)
+            seconds, bytes_ = self._summing(bucket)
             fraction = self._ready(program.stage, bucket) if self._scene.basis.method.overlap else 1.0
-            bytes_ = int(sent("all_reduce", size, len(bucket.ranks)))
-            self._sums[key] = bytes_, Transfer(seconds, cpu=self._cpu(bucket.ranks)), fraction
-        bytes_, transfer, fraction = self._sums[key]
-        return Task(
+            transfer = Transfer(seconds, cpu=self._cpu(bucket.ranks))
+            self._sums[key] = (int(bytes_), transfer, fraction) if seconds or bytes_ else None
+        found = self._sums[key]
+        if found is None:
+            return []
+        bytes_, transfer, fraction = found
+        task = Task(
             action,
             bytes=bytes_,
             transfer=transfer,
@@ -118,11 +137,58 @@ class Lanes:
             fraction=fraction,
             overlapped=self._scene.basis.method.overlap,
         )
+        return [task]
+
+    def _summing(self, bucket: Bucket) -> tuple[float, float]:
+        """Seconds and bytes that a rank sends until gradients are summed, as far as the method has it.
+
+        Replicas that update a part each sum but that part; what else sums these gradients (ranks that split operators,
+        stages that hold tied weights) then sums the parts.
+        """
+        cluster, method = self._scene.basis.cluster, self._scene.basis.method
+        ranks: Sequence[int] = bucket.ranks
+        stages = {self._places[rank][0] for rank in ranks}
+        # Where stages have unlike parts of tied weights, the largest.
+        size, seconds, bytes_ = max(self.bucket_bytes(stage, bucket) for stage in stages), 0.0, 0.0
+        if method.shard != "none" and len({self._plan.degree("data", stage) for stage in stages}) == 1:
+            replicas, first = self._plan.along(ranks[0], "data"), self._places[ranks[0]][1]
+            seconds = network.collective(cluster, method.summing, size, replicas, None)
+            bytes_ = sent(method.summing, size, len(replicas))
+            size, ranks = size / len(replicas), [rank for rank in ranks if self._places[rank][1] == first]
+        seconds += network.collective(cluster, "all_reduce", size, ranks, None)
+        return seconds, bytes_ + sent("all_reduce", size, len(ranks))
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Stage and replica of every rank."""
+        return {rank: self._plan.place(rank) for stage in self._plan.stages for rank in stage.devices}
 
     def bucket_bytes(self, stage: int, bucket: Bucket) -> float:
         """Of the gradients of a bucket, on one rank."""
-        sheet = self._scene.sheet(stage)
-        return sum(sheet.bytes((f"parameter:{name}", 0), sheet.view.samples) for name in bucket.parameters)
+        return self._scene.bytes(stage, bucket.parameters)
+
+    def sums_of_parameters(self, program: Program, lanes: Sequence[int]) -> list[Task]:
+        """Parameters that a worker sums with its replicas after its step; nothing is computed meanwhile."""
+        ranks, cluster = program.replicas, self._scene.basis.cluster
+        played = tuple(i for i, rank in enumerate(lanes) if rank in ranks)
+        found = list[Task]()
+        for bucket in program.buckets:
+            action = Action(Kind.REDUCE, program.stage, value=f"{bucket.name}.parameters")
+            size = sum(self._held_bytes(program.stage, name) for name in bucket.parameters)
+            seconds = network.collective(cluster, "all_reduce", size, ranks, None)
+            bytes_ = int(sent("all_reduce", size, len(ranks)))
+            found.append(Task(action, bytes=bytes_, transfer=Transfer(seconds, cpu=self._cpu(ranks)), lanes=played))
+        return found
+
+    def _held_bytes(self, stage: int, name: str) -> float:
+        """Of a parameter as the optimizer has it: where passes run in 16 bits, of the master."""
+        whole = self._scene.partition.graph.parameters[name]
+        elements = math.prod(self._scene.sheet(stage).held_shape(f"parameter:{name}"))
+        return elements * whole.bytes / max(1, math.prod(whole.shape))
+
+    def _completing(self, program: Program, bucket: Bucket) -> int:
+        """Of a worker's stages, the one whose last backward pass completes the gradients of a bucket."""
+        return program.stage
 
     def _ready(self, stage: int, bucket: Bucket) -> float:
         """How much of the last backward pass is over when the gradients of a bucket are complete."""

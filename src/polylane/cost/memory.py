@@ -187,9 +187,9 @@ def sharded(load: Load, method: Method, replicas: int) -> _Sharded:
     block = load.block * (narrow if method.low else 1.0)
     if method.shard != "none":
         states, working = states * own, working * own
-    if method.shard in ("gradients", "parameters"):
+    if method.shard in ("gradients", "parameters") and replicas > 1:
         gradients, gathered = gradients * own, block
-    if method.shard == "parameters":
+    if method.shard == "parameters" and replicas > 1:
         parameters, gathered = parameters * own, gathered + 2 * block
     copied = load.copied * (narrow if method.low else 1.0)
     return _Sharded(parameters + fixed, load.trained, gradients, states, working, copied, gathered)

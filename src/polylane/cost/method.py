@@ -53,3 +53,21 @@ class Method:
     def low(self) -> bool:
         """Whether the passes run in 16 bits."""
         return self.item == 2
+
+    @property
+    def summing(self) -> str:
+        """The collective over replicas that sums gradients behind the last backward pass; "" where none is left."""
+        return {"none": "all_reduce", "parameters": ""}.get(self.shard, "reduce_scatter")
+
+    @property
+    def handing(self) -> str:
+        """The collective over replicas that hands out what each of them updated, before the next step; "" for none."""
+        return "all_gather" if self.shard in ("optimizer", "gradients") else ""
+
+    def gathers(self, replicas: int) -> bool:
+        """Whether replicas gather parameters, block by block, in every pass."""
+        return self.shard == "parameters" and replicas > 1
+
+    def updated(self, elements: int, replicas: int) -> int:
+        """Of trained elements, those that one replica's optimizer updates."""
+        return elements if self.shard == "none" else -(-elements // replicas)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from polylane.cost.interleave import InterleavedLanes, Workers
 from polylane.cost.lanes import Lanes
 from polylane.cost.play import play
 from polylane.cost.scene import Basis, Scene, StagePrediction
 from polylane.cost.table import Table
+from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
+from polylane.program.apart import apart
+from polylane.program.interleave import lower_interleaved
 from polylane.program.lower import lower
+from polylane.program.program import Program
 
 __all__ = ["Basis", "Prediction", "StagePrediction", "predict", "table_of"]
 
@@ -29,6 +35,9 @@ class Prediction:
         timeline: a lane for every worker, or for one of each stage where they are many (``lanes`` says which ranks).
         stages: what each stage's busiest rank does.
         batch: samples of a step.
+        lanes: the ranks that have a lane.
+        period: steps from one sum over replicas to the next; the timeline is that of the step which ends with it.
+        between: the timeline of every other step; None where all are alike.
     """
 
     plan: Plan
@@ -36,19 +45,44 @@ class Prediction:
     stages: tuple[StagePrediction, ...]
     batch: int
     lanes: tuple[int, ...]
+    period: int = 1
+    between: Timeline | None = None
+
+    def mean(self, of: Callable[[Timeline], float]) -> float:
+        """What is to be said of a step's timeline, on average over a period."""
+        if self.between is None:
+            return of(self.timeline)
+        return (of(self.timeline) + (self.period - 1) * of(self.between)) / self.period
 
     @cached_property
     def seconds(self) -> float:
         """Of a step."""
-        return self.timeline.makespan()
+        return self.mean(Timeline.makespan)
 
     @cached_property
     def utilization(self) -> float:
         """Of all workers' time, how much is work: from 0 to 1."""
-        busy, of = self.timeline.busy(), [self.plan.place(rank)[0] for rank in self.lanes]
+        of = [self.plan.place(rank)[0] for rank in self.lanes]
         workers = [len(self.plan.stages[stage].devices) / of.count(stage) for stage in of]
         area = self.seconds * self.plan.workers
-        return sum(b * n for b, n in zip(busy, workers, strict=True)) / area if area else 0.0
+
+        def worked(timeline: Timeline) -> float:
+            return sum(b * n for b, n in zip(timeline.busy(), workers, strict=True))
+
+        return self.mean(worked) / area if area else 0.0
+
+    @property
+    def bubble(self) -> float:
+        """Of the lanes' time, in how much nothing happens: from 0 to 1."""
+        return self._share(lambda timeline: sum(timeline.idle()))
+
+    @property
+    def exposed_communication(self) -> float:
+        """Of the lanes' time, in how much they communicate and compute nothing: from 0 to 1."""
+        return self._share(lambda timeline: sum(timeline.exposed_communication()))
+
+    def _share(self, of: Callable[[Timeline], float]) -> float:
+        return self.mean(of) / (len(self.lanes) * self.seconds) if self.seconds else 0.0
 
     @property
     def samples_per_second(self) -> float:
@@ -57,7 +91,13 @@ class Prediction:
 
 
 def predict(
-    basis: Basis, partition: Partition, plan: Plan, batch: int, every: bool = False, exact: bool = True
+    basis: Basis,
+    partition: Partition,
+    plan: Plan,
+    batch: int,
+    every: bool = False,
+    exact: bool = True,
+    period: int = 1,
 ) -> Prediction:
     """The time of one step.
 
@@ -65,24 +105,65 @@ def predict(
 
     Args:
         basis: what the prediction rests on.
-        partition: the graph and its cuts.
+        partition: the graph and its cuts: into the plan's stages; or into a multiple of them, virtual stages that the
+            workers have in turn and interleave (:func:`polylane.schedule.interleaved.interleaved`).
         plan: what runs where.
         batch: samples of a step, over all replicas.
         every: a lane for every worker (up to :data:`LANES`), whether they are alike or not.
         exact: memory is that of the samples in hand; else in proportion to those that the graph was captured with.
+        period: after so many steps replicas sum their parameters, and nothing before (local SGD: Stich, 2019); 1: they
+            sum gradients in every step.
+
+    Raises:
+        PolylaneError: the plan cannot be interleaved, or its replicas cannot go so many steps alone.
     """
-    scene = Scene(basis, partition, plan, batch, exact)
+    alone = _alone(basis, plan, period)
+    scene: Scene
+    if partition.stages > plan.pipeline:
+        scene = Workers(basis, partition, plan, batch, exact)
+        doing: Lanes = InterleavedLanes(scene)
+    else:
+        scene = Scene(basis, partition, plan, batch, exact)
+        doing = Lanes(scene)
     ranks = range(plan.workers)
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
     single = (every or unlike) and plan.workers <= LANES
     lanes = tuple(ranks) if single else tuple(stage.devices[0] for stage in plan.stages)
+    by_rank = _programs(scene, partition, None if single else lanes)
+    programs = [apart(by_rank[rank], plan) if alone else by_rank[rank] for rank in lanes]
+    tasks, hosts = [doing.tasks(program, lanes) for program in programs], doing.hosts(lanes) if single else ()
+    timeline, between = play(tasks, hosts), None
+    if alone:
+        sums = [doing.sums_of_parameters(program, lanes) for program in programs]
+        timeline, between = play([[*a, *b] for a, b in zip(tasks, sums, strict=True)], hosts), timeline
+    stages = tuple(scene.stage(s) for s in range(plan.pipeline))
+    return Prediction(plan, timeline, stages, batch, lanes, period if alone else 1, between)
+
+
+def _alone(basis: Basis, plan: Plan, period: int) -> bool:
+    """Whether replicas go steps alone."""
+    if period < 1:
+        raise PolylaneError(f"replicas must sum every so many steps, at least 1, not {period}")
+    if period == 1 or plan.data == 1:
+        return False
+    if basis.method.shard != "none":
+        raise PolylaneError(
+            f"shard {basis.method.shard!r} needs replicas that are alike; those that sum every {period} steps are not"
+        )
+    if plan.redivides:
+        raise PolylaneError(f"replicas can sum every {period} steps only where all stages have as many of them")
+    return True
+
+
+def _programs(scene: Scene, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:
+    """What the workers run, by rank."""
+    plan = scene.plan
     partials = tuple(scene.partial(stage) for stage in range(plan.pipeline))
-    programs = lower(partition, plan, None, partials, only=None if single else lanes)
-    by_rank = {program.rank: program for program in programs}
-    doing = Lanes(scene)
-    tasks = [doing.tasks(by_rank[rank], lanes) for rank in lanes]
-    timeline = play(tasks, doing.hosts(lanes) if single else ())
-    return Prediction(plan, timeline, tuple(scene.stage(s) for s in range(plan.pipeline)), batch, lanes)
+    if partition.stages > plan.pipeline:
+        found = lower_interleaved(partition, plan, partials, only)
+    else:
+        found = lower(partition, plan, None, partials, only)
+    return {program.rank: program for program in found}
 
 
 def table_of(basis: Basis, partition: Partition, plan: Plan, batch: int, stage: int) -> Table:

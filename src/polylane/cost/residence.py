@@ -161,8 +161,8 @@ class Residence:
         self._own: Floats = np.zeros(len(nodes))
         self._forward: Floats = np.zeros(len(nodes))
         self._backward: Floats = np.zeros(len(nodes))
-        dropped: dict[int, set[int]] = {}
-        lost: dict[int, int] = {}
+        # By group: pieces, and the first node that would have kept each; nodes, and bytes of their own.
+        dropped, lost = dict[int, dict[int, int]](), dict[int, list[tuple[int, int]]]()
         for each in saved:
             i, group = each.at, self._again.get(nodes[each.at].name)
             given = [self._given(key, i, nodes[i].free) for key in each.gives if key in self._keeping.forms]
@@ -175,15 +175,18 @@ class Residence:
             else:  # it keeps what enters it
                 keeps += [p for p in read if p is not None and self._group(p) != group]
                 kept[i] += [p for p in keeps if self._group(p) != group]
-                dropped.setdefault(group, set()).update(p for p in keeps if self._group(p) == group)
-                lost[group] = lost.get(group, 0) + each.own_bytes
+                for piece in keeps:
+                    if self._group(piece) == group:
+                        dropped.setdefault(group, {}).setdefault(piece, i)
+                lost.setdefault(group, []).append((i, each.own_bytes))
             made = sum(spec[1] for spec in each.gradients if spec is not None and spec[0] == "new")
             self._forward[i] = max(self._forward[i], each.forward)
             self._backward[i] = max(self._backward[i], each.backward - made)
         for i, node in enumerate(nodes):
             again = self._again.get(node.name)
-            if again is not None:  # its backward pass begins with all that it did not keep
-                self._backward[i] += lost[again] + sum(self._sizes[p] for p in dropped[again])
+            if again is not None:  # its backward pass begins with all that it did not keep, and frees it on its way
+                self._backward[i] += sum(own for at, own in lost.get(again, ()) if at <= i)
+                self._backward[i] += sum(self._sizes[p] for p, at in dropped.get(again, {}).items() if at <= i)
         self._values, self._kept = Touches.of(values), Touches.of(kept)
         self._bytes: Floats = np.array(self._sizes, dtype=np.float64)
         self._maker: Ints = np.array(self._made, dtype=np.int64)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
 from polylane.cost import network
+from polylane.cost.closed import Traffic, lost
+from polylane.cost.communicate import sent
 from polylane.cost.memory import Load, Margin, Memory, memory
 from polylane.cost.memory import recomputed as recomputed_need
 from polylane.cost.method import Method
 from polylane.cost.optimizer_state import OptimizerState
 from polylane.cost.residence import Need
-from polylane.cost.stage import Passes, Stages, Weights, passes, recomputed
+from polylane.cost.stage import Passes, Range, Stages, Weights, passes, recomputed
 from polylane.cost.table import Clock, Exchange, Sheet, Table
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
@@ -51,6 +54,21 @@ class Basis:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """What replicas that hold parts of the parameters gather and scatter beside the passes of one microbatch.
+
+    Attributes:
+        waits, backward_waits: seconds that the passes take longer by.
+        sent, backward_sent: bytes.
+    """
+
+    waits: float = 0.0
+    backward_waits: float = 0.0
+    sent: float = 0.0
+    backward_sent: float = 0.0
+
+
+@dataclass(frozen=True)
 class StagePrediction:
     """What one rank of a stage takes and does, the busiest.
 
@@ -61,6 +79,7 @@ class StagePrediction:
         weights: that it holds.
         update: seconds of the optimizer.
         memory: that it needs at most.
+        sharing: of parameters, on top of the passes.
     """
 
     mesh: Degrees
@@ -69,6 +88,18 @@ class StagePrediction:
     weights: Weights
     update: float
     memory: Memory
+    sharing: Sharing = Sharing()
+
+    @property
+    def waits(self) -> float:
+        """Seconds that both passes of a microbatch wait for collectives."""
+        return self.passes.waits + self.passes.backward_waits + self.sharing.waits + self.sharing.backward_waits
+
+    @property
+    def shared(self) -> float:
+        """Of the bytes that its passes send, the share that replicas gather and scatter: from 0 to 1."""
+        own = self.sharing.sent + self.sharing.backward_sent
+        return own / (own + self.passes.sent) if own else 0.0
 
 
 class Scene:
@@ -79,18 +110,25 @@ class Scene:
         self.basis, self.partition, self.plan, self.batch = basis, partition, plan, batch
         self._priced: dict[int, StagePrediction] = {}
         self._tables: dict[int, Table] = {}
-        self.order = StageGraph.of_partition(partition)
+
+    @cached_property
+    def order(self) -> StageGraph:
+        """Which stages wait for which."""
+        return StageGraph.of_partition(self.partition)
 
     def samples(self, stage: int) -> int:
         """That a replica of a stage has in hand for each microbatch, at most."""
         return -(-self.batch // (self.plan.microbatches * self.plan.degree("data", stage)))
 
-    def pieces(self, stage: int) -> list[tuple[int, int]]:
+    def pieces(self, stage: int) -> list[Range]:
         return [(first, end) for first, end, owner in self.partition.pieces if owner == stage]
 
     def table(self, stage: int) -> Table:
+        """What every node takes on a stage's mesh, with all that is computed again."""
         if stage not in self._tables:
-            self._tables[stage] = self._table(stage)
+            stages, recompute = self.basis.stages, self.basis.method.recompute
+            plain = self._table(stage)
+            self._tables[stage] = plain if recompute == "none" else recomputed(plain, stages.repeated(recompute))
         return self._tables[stage]
 
     def _table(self, stage: int) -> Table:
@@ -125,33 +163,71 @@ class Scene:
         if stage not in self._priced:
             table, pieces, mesh = self.table(stage), self.pieces(stage), self.plan.degrees(stage)
             own = passes(table, pieces)
-            if self.basis.method.recompute == "full":
-                own = recomputed(own)
             weights = self.basis.stages.weights(mesh, pieces)
-            update = self.basis.update(self.device(stage), weights.trained, weights.tensors)
-            memory = self.memory(stage)
-            self._priced[stage] = StagePrediction(mesh, self.samples(stage), own, weights, update, memory)
+            trained = self.basis.method.updated(weights.trained, mesh.data)
+            update = self.basis.update(self.device(stage), trained, weights.tensors)
+            memory, sharing = self.memory(stage), self._sharing(stage, own)
+            self._priced[stage] = StagePrediction(mesh, self.samples(stage), own, weights, update, memory, sharing)
         return self._priced[stage]
+
+    def _sharing(self, stage: int, own: Passes) -> Sharing:
+        """Each block's parameters are gathered for either pass, and its gradients scattered behind the second one."""
+        if not self.basis.method.gathers(self.plan.degree("data", stage)):
+            return Sharing()
+        ranks = self.plan.along(self.plan.stages[stage].devices[0], "data")
+        blocks = [self.bytes(stage, names) for names in self._blocks(stage) if names]
+        traffic, turn = Traffic.of(self.basis.cluster, blocks, ranks), self.basis.overhead
+        gathered = sent("all_gather", sum(blocks), len(ranks))
+        scattered = sent("reduce_scatter", sum(blocks), len(ranks))
+        return Sharing(
+            lost(own.forward + own.waits + turn, traffic.gathers / 2),
+            lost(own.backward + own.backward_waits + turn, traffic.gathers / 2 + traffic.scatters),
+            gathered,
+            gathered + scattered,
+        )
+
+    def bytes(self, stage: int, names: Iterable[str]) -> float:
+        """Of parameters, or of their gradients, as a rank of a stage computes with them."""
+        sheet = self.sheet(stage)
+        return sum(sheet.bytes((f"parameter:{name}", 0), sheet.view.samples) for name in names)
 
     def memory(self, stage: int) -> Memory:
         """What a stage's busiest rank holds at most."""
-        basis, plan, mesh, pieces = self.basis, self.plan, self.plan.degrees(stage), self.pieces(stage)
+        basis, plan, replicas = self.basis, self.plan, self.plan.degree("data", stage)
+        live = live_bound(plan.schedule, self.order, plan.microbatches, stage)
+        need, load = self.need(stage), self.load(stage)
+        return memory(need, load, live, plan.microbatches, basis.method, replicas, basis.margin)
 
-        def held(ranges: Sequence[tuple[int, int]]) -> Need:
-            return basis.stages.need(mesh, self.samples(stage), ranges, self.exact)
+    def need(self, stage: int) -> Need:
+        """What one microbatch needs of a stage's busiest rank."""
+        basis, mesh, pieces = self.basis, self.plan.degrees(stage), self.pieces(stage)
+
+        def held(ranges: Sequence[Range]) -> Need:
+            again = basis.method.recompute == "selective"
+            return basis.stages.need(mesh, self.samples(stage), ranges, self.exact, again)
 
         need = held(pieces)
         if basis.method.recompute == "full":
-            bounds = [(a, b) for piece in pieces for a, b in itertools.pairwise(self._blocks(piece))]
-            need = recomputed_need(need, [held([each]) for each in bounds])
-        live = live_bound(plan.schedule, self.order, plan.microbatches, stage)
-        return memory(need, self._load(stage), live, plan.microbatches, basis.method, mesh.data, basis.margin)
+            need = recomputed_need(need, [held([each]) for each in self._bounds(stage)])
+        return need
 
-    def _blocks(self, piece: tuple[int, int]) -> list[int]:
-        first, end = piece
-        return [first, *(p for p in self.basis.stages.blocks if first < p < end), end]
+    def _bounds(self, stage: int) -> list[Range]:
+        """Where the blocks of a stage, or what it has of them, begin and end."""
+        every, found = self.basis.stages.blocks, list[Range]()
+        for first, end in self.pieces(stage):
+            found += itertools.pairwise([first, *(p for p in every if first < p < end), end])
+        return found
 
-    def _load(self, stage: int) -> Load:
+    def _blocks(self, stage: int) -> list[list[str]]:
+        """The trained parameters of every block of a stage, each in the first one that reads it."""
+        graph, seen, found = self.partition.graph, set[str](), list[list[str]]()
+        for first, end in self._bounds(stage):
+            read = dict.fromkeys(name for node in graph.nodes[first:end] for name in node.parameters)
+            found.append([name for name in read if name not in seen and graph.parameters[name].trainable])
+            seen.update(read)
+        return found
+
+    def load(self, stage: int) -> Load:
         """What a rank of a stage trains, in bytes."""
         graph, sheet = self.partition.graph, self.sheet(stage)
         names = [name for name in self.partition.parameters(stage) if graph.parameters[name].trainable]
@@ -165,9 +241,7 @@ class Scene:
         trained = sum(sizes.values())
         shared = self.plan.degree("data", stage) > 1
         copied = sum(size for size in sizes.values() if size <= BUCKET_BYTES) if shared else 0
-        positions = self.basis.stages.first_uses
-        blocks = [b for piece in self.pieces(stage) for b in itertools.pairwise(self._blocks(piece))]
-        block = max((sum(n for p, n in sizes.items() if a <= positions[p] < b) for a, b in blocks), default=0)
+        block = max((sum(sizes[name] for name in each) for each in self._blocks(stage)), default=0)
         return Load(
             fixed + trained,
             trained,

@@ -10,11 +10,13 @@ from typing import Protocol
 import numpy as np
 
 from polylane.cost.communicate import Rates
+from polylane.cost.method import Recompute
 from polylane.cost.rank import saved_on_rank
 from polylane.cost.residence import Need, Residence
 from polylane.cost.table import Array, Clock, Exchange, Sheet, Table
+from polylane.graph.attention import attention_cores
 from polylane.graph.graph import Graph
-from polylane.graph.keeping import Setting
+from polylane.graph.keeping import Keeping, Setting
 from polylane.graph.narrow import crossing_bytes, narrow_positions
 from polylane.graph.saved import saved
 from polylane.placement.call import Call
@@ -100,7 +102,8 @@ class Stages:
 
     def __init__(self, graph: Graph, lay: Lay, sheet: MakeSheet, setting: Setting) -> None:
         self.graph, self._lay, self._make, self.setting = graph, lay, sheet, setting
-        self._residences: dict[tuple[int, int, int], Residence] = {}
+        self._keepings: dict[tuple[int, int, int], Keeping] = {}
+        self._residences: dict[tuple[int, int, int, bool], Residence] = {}
         self._laid: dict[tuple[int, int], Laid] = {}
         self._sheets: dict[tuple[int, int], Sheet] = {}
         self._tables: dict[tuple[object, ...], Table] = {}
@@ -111,7 +114,8 @@ class Stages:
     def fresh(self) -> Stages:
         """The same graph, laid out as it is, to be priced on other devices or links."""
         other = Stages(self.graph, self._lay, self._make, self.setting)
-        other._laid, other._sheets, other._residences = self._laid, self._sheets, self._residences
+        other._laid, other._sheets = self._laid, self._sheets
+        other._keepings, other._residences = self._keepings, self._residences
         return other
 
     def sheet(self, mesh: Degrees) -> Sheet:
@@ -139,27 +143,52 @@ class Stages:
             self._tables[key] = paced(self.sheet(mesh).table(samples, clock, exchange, rates), self.blocks)
         return self._tables[key]
 
-    def need(self, mesh: Degrees, samples: int, pieces: Sequence[Range], exact: bool) -> Need:
-        """What one microbatch holds of a stage; else than ``exact``, in proportion to the graph's own samples."""
+    def need(self, mesh: Degrees, samples: int, pieces: Sequence[Range], exact: bool, again: bool = False) -> Need:
+        """What one microbatch holds of a stage.
+
+        Args:
+            mesh, samples, pieces: of the stage, the samples in hand.
+            exact: of these samples; else in proportion to the graph's own.
+            again: attention is computed again in the backward pass.
+        """
         own = samples if exact else self.graph.samples
-        key = (mesh.sequence, mesh.tensor, own, *pieces)
+        key = (mesh.sequence, mesh.tensor, own, again, *pieces)
         if key not in self._needs:
-            self._needs[key] = self.residence(mesh, own).need(pieces)
+            self._needs[key] = self.residence(mesh, own, again).need(pieces)
         return self._needs[key].scaled(samples / own)
 
-    def residence(self, mesh: Degrees, samples: int) -> Residence:
-        """What the graph's passes hold on a rank with so many samples in hand."""
-        key = (mesh.sequence, mesh.tensor, samples)
+    def residence(self, mesh: Degrees, samples: int, again: bool = False) -> Residence:
+        """What the graph's passes hold on a rank with so many samples in hand; ``again`` as of :meth:`need`."""
+        again = again and bool(self.cores)
+        key = (mesh.sequence, mesh.tensor, samples, again)
         if key not in self._residences:
+            keeping = self._keeping(mesh, samples)
+            self._residences[key] = Residence(self.graph, keeping, self.cores if again else ())
+        return self._residences[key]
+
+    def _keeping(self, mesh: Degrees, samples: int) -> Keeping:
+        key = (mesh.sequence, mesh.tensor, samples)
+        if key not in self._keepings:
             self.sheet(mesh)
             setting, laid = replace(self.setting, samples=samples), self._laid.get(key[:2])
             if laid is None:
-                keeping = saved(self.graph, setting)
+                self._keepings[key] = saved(self.graph, setting)
             else:
                 calls, splits = laid.at(samples)
-                keeping = saved_on_rank(self.graph, setting, calls, splits, aliases=laid.view.aliases)
-            self._residences[key] = Residence(self.graph, keeping)
-        return self._residences[key]
+                self._keepings[key] = saved_on_rank(self.graph, setting, calls, splits, aliases=laid.view.aliases)
+        return self._keepings[key]
+
+    @cached_property
+    def cores(self) -> tuple[frozenset[str], ...]:
+        """The nodes of every attention."""
+        return attention_cores(self.graph)
+
+    def repeated(self, recompute: Recompute) -> Array:
+        """Of every node, how often it is computed again in the backward pass: 0 or 1."""
+        found = np.full(len(self.graph.nodes), 1.0 if recompute == "full" else 0.0)
+        if recompute == "selective":
+            found[[self.graph.positions[name] for core in self.cores for name in core]] = 1.0
+        return found
 
     @cached_property
     def first_uses(self) -> Mapping[str, int]:
@@ -251,14 +280,24 @@ def passes(table: Table, pieces: Sequence[Range]) -> Passes:
     return Passes(*(sum(table.between(name, first, end) for first, end in pieces) for name in names))
 
 
-def recomputed(plain: Passes) -> Passes:
-    """Full recomputation: every block runs forward once more before its backward pass, collectives and all.
+def recomputed(table: Table, repeated: Array) -> Table:
+    """A table in which some nodes run forward once more in the backward pass, collectives and all.
 
-    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing
+    Activation Recomputation in Large Transformer Models", 2022.
+
+    Args:
+        table: without recomputation.
+        repeated: of every node, how often (:meth:`Stages.repeated`).
     """
+
+    def more(there: Array) -> Array:
+        return np.concatenate([[0.0], np.cumsum(repeated * np.diff(there))])
+
     return replace(
-        plain,
-        backward=plain.backward + plain.forward,
-        backward_waits=plain.backward_waits + plain.waits,
-        sent=plain.sent * 1.5,
+        table,
+        backward=table.backward + more(table.forward),
+        backward_waits=table.backward_waits + more(table.waits),
+        sent=table.sent + more(table.sent) / 2,  # half of it is of the forward pass
+        backward_issued=table.backward_issued + more(table.issued),
     )

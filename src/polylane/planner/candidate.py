@@ -107,7 +107,7 @@ def curves_of(estimates: Estimates, uniform: Uniform) -> Curves | None:
     if uniform.stages > estimates.pieces:
         return None
     samples = -(-estimates.batch // (uniform.microbatches * uniform.data))
-    return estimates.curves(uniform.mesh, samples, uniform.method)
+    return estimates.curves(uniform.mesh, samples, uniform.method, uniform.ranks("data"))
 
 
 def floor(estimates: Estimates, uniform: Uniform) -> float:
@@ -116,7 +116,8 @@ def floor(estimates: Estimates, uniform: Uniform) -> float:
     if curves is None:
         return math.inf
     passes = float(curves.passes[-1] - curves.passes[0])
-    each = passes / uniform.stages + 2 * estimates.basis.overhead
+    beside = float(2 * curves.gathers[-1] + curves.scatters[-1])
+    each = max(passes / uniform.stages + 2 * curves.turn, beside / uniform.stages)
     return (uniform.stages + uniform.microbatches - 1) * each
 
 
@@ -160,36 +161,32 @@ def _seconds(estimates: Estimates, uniform: Uniform, curves: Curves, ends: Seque
     (Huang et al., GPipe, 2019, section 2.3, with unequal stages).
     """
     cluster = estimates.basis.cluster
-    forward = np.diff(curves.forward[list(ends)])
-    backward = np.diff(curves.backward[list(ends)])
+    forward, backward = curves.stages(np.array(ends[:-1]), np.array(ends[1:]))
     hops = 0.0
     if uniform.stages > 1:
         ranks = uniform.ranks("pipeline")
         inner = uniform.sequence * uniform.tensor
         for bytes_, count in Counter(float(curves.entering[i]) for i in ends[1:-1]).items():
             hops += 2 * count * network.transfer(cluster, bytes_, ranks[0], ranks[1], inner)
-    passes = forward + backward + 2 * estimates.basis.overhead
+    passes = forward + backward
     # A worker sends while it computes, but 1F1B's turns wait for the answer.
     slowest = float(passes.max()) + (hops / (uniform.stages - 1) if uniform.stages > 1 else 0.0)
     pipeline = float(passes.sum()) + hops + (uniform.microbatches - 1) * slowest
-    return pipeline + _ending(estimates, uniform, curves, ends, backward)
+    return pipeline + _ending(estimates, uniform, curves, ends, backward - curves.turn)
 
 
 def _ending(estimates: Estimates, uniform: Uniform, curves: Curves, ends: Sequence[int], backward: Array) -> float:
-    """Seconds after the last backward pass: what is left of the reductions, and the optimizer's step."""
-    basis, most = estimates.basis, 0.0
+    """Seconds after the last backward pass: what is left of the reductions, the optimizer's step, handing it out."""
+    basis, method, most = estimates.basis, uniform.method, 0.0
     device = basis.cluster.device(0)
     elements = np.diff(curves.elements[list(ends)])
     # Most stages are alike: they are priced once.
     for own, passed, pieces in set(zip(elements.tolist(), backward.tolist(), np.diff(ends).tolist(), strict=True)):
-        left = 0.0
-        if uniform.data > 1:
-            size = own * min(4, uniform.method.item if not uniform.method.masters else 4)
-            whole = network.collective(basis.cluster, "all_reduce", size, uniform.ranks("data"), None)
-            left = whole
-            if uniform.method.overlap:  # all but the last of it may go on during the backward pass
-                left = max(whole - passed, whole / max(1, pieces))
-        most = max(most, left + basis.update(device, int(own), 1))
+        whole, handed = estimates.closing(method, own, uniform.ranks("data"))
+        left = whole
+        if method.overlap:  # all but the last of it may go on during the backward pass
+            left = max(whole - passed, whole / max(1, pieces))
+        most = max(most, left + basis.update(device, method.updated(int(own), uniform.data), 1) + handed)
     return most
 
 

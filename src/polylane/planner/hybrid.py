@@ -30,6 +30,8 @@ MOST_PLACES = 48
 BOUNDS = 12
 MICROBATCHES = (2, 4, 8, 16, 32)
 DEGREES = (2, 4, 8)
+# Elements for which collectives are priced: others take in proportion.
+SAMPLE = 1e6
 
 
 @dataclass(frozen=True)
@@ -127,20 +129,20 @@ class Search:
 
     def _option(self, mesh: Degrees) -> Option:
         basis, at = self.estimates.basis, np.array(self.places)
-        curves = self.estimates.curves(mesh, -(-self.estimates.batch // (self.microbatches * mesh.data)), self.method)
-        passes, elements, held = curves.passes[at], curves.elements[at], curves.held[at]
+        replicas = range(0, mesh.workers, mesh.sequence * mesh.tensor)
+        samples = -(-self.estimates.batch // (self.microbatches * mesh.data))
+        curves = self.estimates.curves(mesh, samples, self.method, replicas)
+        forward, backward = curves.stages(at[:, None], at[None, :])
+        elements, held = curves.elements[at], curves.held[at]
         inward = np.array([network.transfer(basis.cluster, float(b), 0, 1) if b else 0.0 for b in curves.entering[at]])
         inward[0] = 0.0
         own = np.maximum(elements[None, :] - elements[:, None], 0.0)
         device = basis.cluster.device(0)
-        ending = np.vectorize(lambda count: basis.update(device, int(count), 1))(own)
-        if mesh.data > 1:
-            inner = mesh.sequence * mesh.tensor
-            sample = 4e6
-            whole = network.collective(basis.cluster, "all_reduce", sample, range(0, mesh.workers, inner), None)
-            # Most of it goes on beside the last backward pass.
-            ending = ending + 4 * own * whole / sample * (0.3 if self.method.overlap else 1.0)
-        seconds = passes[None, :] - passes[:, None] + 2 * inward[:, None]
+        ending = np.vectorize(lambda n: basis.update(device, self.method.updated(int(n), mesh.data), 1))(own)
+        summed, handed = self.estimates.closing(self.method, SAMPLE, replicas)
+        # Most of the sums go on beside the last backward pass.
+        ending = ending + own / SAMPLE * (summed * (0.3 if self.method.overlap else 1.0) + handed)
+        seconds = forward + backward + 2 * inward[:, None]
         return Option(mesh, seconds, ending, own, held[None, :] - held[:, None])
 
     def bytes(self, number: int, live: int) -> Array:

@@ -43,13 +43,13 @@ def lower(
     """
     lanes = SCHEDULES[plan.schedule](StageGraph.of_partition(partition), plan.microbatches)
     wanted = frozenset(range(plan.workers) if only is None else only)
-    buckets = _buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
+    summed = buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
     programs = []
     for rank in sorted(wanted):
         (stage, replica), peers = plan.place(rank), [plan.peers(rank, other) for other in range(plan.pipeline)]
         receives = tuple(c for c in partition.crossings if stage in c.consumers)
         sends = tuple(c for c in partition.crossings if c.producer == stage)
-        own = tuple(bucket for bucket in buckets if rank in bucket.ranks)
+        own = tuple(bucket for bucket in summed if rank in bucket.ranks)
         actions = [each for action in lanes[stage] for each in with_communication(action, peers, receives, sends)]
         actions += [Action(Kind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
         actions.append(Action(Kind.STEP, stage))
@@ -100,7 +100,7 @@ def with_communication(
     return [*before, action, *after]
 
 
-def _buckets(
+def buckets(
     partition: Partition,
     plan: Plan,
     others: Mapping[str, Collection[int]],
@@ -124,14 +124,14 @@ def _buckets(
             )
             axes = tuple(tuple(a for a in plan.axes_of(s) if a in partial[s].get(name, ())) for s in holders)
             alike.setdefault((holders, axes), []).append(name)
-    buckets = []
+    found = list[Bucket]()
     for holders, axes in sorted(alike, key=lambda key: (len(key[0]), key)):
         label = f"stage{holders[0]}" if len(holders) == 1 else "tied" + "-".join(map(str, holders))
         groups, silent = _summing(plan, holders, axes, wanted)
         for number, names in enumerate(_filled(graph.parameters, alike[holders, axes])):
             name = ".".join([label, *dict.fromkeys(a for each in axes for a in each), str(number)])
-            buckets += [Bucket(name, ranks, names, silent) for ranks in groups]
-    return tuple(buckets)
+            found += [Bucket(name, ranks, names, silent) for ranks in groups]
+    return tuple(found)
 
 
 def _summing(

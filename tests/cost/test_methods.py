@@ -1,0 +1,215 @@
+"""What is computed again and what replicas share out: laws of time, bytes and memory, by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+import jobs
+from polylane.cost import network
+from polylane.cost.closed import EXPOSED, Traffic, lost, sharded
+from polylane.cost.method import Method
+from polylane.cost.predict import Prediction, predict, table_of
+from polylane.cost.stage import Stages
+from polylane.graph.graph import Graph
+from polylane.observe.timeline import Span
+from polylane.plan.spec import Degrees
+from polylane.plan.spec import parse as spec_of
+from polylane.planner import setup
+from polylane.schedule.action import Kind
+
+# Blocks whose parameters all travel in one bucket, and blocks that are a bucket for each large parameter.
+SMALL, LARGE = jobs.blocks(4, 64), jobs.blocks(4, 1024)
+DEVICE = "a100-80g"
+
+
+def predicted(
+    graph: Graph, plan: str, batch: int = 16, cluster: str = f"8:{DEVICE}", every: bool = False, **how: object
+) -> Prediction:
+    found = jobs.basis(graph, cluster, Method(**how))  # type: ignore[arg-type]
+    return predict(found, *setup.fitted(found, spec_of(plan), batch), batch, every=every)
+
+
+def weights(graph: Graph) -> int:
+    return sum(info.bytes for info in graph.parameters.values())
+
+
+def spans(found: Prediction, kind: Kind) -> list[Span]:
+    return [span for span in found.timeline.spans if span.action.kind is kind and span.rank == 0]
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["data=1", "pipeline=2,microbatches=4", "data=2", "tensor=2"])
+def test_selective_recomputation_lies_between_none_and_all(plan: str) -> None:
+    graph = jobs.attending(5, 64, 512)  # of one attention alone nothing is spared while it is gone through backward
+    none, selective, full = (predicted(graph, plan, recompute=how) for how in ("none", "selective", "full"))
+    assert none.seconds < selective.seconds < full.seconds
+    for a, b, c in zip(none.stages, selective.stages, full.stages, strict=True):
+        assert a.memory.activations > b.memory.activations > c.memory.activations
+        assert a.passes.forward == b.passes.forward == c.passes.forward
+        assert a.memory.parameters == b.memory.parameters and a.memory.optimizer == b.memory.optimizer
+
+
+def test_selective_recomputation_runs_attention_once_more() -> None:
+    graph = jobs.attending(3, 64, 512)
+    none, selective = (predicted(graph, "pipeline=2,microbatches=4", recompute=how) for how in ("none", "selective"))
+    found = jobs.basis(graph, f"8:{DEVICE}")
+    partition, plan = setup.fitted(found, spec_of("pipeline=2,microbatches=4"), 16)
+    core = {name for each in found.stages.cores for name in each}
+    assert len(found.stages.cores) == 3
+    for stage, (plain, again) in enumerate(zip(none.stages, selective.stages, strict=True)):
+        table = table_of(found, partition, plan, 16, stage)
+        own = [i for a, b, s in partition.pieces if s == stage for i in range(a, b) if graph.nodes[i].name in core]
+        forward = sum(table.between("forward", i, i + 1) for i in own)
+        assert own and again.passes.backward == pytest.approx(plain.passes.backward + forward)
+
+
+def test_collectives_of_what_is_computed_again_are_waited_for_again() -> None:
+    graph = jobs.attending(3, 64, 512)
+    none, full = (predicted(graph, "tensor=2", recompute=how).stages[0].passes for how in ("none", "full"))
+    assert none.waits > 0
+    assert full.backward_waits == pytest.approx(none.backward_waits + none.waits)
+    assert full.sent == pytest.approx(1.5 * none.sent)
+
+
+def test_without_attention_selective_is_none() -> None:
+    for plan in ("data=2", "pipeline=2,microbatches=4"):
+        none, selective = (predicted(LARGE, plan, recompute=how) for how in ("none", "selective"))
+        assert none.stages == selective.stages and none.seconds == selective.seconds
+
+
+def test_a_fused_attention_keeps_no_scores_to_save() -> None:
+    """Only its result could be left away, and the product behind it reads that."""
+    graph = jobs.attending(2, 64, 512, fused=True)
+    none, selective = (predicted(graph, "data=1", recompute=how) for how in ("none", "selective"))
+    assert selective.seconds > none.seconds
+    assert 0.9 * none.stages[0].memory.activations <= selective.stages[0].memory.activations
+
+
+def test_what_is_kept_is_not_mixed_up_with_what_would_be() -> None:
+    graph = jobs.attending(2, 64, 256)
+    stages: Stages = jobs.basis(graph, f"8:{DEVICE}").stages
+    every, mesh = [(0, len(graph.nodes))], Degrees()
+    none, selective = (stages.need(mesh, 4, every, True, again=again) for again in (False, True))
+    assert selective.kept < none.kept
+    assert stages.need(mesh, 4, every, True) == none
+    assert stages.fresh().need(mesh, 4, every, True, again=True) == selective
+    assert stages.fresh().residence(mesh, 4) is stages.residence(mesh, 4) is not stages.residence(mesh, 4, again=True)
+
+
+# ---- shares ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+@pytest.mark.parametrize("dtype, item", [("float32", 4), ("bfloat16", 2)])
+def test_two_replicas_scatter_update_a_half_each_and_gather(shard: str, dtype: str, item: int) -> None:
+    found = predicted(SMALL, "data=2", dtype=dtype, shard=shard, overlap=False)
+    (stage,), basis = found.stages, jobs.basis(SMALL, f"8:{DEVICE}", Method(dtype=dtype))
+    size, both = weights(SMALL) / 4 * item, range(2)
+    passes = stage.passes.forward + stage.passes.backward + 2 * basis.overhead
+    scattered, gathered = (
+        network.collective(basis.cluster, kind, size, both, None) for kind in ("reduce_scatter", "all_gather")
+    )
+    update = basis.update(basis.cluster.device(0), weights(SMALL) // 4 // 2, 1)
+    assert found.seconds == pytest.approx(passes + scattered + update + gathered, rel=1e-9)
+    assert found.timeline.exposed_communication()[0] == pytest.approx(scattered + gathered, rel=1e-9)
+    (reduce,), (step,) = spans(found, Kind.REDUCE), spans(found, Kind.STEP)
+    assert reduce.bytes == step.bytes == size / 2
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("plan", ["data=1", "pipeline=2,microbatches=4", "tensor=2"])
+def test_alone_nothing_is_shared_out(shard: str, plan: str) -> None:
+    plain, other = predicted(LARGE, plan), predicted(LARGE, plan, shard=shard)
+    assert plain.timeline == other.timeline and plain.stages == other.stages
+
+
+def test_sharing_out_the_optimizer_sends_what_a_sum_sends() -> None:
+    plain, other = predicted(LARGE, "data=8"), predicted(LARGE, "data=8", shard="optimizer")
+    assert sum(other.timeline.sent()) == pytest.approx(sum(plain.timeline.sent()), rel=1e-6)
+    assert other.stages[0].update < plain.stages[0].update / 4
+    assert other.stages[0].passes == plain.stages[0].passes
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_gathered_parameters_send_half_as_much_again(replicas: int) -> None:
+    """Rajbhandari et al., "ZeRO: Memory Optimizations", 2020, section 7.2.2."""
+    summed, gathered = (predicted(LARGE, f"data={replicas}", shard=shard) for shard in ("none", "parameters"))
+    part = (replicas - 1) / replicas * weights(LARGE)
+    assert summed.timeline.sent()[0] == pytest.approx(2 * part, rel=1e-6)
+    assert gathered.timeline.sent()[0] == pytest.approx(3 * part, rel=1e-6)
+    assert [span.bytes for span in spans(gathered, Kind.FORWARD)] == [int(part)]
+    assert [span.bytes for span in spans(gathered, Kind.BACKWARD)] == [int(2 * part)]
+    assert not spans(gathered, Kind.REDUCE) and not spans(gathered, Kind.STEP)[0].bytes
+
+
+def test_every_microbatch_gathers_anew() -> None:
+    once, often = (predicted(LARGE, f"data=2,microbatches={m}", shard="parameters") for m in (1, 4))
+    assert often.timeline.sent()[0] == pytest.approx(4 * once.timeline.sent()[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("link", ["nvlink-3", "pcie-3"])
+@pytest.mark.parametrize("batch", [16, 1 << 19])
+def test_gathered_parameters_take_what_the_closed_form_takes(link: str, batch: int) -> None:
+    found = predicted(LARGE, "data=4,microbatches=2", batch, f"8:{DEVICE},link={link}", shard="parameters")
+    (stage,), basis = found.stages, jobs.basis(LARGE, f"8:{DEVICE},link={link}")
+    bounds, uses = basis.stages.blocks, basis.stages.first_uses
+    held = [sum(i.bytes for n, i in LARGE.parameters.items() if a <= uses[n] < b) for a, b in pairwise(bounds)]
+    traffic = Traffic.of(basis.cluster, [float(size) for size in held if size], range(4))
+    there, back = stage.passes.forward + basis.overhead, stage.passes.backward + basis.overhead
+    sums, ways = [traffic.gathers / 2, traffic.gathers / 2 + traffic.scatters], [there, back]
+    each = [compute + lost(compute, travel) for compute, travel in zip(ways, sums, strict=True)]
+    assert found.seconds == pytest.approx(2 * sum(each) + stage.update, rel=1e-9)
+    if {ways[i] > (1 - EXPOSED) * sums[i] for i in (0, 1)} == {True}:  # both passes hide what they can
+        assert found.seconds == pytest.approx(sharded(there + back, traffic, 2) + stage.update, rel=1e-9)
+    exposed = 2 * (stage.sharing.waits + stage.sharing.backward_waits)
+    assert found.timeline.exposed_communication()[0] == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_summands_along_another_axis_are_summed_all_the_same(shard: str) -> None:
+    """Replicas sum their parts; then the ranks of the other axis sum those, of every part the same one."""
+    graph = jobs.attending(2, 64, 64)
+    plain, other = (predicted(graph, "data=2,sequence=2", shard=s) for s in ("none", shard))
+    summed = sum(plain.stages[0].weights.summed.values()) * 4
+    assert summed, "ranks that have parts of a sequence have summands of the gradients"
+    assert sum(s.bytes for s in spans(plain, Kind.REDUCE)) == 2 * 3 / 4 * summed
+    halves = 0 if shard == "parameters" else summed / 2
+    assert sum(s.bytes for s in spans(other, Kind.REDUCE)) == halves + 2 / 2 * summed / 2
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize(
+    "plan", ["data=4", "data=2,pipeline=2,microbatches=4", "data=2,tensor=2", "data=2,pipeline=2,sequence=2"]
+)
+def test_one_worker_stands_for_all_that_share(shard: str, plan: str) -> None:
+    few, every = predicted(LARGE, plan, shard=shard), predicted(LARGE, plan, shard=shard, every=True)
+    assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
+
+
+def test_memory_is_what_it_was() -> None:
+    plain, *found = (
+        predicted(LARGE, "data=8", shard=s).stages[0].memory for s in ("none", "optimizer", "gradients", "parameters")
+    )
+    assert [memory.optimizer < plain.optimizer / 4 for memory in found] == [True, True, True]
+    assert [memory.parameters < plain.parameters for memory in found] == [False, False, True]
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+@pytest.mark.parametrize(
+    "plan", ["data=2,pipeline=2,microbatches=2", "[data=2 | tensor=2]", "[data=2 | data=2,tensor=2]"]
+)
+def test_tied_weights_are_summed_over_stages_however_they_are_shared(shard: str, plan: str) -> None:
+    found = predicted(jobs.example("gpt"), plan, shard=shard)
+    tied = [span for span in spans(found, Kind.REDUCE) if (span.action.value or "").startswith("tied")]
+    assert tied and all(span.bytes for span in tied)
+
+
+def test_while_one_attention_is_gone_through_backward_it_has_what_it_had_and_what_enters_it() -> None:
+    graph = jobs.attending(1, 64, 512)
+    none, selective = (predicted(graph, "data=1", recompute=how).stages[0].memory for how in ("none", "selective"))
+    entering = 16 * 512 * 3 * 64 * 4
+    assert none.activations < selective.activations <= none.activations + entering
