@@ -22,6 +22,7 @@ from polylane.graph.batch import cloned, few, flatten
 from polylane.graph.capture import capture
 from polylane.plan.spec import parse
 from polylane.planner import auto, setup
+from polylane.planner.search import weighed
 from polylane.probe.machine import here
 from polylane.recipe import load as load_recipe
 from polylane.runtime.job import Job
@@ -106,7 +107,7 @@ def main() -> None:
 
 
 def measured(task: Task, cluster: Cluster, rounds: int, steps: int) -> tuple[list[Case], str]:
-    """Every plan of a task, predicted and measured; and the one that is predicted to be the fastest."""
+    """Every plan of a task, predicted and measured; and the one that `auto` takes of them by what is predicted."""
     recipe = load_recipe(EXAMPLES / f"{task.recipe}.py", task.settings)
     torch.manual_seed(0)
     model, dataset = recipe.model(), recipe.data("train")
@@ -139,7 +140,8 @@ def measured(task: Task, cluster: Cluster, rounds: int, steps: int) -> tuple[lis
     race(contenders, rounds, steps)
     for case, contender in zip(cases, contenders, strict=True):
         case.measured = contender.median
-    return cases, min(cases, key=lambda case: case.predicted).plan
+    workers = {contender.name: contender.workers for contender in contenders}
+    return cases, min(cases, key=lambda case: weighed(case.predicted, workers[case.plan])).plan
 
 
 def _setup(prepared: Any, batch: Any) -> Callable[[int], Callable[[], Any]]:

@@ -13,7 +13,17 @@ from polylane.cost.table import Table
 
 def table(**given: list[float]) -> Table:
     """With these seconds for two nodes, and none of the rest."""
-    names = ("forward", "backward", "waits", "backward_waits", "sent", "issued", "backward_issued")
+    names = (
+        "forward",
+        "backward",
+        "waits",
+        "backward_waits",
+        "sent",
+        "issued",
+        "backward_issued",
+        "stalled",
+        "backward_stalled",
+    )
     arrays = {name: np.concatenate([[0.0], np.cumsum(given.get(name, [0.0, 0.0]))]) for name in names}
     return Table(1, **arrays)
 

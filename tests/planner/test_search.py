@@ -146,6 +146,19 @@ def test_one_device_is_better_where_messages_cost_more_than_they_save() -> None:
     assert any(line.startswith("One device is better than several") for line in said)
 
 
+def test_where_the_host_is_what_a_step_waits_for_it_is_said() -> None:
+    """Tiny operators take a GPU less time than issuing them takes the host; large ones do not."""
+    for hidden, batch, bound in ((16, 8, True), (4096, 16, False)):
+        graph = jobs.blocks(2, hidden)
+        answer = answered(graph, "2:h100-80g", batch, (1,))
+        found = answer.found[0]
+        parts = {part.name: part.share for part in advice.parts(found.prediction)}
+        assert sum(parts.values()) == pytest.approx(1.0, abs=0.05)
+        assert (parts.get(advice.ISSUING, 0.0) > 0.5) == bound
+        said = advice.sentences(advise(answer, graph, "2:h100-80g", batch), found, str)
+        assert any("the host has as many operators to issue" in line for line in said) == bound
+
+
 def test_nothing_fits() -> None:
     found = answered(jobs.blocks(8, 1024), "2:a100-80g", 8, (2, 1), limit=1e6)
     assert not found.found and found.excluded

@@ -56,6 +56,7 @@ class Passes:
         forward, backward: seconds of computation.
         waits, backward_waits: seconds in collectives within the passes, on top.
         sent: bytes sent in these collectives, both ways.
+        stalled: of the seconds of computation, those in which the device waits for the host to issue operators.
     """
 
     forward: float
@@ -63,6 +64,7 @@ class Passes:
     waits: float
     backward_waits: float
     sent: float
+    stalled: float = 0.0
 
     @property
     def total(self) -> float:
@@ -271,13 +273,23 @@ def paced(table: Table, bounds: Sequence[int]) -> Table:
         gap = np.maximum(host - np.diff(getattr(table, own)[at] + getattr(table, waits)[at]), 0.0)
         each = np.diff(getattr(table, issued)) * (gap / np.where(host > 0, host, 1.0))[block]
         gaps.append(np.concatenate([[0.0], np.cumsum(each)]))
-    return replace(table, forward=table.forward + gaps[0], backward=table.backward + gaps[1])
+    forward, backward = gaps
+    return replace(
+        table,
+        forward=table.forward + forward,
+        backward=table.backward + backward,
+        stalled=forward,
+        backward_stalled=backward,
+    )
 
 
 def passes(table: Table, pieces: Sequence[Range]) -> Passes:
     """What a stage of these nodes takes, without recomputation."""
-    names = ("forward", "backward", "waits", "backward_waits", "sent")
-    return Passes(*(sum(table.between(name, first, end) for first, end in pieces) for name in names))
+    names = ("forward", "backward", "waits", "backward_waits", "sent", "stalled", "backward_stalled")
+    forward, backward, waits, backward_waits, sent, there, back = (
+        sum(table.between(name, first, end) for first, end in pieces) for name in names
+    )
+    return Passes(forward, backward, waits, backward_waits, sent, there + back)
 
 
 def recomputed(table: Table, repeated: Array) -> Table:
@@ -300,4 +312,5 @@ def recomputed(table: Table, repeated: Array) -> Table:
         backward_waits=table.backward_waits + more(table.waits),
         sent=table.sent + more(table.sent) / 2,  # half of it is of the forward pass
         backward_issued=table.backward_issued + more(table.issued),
+        backward_stalled=table.backward_stalled + more(table.stalled),
     )

@@ -108,6 +108,7 @@ class Table:
         sent: bytes that the rank sends in these collectives, both ways.
         issued, backward_issued: seconds in which the host issues the computation: it goes on beside it, and counts
             where the device has less to do.
+        stalled, backward_stalled: of the seconds of computation, those in which the device waits for the host.
     """
 
     samples: int
@@ -118,6 +119,8 @@ class Table:
     sent: Array
     issued: Array
     backward_issued: Array
+    stalled: Array
+    backward_stalled: Array
 
     def between(self, name: str, first: int, end: int) -> float:
         """The sum of one of the arrays over nodes first..end-1."""
@@ -298,7 +301,7 @@ class Sheet:
                     traffic[positions] += counts * sent(collective, whole, self.splits[moved.axis].degree)
                 elif rates is not None:
                     compute[way, positions] += counts * _copied(whole, source, target) / rates.bytes
-        return Table(samples, *(_running(a) for a in (*compute, *waits, traffic, *issued)))
+        return Table(samples, *(_running(a) for a in (*compute, *waits, traffic, *issued, *np.zeros((2, size)))))
 
     def _work(self, step: Step, samples: int) -> Work:
         strategies = self._strategies(step)

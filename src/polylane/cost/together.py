@@ -67,7 +67,10 @@ def together(
         count = times[0][0]
         found[count].append(statistics.mean(seconds for _, seconds in times[:count]))
     typical = {count: statistics.median(each) for count, each in found.items()}
-    return {count: min(1.0, typical[1] / typical[count]) for count in wanted[1:]}
+    slowest, factors = 1.0, dict[int, float]()
+    for count in wanted[1:]:  # more copies slow each other no less: what says so is noise
+        factors[count] = slowest = min(slowest, typical[1] / typical[count])
+    return factors
 
 
 def _told(copy: BaseProcess, pipe: Connection) -> list[tuple[int, float]]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
+import torch.utils._traceback
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -182,18 +183,24 @@ def _distributions_unchecked() -> Iterator[None]:
 def _lines_kept() -> Iterator[None]:
     """Let nodes remember every line of the user's in the loss: torch keeps those of functions named "forward" alone."""
     tracer: Any = torch.fx.proxy.TracerBase
-    original = tracer._filter_traceback_frames
+    stacks: Any = torch.utils._traceback
+    original, read = tracer._filter_traceback_frames, stacks._extract_symbolized_tb
 
     def of_the_user(_: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
         frames = list(stack)
         start = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
         return traceback.StackSummary.from_list([frame for frame in frames[start + 1 :] if is_users(frame.filename)])
 
-    tracer._filter_traceback_frames = of_the_user
+    def unread(frames: Sequence[Any], skip: int) -> traceback.StackSummary:
+        """A stack whose lines are read from their files when they are asked for: torch reads those of all frames."""
+        every = [(frame["filename"], frame["line"], frame["name"]) for frame in reversed(frames[skip:])]
+        return traceback.StackSummary.from_list([traceback.FrameSummary(*each, lookup_line=False) for each in every])
+
+    tracer._filter_traceback_frames, stacks._extract_symbolized_tb = of_the_user, unread
     try:
         yield
     finally:
-        tracer._filter_traceback_frames = original
+        tracer._filter_traceback_frames, stacks._extract_symbolized_tb = original, read
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from polylane.planner.candidate import Candidate
 from polylane.planner.estimate import Estimates
 from polylane.planner.search import Answer, Found, Wish, search
 
+ISSUING = "the host, which does not issue operators as fast as the device computes them"
 # A change that makes a step less than this much faster is no help.
 WORTH = 0.03
 
@@ -89,10 +90,12 @@ def parts(prediction: Prediction) -> tuple[Part, ...]:
     lane = max(range(timeline.ranks), key=lambda rank: timeline.busy()[rank])
     stage = prediction.plan.place(prediction.lanes[lane])[0]
     own, microbatches = prediction.stages[stage], prediction.plan.microbatches
-    waits = microbatches * (own.passes.waits + own.passes.backward_waits)
+    waits = microbatches * own.waits
     exposed = max(0.0, timeline.exposed_communication()[lane] - waits)
+    issuing = microbatches * own.passes.stalled
     found = {
-        "computing": timeline.busy()[lane] - own.update,
+        "computing": timeline.busy()[lane] - own.update - issuing,
+        ISSUING: issuing,
         "collectives of split operators": waits,
         "gradients and messages that nothing hides": exposed,
         "waiting for other stages": timeline.idle()[lane],
@@ -203,6 +206,12 @@ def enough(
     return None
 
 
+def _why_alone(advice: Advice) -> str:
+    if advice.parts and advice.parts[0].name == ISSUING:
+        return "the host has as many operators to issue however few samples are in hand, so a part takes as long"
+    return "what they would send each other takes longer than it saves"
+
+
 def sentences(advice: Advice, best: Found, show_bytes: Callable[[float], str]) -> Sequence[str]:
     """An advice in words."""
     lines = []
@@ -213,7 +222,7 @@ def sentences(advice: Advice, best: Found, show_bytes: Callable[[float], str]) -
     for name, line, times in advice.families[:4]:
         lines.append(f"Best with {name} instead: {line}, {times:.2f} times as long.")
     if best.candidate.workers == 1:
-        lines.append("One device is better than several: what they would send each other takes longer than it saves.")
+        lines.append(f"One device is better than several: {_why_alone(advice)}.")
     elif advice.alone is not None:
         lines.append(f"One device alone would take {advice.alone:.2f} times as long.")
     else:

@@ -20,9 +20,9 @@ from polylane.planner.hybrid import hybrids
 
 # How many of the best estimates are predicted exactly: fewer where they have more passes than these together.
 FINALISTS = 12
-PASSES = 30_000
+PASSES = 15_000
 # By how much a plan must be faster for twice the workers.
-FRUGAL = 0.005
+FRUGAL = 0.02
 # Of plans with operators split over several ranks along both axes only those near the best single ones are looked at.
 BOTH_AXES = 1
 # Plans that must take so many times as long as the best one found are passed over, if there is one of their kind.
@@ -119,10 +119,10 @@ def search(
         every += hybrids(estimates, footprint, most, wish.methods, wish.limit)
         every += branched(estimates, most, wish.methods, wish.limit)
     every = [candidate for candidate in every if keep(candidate)]
-    fitting = sorted((c for c in every if c.fits), key=lambda c: _weighed(c.seconds, c.workers))
+    fitting = sorted((c for c in every if c.fits), key=lambda c: weighed(c.seconds, c.workers))
     excluded = [c for c in every if not c.fits]
     exact, too_big = _exact(estimates, _different(fitting), wish.top, finalists) if finalists else ([], {})
-    exact.sort(key=lambda f: _weighed(f.prediction.seconds, f.plan.workers))
+    exact.sort(key=lambda f: weighed(f.prediction.seconds, f.plan.workers))
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
     fitting = [c for c in fitting if id(c) not in too_big]
     return Answer(tuple(exact[: wish.top]), tuple(fitting), tuple(excluded), passed)
@@ -150,7 +150,7 @@ def _exact(
     return found, too_big
 
 
-def _weighed(seconds: float, workers: int) -> float:
+def weighed(seconds: float, workers: int) -> float:
     """Twice the workers must be worth it: of plans about as fast, the one with the fewest comes first."""
     return seconds * (1 + FRUGAL * math.log2(workers))
 

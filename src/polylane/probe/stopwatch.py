@@ -57,6 +57,13 @@ def waiting(device: torch.device) -> Callable[[], Any]:
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
+def between(device: torch.device) -> None:
+    """A few operators, as a pass has them between two messages: less than a millisecond on a CPU."""
+    own = torch.ones(64, 64, device=device)
+    for _ in range(20):
+        own @ own
+
+
 def warm(device: torch.device, seconds: float) -> None:
     """Compute for a while, so that clocks and caches are as in the middle of a training."""
     own, wait = torch.ones(64, 64, device=device), waiting(device)
