@@ -64,7 +64,10 @@ def _serve(contender: Contender, rank: int, port: int, pipe: Connection, parent:
         torch.distributed.init_process_group("gloo")
     step = contender.setup(rank)
     pipe.send("ready")
-    while (count := pipe.recv()) is not None:
+    while (asked := pipe.recv()) is not None:
+        lead, count = asked
+        for _ in range(lead):
+            step()
         if contender.workers > 1:
             torch.distributed.barrier()
         start = time.perf_counter()
@@ -110,24 +113,31 @@ def running(contenders: Sequence[Contender]) -> Iterator[None]:
                 process.join()
 
 
-def turn(contender: Contender, steps: int) -> float:
-    """Let one contender run some steps: seconds a step, of its slowest worker."""
+def turn(contender: Contender, steps: int, lead: int = 0) -> float:
+    """Let one contender run some steps: seconds a step, of its slowest worker; ``lead`` steps before do not count."""
     for pipe in contender.pipes:
-        pipe.send(steps)
+        pipe.send((lead, steps))
     answers = [pipe.recv() for pipe in contender.pipes]
     contender.extra.append(answers[0][1])
     return max(seconds for seconds, _ in answers)
 
 
-def race(contenders: Sequence[Contender], rounds: int, steps: int, warm_up: int = 2) -> None:
-    """Rounds in which every contender has its turn, in an order that turns round with the rounds."""
+def race(contenders: Sequence[Contender], rounds: int, steps: int, warm_up: int = 2, lead: int = 0) -> None:
+    """Rounds in which every contender has its turn, in an order that turns round with the rounds.
+
+    Args:
+        contenders: who takes part.
+        rounds, steps: turns of each, and steps of a turn.
+        warm_up: steps before the first round.
+        lead: steps of every turn that do not count: after its pause a contender finds caches full of the others'.
+    """
     with running(contenders):
         for contender in contenders:
             turn(contender, warm_up)
         for number in range(rounds):
             shift = number % len(contenders)
             for contender in [*contenders[shift:], *contenders[:shift]]:
-                contender.seconds.append(turn(contender, steps))
+                contender.seconds.append(turn(contender, steps, lead))
 
 
 def table(contenders: Sequence[Contender], base: str) -> str:

@@ -137,7 +137,7 @@ def measured(task: Task, cluster: Cluster, rounds: int, steps: int) -> tuple[lis
         partition, fitted = setup.fitted(basis, parse(plan), task.batch)
         cases.append(Case(task.name, plan, predict(basis, partition, fitted, task.batch).seconds))
         contenders.append(Contender(plan, prepared.plan.workers, _setup(prepared, batch)))
-    race(contenders, rounds, steps)
+    race(contenders, rounds, steps, lead=1)  # predictions are of a step among others
     for case, contender in zip(cases, contenders, strict=True):
         case.measured = contender.median
     workers = {contender.name: contender.workers for contender in contenders}
