@@ -22,7 +22,7 @@ from polylane.planner.hybrid import hybrids
 FINALISTS = 12
 PASSES = 15_000
 # By how much a plan must be faster for twice the workers.
-FRUGAL = 0.02
+FRUGAL = 0.01
 # Of plans with operators split over several ranks along both axes only those near the best single ones are looked at.
 BOTH_AXES = 1
 # Plans that must take so many times as long as the best one found are passed over, if there is one of their kind.
