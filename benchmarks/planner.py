@@ -125,7 +125,7 @@ def measured(task: Task, cluster: Cluster, rounds: int, steps: int) -> tuple[lis
         task.batch,
     )
     graph = capture(model, recipe.loss, rebuild(cloned(few(leaves, 4))), trainable=subject.trainable)
-    job = setup.Job(graph, recipe.optimizer, subject.whole, {}, auto.measure(graph, subject, range(1, 5)))
+    job = setup.Job(graph, recipe.optimizer, subject.whole, {}, auto.measure(graph, subject, 4))
     basis = setup.basis(job, cluster, Method())
     cases, contenders = list[Case](), list[Contender]()
     for plan in PLANS:

@@ -14,7 +14,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from polylane import __version__
+from polylane import __version__, cli_planning
+from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set, Workers
 from polylane.errors import PolylaneError, WorkerFailed
 
 # Only the standard library, typer and what imports no torch stands above: `polylane --help` must not wait for it. Each
@@ -117,72 +118,35 @@ def _polylane(
         typer.echo(context.get_help())
 
 
-# The options that several commands have ------------------------------------------------------------------------------
-
-_Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A Python file, or a package.module.", show_default=False)
-]
-_Plan = Annotated[
-    str | None,
-    typer.Option(
-        "--plan",
-        metavar="SPEC",
-        help="How to split: one line of data=, pipeline=, sequence=, tensor=, ..., a plan file, or auto for the best "
-        "plan on this machine. Default: data=N.",
-    ),
-]
-_Workers = Annotated[
-    int | None,
-    typer.Option(
-        "--workers", metavar="N", min=1, max=2**20, help="How many workers: what the plan takes, which is the default."
-    ),
-]
-_Batch = Annotated[int, typer.Option("--batch", metavar="B", min=1, help="Samples in a batch, over all workers.")]
-_Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A keyword argument of the recipe's functions. Repeatable."),
-]
-_Seed = Annotated[
-    int,
-    typer.Option(
-        "--seed", metavar="S", min=0, max=2**32 - 1, help="Of the weights, the samples' order and all dropout."
-    ),
-]
-_ClipNorm = Annotated[
-    float | None, typer.Option("--clip-norm", metavar="X", help="Bound on the 2-norm of all gradients together.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-
-
 # The commands --------------------------------------------------------------------------------------------------------
 
 
 @app.command()
 def train(
-    recipe: _Recipe,
-    workers: _Workers = None,
-    plan: _Plan = None,
+    recipe: Recipe,
+    workers: Workers = None,
+    plan: Plan = None,
     epochs: Annotated[
         int | None, typer.Option("--epochs", metavar="E", min=1, help="Times through the data. Default: 1.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", metavar="S", min=1, help="Optimizer steps, in place of --epochs.")
     ] = None,
-    batch: _Batch = 64,
+    batch: Batch = 64,
     run: Annotated[
         Path | None,
         typer.Option("--run", metavar="DIR", help="Where the files go. Default: a new run/NAME, run/NAME-2, ..."),
     ] = None,
-    seed: _Seed = 0,
-    set_: _Set = None,
-    clip_norm: _ClipNorm = None,
+    seed: Seed = 0,
+    set_: Set = None,
+    clip_norm: ClipNorm = None,
     stop_on_nan: Annotated[
         bool, typer.Option("--stop-on-nan", help="Stop, with exit code 2, when the loss is not a finite number.")
     ] = False,
     drop_last: Annotated[
         bool, typer.Option("--drop-last", help="Leave out a last batch that is shorter than the others.")
     ] = False,
-    json: _Json = False,
+    json: Json = False,
 ) -> None:
     """Train a recipe's model on N workers.
 
@@ -215,15 +179,15 @@ def train(
 
 @app.command()
 def verify(
-    recipe: _Recipe,
-    workers: _Workers = None,
-    plan: _Plan = None,
+    recipe: Recipe,
+    workers: Workers = None,
+    plan: Plan = None,
     steps: Annotated[int, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps to train.")] = 3,
-    batch: _Batch = 64,
-    seed: _Seed = 0,
-    set_: _Set = None,
-    clip_norm: _ClipNorm = None,
-    json: _Json = False,
+    batch: Batch = 64,
+    seed: Seed = 0,
+    set_: Set = None,
+    clip_norm: ClipNorm = None,
+    json: Json = False,
 ) -> None:
     """Prove a plan equal to one worker, in float64.
 
@@ -254,7 +218,7 @@ def verify(
 
 @app.command()
 def inspect(
-    recipe: _Recipe,
+    recipe: Recipe,
     plan: Annotated[
         str | None,
         typer.Option(
@@ -264,8 +228,8 @@ def inspect(
             "best plan on this machine.",
         ),
     ] = None,
-    batch: _Batch = 64,
-    set_: _Set = None,
+    batch: Batch = 64,
+    set_: Set = None,
     write: Annotated[
         Path | None,
         typer.Option("--write", metavar="FILE", help="Write the plan as a file, to edit and to give as --plan."),
@@ -274,7 +238,7 @@ def inspect(
         Path | None,
         typer.Option("--svg", metavar="FILE", help="Draw a step as the measured times of the operators let it be."),
     ] = None,
-    json: _Json = False,
+    json: Json = False,
 ) -> None:
     """Show what is captured of a model, and how a plan cuts it.
 
@@ -293,185 +257,7 @@ def inspect(
     command.run(recipe, plan=plan, batch=batch, settings=set_ or [], file=write, svg=svg, json=json)
 
 
-_Cluster = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        metavar="CLUSTER",
-        help="What it runs on: a cluster file, or one line such as 8:h100-80g or 16x8:a100-80g,hosts=roce-200.",
-    ),
-]
-_Dtype = Annotated[str, typer.Option("--dtype", help="Of the passes: float32, bfloat16 or float16.")]
-_Recompute = Annotated[
-    str,
-    typer.Option(
-        "--recompute", help="What is computed again instead of kept: none, selective (what attention keeps), full."
-    ),
-]
-_Shard = Annotated[
-    str,
-    typer.Option(
-        "--shard", help="What replicas hold a part of only: none, optimizer, gradients, parameters (ZeRO-1, -2, -3)."
-    ),
-]
-
-
-@app.command()
-def probe(
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Measure this machine into a cluster file.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", help="Workers that will train here; default: up to four.")
-    ] = None,
-    profile: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--profile", metavar="RECIPE", help="Measure a recipe's own nodes, and keep them for plan --profile."
-        ),
-    ] = None,
-    batch: _Batch = 64,
-    set_: _Set = None,
-    json: _Json = False,
-) -> None:
-    """Measure this machine: rates of operators, memory, messages and collectives, and what workers cost each other.
-
-    \b
-    Examples:
-      polylane probe -o cluster.yaml --workers 2
-      polylane probe --profile examples/gpt.py --batch 32
-    """
-    from polylane.commands import probe as command
-
-    command.run(output, workers=workers, profiles=profile or [], batch=batch, settings=set_ or [], json=json)
-
-
-_Profile = Annotated[
-    bool, typer.Option("--profile", help="Take the times that polylane probe --profile measured of the recipe's nodes.")
-]
-
-
-@app.command()
-def simulate(
-    recipe: _Recipe,
-    cluster: _Cluster,
-    plan: Annotated[
-        str,
-        typer.Option(
-            "--plan", metavar="SPEC", help="How to split it: a line, a file, or auto for what polylane plan finds best."
-        ),
-    ],
-    batch: _Batch = 64,
-    set_: _Set = None,
-    dtype: _Dtype = "float32",
-    recompute: _Recompute = "none",
-    shard: _Shard = "none",
-    overlap: Annotated[
-        bool, typer.Option("--overlap/--no-overlap", help="Sum gradients while the backward pass still runs.")
-    ] = True,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option("--slow", metavar="RANK=SPEED", help="A straggler: 3=0.8 needs 1 / 0.8 of the time."),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the predicted swimlanes as a page.")
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="Write the predicted swimlanes as a picture.")
-    ] = None,
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the times consist of.")] = False,
-    profile: _Profile = False,
-    chunks: Annotated[
-        int, typer.Option("--chunks", metavar="V", help="Virtual stages of every worker, interleaved (1F1B).")
-    ] = 1,
-    every: Annotated[
-        int, typer.Option("--every", metavar="N", help="Replicas sum parameters every N steps; 1: gradients in each.")
-    ] = 1,
-    json: _Json = False,
-) -> None:
-    """Predict a step of a plan on a cluster that need not be there.
-
-    The model is built without its weights, so that any size fits. What the workers would do is played over what
-    operators, messages and memory cost: time, utilization, bytes, memory of every stage, price.
-
-    \b
-    Examples:
-      polylane simulate examples/gpt.py --cluster 8:a100-80g --plan data=8 --batch 64 --dtype bfloat16
-      polylane simulate examples/gpt.py --cluster 2x8:h100-80g --plan pipeline=2,tensor=8 --html lanes.html
-      polylane simulate examples/gpt.py --cluster 4:a100-80g --plan pipeline=4,microbatches=8 --chunks 2
-      polylane simulate examples/gpt.py --cluster 2x1x8:a100-80g,sites=internet-1g --plan data=16 --every 32
-    """
-    from polylane.commands import planning
-    from polylane.commands import simulate as command
-
-    method = planning.method_of(dtype, True, recompute, shard, overlap)
-    command.run(
-        recipe,
-        cluster=cluster,
-        plan=plan,
-        batch=batch,
-        settings=set_ or [],
-        method=method,
-        slow=slow or [],
-        html=html,
-        svg=svg,
-        breakdown=breakdown,
-        profile=profile,
-        chunks=chunks,
-        every=every,
-        json=json,
-    )
-
-
-@app.command("plan")
-def plan_(
-    recipe: _Recipe,
-    cluster: _Cluster,
-    batch: _Batch = 64,
-    set_: _Set = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most; default: all.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help='What a worker may use, as in "30 GB"; default: all.')
-    ] = None,
-    dtype: _Dtype = "float32",
-    recompute: _Recompute = "none",
-    shard: _Shard = "none",
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many plans to show.")] = 5,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best plan as a file.")
-    ] = None,
-    profile: _Profile = False,
-    json: _Json = False,
-) -> None:
-    """Find the fastest plan for a cluster, and say why it is.
-
-    Replicas, pipelines, operators split over ranks, stages with meshes of their own, microbatches: compared by what
-    they would take, the best of them simulated. Says what a plan is bound by, what would help, and what does not fit.
-
-    \b
-    Examples:
-      polylane plan examples/gpt.py --cluster 8:a100-80g --batch 256 --dtype bfloat16 -o plan.yaml
-      polylane plan examples/gpt.py --cluster 2x1:gtx-1080-ti --set hidden=1024 --set layers=24
-    """
-    from polylane.commands import plan as command
-    from polylane.commands import planning
-
-    method = planning.method_of(dtype, True, recompute, shard, True)
-    command.run(
-        recipe,
-        cluster=cluster,
-        batch=batch,
-        settings=set_ or [],
-        workers=workers,
-        memory=memory,
-        method=method,
-        top=top,
-        output=output,
-        profile=profile,
-        json=json,
-    )
+cli_planning.register(app)
 
 
 class _Schedule(StrEnum):
@@ -496,7 +282,7 @@ def lanes(
     backward: Annotated[str, typer.Option("--backward", metavar="TICKS", help="Of one backward, likewise.")] = "2",
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG.")] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page of its own.")] = None,
-    json: _Json = False,
+    json: Json = False,
 ) -> None:
     """Draw a schedule's swimlane from theory.
 

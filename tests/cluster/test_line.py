@@ -44,10 +44,10 @@ def test_a_single_device_needs_no_link() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("8", "'8' is not of the form HOSTSxDEVICES:DEVICE, as in 16x8:a100-80g"),
-        ("", "'' is not of the form HOSTSxDEVICES:DEVICE"),
-        ("-1:cpu", "'-1:cpu' is not of the form HOSTSxDEVICES:DEVICE"),
-        ("2x:cpu", "'2x:cpu' is not of the form HOSTSxDEVICES:DEVICE"),
+        ("8", "'8' is not of the form [SITESx]HOSTSxDEVICES:DEVICE, as in 16x8:a100-80g"),
+        ("", "'' is not of the form [SITESx]HOSTSxDEVICES:DEVICE"),
+        ("-1:cpu", "'-1:cpu' is not of the form [SITESx]HOSTSxDEVICES:DEVICE"),
+        ("2x:cpu", "'2x:cpu' is not of the form [SITESx]HOSTSxDEVICES:DEVICE"),
         ("0:cpu", "devices must be from 1 to 1,048,576, not '0'"),
         ("0x8:cpu", "hosts must be from 1 to 1,048,576, not '0'"),
         ("9999999999:cpu", "devices must be from 1 to 1,048,576"),

@@ -14,9 +14,9 @@ from polylane.cluster.cluster import Cluster
 from polylane.cost.method import Method
 from polylane.graph.graph import Graph
 from polylane.planner import advice
-from polylane.planner.candidate import estimated, floor, uniforms
+from polylane.planner.candidate import Candidate, estimated, floor, uniforms
 from polylane.planner.cuts import Cuts
-from polylane.planner.search import Answer, Wish, search
+from polylane.planner.search import Answer, Wish, realized, search
 
 TIMES = st.lists(st.integers(1, 20), min_size=2, max_size=8)
 
@@ -88,6 +88,20 @@ def test_no_plan_takes_less_than_its_floor() -> None:
     for plan in uniforms(8, 8, 32, found.pieces, (Method(),)):
         candidate = estimated(found, weigh, plan, np.inf)
         assert candidate is None or floor(found, plan) <= candidate.seconds * (1 + 1e-12)
+
+
+def test_what_was_passed_over_is_looked_at_where_all_others_turn_out_too_big(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cluster = jobs.blocks(6, 256), "8:a100-80g,link=pcie-3"
+    seen = list[int]()
+
+    def exact(estimates: object, candidates: list[Candidate], top: int, finalists: int) -> object:
+        seen.append(len(candidates))
+        return ([], {id(c): c for c in candidates}) if len(seen) == 1 else ([realized(estimates, candidates[-1])], {})
+
+    monkeypatch.setattr("polylane.planner.search._exact", exact)
+    answer = answered(graph, cluster, 64, (8,))
+    assert len(answer.found) == 1 and not answer.passed
+    assert seen[1] > seen[0]
 
 
 def test_what_is_shown_fits_when_it_is_predicted_exactly() -> None:

@@ -12,7 +12,7 @@ from polylane.cluster.figures import hint, shown
 from polylane.cluster.read import load, of_mapping
 from polylane.errors import PolylaneError
 
-_FORM = "HOSTSxDEVICES:DEVICE, as in 16x8:a100-80g, or a cluster file ending in .yaml"
+_FORM = "[SITESx]HOSTSxDEVICES:DEVICE, as in 16x8:a100-80g, or a cluster file ending in .yaml"
 _HEAD = re.compile(r"(?:(?:([0-9]+)\s*x\s*)?([0-9]+)\s*x\s*)?([0-9]+)\s*:\s*(\S+)")
 
 # The keys that may follow, and where a cluster file has them.

@@ -22,7 +22,10 @@ def automatic(path: str, settings: Sequence[str], batch: int, workers: int, seed
             measure at once.
     """
     if "RANK" in os.environ:
-        raise PolylaneError("--plan auto measures in one process: run this command without torchrun")
+        raise PolylaneError(
+            "--plan auto measures in one process: run this command without torchrun, or write the plan first "
+            "(polylane inspect RECIPE --plan auto --write plan.yaml) and give that file"
+        )
     recipe = inputs.open_recipe(path, settings)
     from polylane.graph.batch import flatten, sample_count
     from polylane.planner import auto

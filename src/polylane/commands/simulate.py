@@ -94,7 +94,9 @@ def checked(chunks: int, every: int, plan: str) -> None:
         if value < 1:
             raise PolylaneError(f"--{name} must be at least 1, not {value}")
     if chunks > 1 and plan == AUTO:
-        raise PolylaneError("--chunks takes a plan in one line: auto says where its stages begin")
+        raise PolylaneError(
+            "--chunks takes a plan in one line, such as pipeline=4: what auto finds cannot be divided further"
+        )
 
 
 def fastest(scene: planning.Scene, method: Method) -> Plan:
@@ -161,10 +163,11 @@ def summary(scene: planning.Scene, prediction: Prediction, method: Method) -> di
 def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]:
     """Bytes that the busiest rank sends in a step, for each kind of traffic, and over which level of the cluster."""
     counted = {id(t): _bytes(prediction, t) for t in (prediction.timeline, prediction.between) if t is not None}
-    lanes = {
-        key: round(prediction.mean(lambda timeline, key=key: counted[id(timeline)].get(key, 0)))  # type: ignore[misc]
-        for key in {key for lanes in counted.values() for key in lanes}
-    }
+
+    def mean(key: tuple[str, int]) -> int:
+        return round(prediction.mean(lambda timeline: counted[id(timeline)].get(key, 0)))
+
+    lanes = {key: mean(key) for key in set().union(*counted.values())}
     found = []
     for kind in ("operators", "pipeline", "data"):
         most = max((bytes_ for (own, _), bytes_ in lanes.items() if own == kind), default=0)

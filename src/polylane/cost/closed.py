@@ -1,7 +1,7 @@
 """Steps in closed form: what a pipeline or sharded replicas take by formula, from what their blocks take.
 
-For ways of training that no program of the runtime is played for: recomputed blocks, interleaved stages, gradients
-that are summed after the last backward pass, parameters that are gathered when they are needed.
+For runs of which only a few figures are known, so that no program can be played: recomputed blocks, interleaved stages,
+gradients that are summed after the last backward pass, parameters that are gathered when they are needed.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Lanes:
         self._scene, self._plan = scene, scene.plan
         self._transfers: dict[Hashable, Transfer] = {}
         self._sums: dict[Hashable, tuple[int, Transfer, float] | None] = {}
-        self._steps: dict[int, tuple[float, int]] = {}
+        self._steps: dict[Hashable, tuple[float, int]] = {}
 
     def tasks(self, program: Program, lanes: Sequence[int]) -> list[Task]:
         """What a worker does, with durations; ``lanes`` are the ranks that are played."""
@@ -62,12 +62,13 @@ class Lanes:
 
     def _handed(self, program: Program) -> tuple[float, int]:
         """Seconds and bytes in which replicas hand each other the parameters that each has updated, all at once."""
-        if program.stage not in self._steps:
+        key = (program.stage, program.replicas)
+        if key not in self._steps:
             kind, ranks = self._scene.basis.method.handing, program.replicas
             size = sum(self.bucket_bytes(program.stage, bucket) for bucket in program.buckets)
             seconds = network.collective(self._scene.basis.cluster, kind if size else "", size, ranks, None)
-            self._steps[program.stage] = seconds, int(sent(kind, size, len(ranks)))
-        return self._steps[program.stage]
+            self._steps[key] = seconds, int(sent(kind, size, len(ranks)))
+        return self._steps[key]
 
     def _routes(self, program: Program, lanes: Sequence[int]) -> dict[Hashable, _Route | None]:
         """How the messages of a worker go, the same for every microbatch, by kind, value, peer and direction.
@@ -118,7 +119,7 @@ class Lanes:
         self, program: Program, action: Action, bucket: Bucket, last: Action, lanes: Sequence[int]
     ) -> list[Task]:
         """Gradients that are summed from when the last backward pass has them all; none if the passes sum them."""
-        key = (program.stage, bucket.name)
+        key = (program.stage, bucket.name, bucket.ranks)
         if key not in self._sums:
             seconds, bytes_ = self._summing(bucket)
             fraction = self._ready(program.stage, bucket) if self._scene.basis.method.overlap else 1.0

@@ -103,9 +103,12 @@ def memory(
     """
     own = sharded(load, method or Method(), replicas)
     worst = max(_moments(need, own, min(live, microbatches), microbatches), key=lambda each: each.total)
-    if margin is None:
-        return worst
-    return replace(worst, margin=math.ceil(worst.total * margin.share) + margin.fixed)
+    return with_margin(worst, margin)
+
+
+def with_margin(most: Memory, margin: Margin | None) -> Memory:
+    """With what is lost beyond the tensors."""
+    return most if margin is None else replace(most, margin=math.ceil(most.total * margin.share) + margin.fixed)
 
 
 # A backward pass lets go of the gradients that the microbatch before the one before it sent: they have arrived.

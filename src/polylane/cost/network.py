@@ -17,6 +17,7 @@ from polylane.cluster.cluster import Cluster
 from polylane.cluster.link import Kind, Link
 from polylane.cluster.span import Crossing, Level, Ranks, Span
 from polylane.cost.communicate import Rates, sent
+from polylane.cost.table import Exchange
 
 Algorithm = Literal["ring", "tree", "switch", "hierarchical"]
 
@@ -125,6 +126,19 @@ def collective(
     """
     curves = _of_group(cluster, kind, ranks, groups, algorithms)
     return min([curve.seconds(size) for curve in curves]) if curves else 0.0
+
+
+def exchange(cluster: Cluster, ranks: Ranks) -> Exchange:
+    """Seconds of a collective, or of a "message", of so many bytes along an axis, which all groups of its kind send."""
+
+    own = collective
+
+    def seconds(collective: str, size: float) -> float:
+        if collective == "message":
+            return transfer(cluster, size, ranks[0], ranks[1])
+        return own(cluster, collective, size, ranks, None)
+
+    return seconds
 
 
 def parts(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from polylane.cost.memory import Load, Margin, Memory, sharded
+from polylane.cost.memory import Load, Margin, Memory, sharded, with_margin
 from polylane.cost.method import Method
 from polylane.cost.residence import Need
 from polylane.schedule.action import Action, Kind
@@ -72,10 +71,7 @@ def memory_in_order(
         gone = [gone[-1], need.returned]
     moments.append(at("reduction", 0.0, own.gradients, sum(gone) + own.copied))
     moments.append(at("step", 0.0, own.gradients, sum(gone), own.working))
-    worst = max(moments, key=lambda each: each.total)
-    if margin is None:
-        return worst
-    return replace(worst, margin=math.ceil(worst.total * margin.share) + margin.fixed)
+    return with_margin(max(moments, key=lambda each: each.total), margin)
 
 
 def _awaited(need: Need, kind: Kind) -> float:

@@ -19,7 +19,7 @@ from polylane.cost.method import Method
 from polylane.cost.optimizer_state import OptimizerState
 from polylane.cost.residence import Need
 from polylane.cost.stage import Passes, Range, Stages, Weights, passes, recomputed
-from polylane.cost.table import Clock, Exchange, Sheet, Table
+from polylane.cost.table import Clock, Sheet, Table
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
@@ -136,7 +136,7 @@ class Scene:
         axes = ("data", *self.plan.axes_of(stage)) if mesh.data > 1 else self.plan.axes_of(stage)
         groups = {axis: self.plan.along(rank, axis) for axis in axes}
         device = self.device(stage)
-        exchange = {axis: self._exchange(ranks) for axis, ranks in groups.items()}
+        exchange = {axis: network.exchange(self.basis.cluster, ranks) for axis, ranks in groups.items()}
         where = (device.kind, device.speed, tuple((a, self.basis.cluster.span(r)) for a, r in groups.items()))
         rates = network.rates(self.basis.cluster, self.plan.stages[stage].devices[:2], self.basis.method.dtype)
         return self.basis.stages.table(mesh, self.samples(stage), where, self.basis.clock(device), exchange, rates)
@@ -145,14 +145,6 @@ class Scene:
         """The slowest of a stage's devices: all others wait for it."""
         found = self.basis.cluster.devices(self.plan.stages[stage].devices)
         return min(found, key=lambda device: device.speed * max(device.achieved.values()))
-
-    def _exchange(self, ranks: Sequence[int]) -> Exchange:
-        def seconds(collective: str, size: float) -> float:
-            if collective == "message":
-                return network.transfer(self.basis.cluster, size, ranks[0], ranks[1])
-            return network.collective(self.basis.cluster, collective, size, ranks, None)
-
-        return seconds
 
     def partial(self, stage: int) -> Mapping[str, tuple[str, ...]]:
         """Parameters whose gradients are summands along axes of a stage's mesh."""

@@ -19,7 +19,7 @@ from polylane.graph.export import Loss, Whole
 SECONDS = 0.4  # for each number of copies in each round
 ROUNDS = 2
 FEWEST = 2  # passes of a copy
-PATIENCE = 120.0  # seconds until a copy that does not answer is given up
+PATIENCE = 60.0  # seconds for each number of copies in each round, after which they are given up
 
 
 def together(
@@ -36,7 +36,7 @@ def together(
         counts: how many copies run at once.
 
     Returns:
-        By count; empty where the copies cannot run (there is no memory for them).
+        By count; empty where the copies cannot run (there is no memory for them), or are too slow.
     """
     wanted = [1, *sorted({count for count in counts if count > 1})]
     if len(wanted) == 1:
@@ -55,7 +55,7 @@ def together(
     told = list[list[tuple[int, float]]]()
     try:
         for copy, (receive, _) in zip(copies, pipes, strict=True):
-            told.append(_told(copy, receive))
+            told.append(_told(copy, receive, PATIENCE * ROUNDS * len(wanted)))
             if not told[-1]:  # the others wait for it in vain
                 return {}
     finally:
@@ -73,10 +73,13 @@ def together(
     return factors
 
 
-def _told(copy: BaseProcess, pipe: Connection) -> list[tuple[int, float]]:
+def _told(copy: BaseProcess, pipe: Connection, patience: float) -> list[tuple[int, float]]:
     """What a copy has found; nothing where it was killed, or gave up."""
-    wait([pipe, copy.sentinel], PATIENCE)
-    found: list[tuple[int, float]] = pipe.recv() if pipe.poll() else []
+    wait([pipe, copy.sentinel], patience)
+    try:
+        found: list[tuple[int, float]] = pipe.recv() if pipe.poll() else []
+    except EOFError:  # it ended, and so did all who had the pipe
+        return []
     return found
 
 

@@ -77,7 +77,7 @@ def choose(
     fewest = fewest_samples([graph])
     fewest.check(subject.batch, "a batch", "take larger batches")
     if profile is None and _lies_on(cluster.device(0).type, subject.model):
-        profile = measure(graph, subject, workers if copies else ())
+        profile = measure(graph, subject, most if copies else 1)
     meets = _samples_meet(graph, subject)
     job = setup.Job(graph, subject.optimizer, subject.whole, {}, profile)
     basis = setup.basis(job, cluster, Method())
@@ -116,11 +116,11 @@ def _lies_on(device: str, model: nn.Module) -> bool:
     return all(parameter.device.type == device for parameter in model.parameters())
 
 
-def measure(graph: Graph, subject: Subject, workers: Collection[int] = ()) -> Profile | None:
+def measure(graph: Graph, subject: Subject, copies: int = 1) -> Profile | None:
     """The times of a graph's nodes at the sizes that a worker may have in hand; None for a model without weights.
 
     Args:
-        workers: numbers of them of which copies are forked, to see what they slow each other by (on a CPU).
+        copies: up to so many are forked, to see what they slow each other by (on a CPU); 1: none.
     """
     parameters = list(subject.model.parameters())
     if graph.opaque or any(parameter.is_meta for parameter in parameters):
@@ -128,10 +128,10 @@ def measure(graph: Graph, subject: Subject, workers: Collection[int] = ()) -> Pr
     fewest = fewest_samples([graph]).samples
     sizes = sorted({max(fewest, -(-subject.batch // parts)) for parts in PARTS})
     found = profiled(graph, subject.model, subject.loss, subject.optimizer, subject.leaves, subject.rebuild, sizes)
-    if not workers or any(parameter.device.type != "cpu" for parameter in parameters):
+    if copies < 2 or any(parameter.device.type != "cpu" for parameter in parameters):
         return found
     half = few(subject.leaves, max(fewest, subject.batch // 2))
-    counts = {count for count in COPIES if count <= max(workers)}
+    counts = {count for count in COPIES if count <= copies}
     return replace(found, together=together(subject.model, subject.loss, half, subject.rebuild, counts))
 
 

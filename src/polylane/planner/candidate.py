@@ -133,10 +133,12 @@ def _ends(estimates: Estimates, footprint: Footprint, uniform: Uniform, limit: f
         live = last if filled else _live(uniform, uniform.stages - last)
         return curves.elements * weight + curves.held * live
 
-    key = (id(curves), weight, limit, uniform.schedule, None if filled else uniform.microbatches)
+    room = footprint.room(limit)
+    # The curves live as long as these estimates: no others will have their identity.
+    key = (id(curves), weight, room, uniform.schedule, None if filled else uniform.microbatches)
     found = estimates.cuts.get(key)
     if found is None:
-        found = estimates.cuts[key] = Cuts(curves.passes, memory, footprint.room(limit))
+        found = estimates.cuts[key] = Cuts(curves.passes, memory, room)
     return found.into(uniform.stages)
 
 

@@ -18,7 +18,7 @@ from polylane.cost.closed import EXPOSED
 from polylane.cost.method import Method
 from polylane.cost.predict import Basis
 from polylane.cost.stage import recomputed
-from polylane.cost.table import Exchange, Table
+from polylane.cost.table import Table
 from polylane.graph.narrow import MOST, narrow_positions
 from polylane.graph.partition import cut_positions
 from polylane.plan.spec import Degrees
@@ -96,17 +96,6 @@ class Estimates:
         """Into how many stages the graph can be cut."""
         return len(self.positions) - 1
 
-    def exchange(self, mesh: Degrees, axis: str) -> Exchange:
-        """Collectives along an axis of a mesh on neighbouring ranks."""
-        ranks = along({"data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}, axis)
-
-        def seconds(collective: str, size: float) -> float:
-            if collective == "message":
-                return network.transfer(self.basis.cluster, size, ranks[0], ranks[1])
-            return network.collective(self.basis.cluster, collective, size, ranks, None)
-
-        return seconds
-
     def table(self, mesh: Degrees, samples: int) -> Table:
         """What every node takes on the slowest device."""
         basis = self.basis
@@ -114,14 +103,15 @@ class Estimates:
             basis.cluster.devices(range(basis.cluster.count)), key=lambda d: d.speed * max(d.achieved.values())
         )
         axes = [axis for axis in ("sequence", "tensor") if getattr(mesh, axis) > 1]
-        axes += ["data"] if self._sharing(mesh) > 1 else []
-        exchange = {axis: self.exchange(mesh, axis) for axis in axes}
+        axes += ["data"] if self._synchronized(mesh) > 1 else []
+        degrees = {"data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}
+        exchange = {axis: network.exchange(basis.cluster, along(degrees, axis)) for axis in axes}
         rates = network.rates(basis.cluster, range(1), basis.method.dtype)
         return basis.stages.table(
-            mesh, samples, ("estimate", self._sharing(mesh)), basis.clock(device), exchange, rates
+            mesh, samples, ("estimate", self._synchronized(mesh)), basis.clock(device), exchange, rates
         )
 
-    def _sharing(self, mesh: Degrees) -> int:
+    def _synchronized(self, mesh: Degrees) -> int:
         """How many replicas sum the statistics of a batch in the course of their passes."""
         return mesh.data if self.basis.stages.graph.code.batch_statistics else 1
 
@@ -129,7 +119,7 @@ class Estimates:
         """Of a rank with so many samples in hand; ``replicas``: the ranks of a stage that hold the same."""
         parts = method.gathers(len(replicas))
         where = self.basis.cluster.span(replicas) if parts else None
-        key = (mesh.sequence, mesh.tensor, samples, method.recompute, self._sharing(mesh), where)
+        key = (mesh.sequence, mesh.tensor, samples, method.recompute, self._synchronized(mesh), where)
         if key not in self._curves:
             beside = [self._beside(mesh, kind, replicas) for kind in BESIDE] if parts else [np.zeros(1)] * 2
             self._curves[key] = self._made(mesh, samples, method, *beside)

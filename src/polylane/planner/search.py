@@ -107,12 +107,28 @@ def search(
         estimates: of the graph on the cluster.
         footprint: memory of workers.
         wish: what is asked for.
-        finalists: how many are predicted exactly; 0: none.
+        finalists: how many are predicted exactly, about; 0: none.
         keep: which plans may be chosen at all.
     """
+    answer = _searched(estimates, footprint, wish, finalists, keep, FAR)
+    if finalists and answer.passed and not answer.found:  # what was passed over for the sake of others may fit
+        answer = _searched(estimates, footprint, wish, finalists, keep, math.inf)
+    return answer
+
+
+def _searched(
+    estimates: Estimates,
+    footprint: Footprint,
+    wish: Wish,
+    finalists: int,
+    keep: Callable[[Candidate], bool],
+    far: float,
+) -> Answer:
+    """As :func:`search`; plans are passed over that take more than ``far`` times as long as the best."""
     every, passed = list[Candidate](), 0
     for workers in wish.workers:
-        found, more = _uniform(_Looking(estimates, footprint, wish.limit, keep, finalists > 0), wish, workers)
+        looking = _Looking(estimates, footprint, wish.limit, keep, far if finalists else 1.0, finalists > 0)
+        found, more = _uniform(looking, wish, workers)
         every, passed = every + found, passed + more
     if not wish.whole:
         most = max(wish.workers)
@@ -133,7 +149,7 @@ def _exact(
 ) -> tuple[list[Found], dict[int, Candidate]]:
     """The best candidates predicted exactly, and those that then turn out not to fit, by their identity.
 
-    So many as are wanted, and more as long as that is not much work.
+    As many as are wanted, if so many fit, and further ones as long as that is not much work.
     """
     found, too_big, passes = list[Found](), dict[int, Candidate](), 0
     for candidate in candidates:
@@ -190,6 +206,7 @@ class _Looking:
         estimates, footprint: of the graph on the cluster.
         limit: bytes that a worker may have.
         keep: which plans may be chosen.
+        far: plans that must take more than so many times as long as the best one are passed over.
         families: whether the best of every kind is wanted, rather than the best of all alone.
 
     Attributes:
@@ -203,10 +220,11 @@ class _Looking:
         footprint: Footprint,
         limit: float,
         keep: Callable[[Candidate], bool],
+        far: float,
         families: bool,
     ) -> None:
         self._estimates, self._footprint, self._limit, self._keep = estimates, footprint, limit, keep
-        self._families = families
+        self._far, self._families = far, families
         self._best: dict[object, float] = {}  # of those that fit, by the axes that they have
         self.pieces, self.passed = estimates.pieces, 0
 
@@ -227,10 +245,8 @@ class _Looking:
 
     def _hopeless(self, least: float, axes: object) -> bool:
         """Whether a plan that takes at least so long need not be looked at."""
-        best = min(self._best.values(), default=math.inf)
-        if not self._families:
-            return least > best
-        return least > FAR * best and least > self._best.get(axes, math.inf)
+        kind = self._best.get(axes, math.inf) if self._families else 0.0
+        return least > max(self._far * min(self._best.values(), default=math.inf), kind)
 
 
 def realized(estimates: Estimates, candidate: Candidate) -> Found:

@@ -228,10 +228,7 @@ def prepare(
     hand = max(2, -(-total // (microbatches * spec.data)))
     part = few(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
-    graphs = {
-        name: _graph_of(model, objective, parameters, rebuild(cloned(part)), in_float64)
-        for name, objective in objectives.items()
-    }
+    graphs = {n: _graph_of(model, o, parameters, rebuild(cloned(part)), in_float64) for n, o in objectives.items()}
     microbatches = with_enough(microbatches, total, fewest_samples(graphs.values()), fewer or spec.microbatches is None)
     partitions, seen, meets = _partitions(
         model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
@@ -244,9 +241,8 @@ def prepare(
     layouts, whole = dict[str, Layouts](), dict[str, str]()
     if chosen.axes or meets:
         whole = _kept_whole(parameters, objectives, chosen)
-        layouts = _layouts(
-            partitions, chosen, -(-total // microbatches), whole, sampled_leaves(leaves) if meets else ()
-        )
+        sampled = sampled_leaves(leaves) if meets else ()
+        layouts = _layouts(partitions, chosen, -(-total // microbatches), whole, sampled)
     prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init, whole, seen)
     for name, partition in evaluations.items():
         prepared.look_at(partition, name, rebuild(cloned(leaves)))

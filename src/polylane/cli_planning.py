@@ -1,0 +1,195 @@
+"""The commands that predict: probe, simulate, plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polylane.cli_options import Batch, Json, Recipe, Set
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (probe, simulate, plan):
+        app.command()(command)
+
+
+_Cluster = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="CLUSTER",
+        help="What it runs on: a cluster file, or one line such as 8:h100-80g, 16x8:a100-80g,hosts=roce-200 or "
+        "2x4x8:a100-80g,sites=internet-1g.",
+    ),
+]
+_Dtype = Annotated[str, typer.Option("--dtype", help="Of the passes: float32, bfloat16 or float16.")]
+_Recompute = Annotated[
+    str,
+    typer.Option(
+        "--recompute", help="What is computed again instead of kept: none, selective (what attention keeps), full."
+    ),
+]
+_Shard = Annotated[
+    str,
+    typer.Option(
+        "--shard", help="What replicas hold a part of only: none, optimizer, gradients, parameters (ZeRO-1, -2, -3)."
+    ),
+]
+
+
+def probe(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Measure this machine into a cluster file.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", help="Workers that will train here; default: up to four.")
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--profile", metavar="RECIPE", help="Measure a recipe's own nodes, and keep them for plan --profile."
+        ),
+    ] = None,
+    batch: Batch = 64,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Measure this machine: rates of operators, memory, messages and collectives, and what workers cost each other.
+
+    \b
+    Examples:
+      polylane probe -o cluster.yaml --workers 2
+      polylane probe --profile examples/gpt.py --batch 32
+    """
+    from polylane.commands import probe as command
+
+    command.run(output, workers=workers, profiles=profile or [], batch=batch, settings=set_ or [], json=json)
+
+
+_Profile = Annotated[
+    bool, typer.Option("--profile", help="Take the times that polylane probe --profile measured of the recipe's nodes.")
+]
+
+
+def simulate(
+    recipe: Recipe,
+    cluster: _Cluster,
+    plan: Annotated[
+        str,
+        typer.Option(
+            "--plan", metavar="SPEC", help="How to split it: a line, a file, or auto for what polylane plan finds best."
+        ),
+    ],
+    batch: Batch = 64,
+    set_: Set = None,
+    dtype: _Dtype = "float32",
+    recompute: _Recompute = "none",
+    shard: _Shard = "none",
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="Sum gradients while the backward pass still runs.")
+    ] = True,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option("--slow", metavar="RANK=SPEED", help="A straggler: 3=0.8 needs 1 / 0.8 of the time."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the predicted swimlanes as a page.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Write the predicted swimlanes as a picture.")
+    ] = None,
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the times consist of.")] = False,
+    profile: _Profile = False,
+    chunks: Annotated[
+        int, typer.Option("--chunks", metavar="V", help="Virtual stages of every worker, interleaved (1F1B).")
+    ] = 1,
+    every: Annotated[
+        int, typer.Option("--every", metavar="N", help="Replicas sum parameters every N steps; 1: gradients in each.")
+    ] = 1,
+    json: Json = False,
+) -> None:
+    """Predict a step of a plan on a cluster that need not be there.
+
+    The model is built without its weights, so that any size fits. What the workers would do is played over what
+    operators, messages and memory cost: time, utilization, bytes, memory of every stage, price.
+
+    \b
+    Examples:
+      polylane simulate examples/gpt.py --cluster 8:a100-80g --plan data=8 --batch 64 --dtype bfloat16
+      polylane simulate examples/gpt.py --cluster 2x8:h100-80g --plan pipeline=2,tensor=8 --html lanes.html
+      polylane simulate examples/gpt.py --cluster 4:a100-80g --plan pipeline=4,microbatches=8 --chunks 2
+      polylane simulate examples/gpt.py --cluster 2x1x8:a100-80g,sites=internet-1g --plan data=16 --every 32
+    """
+    from polylane.commands import planning
+    from polylane.commands import simulate as command
+
+    method = planning.method_of(dtype, True, recompute, shard, overlap)
+    command.run(
+        recipe,
+        cluster=cluster,
+        plan=plan,
+        batch=batch,
+        settings=set_ or [],
+        method=method,
+        slow=slow or [],
+        html=html,
+        svg=svg,
+        breakdown=breakdown,
+        profile=profile,
+        chunks=chunks,
+        every=every,
+        json=json,
+    )
+
+
+def plan(
+    recipe: Recipe,
+    cluster: _Cluster,
+    batch: Batch = 64,
+    set_: Set = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most; default: all.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help='What a worker may use, as in "30 GB"; default: all.')
+    ] = None,
+    dtype: _Dtype = "float32",
+    recompute: _Recompute = "none",
+    shard: _Shard = "none",
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many plans to show.")] = 5,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best plan as a file.")
+    ] = None,
+    profile: _Profile = False,
+    json: Json = False,
+) -> None:
+    """Find the fastest plan for a cluster, and say why it is.
+
+    Replicas, pipelines, operators split over ranks, stages with meshes of their own, microbatches: compared by what
+    they would take, the best of them simulated. Says what a plan is bound by, what would help, and what does not fit.
+
+    \b
+    Examples:
+      polylane plan examples/gpt.py --cluster 8:a100-80g --batch 256 --dtype bfloat16 -o plan.yaml
+      polylane plan examples/gpt.py --cluster 2x1:gtx-1080-ti --set hidden=1024 --set layers=24
+    """
+    from polylane.commands import plan as command
+    from polylane.commands import planning
+
+    method = planning.method_of(dtype, True, recompute, shard, True)
+    command.run(
+        recipe,
+        cluster=cluster,
+        batch=batch,
+        settings=set_ or [],
+        workers=workers,
+        memory=memory,
+        method=method,
+        top=top,
+        output=output,
+        profile=profile,
+        json=json,
+    )
