@@ -38,15 +38,15 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """A residual block of attention, written out: it makes the scores of all pairs of places, or hides them."""
 
-    def __init__(self, hidden: int, heads: int, fused: bool) -> None:
+    def __init__(self, hidden: int, heads: int, fused: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(hidden), nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.heads, self.fused = heads, fused
+        self.heads, self.fused, self.dropout = heads, fused, dropout
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
         else:
             y = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1) @ v
         return x + self.out(y.transpose(1, 2).flatten(2))
@@ -69,10 +69,10 @@ def blocks(count: int, hidden: int) -> Graph:
 
 
 @cache
-def attending(count: int, hidden: int, length: int, fused: bool = False) -> Graph:
+def attending(count: int, hidden: int, length: int, fused: bool = False, dropout: float = 0.0) -> Graph:
     """Blocks of attention over long sequences and of layers, in turn."""
     with torch.device("meta"):
-        pairs = [(Attention(hidden, 4, fused), Block(hidden)) for _ in range(count)]
+        pairs = [(Attention(hidden, 4, fused, dropout), Block(hidden)) for _ in range(count)]
         model = nn.Sequential(*(block for pair in pairs for block in pair))
     named = [n for n, _ in model.named_parameters()]
     return capture(model, mean_square, torch.zeros(2, length, hidden), trainable=named)

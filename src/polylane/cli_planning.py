@@ -85,7 +85,9 @@ def simulate(
     ],
     batch: Batch = 64,
     set_: Set = None,
-    dtype: _Dtype = "float32",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of the passes: float32, bfloat16 or float16; default: the plan's.")
+    ] = None,
     recompute: _Recompute = "none",
     shard: _Shard = "none",
     overlap: Annotated[
@@ -126,7 +128,7 @@ def simulate(
     from polylane.commands import planning
     from polylane.commands import simulate as command
 
-    method = planning.method_of(dtype, True, recompute, shard, overlap)
+    method = planning.method_of(dtype or "float32", True, recompute, shard, overlap)
     command.run(
         recipe,
         cluster=cluster,
@@ -134,6 +136,7 @@ def simulate(
         batch=batch,
         settings=set_ or [],
         method=method,
+        of_plan=dtype is None and plan != "auto",
         slow=slow or [],
         html=html,
         svg=svg,

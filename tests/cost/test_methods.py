@@ -213,3 +213,25 @@ def test_while_one_attention_is_gone_through_backward_it_has_what_it_had_and_wha
     none, selective = (predicted(graph, "data=1", recompute=how).stages[0].memory for how in ("none", "selective"))
     entering = 16 * 512 * 3 * 64 * 4
     assert none.activations < selective.activations <= none.activations + entering
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=4,pipeline=2,microbatches=4", "data=8,microbatches=2"])
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_who_holds_less_needs_no_more_memory(plan: str, blocks: int, dtype: str) -> None:
+    graph, ways = jobs.blocks(blocks, 1024), ("none", "optimizer", "gradients", "parameters")
+    found = [predicted(graph, plan, batch=64, shard=way, dtype=dtype) for way in ways]
+    for stages in zip(*(each.stages for each in found), strict=True):
+        totals = [stage.memory.total for stage in stages]
+        assert totals == sorted(totals, reverse=True)
+
+
+def test_attention_with_dropout_takes_the_time_of_its_scores() -> None:
+    """They are read and written nineteen times in both passes, at what the memory gives."""
+    plain, dropping = (
+        predicted(jobs.attending(2, 64, 2048, True, dropout), "data=1", dtype="bfloat16").seconds
+        for dropout in (0.0, 0.1)
+    )
+    passed = 2 * 19 * 16 * 4 * 2048**2 * 2 / 2039e9  # two attentions, their scores in 16 bits
+    assert passed < dropping < plain + 2 * passed
+    assert plain < passed

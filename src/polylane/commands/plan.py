@@ -107,7 +107,8 @@ def search_for(
     from polylane.planner.search import Wish, search
 
     most = scene.cluster.count if workers is None else workers
-    planning.checked_workers(scene.cluster, most)
+    if most > scene.cluster.count:
+        raise PolylaneError(f"--workers {most}: the cluster has {plural(scene.cluster.count, 'device')}")
     limit = min(device.memory for device in scene.cluster.devices(range(most)))
     limit = min(limit, memory or limit)
     wish = Wish(scene.batch, worthwhile(most), _inner(scene.cluster), (method,), float(limit), top=max(top, 1))

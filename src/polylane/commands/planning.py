@@ -164,7 +164,12 @@ def method_of(dtype: str, masters: bool, recompute: str, shard: str, overlap: bo
     """
     from polylane.cost.method import Method
 
-    return Method(dtype, masters, recompute, shard, overlap)  # type: ignore[arg-type]
+    if dtype == "float64":
+        raise PolylaneError("--dtype 'float64': choose one of float32, bfloat16, float16")
+    try:
+        return Method(dtype, masters, recompute, shard, overlap)  # type: ignore[arg-type]
+    except PolylaneError as error:
+        raise PolylaneError(f"--{error}") from None
 
 
 def duration(seconds: float) -> str:

@@ -39,6 +39,7 @@ def run(
     batch: int,
     settings: Sequence[str],
     method: Method,
+    of_plan: bool,
     slow: Sequence[str],
     html: Path | None,
     svg: Path | None,
@@ -48,7 +49,7 @@ def run(
     every: int,
     json: bool,
 ) -> None:
-    """Predict a step and print it.
+    """Predict a step and print it; ``of_plan``: the passes have the plan's precision.
 
     Raises:
         PolylaneError: what was given is wrong.
@@ -59,7 +60,7 @@ def run(
     from polylane.planner import setup
     from polylane.planner.subdivide import subdivided
 
-    checked(chunks, every, plan)
+    checked(chunks, every, plan, method)
     chosen = None if plan == AUTO else inputs.read_plan(plan)
     pins = {axis: chosen.pins(axis) for axis in chosen.axes} if isinstance(chosen, Plan) else {}
     scene = planning.scene(path, settings, cluster, batch, pins, profile)
@@ -67,6 +68,8 @@ def run(
     if chosen is None:
         chosen = fastest(scene, method)
     planning.checked_workers(scene.cluster, chosen.workers)
+    if of_plan:
+        method = replace(method, dtype=chosen.precision)
     basis = setup.basis(scene.job, scene.cluster, method)
     partition, fitted = subdivided(basis, chosen, batch, chunks)
     drawn = html is not None or svg is not None
@@ -84,7 +87,7 @@ def run(
         show(found)
 
 
-def checked(chunks: int, every: int, plan: str) -> None:
+def checked(chunks: int, every: int, plan: str, method: Method) -> None:
     """Refuse what no plan can have, before anything is captured.
 
     Raises:
@@ -93,6 +96,10 @@ def checked(chunks: int, every: int, plan: str) -> None:
     for name, value in (("chunks", chunks), ("every", every)):
         if value < 1:
             raise PolylaneError(f"--{name} must be at least 1, not {value}")
+    if plan == AUTO and every > 1 and method.shard != "none":
+        raise PolylaneError(
+            f"--shard {method.shard} needs replicas that are alike, and --every {every} lets them differ"
+        )
     if chunks > 1 and plan == AUTO:
         raise PolylaneError(
             "--chunks takes a plan in one line, such as pipeline=4: what auto finds cannot be divided further"
@@ -195,14 +202,17 @@ def _bytes(prediction: Prediction, timeline: Timeline) -> dict[tuple[str, int], 
 
 def _level(plan: Plan, kind: str, cluster: Cluster) -> str:
     """The widest part of the cluster that a kind of traffic crosses."""
-    stage, rank = plan.stages[0], plan.stages[0].devices[0]
-    if kind == "data":
-        ranks = [plan.along(s.devices[0], "data") for s in plan.stages]
-    elif kind == "pipeline":
-        ranks = [(rank, other.devices[0]) for other in plan.stages[1:2]]
-    else:
-        ranks = [stage.devices[: plan.degree("sequence", 0) * plan.degree("tensor", 0)]]
-    return max(cluster.level(group) for group in ranks).name.lower() if ranks else "device"
+    groups: list[Sequence[int]] = []
+    for stage, after in zip(plan.stages, [*plan.stages[1:], plan.stages[0]], strict=True):
+        first = stage.devices[0]
+        if kind == "pipeline":
+            groups.append((first, after.devices[0]))
+        else:
+            axes = ("data",) if kind == "data" else ("sequence", "tensor")
+            groups.append(plan.group(first, axes))
+    if all(len(set(group)) == 1 for group in groups):  # what tied weights sum, or statistics that replicas share
+        groups = [range(plan.workers)]
+    return max(cluster.level(group) for group in groups).name.lower()
 
 
 def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, Any]:

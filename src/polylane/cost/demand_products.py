@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from polylane.cost.demand import Local, Operation, Pass, Product
+from polylane.cost.demand import Local, Operation, Pass, Product, Shape
 
 
 def _product(local: Local, product: Product, left: bool, right: bool, weight: float, bias: bool) -> Operation:
@@ -116,10 +116,17 @@ def convolution(local: Local) -> Operation | None:
     return Operation("convolution", Pass((first,), kernels=1), Pass(back, moved, kernels=kernels), item=local.element)
 
 
+# How often the scores of an attention with dropout are read or written: a product, a mask, softmax, dropout, a product;
+# and back through them.
+OVER_SCORES = (8, 11)
+
+
 def attention(local: Local) -> Operation | None:
     query, key, value = (local.shape(name) for name in ("query", "key", "value"))
     if query is None or key is None or value is None or len(query) < 2:
         return None
+    if local.call.arguments.get("dropout_p"):
+        return _attention_with_scores(local, query, key, value)
     causal = 0.5 if local.call.arguments.get("is_causal") else 1.0
     flops = 2.0 * causal * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     forward = Pass(bytes=local.read + local.written, flops=flops, kernels=1)
@@ -129,6 +136,21 @@ def attention(local: Local) -> Operation | None:
     moved = local.read + 2 * local.written + local.returned
     backward = Pass(bytes=moved, flops=2.5 * flops, kernels=2)
     return Operation("attention", forward, backward, item=local.element, length=key[-2])
+
+
+def _attention_with_scores(local: Local, query: Shape, key: Shape, value: Shape) -> Operation:
+    """With dropout, which is drawn by key: no kernel keeps the scores to itself, or leaves out those behind a mask."""
+    heads, rows, columns = math.prod(query[:-2]), query[-2], key[-2]
+    scores = heads * rows * columns * local.element
+    first = Product(rows, columns, query[-1], batch=heads, row=query[-1])
+    second = Product(rows, value[-1], columns, batch=heads, row=value[-1])
+    there, back = (times * scores for times in OVER_SCORES)
+    forward = Pass((first, second), local.read + local.written + there, kernels=5)
+    if not local.learns:
+        return Operation("matmul", forward, item=local.element)
+    moved = local.read + 2 * local.written + local.returned + back
+    backward = Pass((first, first, second, second), moved, kernels=8)
+    return Operation("matmul", forward, backward, item=local.element)
 
 
 def recurrent(local: Local) -> Operation | None:

@@ -138,6 +138,7 @@ def _moments(need: Need, load: _Sharded, live: int, microbatches: int) -> list[M
         """The backward pass after so many others, with so many microbatches live."""
         ends = need.first - need.backward if first else 0.0
         made = max(ends, 0.0) * (full / load.trained if load.trained else 0.0) if first else full
+        made = load.scattering(made)
         coming = ahead(microbatches - done - held, microbatches - done - 1)
         return at("backward", (held - 1) * need.live + need.backward, made, min(done, _LATE), coming)
 
@@ -158,7 +159,13 @@ def _moments(need: Need, load: _Sharded, live: int, microbatches: int) -> list[M
 
 @dataclass(frozen=True)
 class _Sharded:
-    """A load as the method has it on one replica; ``gathered``: of whole parameters, where replicas hold parts."""
+    """A load as the method has it on one replica.
+
+    Attributes:
+        gathered: of whole parameters, where replicas hold parts.
+        scattered: of a block's whole gradients, until they are scattered.
+        share: of the gradients that a replica holds.
+    """
 
     parameters: float
     trained: float
@@ -167,6 +174,12 @@ class _Sharded:
     working: float
     copied: float
     gathered: float
+    scattered: float
+    share: float
+
+    def scattering(self, gradients: float) -> float:
+        """Bytes of gradients in a backward pass: those that have come to stay, and those still to be scattered."""
+        return min(gradients + self.scattered, gradients / self.share)
 
 
 def sharded(load: Load, method: Method, replicas: int) -> _Sharded:
@@ -186,16 +199,16 @@ def sharded(load: Load, method: Method, replicas: int) -> _Sharded:
     elif method.low:
         parameters, gradients, states, working = (x * narrow for x in (parameters, gradients, states, working))
         fixed *= narrow
-    own, gathered = 1.0 / replicas, 0.0
+    own, gathered, scattered, share = 1.0 / replicas, 0.0, 0.0, 1.0
     block = load.block * (narrow if method.low else 1.0)
     if method.shard != "none":
         states, working = states * own, working * own
     if method.shard in ("gradients", "parameters") and replicas > 1:
-        gradients, gathered = gradients * own, block
+        gradients, scattered, share = gradients * own, block, own
     if method.shard == "parameters" and replicas > 1:
-        parameters, gathered = parameters * own, gathered + 2 * block
+        parameters, gathered = parameters * own, min(2 * block, parameters * (1 - own))
     copied = load.copied * (narrow if method.low else 1.0)
-    return _Sharded(parameters + fixed, load.trained, gradients, states, working, copied, gathered)
+    return _Sharded(parameters + fixed, load.trained, gradients, states, working, copied, gathered, scattered, share)
 
 
 def recomputed(whole: Need, blocks: Sequence[Need]) -> Need:

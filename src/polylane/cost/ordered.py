@@ -43,7 +43,7 @@ def memory_in_order(
     def at(moment: str, activations: float, gradients: float, travels: float, work: float = 0.0) -> Memory:
         return Memory(
             parameters=math.ceil(own.parameters + own.gathered),
-            gradients=math.ceil(min(gradients, own.gradients)),
+            gradients=math.ceil(min(gradients, own.gradients + own.scattered)),
             optimizer=math.ceil(own.states + work),
             activations=math.ceil(activations + samples),
             communication=math.ceil(travels),
@@ -67,7 +67,7 @@ def memory_in_order(
         if stage not in begun:  # its gradients only come into being
             made += share * max(need.first - need.backward, 0.0)
             begun.add(stage)
-        moments.append(at("backward", held + need.backward, made, travels))
+        moments.append(at("backward", held + need.backward, own.scattering(made), travels))
         gone = [gone[-1], need.returned]
     moments.append(at("reduction", 0.0, own.gradients, sum(gone) + own.copied))
     moments.append(at("step", 0.0, own.gradients, sum(gone), own.working))

@@ -12,7 +12,7 @@ from polylane.cost.predict import Prediction, predict
 from polylane.graph.partition import Partition
 from polylane.plan import fit
 from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
+from polylane.plan.spec import PRECISIONS, Spec
 from polylane.planner.branches import branched
 from polylane.planner.candidate import Candidate, Uniform, estimated, floor, uniforms
 from polylane.planner.estimate import Estimates
@@ -259,5 +259,7 @@ def realized(estimates: Estimates, candidate: Candidate) -> Found:
 
 def plan_of(partition: Partition, candidate: Candidate) -> Plan:
     """A candidate's plan, its workers ranked so that a host is filled with ranks that talk the most."""
-    spec = Spec.of_meshes(candidate.meshes, candidate.schedule, candidate.microbatches, "float32")
+    dtype = candidate.method.dtype
+    precision = dtype if dtype in PRECISIONS else PRECISIONS[0]
+    spec = Spec.of_meshes(candidate.meshes, candidate.schedule, candidate.microbatches, precision)
     return fit.from_partition(partition, spec, candidate.microbatches)
