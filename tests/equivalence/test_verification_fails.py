@@ -117,12 +117,12 @@ def test_a_replica_with_another_weight(training: tuple[Prepared, Partition], mon
 def test_a_tied_weight_that_is_not_summed(
     training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buckets = lower._buckets
+    buckets = lower.buckets
 
     def apart(cut: Partition, plan: object, *others: object) -> tuple[object, ...]:
         return tuple(b for b in buckets(cut, plan, *others) if not b.name.startswith("tied"))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(lower, "_buckets", apart)
+    monkeypatch.setattr(lower, "buckets", apart)
     result = verdict(training, "pipeline=3,microbatches=2")
     assert not result.passed and not result.replicas_equal
     assert result.culprit is not None and "first gradient" in result.culprit and "embed.weight" in result.culprit
