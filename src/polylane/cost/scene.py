@@ -168,12 +168,12 @@ class Scene:
             return Sharing()
         ranks = self.plan.along(self.plan.stages[stage].devices[0], "data")
         blocks = [self.bytes(stage, names) for names in self._blocks(stage) if names]
-        traffic, turn = Traffic.of(self.basis.cluster, blocks, ranks), self.basis.overhead
+        traffic, turn = Traffic.of(self.basis.cluster, blocks, ranks, gathers=1), self.basis.overhead
         gathered = sent("all_gather", sum(blocks), len(ranks))
         scattered = sent("reduce_scatter", sum(blocks), len(ranks))
         return Sharing(
-            lost(own.forward + own.waits + turn, traffic.gathers / 2),
-            lost(own.backward + own.backward_waits + turn, traffic.gathers / 2 + traffic.scatters),
+            lost(own.forward + own.waits + turn, traffic.gathers),
+            lost(own.backward + own.backward_waits + turn, traffic.seconds),
             gathered,
             gathered + scattered,
         )

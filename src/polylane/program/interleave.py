@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from polylane.graph.partition import Crossing, Partition
 from polylane.plan.plan import Plan
-from polylane.program.lower import Partials, buckets, with_communication
+from polylane.program.lower import Partials, buckets, ended, with_communication
 from polylane.program.program import Program
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action
 from polylane.schedule.interleaved import interleaved
 
 
@@ -40,29 +40,16 @@ def lower_interleaved(
     crossings = [each for c in partition.crossings if (each := _between(c, workers)) is not None]
     programs = []
     for rank in sorted(wanted):
-        stage, replica = plan.place(rank)
+        stage = plan.place(rank)[0]
         peers = [plan.peers(rank, other % workers) for other in range(partition.stages)]
-        actions = list[Action]()
+        passes = list[Action]()
         for action in lanes[stage]:
             receives = [c for c in crossings if action.stage in c.consumers]
             sends = [c for c in crossings if c.producer == action.stage]
-            actions += with_communication(action, peers, receives, sends)
-        own = tuple(bucket for bucket in summed if rank in bucket.ranks)
-        actions += [Action(Kind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
-        programs.append(
-            Program(
-                rank=rank,
-                stage=stage,
-                replica=replica,
-                replicas=plan.group(rank, ("data",)),
-                actions=(*actions, Action(Kind.STEP, stage)),
-                receives=tuple(c for c in crossings if any(each % workers == stage for each in c.consumers)),
-                sends=tuple(c for c in crossings if c.producer % workers == stage),
-                buckets=own,
-                partition=partition,
-                coordinates=plan.coordinates(rank),
-            )
-        )
+            passes += with_communication(action, peers, receives, sends)
+        coming = tuple(c for c in crossings if any(each % workers == stage for each in c.consumers))
+        going = tuple(c for c in crossings if c.producer % workers == stage)
+        programs.append(ended(passes, rank, partition, plan, coming, going, summed))
     return tuple(programs)
 
 

@@ -46,28 +46,39 @@ def lower(
     summed = buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
     programs = []
     for rank in sorted(wanted):
-        (stage, replica), peers = plan.place(rank), [plan.peers(rank, other) for other in range(plan.pipeline)]
+        stage, peers = plan.place(rank)[0], [plan.peers(rank, other) for other in range(plan.pipeline)]
         receives = tuple(c for c in partition.crossings if stage in c.consumers)
         sends = tuple(c for c in partition.crossings if c.producer == stage)
-        own = tuple(bucket for bucket in summed if rank in bucket.ranks)
-        actions = [each for action in lanes[stage] for each in with_communication(action, peers, receives, sends)]
-        actions += [Action(Kind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
-        actions.append(Action(Kind.STEP, stage))
-        programs.append(
-            Program(
-                rank=rank,
-                stage=stage,
-                replica=replica,
-                replicas=plan.group(rank, ("data",)),
-                actions=tuple(actions),
-                receives=receives,
-                sends=sends,
-                buckets=own,
-                partition=partition,
-                coordinates=plan.coordinates(rank),
-            )
-        )
+        passes = [each for action in lanes[stage] for each in with_communication(action, peers, receives, sends)]
+        programs.append(ended(passes, rank, partition, plan, receives, sends, summed))
     return tuple(programs)
+
+
+def ended(
+    passes: Sequence[Action],
+    rank: int,
+    partition: Partition,
+    plan: Plan,
+    receives: tuple[Crossing, ...],
+    sends: tuple[Crossing, ...],
+    summed: Sequence[Bucket],
+) -> Program:
+    """A worker's program: its passes with their messages, the sums of its gradients, its step."""
+    stage, replica = plan.place(rank)
+    own = tuple(bucket for bucket in summed if rank in bucket.ranks)
+    reduces = [Action(Kind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
+    return Program(
+        rank=rank,
+        stage=stage,
+        replica=replica,
+        replicas=plan.group(rank, ("data",)),
+        actions=(*passes, *reduces, Action(Kind.STEP, stage)),
+        receives=receives,
+        sends=sends,
+        buckets=own,
+        partition=partition,
+        coordinates=plan.coordinates(rank),
+    )
 
 
 def lower_evaluation(partition: Partition, plan: Plan) -> tuple[Program, ...]:
