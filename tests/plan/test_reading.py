@@ -29,7 +29,7 @@ from plan_files import MESH, edited, refusal
         ({"microbatches": 2.5}, "microbatches must be a whole number, not 2.5"),
         ({"microbatches": True}, "microbatches must be a whole number, not True"),
         ({"precision": "float16"}, "precision must be float32 or bfloat16, not 'float16'"),
-        ({"sync": {"kind": "gossip"}}, "sync.kind must be all_reduce, not 'gossip'"),
+        ({"sync": {"kind": "gossip"}}, "sync.kind must be all_reduce or parameter_server, not 'gossip'"),
         ({"sync": "all_reduce"}, "sync must be a mapping of keys and values, not 'all_reduce'"),
         ({"stages.1": "layer2"}, "stages.1 must be a mapping of keys and values, not 'layer2'"),
         (

@@ -42,6 +42,8 @@ def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
         schedule=spec.schedule,  # type: ignore[arg-type]
         microbatches=microbatches,
         precision=spec.precision,  # type: ignore[arg-type]
+        sync=spec.sync,
+        slow=dict(spec.slow),
     )
 
 

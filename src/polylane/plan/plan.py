@@ -15,21 +15,16 @@ from pydantic_core import PydanticCustomError
 from polylane.errors import PolylaneError
 from polylane.plan import reading
 from polylane.plan.pins import check_axes, read_pattern
-from polylane.plan.spec import Degrees, Spec, check_workers, degrees_of
-
-# What counts something; true is no number here, nor is "2".
-_Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
+from polylane.plan.spec import Degrees, Spec, check_workers, degrees_of, line_of
+from polylane.plan.strict import Count, Strict
+from polylane.plan.sync import SUM, Sync
 
 # The axes of a stage's mesh, the outermost first: its devices are listed in this order.
 MESH = ("data", "sequence", "tensor")
 _OPERATOR_AXES = ("sequence", "tensor")
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
-
-class Fingerprint(_Strict):
+class Fingerprint(Strict):
     """Which graph a plan is for, with enough of it to say what differs from another."""
 
     id: str
@@ -44,7 +39,7 @@ def _in_pairs(nodes: tuple[str, ...]) -> tuple[str, ...]:
     return nodes
 
 
-class Stage(_Strict):
+class Stage(Strict):
     """Some of the graph on some of the devices.
 
     ``nodes`` are the first and the last node, by the user's module path ("layer2.3": all of that module) or by a node's
@@ -55,10 +50,10 @@ class Stage(_Strict):
 
     nodes: Annotated[tuple[str, ...], pydantic.AfterValidator(_in_pairs)]
     devices: tuple[pydantic.StrictInt, ...]
-    mesh: dict[Literal["data", "sequence", "tensor"], _Count] = {"data": 1}
+    mesh: dict[Literal["data", "sequence", "tensor"], Count] = pydantic.Field(default={"data": 1})
     placements: dict[
         str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
-    ] = {}
+    ] = pydantic.Field(default={})
 
     @property
     def pieces(self) -> tuple[tuple[str, str], ...]:
@@ -70,27 +65,24 @@ class Stage(_Strict):
         return next((degree for name, degree in self.mesh.items() if name == axis), 1)
 
 
-class Sync(_Strict):
-    """How replicas agree."""
-
-    kind: Literal["all_reduce"] = "all_reduce"
-    every: Literal[1] = 1
-
-
-class Plan(_Strict):
+class Plan(Strict):
     """A way to split the training of one graph, refused with a PolylaneError where it contradicts itself.
 
     ``graph`` says which one; a plan that a person writes may leave it out. Names of nodes and parameters that the model
-    does not have are refused either way.
+    does not have are refused either way. ``slow`` makes ranks that many times as slow as they are, to see what a
+    straggler does to the others.
     """
 
     polylane: Literal[1] = 1
     graph: Fingerprint | None = None
     stages: tuple[Stage, ...]
     schedule: Literal["naive", "afab", "1f1b"] = "1f1b"
-    microbatches: _Count = 1
-    sync: Sync = Sync()
+    microbatches: Count = 1
+    sync: Sync = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
+    slow: dict[pydantic.StrictInt, Annotated[float, pydantic.Field(ge=1, allow_inf_nan=False)]] = pydantic.Field(
+        default={}
+    )
     _file: str = pydantic.PrivateAttr("")
     # Where every rank stands, and for which stages that was looked up: plans may have very many ranks.
     _found: tuple[tuple[Stage, ...], dict[int, tuple[int, int]]] = pydantic.PrivateAttr(((), {}))
@@ -132,8 +124,13 @@ class Plan(_Strict):
 
     @property
     def workers(self) -> int:
-        """How many workers the plan takes."""
+        """How many workers train."""
         return sum(len(stage.devices) for stage in self.stages)
+
+    @property
+    def processes(self) -> int:
+        """How many workers the plan takes: those that train, and behind them those that only serve parameters."""
+        return self.workers + (self.sync.server_count if self.sync.dedicated else 0)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -248,8 +245,7 @@ class Plan(_Strict):
     @property
     def spec(self) -> str:
         """The plan in one line; the stages' bounds and their placements are left out."""
-        line = ",".join([*degrees_of(self.meshes), f"schedule={self.schedule}", f"microbatches={self.microbatches}"])
-        return line if self.precision == "float32" else f"{line},precision={self.precision}"
+        return line_of(self.meshes, self.schedule, self.microbatches, self.precision, self.sync, self.slow)
 
 
 def default_microbatches(spec: Spec, batch: int) -> int:
@@ -264,9 +260,13 @@ def dump(plan: Plan) -> str:
     data = plan.model_dump(mode="json")
     if plan.graph is None:
         del data["graph"]
+    if not plan.slow:
+        del data["slow"]
     for stage in data["stages"]:
         if not stage["placements"]:
             del stage["placements"]
+    said = plan.sync.model_dump(mode="json", exclude_defaults=True)
+    data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.serves else {"every": plan.sync.every}), **said}
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
 
 
@@ -291,7 +291,7 @@ def load(path: str | Path) -> Plan:
 
 def _keys(place: Sequence[int | str]) -> list[str]:
     """The keys of a mapping in a plan file."""
-    models: dict[str, type[_Strict]] = {"graph": Fingerprint, "stages": Stage, "sync": Sync}
+    models: dict[str, type[Strict]] = {"graph": Fingerprint, "stages": Stage, "sync": Sync}
     return list((models[str(place[0])] if place else Plan).model_fields)
 
 
@@ -304,6 +304,7 @@ def check(plan: Plan) -> None:
     """
     _check_meshes(plan)
     _check_devices(plan)
+    _check_sync(plan)
 
 
 def _check_meshes(plan: Plan) -> None:
@@ -337,3 +338,20 @@ def _check_devices(plan: Plan) -> None:
         raise PolylaneError(
             f"{plan.title}: devices must be numbered from 0 to {most}: {other} is there, but {missing} is not"
         )
+
+
+def _check_sync(plan: Plan) -> None:
+    """Replicas that go their own ways, or that servers know by number, are whole ones: every stage has as many."""
+    sync = plan.sync
+    if plan.redivides and (sync.alone or sync.serves):
+        key = "kind: parameter_server" if sync.serves else f"every: {sync.every}"
+        raise PolylaneError(f"{plan.title}: sync.{key} needs as many replicas of every stage: give all the same data")
+    for stage in range(plan.pipeline):
+        if sync.within is not None and plan.degree("data", stage) % sync.within:
+            raise PolylaneError(
+                f"{plan.title}: sync.within: {plan.degree('data', stage)} replicas of stage {stage} cannot be divided "
+                f"into groups of {sync.within}"
+            )
+    for rank in plan.slow:
+        if not 0 <= rank < plan.workers:
+            raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {plan.workers} workers")

@@ -46,7 +46,7 @@ def sentence(error: ErrorDetails, known: Callable[[Sequence[int | str]], Sequenc
     """
     where, kind = error["loc"], error["type"]
     key = ".".join(str(part) for part in where if part != "[key]")
-    if kind in ("placement", "pairs"):
+    if kind in ("placement", "pairs", "sync"):
         return f"{key}: {error['msg']}"
     if where[-1] == "[key]" and kind == "literal_error":
         axes = _names(error)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from polylane.errors import PolylaneError
+from polylane.plan import sync as syncs
+from polylane.plan.sync import SUM, Sync
 from polylane.schedule.synchronous import SCHEDULES
 
 # What stands for the best plan, wherever a plan is asked for.
@@ -16,7 +18,7 @@ AUTO = "auto"
 PRECISIONS = ("float32", "bfloat16")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches")
-_KEYS = (*_COUNTS, "schedule", "precision")
+_KEYS = (*_COUNTS, "schedule", "precision", *syncs.KEYS, "slow")
 
 # As many workers as a plan may have, and as many microbatches: ten times the largest machines.
 MOST = 2**20
@@ -52,6 +54,8 @@ class Spec:
         sequence: ranks over which they are split so that each holds a part of the activations, and all parameters.
         stages: the mesh of every stage, where they differ; the degrees above then follow from them: their number, and
             the largest degrees. Meshes that are all the same are degrees and nothing else.
+        sync: how replicas agree.
+        slow: ranks that are made so many times as slow as they are.
 
     Raises:
         PolylaneError: degrees are given beside stages that have others, or there are too many workers.
@@ -65,6 +69,8 @@ class Spec:
     tensor: int = 1
     sequence: int = 1
     stages: tuple[Degrees, ...] = ()
+    sync: Sync = SUM
+    slow: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.stages:
@@ -85,9 +91,24 @@ class Spec:
             object.__setattr__(self, "stages", ())
 
     @classmethod
-    def of_meshes(cls, meshes: Sequence[Degrees], schedule: str, microbatches: int | None, precision: str) -> Spec:
+    def of_meshes(
+        cls,
+        meshes: Sequence[Degrees],
+        schedule: str,
+        microbatches: int | None,
+        precision: str,
+        sync: Sync = SUM,
+        slow: tuple[tuple[int, float], ...] = (),
+    ) -> Spec:
         """Stages with a mesh each."""
-        return cls(schedule=schedule, microbatches=microbatches, precision=precision, stages=tuple(meshes))
+        return cls(
+            schedule=schedule,
+            microbatches=microbatches,
+            precision=precision,
+            stages=tuple(meshes),
+            sync=sync,
+            slow=slow,
+        )
 
     @property
     def meshes(self) -> tuple[Degrees, ...]:
@@ -101,10 +122,15 @@ class Spec:
 
     @property
     def workers(self) -> int:
-        """How many workers the plan takes."""
+        """How many workers train."""
         if self.stages:
             return sum(degrees.workers for degrees in self.stages)
         return self.data * self.pipeline * self.sequence * self.tensor
+
+    @property
+    def processes(self) -> int:
+        """How many workers the plan takes: those that train, and behind them those that only serve parameters."""
+        return self.workers + (self.sync.server_count if self.sync.dedicated else 0)
 
 
 def degrees_of(meshes: Sequence[Degrees]) -> list[str]:
@@ -117,6 +143,25 @@ def degrees_of(meshes: Sequence[Degrees]) -> list[str]:
     data, sequence, tensor = meshes[0]
     inner = {"sequence": sequence, "tensor": tensor}
     return [f"data={data}", f"pipeline={len(meshes)}", *(f"{axis}={n}" for axis, n in inner.items() if n > 1)]
+
+
+def line_of(
+    meshes: Sequence[Degrees],
+    schedule: str,
+    microbatches: int,
+    precision: str,
+    sync: Sync,
+    slow: Mapping[int, float],
+) -> str:
+    """A plan in one line."""
+    words = [*degrees_of(meshes), f"schedule={schedule}", f"microbatches={microbatches}"]
+    words += [] if precision == "float32" else [f"precision={precision}"]
+    words += [*sync.words(), *_slow_words(slow)]
+    return ",".join(words)
+
+
+def _slow_words(slow: Mapping[int, float]) -> list[str]:
+    return ["slow=" + "+".join(f"{rank}:{factor:g}" for rank, factor in slow.items())] if slow else []
 
 
 def check_workers(workers: int, degrees: Sequence[str]) -> None:
@@ -158,11 +203,28 @@ def _parsed(text: str) -> Spec:
         raise PolylaneError(f"precision={_shown(precision)} is not known, known are {', '.join(PRECISIONS)}")
     counts = {key: _count(key, given[key]) for key in _COUNTS if key in given}
     microbatches = counts.pop("microbatches", None)
+    sync = syncs.of_words({key: given[key] for key in syncs.KEYS if key in given})
+    slow = _slow(given["slow"]) if "slow" in given else ()
     if opened:
         meshes = [_mesh(stage, number) for number, stage in enumerate(inside.split("|"))]
-        return Spec.of_meshes(meshes, schedule, microbatches, precision)
+        return Spec.of_meshes(meshes, schedule, microbatches, precision, sync, slow)
     data, pipeline, sequence, tensor = (counts.get(key, 1) for key in DEGREES)
-    return Spec(data, pipeline, schedule, microbatches, precision, tensor, sequence)
+    return Spec(data, pipeline, schedule, microbatches, precision, tensor, sequence, sync=sync, slow=slow)
+
+
+def _slow(text: str) -> tuple[tuple[int, float], ...]:
+    """A rank and how many times as slow it is made: "1:2", or several with + in between."""
+    found = []
+    for each in text.split("+"):
+        rank, colon, factor = each.partition(":")
+        try:
+            ok = bool(colon) and rank.isdecimal() and 1 <= float(factor) < float("inf")
+        except ValueError:
+            ok = False
+        if not ok:
+            raise PolylaneError(f"slow={_shown(text)} must be RANK:TIMES, as in 1:2.5, with times of at least 1")
+        found.append((int(rank), float(factor)))
+    return tuple(found)
 
 
 def _mesh(text: str, stage: int) -> Degrees:

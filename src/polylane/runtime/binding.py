@@ -28,8 +28,8 @@ class Lane:
     worker: Worker
 
 
-# By (the form of a batch, into how many microbatches it is divided).
-Lanes = dict[tuple[Any, int], Lane]
+# By (the form of a batch, into how many microbatches it is divided, whether each replica goes its own way).
+Lanes = dict[tuple[Any, int, bool], Lane]
 
 
 class Binding:
@@ -52,7 +52,7 @@ class Binding:
         """Into how many microbatches a batch is divided: a short one into fewer, if the model needs the samples."""
         return part_count(samples, self._plan.microbatches, self._prepared.fewest.samples)
 
-    def lane(self, partition: Partition, programs: Sequence[Program]) -> Lane:
+    def lane(self, partition: Partition, programs: Sequence[Program], alone: bool = False) -> Lane:
         """A partition of one of the model's graphs, with every worker's program, bound to this worker."""
         stage = self._holding.stage
         self._holding.tensors.hold({*partition.parameters(stage), *partition.buffers(stage)})
@@ -77,32 +77,39 @@ class Binding:
             self._connections.mesh,
             layouts,
             orders,
+            alone,
         )
         return Lane(partition, tuple(programs), worker)
 
-    def for_training(self, lanes: Lanes, name: str, batch: Batch) -> Lane:
+    def for_training(self, lanes: Lanes, name: str, batch: Batch, alone: bool = False) -> Lane:
         """An objective's lane for batches like this one, bound when the first of them comes."""
-        return self._for(lanes, name, batch, True)
+        return self._for(lanes, name, batch, True, alone)
 
     def for_evaluation(self, name: str, batch: Batch) -> Lane:
         """As :meth:`for_training`, in evaluation mode and forward only."""
-        return self._for(self._evaluations[name], name, batch, False)
+        return self._for(self._evaluations[name], name, batch, False, False)
 
-    def _for(self, lanes: Lanes, name: str, batch: Batch, training: bool) -> Lane:
+    def _for(self, lanes: Lanes, name: str, batch: Batch, training: bool, alone: bool) -> Lane:
         form, count = signature(batch.leaves, batch.sampled), self.microbatches(batch.samples)
-        if (form, count) not in lanes:
+        if (form, count, alone) not in lanes:
             full = self._plan.microbatches
-            if (form, full) not in lanes:
-                lanes[form, full] = self._captured(name, batch, form, training)
+            if (form, full, alone) not in lanes:
+                other = lanes.get((form, full, not alone))
+                known = None if other is None else other.partition
+                lanes[form, full, alone] = self._captured(name, batch, form, training, alone, known)
             if count < full:
-                lane = lanes[form, full]
-                lanes[form, count] = self.lane(lane.partition, [shortened(p, count) for p in lane.programs])
-        return lanes[form, count]
+                lane = lanes[form, full, alone]
+                programs = [shortened(p, count) for p in lane.programs]
+                lanes[form, count, alone] = self.lane(lane.partition, programs, alone)
+        return lanes[form, count, alone]
 
-    def _captured(self, name: str, batch: Batch, form: Any, training: bool) -> Lane:
+    def _captured(
+        self, name: str, batch: Batch, form: Any, training: bool, alone: bool, partition: Partition | None
+    ) -> Lane:
         """The lane of a graph that is captured now, or was captured ahead."""
         prepared = self._prepared
-        partition = prepared.evaluations.get(name) if not training and form == self._form else None
+        if partition is None and not training and form == self._form:
+            partition = prepared.evaluations.get(name)
         if partition is None:
             example, main = self._rebuild(few(batch.leaves, 4, batch.sampled)), prepared.partitions[name]
             objective = prepared.objectives[name]
@@ -111,7 +118,8 @@ class Binding:
                 prepared.look_at(partition, name, example)
         self._refuse_moved(partition)
         layouts = prepared.layouts_of(partition)
-        return self.lane(partition, programs_of(partition, self._plan, self._holding.holders, training, layouts))
+        programs = programs_of(partition, self._plan, self._holding.holders, training, layouts, alone)
+        return self.lane(partition, programs, alone)
 
     def _refuse_moved(self, partition: Partition) -> None:
         holders = self._holding.holders

@@ -15,13 +15,14 @@ from polylane.graph.partition import Partition
 from polylane.program.program import Program
 from polylane.runtime import clock, data, weights
 from polylane.runtime.binding import Binding, Lane
-from polylane.runtime.connections import Connect, connected
+from polylane.runtime.connections import Connect, connected, replica_of
 from polylane.runtime.division import Batch, Share, shares
-from polylane.runtime.holding import Holding, holders_of
+from polylane.runtime.holding import Holders, Holding, holders_of
 from polylane.runtime.lane import programs_of
 from polylane.runtime.prepare import Prepared
-from polylane.runtime.result import Report, StepResult, gathered
-from polylane.runtime.trainer import Trainer, optimizer_of, trainer_of
+from polylane.runtime.result import Reports, StepResult, gathered
+from polylane.runtime.sync.choose import rule_of
+from polylane.runtime.trainer import optimizer_of, trainer_of
 from polylane.runtime.transport import c10d
 from polylane.runtime.worker import StepState
 from polylane.runtime.world import World
@@ -62,23 +63,21 @@ class Job:
             connect: makes the transport.
         """
         self.plan, self.world, self.model = prepared.plan, world, prepared.model
-        if world.size != self.plan.workers:
+        if world.size != self.plan.processes:
             raise PolylaneError(
-                f"the plan takes {self.plan.workers} workers ({self.plan.spec}), there are {world.size}"
+                f"the plan takes {self.plan.processes} workers ({self.plan.spec}), there are {world.size}"
             )
         self._prepared, self._seed, self._step = prepared, seed, 0
         leaves, rebuild = flatten(example)
         self._sampled = sampled_leaves(leaves)
         self._compared = False
         holders = holders_of(prepared)
-        self._programs = {
-            name: programs_of(partition, self.plan, holders, True, prepared.layouts_of(partition))
-            for name, partition in prepared.partitions.items()
-        }
+        self._programs = self._lowered(holders, alone=False)
+        alone = self._lowered(holders, alone=True) if self.plan.sync.alone else {}
         self._connections = connected(
             world,
             self.plan,
-            self._programs.values(),
+            [*self._programs.values(), *alone.values()],
             any(partition.graph.code.batch_statistics for partition in prepared.partitions.values()),
             connect,
             [prepared.axes(stage) for stage in range(self.plan.pipeline)],
@@ -96,8 +95,20 @@ class Job:
             for name, programs in self._programs.items()
         }
         for name, trainer in self._trainers.items():
-            trainer.lanes[form, self.plan.microbatches] = self.lane(prepared.partitions[name], self._programs[name])
-        self._report: Report | None = None
+            partition = prepared.partitions[name]
+            trainer.lanes[form, self.plan.microbatches, False] = self.lane(partition, self._programs[name])
+            if name in alone:
+                bound = self._binding.lane(partition, alone[name], True)
+                trainer.lanes[form, self.plan.microbatches, True] = bound
+        self._rule = rule_of(self._holding, {name: trainer.held for name, trainer in self._trainers.items()})
+        self._reports = Reports(self._rule.slack)
+
+    def _lowered(self, holders: Holders, alone: bool) -> dict[str, tuple[Program, ...]]:
+        """Every objective's programs, of all workers."""
+        return {
+            name: programs_of(partition, self.plan, holders, True, self._prepared.layouts_of(partition), alone)
+            for name, partition in self._prepared.partitions.items()
+        }
 
     def lane(self, partition: Partition, programs: Sequence[Program]) -> Lane:
         """A partition of one of the model's graphs, with every worker's program, bound to this worker's tensors."""
@@ -122,16 +133,16 @@ class Job:
         trainer = self._trainers[name]
         own = self._own(batch)
         self._refuse_short(own)
-        lane = self._binding.for_training(trainer.lanes, name, own)
-        if self._report is not None:
-            self._report.complete()  # at most one step's report is under way
+        lane = self._binding.for_training(trainer.lanes, name, own, self._rule.alone(name))
+        self._reports.make_room()
         trainer.zero_grad()
         self._holding.buffers.fetch(lane.partition)
-        state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(trainer, lane, own, state))
+        state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(name, lane, own, state))
         self._holding.buffers.written(lane.partition)
-        self._report = gathered(lane.programs, state, self._ahead, self._transport, self.world.device)
+        report = gathered(lane.programs, state, self._ahead, self._transport, self.world.device)
+        self._reports.add(report)
         self._step += 1
-        return StepResult(self._step - 1, own.samples, self._report)
+        return StepResult(self._step - 1, own.samples, report)
 
     def _own(self, batch: Any) -> Batch:
         """A batch as this worker has it, on its device."""
@@ -163,13 +174,16 @@ class Job:
         remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
         self._prepared.fewest.check(batch.shortest, what, remedy)
 
-    def _finish(self, trainer: Trainer, lane: Lane, batch: Batch, state: StepState) -> None:
+    def _finish(self, name: str, lane: Lane, batch: Batch, state: StepState) -> None:
+        trainer = self._trainers[name]
         if not lane.partition.graph.mean:
             # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
-            count = self._summed(state)[1]
+            together = replica_of(self.plan, self.world.rank) if lane.worker.alone else range(self.world.size)
+            count = self._summed(state, together)[1]
             if count:
-                trainer.rescale(batch.samples / count)
-        trainer.update()
+                trainer.rescale(state.counted / count)
+        trainer.update(bool(state.shares))
+        self._rule.stepped(name, batch.samples)
 
     def _objective(self, name: str | None) -> str:
         if name is None:
@@ -191,14 +205,14 @@ class Job:
         own = self._own(batch)
         lane = self._binding.for_evaluation(name, own)
         self._holding.buffers.fetch(lane.partition)
-        with torch.no_grad():
+        with torch.no_grad(), self._rule.agreed():
             state = lane.worker.run(own, 0, self._seed, lambda state: None)
-        return self._summed(state)
+        return self._summed(state, range(self.world.size))
 
-    def _summed(self, state: StepState) -> tuple[float, float]:
-        """The loss over all workers, as (total, count)."""
+    def _summed(self, state: StepState, ranks: Sequence[int]) -> tuple[float, float]:
+        """The loss over some workers, as (total, count)."""
         sums = torch.tensor(state.sums(), dtype=torch.float64, device=self.world.device)
-        total, count = self._transport.all_reduce(sums, range(self.world.size)).wait().tolist()
+        total, count = self._transport.all_reduce(sums, ranks).wait().tolist()
         return total, count
 
     # ---- data and weights --------------------------------------------------------------------------------------------
@@ -292,17 +306,21 @@ class Job:
         return self._holding.pieces.label(name)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's weights and buffers, with its own names, on every worker's CPU; all must call it."""
-        return self._holding.state_dict()
+        """The whole model's weights and buffers, with its own names, on every worker's CPU; all must call it.
+
+        Where replicas differ, the weights that they agree on: their mean.
+        """
+        with self._rule.agreed():
+            return self._holding.state_dict()
 
     def save(self, path: str | Path) -> None:
         """Write the whole model's weights as safetensors, loadable into the plain model; all workers must call it."""
-        self._holding.save(Path(path))
+        with self._rule.agreed():
+            self._holding.save(Path(path))
 
     def close(self) -> None:
         """Wait for all messages and leave the other workers, if this job joined them."""
-        if self._report is not None:
-            self._report.complete()
+        self._reports.complete()
         self._connections.close()
         self.world.leave()
 

@@ -14,6 +14,7 @@ from polylane.graph.orders import Order
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.planner.layouts import Layouts
+from polylane.program.apart import apart
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
@@ -72,9 +73,21 @@ def programs_of(
     holders: Mapping[str, Collection[int]],
     training: bool,
     layouts: Layouts,
+    alone: bool = False,
 ) -> tuple[Program, ...]:
-    """Every worker's checked program for training with, or evaluating, a graph."""
+    """Every worker's checked program for training with, or evaluating, a graph.
+
+    Args:
+        partition: the graph and its cuts.
+        plan: how it is split.
+        holders: stages that keep each parameter up to date.
+        training: forward and backward, or forward only.
+        layouts: how operators are split.
+        alone: every replica goes its own way.
+    """
     programs = lower(partition, plan, holders, layouts.partials) if training else lower_evaluation(partition, plan)
+    if alone:
+        programs = tuple(apart(program, plan) for program in programs)
     check(programs)
     return programs
 
@@ -88,8 +101,9 @@ def bind(
     mesh: Mesh,
     layouts: Layouts,
     orders: Mapping[str, Order],
+    alone: bool = False,
 ) -> Worker:
-    """One worker's program, bound to its tensors."""
+    """One worker's program, bound to its tensors; ``alone``: its replica goes its own way."""
     partition, graph = program.partition, program.partition.graph
     parameters, buffers = tensors.parameters(), tensors.buffers()
     table: dict[tuple[str, Any], Any] = {
@@ -119,4 +133,5 @@ def bind(
     travelling = wires(partition, dtypes, layout, mesh.coordinates)
     sizes = {name: wire.sizes for name, wire in travelling.items()}
     relays = Relays(program.rank, plan, partition, layouts, sizes, orders)
-    return Worker(program, runner, travelling, relays, transport, statistics, reducer, mesh)
+    shared, slowness = None if alone else statistics, plan.slow.get(program.rank, 1.0)
+    return Worker(program, runner, travelling, relays, transport, shared, reducer, mesh, alone, slowness)

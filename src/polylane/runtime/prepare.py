@@ -238,6 +238,11 @@ def prepare(
         name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
         for name, partition in (partitions.items() if evaluation else ())
     }
+    if meets and chosen.data > 1 and not chosen.sync.plain:
+        raise PolylaneError(
+            f"{chosen.title}: sync ({','.join(chosen.sync.words())}) is for losses that are means over samples, and in "
+            "this one samples meet: leave sync out, or split by pipeline or tensor alone"
+        )
     layouts, whole = dict[str, Layouts](), dict[str, str]()
     if chosen.axes or meets:
         whole = _kept_whole(parameters, objectives, chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,28 @@ class Report:
                 if end > 0:
                     spans.append(Span(program.rank, action, start, end, waited, round(size)))
         return Timeline(tuple(spans), len(self.programs), title="measured").from_zero()
+
+
+class Reports:
+    """The reports that are under way: as many as replicas may be steps apart."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: deque[Report] = deque()
+
+    def make_room(self) -> None:
+        """Before a step: wait for those that were begun so many steps ago."""
+        while len(self._waiting) >= self._most:
+            self._waiting.popleft().complete()
+
+    def add(self, report: Report) -> None:
+        """One more has begun."""
+        self._waiting.append(report)
+
+    def complete(self) -> None:
+        """Wait for all."""
+        while self._waiting:
+            self._waiting.popleft().complete()
 
 
 def gathered(

@@ -44,11 +44,12 @@ class Trainer:
         for parameter in self.held.values():
             parameter.grad = None
 
-    def update(self) -> None:
-        """What one device does after its backward pass."""
-        if self.clipper is not None:
-            self.clipper.clip()
-        self.optimizer.step()
+    def update(self, samples: bool = True) -> None:
+        """What one device does after its backward pass; without any samples only time goes on."""
+        if samples:
+            if self.clipper is not None:
+                self.clipper.clip()
+            self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
 

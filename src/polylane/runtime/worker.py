@@ -39,6 +39,7 @@ class StepState:
     shares: dict[int, Share]
     parts: dict[int, Part]
     sizes: dict[int, int]  # samples of the whole microbatch, of all replicas
+    counted: int  # samples over which gradients are means
     values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     returned: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -71,6 +72,8 @@ class Worker:
         statistics: sums batch statistics over the replicas, apart from the gradients.
         reducer: sums gradients.
         mesh: along which operators are split; the loss of its first worker counts, the others compute the same one.
+        alone: the replica takes steps of its own: its gradients are those of the mean over its own samples.
+        slowness: how many times as long as it takes each pass is made to last.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class Worker:
         statistics: Callable[[Tensor], Tensor] | None,
         reducer: Reducer,
         mesh: Mesh,
+        alone: bool = False,
+        slowness: float = 1.0,
     ) -> None:
         self.program = program
         self.runner = runner
@@ -92,6 +97,8 @@ class Worker:
         self.statistics = statistics
         self.reducer = reducer
         self.mesh = mesh
+        self.alone = alone
+        self._slowness = slowness
         self._horizon = _horizons(program.actions)
 
     def shares(self, batch: int) -> tuple[Share, ...]:
@@ -104,10 +111,11 @@ class Worker:
         Raises:
             ActionFailed: from what an action raised, saying which.
         """
-        own = {share.microbatch: share for share in self.shares(batch.samples)}
+        own = {s.microbatch: s for s in self.shares(batch.samples) if s.weight or not self.alone}
         parts = {i: self._part(share, batch.samples, step, seed) for i, share in own.items()}
         ends = bounds(batch.samples, self._microbatches())
-        state = StepState(own, parts, {i: ends[i][1] - ends[i][0] for i in own})
+        counted = sum(s.samples for s in own.values()) if self.alone else batch.samples
+        state = StepState(own, parts, {i: ends[i][1] - ends[i][0] for i in own}, counted)
         last_backward = max(
             (i for i, a in enumerate(self.program.actions) if a.kind is Kind.BACKWARD and a.microbatch in own),
             default=-1,
@@ -116,6 +124,8 @@ class Worker:
         for index, action in enumerate(self.program.actions):
             if action.microbatch is not None and action.microbatch not in own:
                 continue  # a microbatch without samples, skipped by every worker alike
+            if action.kind is Kind.REDUCE and not own:
+                continue  # this replica, which goes its own way, has no samples of this batch
             if action.kind in _TRAVEL and self._piece(action, state) is None:
                 continue  # of these samples nothing goes this way
             try:
@@ -191,8 +201,10 @@ class Worker:
         start, waits.seconds, waits.bytes = time.perf_counter(), 0.0, 0
         if action.kind is Kind.FORWARD:
             self._forward(action, batch, state)
+            self._linger(start)
         elif action.kind is Kind.BACKWARD:
             self._backward(action, state)
+            self._linger(start)
         elif action.kind is Kind.SEND:
             self._send(action, state)
         elif action.kind is Kind.RECEIVE:
@@ -207,6 +219,12 @@ class Worker:
             waits.bytes = self.transport.counters.given - before
         end = time.perf_counter()
         state.spans.append(Span(self.program.rank, action, start, end, waits.seconds, waits.bytes))
+
+    def _linger(self, start: float) -> None:
+        """Let a pass that began then last as long as it would on a slower worker."""
+        if self._slowness > 1:
+            worked = time.perf_counter() - start - self.mesh.waits.seconds
+            time.sleep(max(0.0, worked) * (self._slowness - 1))
 
     def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
         i = action.microbatch
@@ -236,7 +254,7 @@ class Worker:
             part = state.parts[i]
             mean = len(self.runner.live[i].loss) == 1
             seed = torch.tensor(
-                part.weight * (part.samples if mean else 1) / part.batch,
+                part.weight * (part.samples if mean else 1) / state.counted,
                 device=self.runner.device,
                 dtype=torch.float64,
             )

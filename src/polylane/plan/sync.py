@@ -1,0 +1,235 @@
+"""Sync: how replicas agree, as a part of a plan: a mapping of a plan file, and words of a plan in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic_core import PydanticCustomError
+
+from polylane.errors import PolylaneError
+from polylane.plan.strict import Count, Strict
+
+_Share = Annotated[float, pydantic.Field(strict=True, gt=0, le=1)]
+_Rate = Annotated[float, pydantic.Field(strict=True, gt=0)]
+_Momentum = Annotated[float, pydantic.Field(strict=True, ge=0, lt=1)]
+_Steps = Annotated[int, pydantic.Field(strict=True, ge=0)]
+
+ANY = "any"
+
+
+class Outer(Strict):
+    """An optimizer of its own for what replicas agree on: SGD with Nesterov momentum on the mean change of their
+    weights (DiLoCo: Douillard et al., arXiv 2311.08105, algorithm 1). Rate 1 and momentum 0 is plain averaging."""
+
+    rate: _Rate = 0.7
+    momentum: _Momentum = 0.9
+
+
+class PowerSGD(Strict):
+    """Gradient matrices as products of two thin ones (Vogels et al., NeurIPS 2019); plain before step ``start``."""
+
+    kind: Literal["powersgd"]
+    rank: Count = 4
+    start: _Steps = 10
+
+
+class TopK(Strict):
+    """Only the largest entries of a gradient, what is left is added to the next one (Stich et al., NeurIPS 2018)."""
+
+    kind: Literal["top_k"]
+    fraction: _Share = 0.01
+
+
+def _staleness(value: Any) -> Any:
+    if value == ANY or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise PydanticCustomError("sync", "must be a whole number of at least 0, or any, not {value}", {"value": value})
+
+
+class Sync(Strict):
+    """How replicas agree.
+
+    Attributes:
+        kind: "all_reduce": they sum gradients, or average weights; "parameter_server": servers hold weights and
+            optimizer, and update them with the gradients that replicas send.
+        every: steps from one agreement to the next. 1: gradients are summed in each step; n: replicas train alone for n
+            steps, then average their weights (local SGD: Stich, ICLR 2019).
+        warmup: steps at the start with gradients summed in each (post-local SGD: Lin et al., ICLR 2020).
+        outer: what is done with the average; None: it is taken.
+        shard: what replicas hold a part of only: optimizer states, gradients as well, parameters as well (ZeRO-1, -2,
+            -3: Rajbhandari et al., SC 2020).
+        within: replicas that hold one whole between them, where that is not all of them (hybrid sharding).
+        wire: the type in which gradients travel: "same" as they are, or a shorter one.
+        compress: how gradients are made smaller before they travel; None: not at all.
+        servers: how many, parameters are shared out among them by their bytes.
+        dedicated: whether servers are further workers; else they share those that train.
+        staleness: how many steps a replica may be ahead of the slowest one; 0: all go together, and their gradients
+            make one update; "any": each goes at its own pace.
+    """
+
+    kind: Literal["all_reduce", "parameter_server"] = "all_reduce"
+    every: Count = 1
+    warmup: _Steps = 0
+    outer: Outer | None = None
+    shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    within: Count | None = None
+    wire: Literal["same", "bfloat16", "float16"] = "same"
+    compress: Annotated[PowerSGD | TopK, pydantic.Field(discriminator="kind")] | None = None
+    servers: Count | None = None
+    dedicated: Annotated[bool, pydantic.Field(strict=True)] = False
+    staleness: Annotated[int | Literal["any"], pydantic.BeforeValidator(_staleness)] = 0
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Self:
+        why = _contradiction(self)
+        if why is not None:
+            raise PydanticCustomError("sync", "{why}", {"why": why})
+        return self
+
+    @property
+    def serves(self) -> bool:
+        """Whether servers hold the weights."""
+        return self.kind == "parameter_server"
+
+    @property
+    def server_count(self) -> int:
+        """How many servers there are."""
+        return (self.servers or 1) if self.serves else 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether replicas take steps of their own, each with the mean of its own samples."""
+        return self.every > 1 or (self.serves and self.staleness != 0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether gradients are summed whole, as they are, in every step."""
+        return self == SUM
+
+    @property
+    def exact(self) -> bool:
+        """Whether the numbers are those of one device."""
+        return not self.alone and self.wire == "same" and self.compress is None
+
+    def words(self) -> list[str]:
+        """It as words of a plan in one line; none where it is the plain sum of gradients."""
+        found = []
+        for key, value in self:
+            if value == type(self).model_fields[key].default or key in ("kind", "servers"):
+                continue
+            found.append(f"{key}={_word(value)}")
+        return [f"servers={self.server_count}", *found] if self.serves else found
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, Outer):
+        return f"{value.rate:g}:{value.momentum:g}"
+    if isinstance(value, PowerSGD):
+        return f"powersgd:{value.rank}:{value.start}"
+    if isinstance(value, TopK):
+        return f"top_k:{value.fraction:g}"
+    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def _contradiction(sync: Sync) -> str | None:
+    """What two of its values that exclude each other are, and what to do."""
+    if sync.serves:
+        return _with_servers(sync)
+    for key in ("servers", "dedicated", "staleness"):
+        if getattr(sync, key) != Sync.model_fields[key].default:
+            return f"{key} is for kind: parameter_server: give that as well, or leave {key} out"
+    if sync.every == 1:
+        for key in ("warmup", "outer"):
+            if getattr(sync, key):
+                return f"{key} is for replicas that agree every so many steps: give every as well, or leave {key} out"
+    if sync.within is not None and sync.shard == "none":
+        return "within says among how many replicas something is sharded: give shard as well, or leave within out"
+    if sync.shard != "none" and sync.every > 1:
+        return f"shard: {sync.shard} needs replicas that are alike, and every: {sync.every} lets them differ"
+    if sync.compress is not None and sync.wire != "same":
+        return f"wire: {sync.wire} and compress exclude each other: leave one of them out"
+    made = "compress" if sync.compress is not None else "wire" if sync.wire != "same" else None
+    if made is not None and (sync.shard != "none" or sync.every > 1):
+        other = f"shard: {sync.shard}" if sync.shard != "none" else f"every: {sync.every}"
+        return f"{made} is for gradients that are summed whole in every step, and {other} does not do that"
+    return None
+
+
+def _with_servers(sync: Sync) -> str | None:
+    if sync.shard != "none":
+        return (
+            f"shard: {sync.shard} and kind: parameter_server exclude each other: servers hold the optimizer's states, "
+            "shared out among them"
+        )
+    for key in ("every", "warmup", "outer", "within", "wire", "compress"):
+        if getattr(sync, key) != Sync.model_fields[key].default:
+            return f"{key} is for kind: all_reduce, and a parameter server does not take it: leave {key} out"
+    return None
+
+
+# The plain sum of gradients in every step.
+SUM = Sync()
+
+# Keys of a plan in one line that are about how replicas agree.
+KEYS = ("every", "warmup", "outer", "shard", "within", "wire", "compress", "servers", "dedicated", "staleness")
+
+
+def of_words(given: Mapping[str, str]) -> Sync:
+    """What the words of a plan in one line say, by key.
+
+    Raises:
+        PolylaneError: a value is not one that its key takes, or two keys exclude each other.
+    """
+    values: dict[str, Any] = {key: _value(key, text) for key, text in given.items()}
+    if "servers" in values:
+        values["kind"] = "parameter_server"
+    try:
+        return Sync.model_validate(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        if not first["loc"]:
+            raise PolylaneError(first["msg"].replace("kind: parameter_server", "servers=n")) from error
+        key = str(first["loc"][0])
+        raise PolylaneError(f"{key}={given.get(key, '')} must be {_WANTED[key]}") from error
+
+
+_WANTED = {
+    "every": "a whole number of at least 1",
+    "warmup": "a whole number of at least 0",
+    "outer": "RATE:MOMENTUM, as in 0.7:0.9 (a rate above 0, a momentum from 0 to below 1)",
+    "shard": "none, optimizer, gradients or parameters",
+    "within": "a whole number of at least 1",
+    "wire": "same, bfloat16 or float16",
+    "compress": "powersgd:RANK, powersgd:RANK:START or top_k:FRACTION, as in powersgd:4 or top_k:0.01",
+    "servers": "a whole number of at least 1",
+    "dedicated": "yes or no",
+    "staleness": "a whole number of at least 0, or any",
+}
+
+
+def _value(key: str, text: str) -> Any:
+    """A value as a plan file would have it; what it cannot be stays as it is, and is refused."""
+    if key == "outer":
+        rate, _, momentum = text.partition(":")
+        return {"rate": _number(rate), "momentum": _number(momentum)} if momentum else {"rate": _number(text)}
+    if key == "compress":
+        kind, *rest = text.split(":")
+        names = {"powersgd": ("rank", "start"), "top_k": ("fraction",)}.get(kind, ())
+        if len(rest) > len(names):
+            return text
+        return {"kind": kind, **{name: _number(each) for name, each in zip(names, rest, strict=False)}}
+    if key == "dedicated":
+        return {"yes": True, "no": False}.get(text, text)
+    return _number(text)
+
+
+def _number(text: str) -> Any:
+    """A number where the text is one in plain digits."""
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    try:
+        return float(text) if text.isascii() and text[:1] not in "-+" and "_" not in text else text
+    except ValueError:
+        return text

@@ -1,0 +1,150 @@
+"""Replicas that train alone for some steps, and then agree on the mean of their weights: local SGD and its family.
+
+Local SGD: Stich, ICLR 2019, algorithm 1; after a start with gradients summed in each step: post-local SGD, Lin et al.,
+ICLR 2020. Means are weighted by the samples that each replica has seen, as in federated averaging (McMahan et al.,
+AISTATS 2017), so that a batch that does not divide evenly counts each of its samples alike. With an optimizer of its
+own for what they agree on: DiLoCo, Douillard et al., arXiv 2311.08105, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from polylane.plan.sync import Outer, Sync
+from polylane.runtime.division import shares
+from polylane.runtime.sync.rule import Rule
+from polylane.runtime.transport.protocol import Transport
+
+
+@dataclass
+class _Course:
+    """What one objective has done since its replicas last agreed.
+
+    Attributes:
+        parameters: that it trains and this worker holds, or its parts of them.
+        steps: of its training, from the start.
+        seen: samples of each replica since then.
+        outer: updates what is agreed on, or None.
+        anchor: what the outer optimizer updates: the weights that were agreed on last.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    steps: int = 0
+    seen: list[int] = field(default_factory=list)
+    outer: torch.optim.Optimizer | None = None
+    anchor: dict[str, Tensor] = field(default_factory=dict)
+
+
+class LocalSteps(Rule):
+    """Replicas agree every so many steps of an objective.
+
+    What a replica's optimizer remembers (momenta) stays its own. Running statistics are averaged with the weights.
+
+    Args:
+        sync: how often, after which start, with which outer optimizer.
+        microbatches: of a batch.
+        members: this stage's replicas: ranks that hold the same parts, in the order of the replicas.
+        transport: between them.
+        trained: by objective, the parameters that it trains and this worker holds.
+        buffers: this worker's, by name; asked for anew each time.
+    """
+
+    def __init__(
+        self,
+        sync: Sync,
+        microbatches: int,
+        members: Sequence[int],
+        transport: Transport,
+        trained: Mapping[str, Mapping[str, nn.Parameter]],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        self._sync, self._microbatches = sync, microbatches
+        self._members, self._transport = tuple(members), transport
+        self._index = self._members.index(transport.rank)
+        self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        self._courses = {name: _started(parameters, sync.outer) for name, parameters in trained.items()}
+        self.slack = sync.every
+
+    def alone(self, objective: str) -> bool:
+        """See :meth:`Rule.alone`."""
+        return self._courses[objective].steps >= self._sync.warmup
+
+    def stepped(self, objective: str, samples: int) -> None:
+        """See :meth:`Rule.stepped`."""
+        course = self._courses[objective]
+        apart = course.steps >= self._sync.warmup
+        course.steps += 1
+        if not apart:
+            with torch.no_grad():
+                for name, anchor in course.anchor.items():
+                    anchor.copy_(course.parameters[name])
+            return
+        own = [sum(s.samples * s.weight for s in shares(samples, self._microbatches, self._replicas, r))
+               for r in range(self._replicas)]  # fmt: skip
+        course.seen = [a + b for a, b in zip(course.seen or [0] * self._replicas, own, strict=True)]
+        if (course.steps - self._sync.warmup) % self._sync.every == 0:
+            self._agree(course)
+
+    @property
+    def _replicas(self) -> int:
+        return len(self._members)
+
+    def _agree(self, course: _Course) -> None:
+        tensors: dict[str, Tensor] = {**course.parameters, **self._buffers}
+        means = self._means(tensors, course.seen)
+        if course.outer is not None:
+            for name, anchor in course.anchor.items():
+                anchor.grad = anchor.detach() - means[name]
+            course.outer.step()
+            means |= {name: anchor.detach() for name, anchor in course.anchor.items()}
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(means[name])
+        course.seen = []
+
+    def _means(self, tensors: Mapping[str, Tensor], seen: Sequence[int]) -> dict[str, Tensor]:
+        """The mean of every tensor over the replicas, weighted by samples; one sum for each dtype."""
+        share = seen[self._index] / sum(seen)
+        means, pending = dict[str, Tensor](), []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
+            names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
+            flat = torch.cat([tensors[name].detach().reshape(-1) for name in names]).mul_(share)
+            pending.append((names, self._transport.all_reduce(flat, self._members)))
+        for names, transfer in pending:
+            pieces = transfer.wait().split([tensors[name].numel() for name in names])
+            means |= {name: piece.view(tensors[name].shape) for name, piece in zip(names, pieces, strict=True)}
+        return means
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """See :meth:`Rule.agreed`: the means of what the replicas have now, which changes nothing of their training."""
+        courses = [course for course in self._courses.values() if any(course.seen)]
+        tensors: dict[str, Tensor] = {n: t for course in courses for n, t in course.parameters.items()}
+        if courses:
+            tensors |= self._buffers
+        own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        # Copied, not exchanged: the code of a stage is bound to the tensors themselves.
+        with torch.no_grad():
+            for course in courses:
+                for name, mean in self._means({**course.parameters, **self._buffers}, course.seen).items():
+                    tensors[name].copy_(mean)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    tensor.copy_(own[name])
+
+
+def _started(parameters: Mapping[str, nn.Parameter], outer: Outer | None) -> _Course:
+    if outer is None or not parameters:
+        return _Course(parameters)
+    anchor = {name: parameter.detach().clone().requires_grad_() for name, parameter in parameters.items()}
+    nesterov = outer.momentum > 0
+    optimizer = torch.optim.SGD(anchor.values(), lr=outer.rate, momentum=outer.momentum, nesterov=nesterov)
+    return _Course(parameters, outer=optimizer, anchor=anchor)
