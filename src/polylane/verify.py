@@ -22,6 +22,7 @@ from polylane.plan.spec import Spec
 from polylane.proof.culprit import first_difference
 from polylane.proof.reference import Record, Reference, reference_run, run_whole
 from polylane.proof.relative import FLOOR, relative_error
+from polylane.proof.replicated import replicated_run
 from polylane.proof.rounding import Rounding, give
 from polylane.runtime.job import Job
 from polylane.runtime.lane import Tensors
@@ -65,6 +66,7 @@ class Verdict:
         culprit: where the two part ways: the first node in graph order whose value differs, or None.
         rounding: parameters whose gradients are zero up to rounding, in whole or in part, and of which the plan's
             optimizer was given the reference's rounding in place of its own.
+        rule: by which replicas agree, where that is not the numbers of one device: the reference follows it as well.
     """
 
     passed: bool
@@ -80,6 +82,7 @@ class Verdict:
     replicas_equal: bool
     culprit: str | None
     rounding: tuple[str, ...] = ()
+    rule: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -140,7 +143,8 @@ def prove(
 
     def alone(context: Context) -> Reference:
         torch.set_num_threads(threads)  # as each of the plan's; more of them slow down a small model
-        return reference_run(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
+        run = replicated_run if prepared.plan.sync.alone else reference_run
+        return run(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
 
     def together(context: Context) -> _Trained:
         job = Job(prepared, World.join(), example=batches[0], clip_norm=clip_norm, seed=seed)
@@ -153,7 +157,7 @@ def prove(
     worst = max(loss_error, *(max(d.value, d.gradient or 0.0) for d in deviations), 0.0, key=_nan_last)
     replaced = {name for worker in workers for name in worker.replaced}
     culprit = None
-    if not worst <= tolerance:  # so it is for NaN
+    if not worst <= tolerance and not prepared.plan.sync.alone:  # so it is for NaN
         restore = snapshot(prepared.model)
         wrong = {d.name for d in deviations if d.gradient is not None and not d.gradient <= tolerance}
         culprit = first_difference(prepared, batches[0], seed, wrong, tolerance)
@@ -165,7 +169,7 @@ def prove(
         workers=prepared.plan.workers,
         steps=len(batches),
         tolerance=tolerance,
-        reference="the plain model" if reference.eager else "the model's captured graph, run whole",
+        reference=_reference(reference, prepared.plan),
         losses=losses,
         loss_error=loss_error,
         deviations=deviations,
@@ -173,7 +177,16 @@ def prove(
         replicas_equal=equal,
         culprit=culprit,
         rounding=tuple(d.name for d in deviations if d.name in replaced),
+        rule=",".join(prepared.plan.sync.words()) if prepared.plan.sync.alone else "",
     )
+
+
+def _reference(reference: Reference, plan: Plan) -> str:
+    """What the plan was held against, in words."""
+    what = "the plain model" if reference.eager else "the model's captured graph, run whole"
+    if plan.sync.alone:
+        return f"{what}, a copy for each replica in one process"
+    return what
 
 
 def _see_that_it_runs(prepared: Prepared, batch: Any) -> None:
@@ -229,11 +242,14 @@ class _Trained:
     replaced: set[str]
 
 
-def _pieces_of(rounding: Sequence[Mapping[str, Rounding]], prepared: Prepared, rank: int) -> list[dict[str, Rounding]]:
-    """Of every step, the reference's gradients in the shapes that a worker holds."""
-    pieces = Pieces(prepared, prepared.plan.place(rank)[0], prepared.plan.coordinates(rank))
+def _pieces_of(
+    rounding: Sequence[Sequence[Mapping[str, Rounding]]], prepared: Prepared, rank: int
+) -> list[dict[str, Rounding]]:
+    """Of every step, the reference's gradients of a worker's replica in the shapes that it holds."""
+    stage, replica = prepared.plan.place(rank)
+    pieces = Pieces(prepared, stage, prepared.plan.coordinates(rank))
     own = []
-    for step in rounding:
+    for step in (each[replica % len(each)] for each in rounding):
         cut = pieces.of({name: each.gradient for name, each in step.items()})
         own.append({name: replace(each, gradient=cut.get(name, each.gradient)) for name, each in step.items()})
     return own
@@ -255,7 +271,8 @@ def _train(job: Job, batches: Sequence[Any], rounding: Sequence[Mapping[str, Rou
         if len(losses) == 1:
             whole = job.whole_gradients()
             gradients = whole if job.world.rank == 0 else {}
-    held = {name + job.part_of(name): digest(tensor) for name, tensor in job.held().items()}
+    own = f" of replica {job.plan.place(job.world.rank)[1]}" if job.plan.sync.alone else ""
+    held = {name + job.part_of(name) + own: digest(tensor) for name, tensor in job.held().items()}
     trained = _Trained(Record(losses, gradients, job.state_dict()), held, replaced)
     job.close()
     return trained

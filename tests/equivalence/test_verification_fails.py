@@ -190,9 +190,9 @@ def test_batch_norm_with_local_statistics(
 def test_an_optimizer_that_steps_twice(training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
     finish = Job._finish
 
-    def twice(self: Job, trainer: object, *rest: object) -> None:
-        finish(self, trainer, *rest)  # type: ignore[arg-type]
-        trainer.optimizer.step()  # type: ignore[attr-defined]
+    def twice(self: Job, objective: str, *rest: object) -> None:
+        finish(self, objective, *rest)  # type: ignore[arg-type]
+        self.optimizer_of(objective).step()
 
     monkeypatch.setattr(Job, "_finish", twice)
     assert "what differs is an update" in culprit_of(training, "data=2,microbatches=2")

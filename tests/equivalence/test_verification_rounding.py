@@ -152,10 +152,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[nn.Param
     """Change what a plan's workers hand to the optimizer, in some of the steps."""
     finish = Job._finish
 
-    def spoiled(self: Job, trainer: Any, *rest: Any) -> None:
-        if self._step in steps and name in trainer.held:
-            change(trainer.held[name])
-        finish(self, trainer, *rest)
+    def spoiled(self: Job, objective: str, *rest: Any) -> None:
+        held = self._trainers[objective].held
+        if self._step in steps and name in held:
+            change(held[name])
+        finish(self, objective, *rest)
 
     monkeypatch.setattr(Job, "_finish", spoiled)
 

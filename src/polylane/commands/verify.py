@@ -111,7 +111,8 @@ def _show(verdict: Verdict) -> None:
     if len(worst_first) > ROWS:
         print(f"... and {len(worst_first) - ROWS} more, no worse than these (--json has all)")
     for step, (reference, plan) in enumerate(verdict.losses, start=1):
-        print(f"loss of step {step}: {reference:.12g} on one worker, {plan:.12g} by the plan")
+        print(f"loss of step {step}: {reference:.12g} {'in one process' if verdict.rule else 'on one worker'}, "
+              f"{plan:.12g} by the plan")  # fmt: skip
     print(f"the reference: {verdict.reference}, with the plan's microbatches")
     if verdict.rounding:
         print(_rounding(verdict.rounding))
@@ -139,9 +140,10 @@ def _number(error: float) -> str:
 
 def _sentence(verdict: Verdict) -> str:
     plan = f"{plural(verdict.workers, 'worker')} ({verdict.plan})"
+    other = f"the same rule ({verdict.rule}) in one process" if verdict.rule else "one worker"
     if verdict.passed:
         return (
-            f"Equal: {plan} and one worker agree in every loss, gradient, weight and buffer; worst relative error "
+            f"Equal: {plan} and {other} agree in every loss, gradient, weight and buffer; worst relative error "
             f"{_number(verdict.worst)}, {verdict.tolerance:.0e} is allowed."
         )
     reasons = []
@@ -152,4 +154,4 @@ def _sentence(verdict: Verdict) -> str:
     if verdict.culprit is not None:
         whole = verdict.culprit.startswith("every ")
         reasons.append(verdict.culprit if whole else f"the first value that differs is {verdict.culprit}")
-    return f"NOT equal: {plan} and one worker differ; {'; '.join(reasons)}."
+    return f"NOT equal: {plan} and {other} differ; {'; '.join(reasons)}."

@@ -40,12 +40,12 @@ class Reference(Record):
     """What one worker leaves behind.
 
     Attributes:
-        rounding: of every step, the gradients that are zero up to rounding.
+        rounding: of every step, the gradients that are zero up to rounding: of each replica, or once for all of them.
         eager: whether the model itself was run: so it is unless it draws random numbers, which only its graph draws by
             key, or has a kernel that knows no float64.
     """
 
-    rounding: list[dict[str, Rounding]]
+    rounding: list[list[dict[str, Rounding]]]
     eager: bool
 
 
@@ -58,17 +58,18 @@ def reference_run(
     optimizer = objective.optimizer(list(named))
     scheduler = objective.scheduler(optimizer) if objective.scheduler else None
     taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    loop = _Loop(prepared, batches[0], {name: p for name, p in named if id(p) in taken}, clip_norm, seed)
+    loop = Loop(prepared, batches[0], {name: p for name, p in named if id(p) in taken}, clip_norm, seed)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
-    rounding: list[dict[str, Rounding]] = []
+    rounding: list[list[dict[str, Rounding]]] = []
     for step, batch in enumerate(batches):
         restore = snapshot(loop.modules)
-        losses.append(loop.backward(batch, step))
+        total, count = loop.backward(batch, step)
+        losses.append(total / count)
         gradients = loop.gradients()
         if step == 0:
             first = {name: g.clone() for name, g in gradients.items()}
-        rounding.append(zero_up_to_rounding(gradients, loop.again(batch, step, restore), tolerance))
+        rounding.append([zero_up_to_rounding(gradients, loop.again(batch, step, restore), tolerance)])
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -79,14 +80,15 @@ def reference_run(
 Run = Callable[[Sequence[Any], Part], tuple[Tensor, ...]]
 
 
-class _Loop:
-    """Forward and backward passes of one worker over whole batches, microbatch by microbatch.
+class Loop:
+    """Forward and backward passes of one worker over whole batches, or a replica's share of them, by microbatches.
 
     Args:
         prepared: of which it takes the model, the first objective's loss, and the number of microbatches.
         example: a batch, for its form.
         optimized: the parameters that the optimizer takes.
         clip_norm, seed: as in training.
+        replica, replicas: of each microbatch, only the samples of this one of so many; gradients are of their mean.
 
     Attributes:
         modules: all that a step may change.
@@ -100,7 +102,10 @@ class _Loop:
         optimized: Mapping[str, nn.Parameter],
         clip_norm: float | None,
         seed: int,
+        replica: int = 0,
+        replicas: int = 1,
     ) -> None:
+        self._replica, self._replicas = replica, replicas
         self._graph, self._microbatches = prepared.main.graph, prepared.plan.microbatches
         self._fewest = prepared.fewest.samples
         self._optimized, self._clip_norm, self._seed = optimized, clip_norm, seed
@@ -129,22 +134,35 @@ class _Loop:
         plain = _runs(self.modules, lambda: by_model(cloned(leaves), part))
         return (by_model, True) if plain else (by_graph, False)
 
-    def backward(self, batch: Any, step: int) -> float:
-        """Leave the gradients of the mean over a whole batch in the parameters, clipped; its value."""
+    def backward(self, batch: Any, step: int) -> tuple[float, float]:
+        """Leave the gradients of the mean over a batch in the parameters, clipped; its value, as (total, count)."""
         self.modules.zero_grad()
-        loss = self._accumulate(batch, step)
+        sums = self._accumulate(batch, step)
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(self._optimized.values()), self._clip_norm)
-        return loss
+        return sums
 
-    def _accumulate(self, batch: Any, step: int) -> float:
+    def samples(self, batch: Any) -> int:
+        """How many samples of a batch are in hand."""
+        return sum(stop - start for _, start, stop in self._shares(sample_count(flatten(batch)[0])))
+
+    def _shares(self, samples: int) -> list[tuple[int, int, int]]:
+        """The samples in hand of every microbatch that has any: its number, the first and the end."""
+        found = []
+        for microbatch, (begin, end) in enumerate(
+            bounds(samples, part_count(samples, self._microbatches, self._fewest))
+        ):
+            start, stop = bounds(end - begin, self._replicas)[self._replica]
+            found.append((microbatch, begin + start, begin + stop))
+        return [share for share in found if share[1] < share[2]]
+
+    def _accumulate(self, batch: Any, step: int) -> tuple[float, float]:
         leaves = cloned(flatten(batch)[0])  # a model may write into its batch
         samples, sampled = sample_count(leaves), self._sampled if len(self._sampled) == len(leaves) else None
-        parts = part_count(samples, self._microbatches, self._fewest)
+        shares = self._shares(samples)
+        own = sum(stop - start for _, start, stop in shares)
         total, count = 0.0, 0.0
-        for microbatch, (start, stop) in enumerate(bounds(samples, parts)):
-            if start == stop:
-                continue
+        for microbatch, start, stop in shares:
             part = Part(stop - start, start, samples, microbatch, step, self._seed)
             try:
                 result = self._run(take(leaves, start, stop, sampled), part)
@@ -155,15 +173,15 @@ class _Loop:
                     f"{step}'s batch: {type(error).__name__}: {why}"
                 ) from error
             if self._graph.mean:
-                (result[0] * ((stop - start) / samples)).backward()
+                (result[0] * ((stop - start) / own)).backward()
                 total, count = total + result[0].item() * (stop - start), count + (stop - start)
             else:
                 result[0].backward()
                 total, count = total + result[0].item(), count + result[1].item()
-        if not self._graph.mean:
+        if not self._graph.mean and count:
             for gradient in self.gradients().values():
                 gradient /= count
-        return total / count
+        return total, count
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the parameters that are optimized and have one."""
