@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from polylane.graph.partition import Partition
     from polylane.observe.timeline import Timeline
     from polylane.plan.plan import Plan
+    from polylane.plan.sync import Sync
 
 TOP = 12  # rows of a breakdown
 
@@ -70,6 +71,7 @@ def run(
     planning.checked_workers(scene.cluster, chosen.workers)
     if of_plan:
         method = replace(method, dtype=chosen.precision)
+    method, every = of_sync(chosen.sync, method, every)
     basis = setup.basis(scene.job, scene.cluster, method)
     partition, fitted = subdivided(basis, chosen, batch, chunks)
     drawn = html is not None or svg is not None
@@ -104,6 +106,24 @@ def checked(chunks: int, every: int, plan: str, method: Method) -> None:
         raise PolylaneError(
             "--chunks takes a plan in one line, such as pipeline=4: what auto finds cannot be divided further"
         )
+
+
+def of_sync(sync: Sync, method: Method, every: int) -> tuple[Method, int]:
+    """The method and the period that a plan's ``sync`` asks for, where no option does.
+
+    Raises:
+        PolylaneError: an option says something else, or what it asks for has no price.
+    """
+    for name, asked, planned, plain in (("every", every, sync.every, 1), ("shard", method.shard, sync.shard, "none")):
+        if planned not in (plain, asked) and asked != plain:
+            raise PolylaneError(f"--{name} {asked}, but the plan says {name}={planned}: leave one of them out")
+    for name in ("wire", "compress", "within", "outer", "warmup", "servers"):
+        if name in (word.partition("=")[0] for word in sync.words()):
+            raise PolylaneError(
+                f"{name}: what this takes is not predicted; leave it out of the plan to simulate the rest"
+            )
+    method = replace(method, shard=sync.shard) if sync.shard != "none" else method
+    return method, max(every, sync.every)
 
 
 def fastest(scene: planning.Scene, method: Method) -> Plan:

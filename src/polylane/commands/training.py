@@ -206,7 +206,7 @@ def train(job: Job, request: Request, materials: Materials, prepared: Prepared, 
     What is told: one "begin", a "step" for each, a "testing" and an "epoch" after each epoch.
     """
     tell(_begin(job, request, materials, prepared))
-    log = _Log(tell)
+    log = _Log(tell, job.slack)
     test_loss = None
     for epoch in itertools.count(1) if request.epochs is None else range(1, request.epochs + 1):
         log.begin_epoch()
@@ -278,12 +278,14 @@ def _test_loss(job: Job, request: Request, materials: Materials) -> float:
 class _Log:
     """What is known of the steps so far.
 
-    The loss of a step is summed over the workers while the next one runs; it is read, without a wait, after that one.
+    The loss of a step is summed over the workers while the next ones run; it is read once the slowest worker has come
+    to it as well, so that nobody waits for that.
     """
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, slack: int) -> None:
         self._tell = tell
-        self._waiting: Callable[[], None] | None = None
+        self._slack = slack
+        self._waiting: deque[Callable[[], None]] = deque()
         self._late: deque[tuple[float, StepResult]] = deque(maxlen=LATE_STEPS)
         self._full = 0  # samples of a full batch
         self._first: tuple[int, float] = (0, 0.0)  # samples and seconds of the first step
@@ -299,10 +301,11 @@ class _Log:
         self._sum, self._count, self._epoch_seconds = 0.0, 0.0, 0.0
 
     def add(self, result: StepResult, epoch: int, learning_rate: float | None) -> None:
-        """A step was done: tell of the one before."""
+        """A step was done: tell of an earlier one."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        self.complete()
+        while len(self._waiting) >= self._slack:
+            self._waiting.popleft()()
         self.launched += 1
         self.samples += result.samples
         self.seconds += seconds
@@ -314,13 +317,12 @@ class _Log:
             self._late.clear()
         if result.samples == self._full:
             self._late.append((seconds, result))
-        self._waiting = partial(self._read, result, self.launched, epoch, seconds, learning_rate)
+        self._waiting.append(partial(self._read, result, self.launched, epoch, seconds, learning_rate))
 
     def complete(self) -> None:
-        """Read and tell the loss of the last step."""
-        if self._waiting is not None:
-            self._waiting()
-            self._waiting = None
+        """Read and tell the loss of all steps."""
+        while self._waiting:
+            self._waiting.popleft()()
 
     def _mean(self) -> float:
         return self._sum / self._count if self._count else math.nan

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from polylane.errors import PolylaneError
 from polylane.plan import reading
 from polylane.plan.pins import check_axes, read_pattern
+from polylane.plan.slow import Slowness
 from polylane.plan.spec import Degrees, Spec, check_workers, degrees_of, line_of
 from polylane.plan.strict import Count, Strict
 from polylane.plan.sync import SUM, Sync
@@ -69,8 +70,7 @@ class Plan(Strict):
     """A way to split the training of one graph, refused with a PolylaneError where it contradicts itself.
 
     ``graph`` says which one; a plan that a person writes may leave it out. Names of nodes and parameters that the model
-    does not have are refused either way. ``slow`` makes ranks that many times as slow as they are, to see what a
-    straggler does to the others.
+    does not have are refused either way. ``slow`` makes ranks stragglers, to see what that does to the others.
     """
 
     polylane: Literal[1] = 1
@@ -80,9 +80,7 @@ class Plan(Strict):
     microbatches: Count = 1
     sync: Sync = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
-    slow: dict[pydantic.StrictInt, Annotated[float, pydantic.Field(ge=1, allow_inf_nan=False)]] = pydantic.Field(
-        default={}
-    )
+    slow: Slowness = pydantic.Field(default={})
     _file: str = pydantic.PrivateAttr("")
     # Where every rank stands, and for which stages that was looked up: plans may have very many ranks.
     _found: tuple[tuple[Stage, ...], dict[int, tuple[int, int]]] = pydantic.PrivateAttr(((), {}))
@@ -260,8 +258,9 @@ def dump(plan: Plan) -> str:
     data = plan.model_dump(mode="json")
     if plan.graph is None:
         del data["graph"]
-    if not plan.slow:
-        del data["slow"]
+    del data["slow"]
+    if plan.slow:
+        data["slow"] = {rank: slow.model_dump() for rank, slow in plan.slow.items()}
     for stage in data["stages"]:
         if not stage["placements"]:
             del stage["placements"]

@@ -67,7 +67,18 @@ _WANTED = {
     "list": "a list",
     "dict": "a mapping of keys and values",
     "model": "a mapping of keys and values",
+    "float": "a number",
+    "bool": "true or false",
 }
+
+
+_BOUNDS = {
+    "greater_than": "above",
+    "greater_than_equal": "at least",
+    "less_than": "below",
+    "less_than_equal": "at most",
+}
+_LIMITS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
 
 
 def _wanted(error: ErrorDetails) -> str:
@@ -76,8 +87,12 @@ def _wanted(error: ErrorDetails) -> str:
     if kind == "literal_error":
         *names, last = _names(error)
         return f"{', '.join(names)} or {last}" if names else last
-    if kind == "greater_than":
-        return "at least 1"
+    bound = next((words for name, words in _BOUNDS.items() if kind == name), None)
+    if bound is not None:
+        limit = error["ctx"][_LIMITS[kind]]
+        return "at least 1" if (kind, limit) == ("greater_than", 0) and isinstance(limit, int) else f"{bound} {limit:g}"
+    if kind == "union_tag_invalid":
+        return f"of a kind that is known: {str(error['ctx']['expected_tags']).replace(chr(39), '')}"
     if kind.startswith("string") and isinstance(given, (int, float)):
         return f"a name, in quotes where it reads like a number ('{given}')"
     return _WANTED.get(kind.partition("_")[0], "something else")

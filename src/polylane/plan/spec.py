@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from polylane.errors import PolylaneError
+from polylane.plan import slow as stragglers
 from polylane.plan import sync as syncs
+from polylane.plan.slow import Slow
 from polylane.plan.sync import SUM, Sync
 from polylane.schedule.synchronous import SCHEDULES
 
@@ -55,7 +57,7 @@ class Spec:
         stages: the mesh of every stage, where they differ; the degrees above then follow from them: their number, and
             the largest degrees. Meshes that are all the same are degrees and nothing else.
         sync: how replicas agree.
-        slow: ranks that are made so many times as slow as they are.
+        slow: ranks that are made stragglers.
 
     Raises:
         PolylaneError: degrees are given beside stages that have others, or there are too many workers.
@@ -70,7 +72,7 @@ class Spec:
     sequence: int = 1
     stages: tuple[Degrees, ...] = ()
     sync: Sync = SUM
-    slow: tuple[tuple[int, float], ...] = ()
+    slow: tuple[tuple[int, Slow], ...] = ()
 
     def __post_init__(self) -> None:
         if self.stages:
@@ -98,7 +100,7 @@ class Spec:
         microbatches: int | None,
         precision: str,
         sync: Sync = SUM,
-        slow: tuple[tuple[int, float], ...] = (),
+        slow: tuple[tuple[int, Slow], ...] = (),
     ) -> Spec:
         """Stages with a mesh each."""
         return cls(
@@ -151,17 +153,13 @@ def line_of(
     microbatches: int,
     precision: str,
     sync: Sync,
-    slow: Mapping[int, float],
+    slow: Mapping[int, Slow],
 ) -> str:
     """A plan in one line."""
     words = [*degrees_of(meshes), f"schedule={schedule}", f"microbatches={microbatches}"]
     words += [] if precision == "float32" else [f"precision={precision}"]
-    words += [*sync.words(), *_slow_words(slow)]
+    words += [*sync.words(), *stragglers.words(dict(slow))]
     return ",".join(words)
-
-
-def _slow_words(slow: Mapping[int, float]) -> list[str]:
-    return ["slow=" + "+".join(f"{rank}:{factor:g}" for rank, factor in slow.items())] if slow else []
 
 
 def check_workers(workers: int, degrees: Sequence[str]) -> None:
@@ -204,27 +202,12 @@ def _parsed(text: str) -> Spec:
     counts = {key: _count(key, given[key]) for key in _COUNTS if key in given}
     microbatches = counts.pop("microbatches", None)
     sync = syncs.of_words({key: given[key] for key in syncs.KEYS if key in given})
-    slow = _slow(given["slow"]) if "slow" in given else ()
+    slow = tuple(stragglers.of_words(given["slow"]).items()) if "slow" in given else ()
     if opened:
         meshes = [_mesh(stage, number) for number, stage in enumerate(inside.split("|"))]
         return Spec.of_meshes(meshes, schedule, microbatches, precision, sync, slow)
     data, pipeline, sequence, tensor = (counts.get(key, 1) for key in DEGREES)
     return Spec(data, pipeline, schedule, microbatches, precision, tensor, sequence, sync=sync, slow=slow)
-
-
-def _slow(text: str) -> tuple[tuple[int, float], ...]:
-    """A rank and how many times as slow it is made: "1:2", or several with + in between."""
-    found = []
-    for each in text.split("+"):
-        rank, colon, factor = each.partition(":")
-        try:
-            ok = bool(colon) and rank.isdecimal() and 1 <= float(factor) < float("inf")
-        except ValueError:
-            ok = False
-        if not ok:
-            raise PolylaneError(f"slow={_shown(text)} must be RANK:TIMES, as in 1:2.5, with times of at least 1")
-        found.append((int(rank), float(factor)))
-    return tuple(found)
 
 
 def _mesh(text: str, stage: int) -> Degrees:

@@ -11,8 +11,8 @@ from pydantic_core import PydanticCustomError
 from polylane.errors import PolylaneError
 from polylane.plan.strict import Count, Strict
 
-_Share = Annotated[float, pydantic.Field(strict=True, gt=0, le=1)]
-_Rate = Annotated[float, pydantic.Field(strict=True, gt=0)]
+_Share = Annotated[float, pydantic.Field(strict=True, gt=0.0, le=1)]
+_Rate = Annotated[float, pydantic.Field(strict=True, gt=0.0)]
 _Momentum = Annotated[float, pydantic.Field(strict=True, ge=0, lt=1)]
 _Steps = Annotated[int, pydantic.Field(strict=True, ge=0)]
 

@@ -110,6 +110,11 @@ class Job:
             for name, partition in self._prepared.partitions.items()
         }
 
+    @property
+    def slack(self) -> int:
+        """By how many steps workers may be apart: the loss of an earlier one is there without a wait."""
+        return self._rule.slack
+
     def lane(self, partition: Partition, programs: Sequence[Program]) -> Lane:
         """A partition of one of the model's graphs, with every worker's program, bound to this worker's tensors."""
         return self._binding.lane(partition, programs)

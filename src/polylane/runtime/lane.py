@@ -133,5 +133,5 @@ def bind(
     travelling = wires(partition, dtypes, layout, mesh.coordinates)
     sizes = {name: wire.sizes for name, wire in travelling.items()}
     relays = Relays(program.rank, plan, partition, layouts, sizes, orders)
-    shared, slowness = None if alone else statistics, plan.slow.get(program.rank, 1.0)
-    return Worker(program, runner, travelling, relays, transport, shared, reducer, mesh, alone, slowness)
+    shared, slow = None if alone else statistics, plan.slow.get(program.rank)
+    return Worker(program, runner, travelling, relays, transport, shared, reducer, mesh, alone, slow)

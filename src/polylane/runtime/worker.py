@@ -14,6 +14,7 @@ from polylane.errors import ActionFailed, PeerLost
 from polylane.graph.batch import bounds
 from polylane.graph.part import Part
 from polylane.observe.timeline import Span
+from polylane.plan.slow import Slow
 from polylane.program.program import Program
 from polylane.program.relay import Box, shape_of
 from polylane.runtime.division import Batch, Share, shares
@@ -73,7 +74,7 @@ class Worker:
         reducer: sums gradients.
         mesh: along which operators are split; the loss of its first worker counts, the others compute the same one.
         alone: the replica takes steps of its own: its gradients are those of the mean over its own samples.
-        slowness: how many times as long as it takes each pass is made to last.
+        slow: makes it a straggler.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Worker:
         reducer: Reducer,
         mesh: Mesh,
         alone: bool = False,
-        slowness: float = 1.0,
+        slow: Slow | None = None,
     ) -> None:
         self.program = program
         self.runner = runner
@@ -98,7 +99,7 @@ class Worker:
         self.reducer = reducer
         self.mesh = mesh
         self.alone = alone
-        self._slowness = slowness
+        self._slow, self._slowness = slow, 1.0
         self._horizon = _horizons(program.actions)
 
     def shares(self, batch: int) -> tuple[Share, ...]:
@@ -114,6 +115,7 @@ class Worker:
         own = {s.microbatch: s for s in self.shares(batch.samples) if s.weight or not self.alone}
         parts = {i: self._part(share, batch.samples, step, seed) for i, share in own.items()}
         ends = bounds(batch.samples, self._microbatches())
+        self._slowness = 1.0 if self._slow is None else self._slow.at(step, self.program.rank)
         counted = sum(s.samples for s in own.values()) if self.alone else batch.samples
         state = StepState(own, parts, {i: ends[i][1] - ends[i][0] for i in own}, counted)
         last_backward = max(

@@ -1,0 +1,157 @@
+"""python -m benchmarks.sync [--epochs E] [--only WORDS]: every way in which replicas agree, on real digits.
+
+What each gives (accuracy on the test set), how fast it is, what it sends, and what a straggler does to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polylane.recipe import Recipe, load
+from polylane.runtime.job import Job
+from polylane.runtime.launch import Context, fork
+from polylane.runtime.prepare import Prepared, objectives_of, prepare
+from polylane.runtime.world import World
+
+KINDS = (
+    "data=1",
+    "data=2",
+    "data=2,wire=bfloat16",
+    "data=2,wire=float16",
+    "data=2,compress=powersgd:4",
+    "data=2,compress=top_k:0.05",
+    "data=2,shard=optimizer",
+    "data=2,shard=gradients",
+    "data=2,shard=parameters",
+    "data=2,every=8",
+    "data=2,every=8,warmup=23",
+    "data=2,every=8,outer=0.7:0.9",
+    "data=2,servers=1",
+    "data=2,servers=2",
+    "data=2,servers=2,staleness=2",
+    "data=2,servers=2,staleness=any",
+    "data=2,servers=1,dedicated=yes,staleness=any",
+)
+STRAGGLERS = "slow=0:5@4+1:5@4"  # each replica takes five times as long in one of four steps, never both in the same
+BATCH = 64
+SLOWED = 40  # steps that are timed with a straggler
+LEAD = 3  # steps that do not count
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one way came to.
+
+    Attributes:
+        plan: in one line.
+        accuracy: share of the test images that are told right.
+        rate: samples a second.
+        slowed: the same with a straggler; None for one worker.
+        sent: bytes that each worker sent in a step, the mean over the workers.
+    """
+
+    plan: str
+    accuracy: float
+    rate: float
+    slowed: float | None
+    sent: float
+
+
+def prepared_for(recipe: Recipe, plan: str) -> tuple[Prepared, Any]:
+    """The recipe, split."""
+    torch.manual_seed(0)
+    samples = recipe.data("train")
+    example = torch.utils.data.default_collate([samples[i] for i in range(BATCH)])
+    objectives = objectives_of(recipe.loss, recipe.optimizer, recipe.scheduler)
+    return prepare(recipe.model(), objectives, example, plan, batch_size=BATCH), example
+
+
+def trained(recipe: Recipe, plan: str, epochs: int) -> tuple[float, float, float]:
+    """Accuracy on the test set, samples a second, and bytes sent per worker and step."""
+    prepared, example = prepared_for(recipe, plan)
+    plain = copy.deepcopy(prepared.model)
+
+    def work(context: Context) -> tuple[dict[str, Any], float, float]:
+        with Job(prepared, World.join(), example=example) as job:
+            start, samples, steps = time.perf_counter(), 0, 0
+            for batch in job.batches(recipe.data("train"), BATCH, epochs):
+                samples, steps = samples + len(batch), steps + 1
+                result = job.step(batch)
+            state = job.state_dict()
+            seconds = time.perf_counter() - start
+            sent = sum(result.timeline.sent()) / prepared.plan.workers
+            return state, samples / seconds, sent
+
+    state, rate, sent = fork(work, prepared.plan.processes)[0]
+    plain.load_state_dict(state)
+    return accuracy(plain, recipe), rate, sent
+
+
+def accuracy(model: torch.nn.Module, recipe: Recipe) -> float:
+    """Share of the test images that are told right."""
+    test = recipe.data("test")
+    images, labels = torch.utils.data.default_collate([test[i] for i in range(len(test))])
+    with torch.no_grad():
+        return float((model.eval()(images).argmax(-1) == labels).float().mean())
+
+
+def slowed(recipe: Recipe, plan: str) -> float:
+    """Samples a second where now this and now that replica is a straggler."""
+    prepared, example = prepared_for(recipe, f"{plan},{STRAGGLERS}")
+
+    def work(context: Context) -> tuple[int, float]:
+        with Job(prepared, World.join(), example=example) as job:
+            samples, start = 0, 0.0
+            for step, batch in enumerate(job.batches(recipe.data("train"), BATCH, 1 + SLOWED * BATCH // 1400)):
+                if step == LEAD:
+                    samples, start = 0, time.perf_counter()
+                if step == LEAD + SLOWED:
+                    break
+                samples += sum(share.samples * share.weight for share in job._shares(len(batch)))
+                job.step(batch)
+            return samples, time.perf_counter() - start
+
+    found = fork(work, prepared.plan.processes)
+    return sum(samples / seconds for samples, seconds in found[: prepared.plan.workers])
+
+
+def measured(recipe: Recipe, plan: str, epochs: int) -> Outcome:
+    """One way, trained and slowed."""
+    right, rate, sent = trained(recipe, plan, epochs)
+    alone = plan == "data=1"
+    return Outcome(plan, right, rate, None if alone else slowed(recipe, plan), sent)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """All ways, one a row."""
+    lines = [
+        "| how replicas agree | accuracy | samples/s | with stragglers | sent per worker and step |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for each in outcomes:
+        late = "" if each.slowed is None else f"{each.slowed:.0f}"
+        lines.append(f"| `{each.plan}` | {each.accuracy:.1%} | {each.rate:.0f} | {late} | {each.sent / 1e6:.2f} MB |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train by every way, and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description=__doc__)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--only", help="the ways that have this in their plan")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # before anything runs: the workers are forked
+    recipe = load("examples/digits.py", {})
+    chosen = [plan for plan in KINDS if options.only is None or options.only in plan]
+    print(table([measured(recipe, plan, options.epochs) for plan in chosen]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""How replicas agree, in one line and in a file: what can be said, comes back, and is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_files import PLAN, edited, refusal
+
+from polylane.errors import PolylaneError
+from polylane.plan.plan import Plan, dump, load
+from polylane.plan.slow import Slow
+from polylane.plan.spec import parse
+from polylane.plan.sync import SUM, Outer, PowerSGD, Sync, TopK
+
+SAID = {
+    "data=2": SUM,
+    "data=2,every=1": SUM,
+    "data=2,every=8": Sync(every=8),
+    "data=2,every=8,warmup=100": Sync(every=8, warmup=100),
+    "data=2,every=8,outer=0.7:0.9": Sync(every=8, outer=Outer(rate=0.7, momentum=0.9)),
+    "data=2,every=8,outer=1": Sync(every=8, outer=Outer(rate=1.0)),
+    "data=2,shard=optimizer": Sync(shard="optimizer"),
+    "data=4,shard=parameters,within=2": Sync(shard="parameters", within=2),
+    "data=2,wire=bfloat16": Sync(wire="bfloat16"),
+    "data=2,compress=powersgd:2": Sync(compress=PowerSGD(kind="powersgd", rank=2)),
+    "data=2,compress=powersgd:2:0": Sync(compress=PowerSGD(kind="powersgd", rank=2, start=0)),
+    "data=2,compress=top_k:0.25": Sync(compress=TopK(kind="top_k", fraction=0.25)),
+    "data=2,servers=1": Sync(kind="parameter_server", servers=1),
+    "data=2,servers=2,staleness=any": Sync(kind="parameter_server", servers=2, staleness="any"),
+    "data=2,servers=2,dedicated=yes,staleness=3": Sync(kind="parameter_server", servers=2, dedicated=True, staleness=3),
+}
+
+
+@pytest.mark.parametrize("line", SAID)
+def test_in_one_line(line: str) -> None:
+    spec = parse(line)
+    assert spec.sync == SAID[line]
+    assert parse(",".join(["data=4", *spec.sync.words()])).sync == spec.sync
+    assert spec.processes == spec.workers + (2 if "dedicated" in line else 0)
+
+
+@pytest.mark.parametrize("line", SAID)
+def test_in_a_file(line: str, tmp_path: Path) -> None:
+    plan = PLAN.model_copy(update={"sync": SAID[line], "slow": {0: Slow(times=2.5, every=3)}})
+    plan = Plan.model_validate(plan.model_dump())
+    file = tmp_path / "plan.yaml"
+    file.write_text(dump(plan))
+    assert load(file) == plan
+    assert "slow=0:2.5@3" in plan.spec and all(word in plan.spec for word in plan.sync.words())
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("data=2,every=0", "every=0 must be a whole number of at least 1"),
+        ("data=2,every=-1", "every=-1 must be a whole number of at least 1"),
+        ("data=2,every=2.5", "every=2.5 must be a whole number"),
+        ("data=2,warmup=3", "give every as well"),
+        ("data=2,outer=0.7", "give every as well"),
+        ("data=2,every=2,outer=0", "outer=0 must be RATE:MOMENTUM"),
+        ("data=2,every=2,outer=1:1", "outer=1:1 must be RATE:MOMENTUM"),
+        ("data=2,shard=all", "shard=all must be none, optimizer, gradients or parameters"),
+        ("data=2,within=2", "give shard as well"),
+        ("data=2,every=2,shard=optimizer", "needs replicas that are alike"),
+        ("data=2,wire=int8", "wire=int8 must be same, bfloat16 or float16"),
+        ("data=2,wire=bfloat16,compress=top_k", "exclude each other"),
+        ("data=2,wire=bfloat16,every=2", "does not do that"),
+        ("data=2,compress=top_k,shard=gradients", "does not do that"),
+        ("data=2,compress=top_k:0", "compress=top_k:0 must be powersgd:RANK"),
+        ("data=2,compress=powersgd:0", "compress=powersgd:0 must be powersgd:RANK"),
+        ("data=2,compress=powersgd:4:1:1", "must be powersgd:RANK"),
+        ("data=2,compress=zip", "compress=zip must be powersgd:RANK"),
+        ("data=2,staleness=2", "staleness is for servers=n"),
+        ("data=2,dedicated=yes", "dedicated is for servers=n"),
+        ("data=2,servers=0", "servers=0 must be a whole number of at least 1"),
+        ("data=2,servers=1,staleness=-1", "staleness=-1 must be a whole number of at least 0, or any"),
+        ("data=2,servers=1,staleness=some", "staleness=some must be"),
+        ("data=2,servers=1,dedicated=maybe", "dedicated=maybe must be yes or no"),
+        ("data=2,servers=1,shard=optimizer", "exclude each other"),
+        ("data=2,servers=1,every=2", "a parameter server does not take it"),
+        ("data=2,slow=1", "slow=1 must be RANK:TIMES"),
+        ("data=2,slow=1:0.5", "slow=1:0.5 must be RANK:TIMES"),
+        ("data=2,slow=1:2@0", "slow=1:2@0 must be RANK:TIMES"),
+    ],
+)
+def test_what_is_refused(line: str, says: str) -> None:
+    with pytest.raises(PolylaneError) as refusal:
+        parse(line)
+    assert says in str(refusal.value) and str(refusal.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"kind": "all_reduce", "every": 0}, "sync.every must be at least 1, not 0"),
+        ({"kind": "parameter_server", "staleness": -1}, "sync.staleness: must be a whole number of at least 0, or any"),
+        ({"kind": "parameter_server", "shard": "optimizer"}, "sync: shard: optimizer and kind: parameter_server"),
+        ({"every": 2, "outer": {"rate": 0}}, "sync.outer.rate must be above 0, not 0"),
+        ({"every": 2, "outer": {"momentum": 1}}, "sync.outer.momentum must be below 1, not 1"),
+        ({"warmup": -1}, "sync.warmup must be at least 0, not -1"),
+        ({"compress": {"kind": "zip"}}, "sync.compress must be of a kind that is known: powersgd, top_k"),
+        ({"compress": {"kind": "top_k", "fraction": 2}}, "fraction must be at most 1, not 2"),
+        ({"evry": 2}, "sync.evry is not a key of a plan"),
+        ({"within": 3, "shard": "optimizer"}, "sync.within: 2 replicas of stage 0 cannot be divided into groups of 3"),
+    ],
+)
+def test_what_a_file_is_refused_for(said: dict[str, Any], says: str, tmp_path: Path) -> None:
+    assert says in refusal(edited(tmp_path, sync=said))
+
+
+def test_stragglers_that_are_not_there(tmp_path: Path) -> None:
+    assert "slow.9: there is no such rank among 6 workers" in refusal(edited(tmp_path, slow={9: 2.0}))
