@@ -167,3 +167,17 @@ def test_only_samples_that_do_not_meet() -> None:
 def test_stages_with_as_many_replicas() -> None:
     with pytest.raises(PolylaneError, match="needs as many replicas of every stage"):
         trained(mlp(6, 8, 4), "[data=2 | 1],every=2", BATCHES)
+
+
+def test_stragglers_change_no_numbers_and_are_seen() -> None:
+    def work(job: Any) -> tuple[Trained, list[float]]:
+        results = [job.step(batch) for batch in BATCHES[:4]]
+        spans = [span for result in results for span in result.timeline.spans if span.rank == 1]
+        passes = [span.end - span.start for span in spans if span.action.kind in ("forward", "backward")]
+        return Trained([result.loss for result in results], job.state_dict()), passes
+
+    expected = simulated(mlp(6, 8, 4), BATCHES[:4], 2, 2)
+    for worker, passes in workers(work, mlp(6, 8, 4), "data=2,every=2,slow=1:100@2"):
+        assert_same(worker, expected)
+        slow = [max(passes[2 * step : 2 * step + 2]) for step in range(4)]
+        assert min(slow[1], slow[3]) > 5 * min(slow[0], slow[2])  # a hundred times as long, in every second step
