@@ -18,6 +18,7 @@ from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import objectives_of, prepare
+from polylane.runtime.sync.server_job import job_of
 from polylane.runtime.world import World
 
 Pairs = Iterable[tuple[str, nn.Parameter]]
@@ -76,10 +77,10 @@ def workers(
     prepared = prepare(model, objectives_of(loss, optimizer, scheduler), example, plan)
 
     def run(_: Any) -> Any:
-        with Job(prepared, World.join(), example=example, **options) as job:
+        with job_of(prepared, World.join(), example=example, **options) as job:
             return work(job)
 
-    return fork(run, prepared.plan.workers)
+    return fork(run, prepared.plan.processes)
 
 
 def trained(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -146,9 +146,21 @@ def train(
     drop_last: Annotated[
         bool, typer.Option("--drop-last", help="Leave out a last batch that is shorter than the others.")
     ] = False,
+    scale_lr: Annotated[
+        Literal["linear", "sqrt"] | None,
+        typer.Option("--scale-lr", help="Scale learning rates with the batch; they are meant for --base-batch."),
+    ] = None,
+    base_batch: Annotated[
+        int | None, typer.Option("--base-batch", metavar="B", min=1, help="The batch that --scale-lr scales from.")
+    ] = None,
+    warmup: Annotated[
+        int, typer.Option("--warmup", metavar="S", min=0, help="Steps in which learning rates rise to what they are.")
+    ] = 0,
     json: Json = False,
 ) -> None:
     """Train a recipe's model on N workers.
+
+    Nothing scales a learning rate unless --scale-lr (Goyal et al. 2017; Krizhevsky 2014) or --warmup asks for it.
 
     DIR gets plan.yaml, metrics.jsonl (a line a step), model.safetensors (loads into the plain model), and one late
     step's timeline.json, swimlane.html and trace.json (for ui.perfetto.dev); these replace an earlier run's.
@@ -156,9 +168,11 @@ def train(
     \b
     Examples:
       polylane train examples/digits.py --workers 4 --plan data=2,pipeline=2
+      polylane train examples/digits.py --plan data=4 --batch 512 --base-batch 64 --scale-lr linear --warmup 10
       torchrun --nproc-per-node 4 -m -- polylane train examples/digits.py
     """
     from polylane.commands import train as command
+    from polylane.commands.rates import rates
 
     command.run(
         recipe,
@@ -173,6 +187,7 @@ def train(
         clip_norm=clip_norm,
         stop_on_nan=stop_on_nan,
         drop_last=drop_last,
+        rates=rates(batch, scale_lr, base_batch, warmup),
         json=json,
     )
 

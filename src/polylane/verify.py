@@ -22,6 +22,7 @@ from polylane.plan.spec import Spec
 from polylane.proof.culprit import first_difference
 from polylane.proof.reference import Record, Reference, reference_run, run_whole
 from polylane.proof.relative import FLOOR, relative_error
+from polylane.proof.replay import replay
 from polylane.proof.replicated import replicated_run
 from polylane.proof.rounding import Rounding, give
 from polylane.runtime.job import Job
@@ -30,6 +31,9 @@ from polylane.runtime.launch import Context, fork, threads_per_worker
 from polylane.runtime.materialize import Init, materialize, on_meta
 from polylane.runtime.pieces import Pieces
 from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.runtime.sync.rule import Stepping
+from polylane.runtime.sync.server_job import job_of
+from polylane.runtime.sync.server_log import Update
 from polylane.runtime.weights import digest
 from polylane.runtime.world import World
 
@@ -136,6 +140,7 @@ def prove(
     tolerance: float = TOLERANCE,
 ) -> Verdict:
     """As :func:`verify`, for a training that is prepared already, in float64; its model is left as it was."""
+    _refuse_rounded(prepared.plan)
     batches = [in_float64(batch) for batch in batches]
     shortest = min(sample_count(flatten(batch)[0]) for batch in batches)
     prepared.fewest.check(shortest, "the shortest batch", "verify fewer steps, or take another batch size")
@@ -147,12 +152,21 @@ def prove(
         return run(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
 
     def together(context: Context) -> _Trained:
-        job = Job(prepared, World.join(), example=batches[0], clip_norm=clip_norm, seed=seed)
-        return _train(job, batches, _pieces_of(reference.rounding, prepared, context.rank))
+        job = job_of(prepared, World.join(), example=batches[0], clip_norm=clip_norm, seed=seed)
+        return _train(job, batches, _pieces_of(rounding, prepared, context.rank))
+
+    def again(context: Context) -> Reference:
+        return replay(prepared, batches, workers[0].updates, clip_norm=clip_norm, seed=seed)
 
     # All are forked: what they do to the model stays with them, and they start from the same weights.
-    (reference,) = fork(alone, 1)
-    workers = fork(together, prepared.plan.workers)
+    sync, rounding = prepared.plan.sync, list[list[dict[str, Rounding]]]()
+    if sync.serves and sync.alone:  # in which order, only the servers know
+        workers = fork(together, prepared.plan.processes)[: prepared.plan.workers]
+        (reference,) = fork(again, 1)
+    else:
+        (reference,) = fork(alone, 1)
+        rounding = reference.rounding
+        workers = fork(together, prepared.plan.processes)[: prepared.plan.workers]
     deviations, losses, loss_error = _compare(reference, [w.record for w in workers], prepared)
     worst = max(loss_error, *(max(d.value, d.gradient or 0.0) for d in deviations), 0.0, key=_nan_last)
     replaced = {name for worker in workers for name in worker.replaced}
@@ -181,9 +195,25 @@ def prove(
     )
 
 
+def _refuse_rounded(plan: Plan) -> None:
+    """What a rule loses on the way is no difference that a proof could tell from an error.
+
+    Raises:
+        PolylaneError: gradients are rounded or compressed.
+    """
+    if not plan.sync.exact and not plan.sync.alone:
+        words = ",".join(plan.sync.words())
+        raise PolylaneError(
+            f"{words}: gradients lose digits on their way, so that the numbers are not those of one device: leave it "
+            "out to prove the rest of the plan"
+        )
+
+
 def _reference(reference: Reference, plan: Plan) -> str:
     """What the plan was held against, in words."""
     what = "the plain model" if reference.eager else "the model's captured graph, run whole"
+    if plan.sync.serves and plan.sync.alone:
+        return f"{what}, a copy for each replica and server in one process, in the order that the servers recorded"
     if plan.sync.alone:
         return f"{what}, a copy for each replica in one process"
     return what
@@ -235,17 +265,21 @@ class _Trained:
     Attributes:
         held: a digest of every part of a weight or buffer that it holds.
         replaced: parameters in whose place the optimizer was given the reference's rounding.
+        updates: of every parameter server.
     """
 
     record: Record
     held: dict[str, str]
     replaced: set[str]
+    updates: tuple[tuple[Update, ...], ...]
 
 
 def _pieces_of(
     rounding: Sequence[Sequence[Mapping[str, Rounding]]], prepared: Prepared, rank: int
-) -> list[dict[str, Rounding]]:
-    """Of every step, the reference's gradients of a worker's replica in the shapes that it holds."""
+) -> Sequence[Mapping[str, Rounding]]:
+    """Of every step, the reference's gradients of a worker's replica in the shapes that it holds; whole on servers."""
+    if prepared.plan.sync.serves:
+        return [each[0] for each in rounding]
     stage, replica = prepared.plan.place(rank)
     pieces = Pieces(prepared, stage, prepared.plan.coordinates(rank))
     own = []
@@ -256,26 +290,45 @@ def _pieces_of(
 
 
 def _train(job: Job, batches: Sequence[Any], rounding: Sequence[Mapping[str, Rounding]]) -> _Trained:
-    losses, gradients, replaced = list[float](), dict[str, Tensor | None](), set[str]()
-    plain = job.optimizer.step
+    sums, gradients, replaced = list[tuple[float, float]](), dict[str, Tensor | None](), set[str]()
+    for each in job.stepping() if rounding else ():
+        _give_rounding(each, rounding, replaced)
+    job.gathered(None)  # servers wait for that, too
+    for batch in batches:
+        sums.append(job.step(batch).sums)
+        if len(sums) == 1:
+            whole = job.whole_gradients()
+            gradients = whole if job.world.rank == 0 else {}
+    trains = job.world.rank < job.plan.workers
+    own = f" of replica {job.plan.place(job.world.rank)[1]}" if job.plan.sync.alone and trains else ""
+    held = {name + job.part_of(name) + own: digest(tensor) for name, tensor in job.held().items()}
+    losses = _whole_losses(job, sums)
+    trained = _Trained(Record(losses, gradients, job.state_dict()), held, replaced, job.updates())
+    job.close()
+    return trained
+
+
+def _give_rounding(each: Stepping, rounding: Sequence[Mapping[str, Rounding]], replaced: set[str]) -> None:
+    plain = each.optimizer.step
 
     @functools.wraps(plain)
     def step(*args: Any, **kwargs: Any) -> Any:
-        with give(rounding[len(losses)], job.gradients()) as given:
+        with give(rounding[each.updates()], each.gradients()) as given:
             replaced.update(given)
             return plain(*args, **kwargs)
 
-    job.optimizer.step = step  # type: ignore[method-assign]  # its hooks are not there where it calls no base class
-    for batch in batches:
-        losses.append(job.step(batch).loss)
-        if len(losses) == 1:
-            whole = job.whole_gradients()
-            gradients = whole if job.world.rank == 0 else {}
-    own = f" of replica {job.plan.place(job.world.rank)[1]}" if job.plan.sync.alone else ""
-    held = {name + job.part_of(name) + own: digest(tensor) for name, tensor in job.held().items()}
-    trained = _Trained(Record(losses, gradients, job.state_dict()), held, replaced)
-    job.close()
-    return trained
+    each.optimizer.step = step  # type: ignore[method-assign]  # its hooks are not there where it calls no base class
+
+
+def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
+    """The loss of every step over all replicas, of which each may know its own only."""
+    plan = job.plan
+    if not (plan.sync.serves and plan.sync.alone):
+        return [total / count for total, count in sums]
+    every = job.gathered(sums)
+    ranks = {plan.place(rank)[1]: rank for rank in range(plan.workers)}.values()
+    each = [zip(*(every[rank][step] for rank in ranks), strict=True) for step in range(len(sums))]
+    return [sum(totals) / sum(counts) for totals, counts in each]
 
 
 def _compare(

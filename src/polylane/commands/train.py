@@ -15,6 +15,7 @@ from polylane.commands import inputs
 from polylane.commands.automatic import automatic
 from polylane.commands.output import count, plural, print_json, seconds
 from polylane.commands.progress import display
+from polylane.commands.rates import Rates
 from polylane.commands.run_folder import MODEL, RunFolder, unused
 from polylane.errors import PolylaneError
 from polylane.plan.spec import AUTO
@@ -39,6 +40,7 @@ def run(
     clip_norm: float | None,
     stop_on_nan: bool,
     drop_last: bool,
+    rates: Rates | None,
     json: bool,
 ) -> None:
     """Train, and print how it ended.
@@ -67,6 +69,7 @@ def run(
         clip_norm=clip_norm,
         stop_on_nan=stop_on_nan,
         drop_last=drop_last,
+        rates=rates,
         model_path=place.path / MODEL,
     )
     if "RANK" in os.environ:

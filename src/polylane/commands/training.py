@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import nn
 
 from polylane.commands import inputs
+from polylane.commands.rates import Rates
 from polylane.observe.timeline import Timeline
 from polylane.plan import plan as plans
 from polylane.plan.plan import Plan
@@ -47,6 +48,7 @@ class Request:
         batch: samples in a batch, over all workers.
         epochs, steps: how long; one of them is None.
         drop_last: leave out an epoch's last batch where it is shorter than the others.
+        rates: what is done with the recipe's learning rates; None: nothing.
         model_path: where the weights go.
     """
 
@@ -60,6 +62,7 @@ class Request:
     clip_norm: float | None
     stop_on_nan: bool
     drop_last: bool
+    rates: Rates | None
     model_path: Path
 
 
@@ -113,6 +116,7 @@ def gather(request: Request) -> Materials:
         PolylaneError: the recipe is wrong, or one of its functions raised.
     """
     recipe = inputs.open_recipe(request.recipe, request.settings)
+    recipe = recipe if request.rates is None else request.rates.of(recipe)
     model = inputs.build_model(recipe, request.seed)
     inputs.rehearse_optimizer(recipe, model)
     dataset = inputs.open_data(recipe, "train")

@@ -124,12 +124,12 @@ def buckets(
     other in two groups that overlap.
     """
     graph = partition.graph
-    differentiated = _differentiated(graph)
+    trained = differentiated(graph)
     held = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
     order = {name: i for i, name in reversed(list(enumerate(p for node in graph.nodes for p in node.parameters)))}
     alike: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...]], list[str]] = {}
     for name in sorted(order, key=order.__getitem__, reverse=True):
-        if name in differentiated:
+        if name in trained:
             holders = tuple(
                 stage for stage in range(plan.pipeline) if name in held[stage] or stage in others.get(name, ())
             )
@@ -179,7 +179,7 @@ def _of_stage(plan: Plan, stage: int, axes: Collection[str], wanted: Collection[
     return found
 
 
-def _differentiated(graph: Graph) -> set[str]:
+def differentiated(graph: Graph) -> set[str]:
     """Trainable parameters from which a gradient's path leads to the loss.
 
     The others (behind a ``detach``, say) have no gradient on one device and must not get zeros here: weight decay and

@@ -70,8 +70,8 @@ def prepare_together(
     Raises:
         PolylaneError: on every worker, when rank 0 could not prepare, or another worker's model is not the same.
     """
-    if spec.workers != world.size:
-        raise PolylaneError(f"the plan takes {spec.workers} workers, torchrun started {world.size}")
+    if spec.processes != world.size:
+        raise PolylaneError(f"the plan takes {spec.processes} workers, torchrun started {world.size}")
     if world.rank == 0:
         prepared, refusal = _attempt(model, objectives, example, spec, batch_size, init)
         _broadcast(refusal if prepared is None else prepared.plan)

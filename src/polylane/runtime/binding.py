@@ -78,6 +78,7 @@ class Binding:
             layouts,
             orders,
             alone,
+            self._holding.shards,
         )
         return Lane(partition, tuple(programs), worker)
 
@@ -119,7 +120,7 @@ class Binding:
         self._refuse_moved(partition)
         layouts = prepared.layouts_of(partition)
         programs = programs_of(partition, self._plan, self._holding.holders, training, layouts, alone)
-        return self.lane(partition, programs, alone)
+        return self.lane(partition, self._holding.layout.regrouped(programs), alone)
 
     def _refuse_moved(self, partition: Partition) -> None:
         holders = self._holding.holders

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.program.check import channels
 from polylane.program.program import Program
 from polylane.runtime.mesh import Mesh, TransportAxis, Waits
+from polylane.runtime.sync.sharded_layout import shard_group, shard_groups
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.world import World
 
@@ -27,18 +29,30 @@ class Connections:
         statistics: sums batch statistics over the replicas of this worker's stage; None where each has its own.
         mesh: the axes along which operators are split.
         apart: further transports, whose collectives come in another order.
+        gathers: that one of them for parameters that replicas hold parts of only; None where there are none.
     """
 
     transport: Transport
     statistics: SumReplicas | None
     mesh: Mesh
     apart: tuple[Transport, ...] = ()
+    gathers: Transport | None = None
 
     def close(self) -> None:
         """Leave together with all other workers: one that ends a group while another still talks may abort it."""
         self.transport.barrier()
         for transport in (*self.apart, self.transport):
             transport.close()
+
+
+def check_size(plan: Plan, world: World) -> None:
+    """See that there are as many workers as a plan takes.
+
+    Raises:
+        PolylaneError: there are not.
+    """
+    if world.size != plan.processes:
+        raise PolylaneError(f"the plan takes {plan.processes} workers ({plan.spec}), there are {world.size}")
 
 
 def connected(
@@ -71,14 +85,19 @@ def connected(
     buckets = [bucket.ranks for each in programs for program in each for bucket in program.buckets]
     whole = [each for rank in ranks for each in (replica_of(plan, rank), plan.group(rank, plan.axes))]
     columns = {column_of(plan, rank) for rank in ranks}
-    transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole, tuple(ranks)}))
+    shards = shard_groups(plan, programs)
+    transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole, *shards, tuple(ranks)}))
     mesh, inner = _mesh(world, plan, connect, axes)
+    gathers = None
+    if plan.sync.shard == "parameters":  # gathered whenever a pass needs them, whatever else is under way
+        gathers = connect(world, [], sorted({shard_group(plan, rank) for rank in ranks}), tag=3, own_groups=True)
+        inner = (*inner, gathers)
     if plan.data == 1 or not statistics or together:
-        return Connections(transport, None, mesh, inner)
+        return Connections(transport, None, mesh, inner, gathers)
     # Statistics interleave with the gradients' own reductions, so they have groups of their own.
     apart = connect(world, [], replicas, tag=1, own_groups=True)
     members = plan.group(world.rank, ("data",))
-    return Connections(transport, lambda tensor: apart.all_reduce(tensor, members).wait(), mesh, (*inner, apart))
+    return Connections(transport, lambda tensor: apart.all_reduce(tensor, members).wait(), mesh, (*inner, apart), gathers)
 
 
 def replica_of(plan: Plan, rank: int) -> tuple[int, ...]:

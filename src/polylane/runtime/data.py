@@ -78,6 +78,17 @@ def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
     return [size] * full + ([left] if left and not drop_last else [])
 
 
+def sizes_of(dataset: Any, size: int, drop_last: bool = False) -> Iterator[int]:
+    """How many samples each batch of an epoch has, whatever the dataset is; an iterable one is gone through."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        yield from batch_sizes(len(dataset), size, drop_last)
+        return
+    stream = iter(dataset)
+    while count := sum(1 for _ in itertools.islice(stream, size)):
+        if count == size or not drop_last:
+            yield count
+
+
 def _nothing_left(samples: int, size: int) -> PolylaneError:
     return PolylaneError(f"the dataset has {samples} samples, no batch of {size}, and a shorter one is to be dropped")
 

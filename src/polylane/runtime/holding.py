@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from polylane.program.program import Program
 from polylane.runtime import weights
 from polylane.runtime.buffers import Buffers
 from polylane.runtime.connections import column_of
 from polylane.runtime.lane import Tensors
 from polylane.runtime.materialize import materialize, on_meta
 from polylane.runtime.pieces import Pieces
-from polylane.runtime.prepare import Prepared
+from polylane.runtime.prepare import Prepared, named_parameters
+from polylane.runtime.sync.sharded import Shards, flat_of
+from polylane.runtime.sync.sharded_layout import WHOLE, Layout, shard_group, units_of_all
+from polylane.runtime.sync.sharded_pieces import kept_whole
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.wholes import Wholes
 from polylane.runtime.world import World
@@ -32,10 +36,25 @@ def holders_of(prepared: Prepared) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(stages)) for name, stages in result.items()}
 
 
+def layout_of(prepared: Prepared, programs: Mapping[str, Sequence[Program]]) -> Layout:
+    """What replicas hold parts of, for the programs of all workers, by objective.
+
+    Raises:
+        PolylaneError: an optimizer cannot be run on parts.
+    """
+    plan, objectives = prepared.plan, prepared.objectives.values()
+    if plan.sync.shard == "none":
+        return WHOLE
+    whole = kept_whole(named_parameters(prepared.model, [o.loss for o in objectives]), [o.optimizer for o in objectives])
+    infos = {name: info for each in prepared.partitions.values() for name, info in each.graph.parameters.items()}
+    return units_of_all(plan, programs, infos, whole)
+
+
 class Holding:
     """The parameters and buffers of one worker's stage, or its parts of them.
 
-    Until :meth:`keep_parts` is called they are whole, for the optimizers are made of whole parameters.
+    Until :meth:`keep_parts` is called they are whole, for the optimizers are made of whole parameters. Then operators
+    hold their parts, where they are split; and of those replicas hold parts, where the plan says so.
 
     Args:
         prepared: the training.
@@ -44,14 +63,17 @@ class Holding:
         transport: between the workers.
         seed: of the values of a model on the meta device.
         same_weights: every worker's model has the same weights already.
+        layout: what replicas hold parts of.
+        gathers: for parts that are gathered during passes.
 
     Attributes:
-        prepared, world, holders, transport: as given.
+        prepared, world, holders, transport, layout: as given.
         stage: this worker's.
         tensors: the model's, by name.
         pieces: which part of what its stage holds is this worker's.
         buffers: hands those on that several stages use.
         wholes: puts parts together.
+        shards: this worker's parts among the replicas'.
         materialized: whether the model was on the meta device: no worker could hold the whole of it.
     """
 
@@ -64,6 +86,8 @@ class Holding:
         *,
         seed: int,
         same_weights: bool,
+        layout: Layout = WHOLE,
+        gathers: Transport | None = None,
     ) -> None:
         plan, losses = prepared.plan, [o.loss for o in prepared.objectives.values()]
         self.prepared, self.world, self.holders, self.transport = prepared, world, holders, transport
@@ -81,6 +105,7 @@ class Holding:
             None if plan.uniform else self.pieces,
         )
         self.wholes = Wholes(prepared, world, self.tensors, self.pieces, transport, self.names())
+        self.layout, self.shards, self._gathers = layout, Shards(), gathers
         self.materialized = self._materialize(seed)
         self.tensors.hold(self.names())
         if not (same_weights or self.materialized) and world.size > 1:
@@ -113,14 +138,31 @@ class Holding:
     def keep_parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """From now on hold parts only, and let optimizers do so with what they made for whole parameters."""
         self.tensors.keep(self.pieces.of(self.held()))
+        optimizers = list(optimizers)
         for built in optimizers:
             self.pieces.cut_state(built, self.tensors.parameters())
+        self.shards = self.wholes.shards = self._sharded()
+        self.shards.put_in(optimizers)
+
+    def _sharded(self) -> Shards:
+        plan, rank = self.prepared.plan, self.world.rank
+        if not self.layout.units or len(group := shard_group(plan, rank)) == 1:
+            return Shards()
+        parameters, hidden = self.tensors.parameters(), plan.sync.shard == "parameters"
+        flats = [flat_of(unit, group, rank, parameters, hidden) for unit in self.layout.units[rank]]
+        counts = any(plan.place(each)[1] == 0 for each in group)
+        return Shards(flats, hidden, counts, self.transport, self._gathers)
 
     def held(self) -> dict[str, Tensor]:
         """What this worker keeps up to date, by the model's own names."""
         names = self.names()
         every = {**self.tensors.parameters(), **self.tensors.buffers()}
-        return {name: tensor for name, tensor in every.items() if name in names}
+        own = {name: self.shards.held(name, tensor) for name, tensor in every.items() if name in names}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+    def label(self, name: str) -> str:
+        """Which part of a parameter or buffer this worker holds; equal parts have equal labels."""
+        return self.pieces.label(name) + self.shards.label(name)
 
     def whole_gradients(self, names: Iterable[str]) -> dict[str, Tensor | None]:
         """Whole gradients of parameters, on every worker's CPU; None where there is none."""
@@ -128,7 +170,8 @@ class Holding:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's weights and buffers, with its own names, on every worker's CPU."""
-        return self.wholes.state_dict(self.holders, self.buffers.owner)
+        with self.shards.shown():
+            return self.wholes.state_dict(self.holders, self.buffers.owner)
 
     def save(self, path: Path) -> None:
         """Write the whole model's weights as safetensors."""

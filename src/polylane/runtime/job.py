@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,23 @@ from torch import Tensor
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sampled_leaves, signature
 from polylane.graph.partition import Partition
+from polylane.observe.timeline import Span, Timeline
 from polylane.program.program import Program
 from polylane.runtime import clock, data, weights
 from polylane.runtime.binding import Binding, Lane
-from polylane.runtime.connections import Connect, connected, replica_of
+from polylane.runtime.connections import Connect, check_size, connected, replica_of
 from polylane.runtime.division import Batch, Share, shares
-from polylane.runtime.holding import Holders, Holding, holders_of
+from polylane.runtime.holding import Holders, Holding, holders_of, layout_of
 from polylane.runtime.lane import programs_of
 from polylane.runtime.prepare import Prepared
-from polylane.runtime.result import Reports, StepResult, gathered
+from polylane.runtime.result import STEPS_KEPT, Reports, StepResult, gathered, joined, on_one_clock
 from polylane.runtime.sync.choose import rule_of
+from polylane.runtime.sync.rule import Stepping
+from polylane.runtime.sync.server_log import Update
 from polylane.runtime.trainer import optimizer_of, trainer_of
 from polylane.runtime.transport import c10d
 from polylane.runtime.worker import StepState
 from polylane.runtime.world import World
-
 
 class Job:
     """One worker's handle on a training that is split over all of them; every worker calls the same methods.
@@ -62,17 +65,17 @@ class Job:
             same_weights: every worker's model has the same weights already (workers forked from one process do).
             connect: makes the transport.
         """
+        check_size(prepared.plan, world)
+        everyone, world = world, world.first(prepared.plan.workers)
         self.plan, self.world, self.model = prepared.plan, world, prepared.model
-        if world.size != self.plan.processes:
-            raise PolylaneError(
-                f"the plan takes {self.plan.processes} workers ({self.plan.spec}), there are {world.size}"
-            )
         self._prepared, self._seed, self._step = prepared, seed, 0
         leaves, rebuild = flatten(example)
         self._sampled = sampled_leaves(leaves)
         self._compared = False
         holders = holders_of(prepared)
-        self._programs = self._lowered(holders, alone=False)
+        programs = self._lowered(holders, alone=False)
+        layout = layout_of(prepared, programs)
+        self._programs = {name: layout.regrouped(each) for name, each in programs.items()}
         alone = self._lowered(holders, alone=True) if self.plan.sync.alone else {}
         self._connections = connected(
             world,
@@ -85,7 +88,16 @@ class Job:
         )
         self._transport = self._connections.transport
         self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
-        self._holding = Holding(prepared, world, holders, self._transport, seed=seed, same_weights=same_weights)
+        self._holding = Holding(
+            prepared,
+            world,
+            holders,
+            self._transport,
+            seed=seed,
+            same_weights=same_weights,
+            layout=layout,
+            gathers=self._connections.gathers,
+        )
         optimizers = {name: optimizer_of(self._holding, name) for name in prepared.objectives}
         self._holding.keep_parts(optimizers.values())
         form = signature(leaves, self._sampled)
@@ -100,8 +112,9 @@ class Job:
             if name in alone:
                 bound = self._binding.lane(partition, alone[name], True)
                 trainer.lanes[form, self.plan.microbatches, True] = bound
-        self._rule = rule_of(self._holding, {name: trainer.held for name, trainer in self._trainers.items()})
+        self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
         self._reports = Reports(self._rule.slack)
+        self._spans: deque[tuple[Span, ...]] = deque(maxlen=STEPS_KEPT)
 
     def _lowered(self, holders: Holders, alone: bool) -> dict[str, tuple[Program, ...]]:
         """Every objective's programs, of all workers."""
@@ -138,14 +151,18 @@ class Job:
         trainer = self._trainers[name]
         own = self._own(batch)
         self._refuse_short(own)
-        lane = self._binding.for_training(trainer.lanes, name, own, self._rule.alone(name))
-        self._reports.make_room()
-        trainer.zero_grad()
-        self._holding.buffers.fetch(lane.partition)
-        state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(name, lane, own, state))
-        self._holding.buffers.written(lane.partition)
-        report = gathered(lane.programs, state, self._ahead, self._transport, self.world.device)
+        with self._rule.watch():
+            lane = self._binding.for_training(trainer.lanes, name, own, self._rule.alone(name))
+            self._reports.make_room()
+            trainer.zero_grad()
+            self._holding.buffers.fetch(lane.partition)
+            state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(name, lane, own, state))
+            self._holding.buffers.written(lane.partition)
+            report = gathered(
+                lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.together
+            )
         self._reports.add(report)
+        self._spans.append(tuple(state.spans))
         self._step += 1
         return StepResult(self._step - 1, own.samples, report)
 
@@ -187,7 +204,7 @@ class Job:
             count = self._summed(state, together)[1]
             if count:
                 trainer.rescale(state.counted / count)
-        trainer.update(bool(state.shares))
+        self._rule.update(name, trainer, bool(state.shares))
         self._rule.stepped(name, batch.samples)
 
     def _objective(self, name: str | None) -> str:
@@ -212,7 +229,8 @@ class Job:
         self._holding.buffers.fetch(lane.partition)
         with torch.no_grad(), self._rule.agreed():
             state = lane.worker.run(own, 0, self._seed, lambda state: None)
-        return self._summed(state, range(self.world.size))
+        sums: tuple[float, float] = self._rule.told("evaluate", self._summed(state, range(self.world.size)))
+        return sums
 
     def _summed(self, state: StepState, ranks: Sequence[int]) -> tuple[float, float]:
         """The loss over some workers, as (total, count)."""
@@ -283,12 +301,20 @@ class Job:
         """The optimizer of one of several objectives."""
         return self._trainers[self._objective(objective)].optimizer
 
+    def stepping(self) -> list[Stepping]:
+        """The first objective's optimizers that step in this process: this worker's, or those of parameter servers."""
+        return self._rule.stepping() or [Stepping(self.optimizer, self.gradients, lambda: self._step)]
+
     def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
         """Gradients of the last step, of the parameters that this worker holds, after reduction and clipping.
 
-        Where operators are split, a gradient is that of this worker's part; see :meth:`whole_gradients`.
+        Where operators are split, or replicas hold parts, a gradient is that of this worker's part; see
+        :meth:`whole_gradients`. Where each replica's gradients make an update of their own, they are those of this
+        worker's replica.
         """
-        held = self._trainers[self._objective(objective)].held
+        name = self._objective(objective)
+        self._rule.summed_gradients(name)
+        held = self._trainers[name].held
         return {name: parameter.grad for name, parameter in held.items()}
 
     def whole_gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
@@ -297,18 +323,22 @@ class Job:
         They are whole, after reduction and clipping, by the model's own names and in its order, on every worker's CPU:
         what ``parameter.grad`` is on one device. None where a parameter got no gradient.
         """
-        return self._holding.whole_gradients(self._trainers[self._objective(objective)].order)
+        name = self._objective(objective)
+        self._rule.summed_gradients(name)
+        found = self._holding.whole_gradients(self._trainers[name].order)
+        gradients: dict[str, Tensor | None] = self._rule.told("whole_gradients", found)
+        return gradients
 
     def held(self) -> dict[str, Tensor]:
         """The parameters and buffers that this worker keeps up to date, by the model's own names.
 
-        Where operators are split, what it holds may be a part.
+        Where operators are split, or replicas hold parts, what it holds may be a part.
         """
         return self._holding.held()
 
     def part_of(self, name: str) -> str:
         """Which part of a parameter or buffer this worker holds, in words that are equal for equal parts."""
-        return self._holding.pieces.label(name)
+        return self._holding.label(name)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's weights and buffers, with its own names, on every worker's CPU; all must call it.
@@ -316,16 +346,46 @@ class Job:
         Where replicas differ, the weights that they agree on: their mean.
         """
         with self._rule.agreed():
-            return self._holding.state_dict()
+            state: dict[str, Tensor] = self._rule.told("state_dict", self._holding.state_dict())
+        return state
 
     def save(self, path: str | Path) -> None:
         """Write the whole model's weights as safetensors, loadable into the plain model; all workers must call it."""
         with self._rule.agreed():
             self._holding.save(Path(path))
+        self._rule.told("save", None)
+
+    # ---- how it went -------------------------------------------------------------------------------------------------
+
+    @property
+    def staleness(self) -> int:
+        """Of this worker's last step, updates by others between reading the weights and its own (parameter servers)."""
+        return self._rule.staleness
+
+    def updates(self) -> tuple[tuple[Update, ...], ...]:
+        """What every parameter server did, update by update, in its order; all workers must call it."""
+        return self._rule.updates()
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every worker's picklable value, by rank; all must call it."""
+        return self._rule.gathered(value)
+
+    def timeline(self, steps: int = 1) -> Timeline:
+        """What every worker did in its last steps, on one clock; all must call it.
+
+        Unlike :attr:`StepResult.timeline` it shows replicas beside each other that go at their own pace.
+
+        Args:
+            steps: how many; the last :data:`STEPS_KEPT` are there.
+        """
+        return joined(
+            self._rule.gathered(on_one_clock([*self._spans][-steps:], self._ahead)), self.plan.workers
+        )
 
     def close(self) -> None:
         """Wait for all messages and leave the other workers, if this job joined them."""
         self._reports.complete()
+        self._rule.close()
         self._connections.close()
         self.world.leave()
 

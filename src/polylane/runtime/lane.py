@@ -20,8 +20,11 @@ from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
 from polylane.runtime.mesh import Mesh
 from polylane.runtime.relays import Relays
-from polylane.runtime.stage import OWN_PYTHON, Localized, StageRunner, extract, wires
+from polylane.runtime.stage import OWN_PYTHON, Around, Localized, StageRunner, extract, ungated, wires
 from polylane.runtime.sync.all_reduce import Reducer
+from polylane.runtime.sync.compress import codec_of
+from polylane.runtime.sync.sharded import Shards
+from polylane.runtime.sync.sharded_lane import sharding
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.worker import Worker
 
@@ -86,7 +89,7 @@ def programs_of(
         alone: every replica goes its own way.
     """
     programs = lower(partition, plan, holders, layouts.partials) if training else lower_evaluation(partition, plan)
-    if alone:
+    if alone or (training and plan.sync.serves):  # servers sum what replicas have
         programs = tuple(apart(program, plan) for program in programs)
     check(programs)
     return programs
@@ -102,8 +105,15 @@ def bind(
     layouts: Layouts,
     orders: Mapping[str, Order],
     alone: bool = False,
+    shards: Shards | None = None,
 ) -> Worker:
-    """One worker's program, bound to its tensors; ``alone``: its replica goes its own way."""
+    """One worker's program, bound to its tensors.
+
+    Args:
+        alone: its replica goes its own way.
+        shards: what replicas hold parts of, if anything.
+    """
+    shards = Shards() if shards is None else shards
     partition, graph = program.partition, program.partition.graph
     parameters, buffers = tensors.parameters(), tensors.buffers()
     table: dict[tuple[str, Any], Any] = {
@@ -111,25 +121,31 @@ def bind(
     }
     for name in partition.parameters(program.stage):
         # What this objective does not optimize takes part as a constant: no gradient is computed for it.
-        table["parameter", name] = parameters[name] if graph.parameters[name].trainable else parameters[name].detach()
+        trainable = graph.parameters[name].trainable
+        table["parameter", name] = parameters[name] if trainable else shards.constant(name, parameters[name])
     for name in partition.buffers(program.stage):
         table["buffer", name] = buffers[name]
     table |= {("axis", name): axis for name, axis in mesh.axes.items()}
     autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
     dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
-    code, layout = extract(partition, program.stage, tensors.device), layouts[program.stage]
+    # The user's own Python may leave a parameter without a gradient.
+    optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+    held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
+    cut = sharding(program, plan, shards, held, optional, transport) if shards.flats else None
+    gates = ungated if cut is None else cut.gates
+    code, layout = extract(partition, program.stage, tensors.device, gates), layouts[program.stage]
     runner = StageRunner(
         code=code,
         tensors=table,
         gradients=frozenset(c.value for c in program.receives if c.requires_grad),
         device=tensors.device,
         autocast=autocast,
-        local=None if layout is None else Localized(code, partition, layout, mesh.coordinates, dtypes),
+        local=None if layout is None else Localized(code, partition, layout, mesh.coordinates, dtypes, gates),
+        around=Around() if cut is None else cut.around,
     )
-    # The user's own Python may leave a parameter without a gradient.
-    optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
-    held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
-    reducer = Reducer(program.buckets, held, optional, transport)
+    compress = None if plan.sync.compress is None else plan.sync.compress.model_dump()
+    codec = codec_of(plan.sync.wire, compress, held)
+    reducer = cut.reducer if cut else Reducer(program.buckets, held, optional, transport, codec, program.replicas)
     travelling = wires(partition, dtypes, layout, mesh.coordinates)
     sizes = {name: wire.sizes for name, wire in travelling.items()}
     relays = Relays(program.rank, plan, partition, layouts, sizes, orders)

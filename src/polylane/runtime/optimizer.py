@@ -1,4 +1,4 @@
-"""The user's optimizer on the parameters that this worker holds, and clipping by the norm over all workers."""
+"""The user's optimizer on what this worker holds of the parameters, and norms over all workers that hold parts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,41 @@ def build(
     for parameter in [p for p in optimizer.state if id(p) not in mine]:
         del optimizer.state[parameter]  # some optimizers make their state at once
     return optimizer
+
+
+class PartSums:
+    """What :class:`polylane.optim.SumOverHolders` asks for, where operators are split: sums over a replica's workers.
+
+    All workers sum one table, with a row for every parameter in the model's order, whichever of them they hold.
+
+    Args:
+        order: canonical names of all parameters that the optimizers of all workers may name, in the model's order.
+        counted: names of which this worker's part counts; every part counts at one worker of a replica.
+        held: this worker's parameters.
+        device: where this worker computes.
+        sum_replica: sums a tensor over all workers of this replica.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[str],
+        counted: Sequence[str],
+        held: Mapping[str, nn.Parameter],
+        device: torch.device,
+        sum_replica: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._rows = {id(held[name]): row for row, name in enumerate(order) if name in held}
+        self._counted = {id(held[name]) for name in counted}
+        self._length = len(order)
+        self._device = device
+        self._sum_replica = sum_replica
+
+    def __call__(self, parameters: Sequence[Tensor], values: Tensor) -> Tensor:
+        """Sums over the whole parameters of what ``values`` has of their parts."""
+        table = torch.zeros(self._length, 2, dtype=torch.float64, device=self._device)
+        counted = [i for i, parameter in enumerate(parameters) if id(parameter) in self._counted]
+        table[[self._rows[id(parameters[i])] for i in counted]] = values[counted].to(self._device)
+        return self._sum_replica(table)[[self._rows[id(parameter)] for parameter in parameters]]
 
 
 class Clipper:

@@ -12,11 +12,13 @@ from polylane.graph.batch import flatten, sample_count
 from polylane.graph.export import Loss
 from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Spec
+from polylane.plan.sync import SUM
 from polylane.runtime.agreement import prepare_together
 from polylane.runtime.automatic import settled
 from polylane.runtime.job import Job
 from polylane.runtime.materialize import Init
 from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, objectives_of, prepare
+from polylane.runtime.sync.server_job import job_of
 from polylane.runtime.world import World
 
 
@@ -74,12 +76,16 @@ def parallelize(
         )
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
     together = prepare_together(world, model, objectives, example, spec, batch_size, init)
-    return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
+    return job_of(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
 
 
 def _alone(spec: Spec | Plan, samples: int) -> Spec:
-    """The same training, of batches of so many samples, on one worker, with the same microbatches."""
+    """The same training, of batches of so many samples, on one worker, with the same microbatches.
+
+    A single replica needs no parameter servers.
+    """
     if isinstance(spec, Plan):
         return Spec(schedule=spec.schedule, microbatches=spec.microbatches, precision=spec.precision)
     microbatches = default_microbatches(spec, samples)
-    return replace(spec, data=1, pipeline=1, sequence=1, tensor=1, stages=(), microbatches=microbatches)
+    sync = SUM if spec.sync.serves else spec.sync
+    return replace(spec, data=1, pipeline=1, sequence=1, tensor=1, stages=(), microbatches=microbatches, sync=sync)

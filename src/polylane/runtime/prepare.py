@@ -27,6 +27,7 @@ from polylane.plan.spec import Spec, parse
 from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
 from polylane.runtime.microbatches import asked_for, samples_meet, with_enough
 from polylane.runtime.optimizer_probe import Untried, whole_parameters
+from polylane.runtime.sync.server_split import shared_out
 
 Parameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
@@ -243,6 +244,8 @@ def prepare(
             f"{chosen.title}: sync ({','.join(chosen.sync.words())}) is for losses that are means over samples, and in "
             "this one samples meet: leave sync out, or split by pipeline or tensor alone"
         )
+    if chosen.sync.serves:
+        shared_out(partitions, chosen)
     layouts, whole = dict[str, Layouts](), dict[str, str]()
     if chosen.axes or meets:
         whole = _kept_whole(parameters, objectives, chosen)

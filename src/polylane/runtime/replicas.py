@@ -15,6 +15,7 @@ from polylane.graph.batch import flatten, to_device
 from polylane.graph.part import Part
 from polylane.runtime import data, weights
 from polylane.runtime.division import Share, shares
+from polylane.runtime.sync.strides import laid_as
 from polylane.runtime.transport import c10d
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.world import World
@@ -187,7 +188,7 @@ class Replicas:
             for i, piece in zip(own, pieces, strict=True):
                 parameter = self._parameters[i]
                 before = earlier.get(i, parameter.grad)
-                grad = piece.view_as(parameter)
+                grad = laid_as(piece.view_as(parameter), parameter)
                 parameter.grad = grad.clone() if before is None else before + grad
 
 

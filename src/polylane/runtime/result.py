@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ NUMBERS = 4  # of a span, as they travel: start, end, waited, bytes
 
 # Beyond this many workers the spans of a step are no longer gathered with its loss.
 TIMELINE_WORKERS = 64
+
+
+# Of as many steps a worker keeps its spans.
+STEPS_KEPT = 32
 
 
 class StepResult:
@@ -107,7 +111,12 @@ class Reports:
 
 
 def gathered(
-    programs: Sequence[Program], state: StepState, ahead: float, transport: Transport, device: torch.device
+    programs: Sequence[Program],
+    state: StepState,
+    ahead: float,
+    transport: Transport,
+    device: torch.device,
+    ranks: Sequence[int] | None = None,
 ) -> Report:
     """Start to gather what every worker did in a step.
 
@@ -117,7 +126,9 @@ def gathered(
         ahead: seconds that its clock is ahead of rank 0's.
         transport: between all workers.
         device: where the vector travels.
+        ranks: whose loss and spans are gathered, this worker's among them; the others' lanes stay empty. Default: all.
     """
+    ranks = range(transport.size) if ranks is None else ranks
     gather = transport.size <= TIMELINE_WORKERS
     numbers = [0.0] * (NUMBERS * sum(len(program.actions) for program in programs) if gather else 0)
     if gather:
@@ -127,5 +138,17 @@ def gathered(
             at = NUMBERS * place[span.action]
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
     vector = torch.tensor([*state.sums(), *numbers], dtype=torch.float64, device=device)
-    pending = transport.all_reduce(vector, range(transport.size)) if transport.size > 1 else None
+    pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
     return Report(pending, vector, programs, state.spans)
+
+
+def on_one_clock(steps: Sequence[Sequence[Span]], ahead: float) -> list[Span]:
+    """The spans of several steps on rank 0's clock; ``ahead``: seconds that this worker's is ahead of it."""
+    return [replace(span, start=span.start - ahead, end=span.end - ahead) for spans in steps for span in spans]
+
+
+def joined(lanes: Sequence[Sequence[Span]], workers: int) -> Timeline:
+    """What every worker did, by rank, from zero; of those behind the first ``workers`` what they did meanwhile."""
+    begin = min((span.start for lane in lanes[:workers] for span in lane), default=0.0)
+    spans = tuple(span for lane in lanes for span in lane if span.start >= begin)
+    return Timeline(spans, len(lanes), title="measured").from_zero()

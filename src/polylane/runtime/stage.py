@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,8 +137,17 @@ def wires(
     }
 
 
-def extract(partition: Partition, stage: int, device: torch.device) -> StageCode:
-    """The part of the graph that ``stage`` runs, on ``device``."""
+# For the while, a graph calls further functions of no value.
+Gates = Callable[[fx.Graph], AbstractContextManager[None]]
+
+
+def ungated(graph: fx.Graph) -> AbstractContextManager[None]:
+    """The graph as it is."""
+    return nullcontext()
+
+
+def extract(partition: Partition, stage: int, device: torch.device, gates: Gates = ungated) -> StageCode:
+    """The part of the graph that ``stage`` runs, on ``device``; ``gates``: what its code calls besides."""
     chosen = {node.name: node for node in partition.nodes(stage)}
     outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -167,7 +176,7 @@ def extract(partition: Partition, stage: int, device: torch.device) -> StageCode
             copied.target = Watched(node.target, described, watch)
         by_name[node.meta["name"]] = copied
     graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
-    run, lines, file = _compiled(graph, f"stage {stage}", chosen)
+    run, lines, file = _compiled(graph, f"stage {stage}", chosen, gates)
     return StageCode(run, tuple(roles), outputs, bool(loss), lines, file, graph, watch)
 
 
@@ -181,8 +190,9 @@ class Localized:
         layout: Layout,
         coordinates: Mapping[str, int],
         dtypes: Mapping[str, torch.dtype],
+        gates: Gates = ungated,
     ) -> None:
-        self._dtypes = dtypes
+        self._dtypes, self._gates = dtypes, gates
         self.whole, self._layout, self._coordinates = whole, layout, coordinates
         self._nodes = {node.name: node for node in partition.graph.nodes}
         self._known: dict[int, StageCode] = {}
@@ -203,7 +213,7 @@ class Localized:
             )
             overlap(graph)
             roles = tuple(n.meta["role"] for n in graph.nodes if n.op == "placeholder")
-            run, lines, file = _compiled(graph, f"{samples} samples of {self.whole.file}", self._nodes)
+            run, lines, file = _compiled(graph, f"{samples} samples of {self.whole.file}", self._nodes, self._gates)
             self._known[samples] = replace(self.whole, run=run, roles=roles, lines=lines, file=file, graph=graph)
         return self._known[samples]
 
@@ -224,10 +234,11 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def _compiled(
-    graph: fx.Graph, label: str, chosen: Mapping[str, Node]
+    graph: fx.Graph, label: str, chosen: Mapping[str, Node], gates: Gates
 ) -> tuple[Callable[..., Any], dict[int, Node], str]:
     """Python source of a graph, compiled under a file name of its own so that an error's line tells the node."""
-    code = graph.python_code("self")
+    with gates(graph):
+        code = graph.python_code("self")
     file = f"<{label} ({next(_NUMBERS)})>"
     scope: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, file, "exec"), scope)
@@ -260,6 +271,18 @@ class Live:
     loss: tuple[Tensor, ...]
 
 
+class Around:
+    """What goes on around a stage's passes: here nothing."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around a forward pass."""
+        return nullcontext()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around a backward pass."""
+        return nullcontext()
+
+
 @dataclass
 class StageRunner:
     """Runs a stage's code on the tensors that the worker holds.
@@ -270,6 +293,7 @@ class StageRunner:
         gradients: names of incoming values whose gradient is wanted.
         autocast: dtype of autocast, or None.
         local: the code as this rank of a mesh runs it; None where no operator is split.
+        around: what goes on around passes.
     """
 
     code: StageCode
@@ -278,6 +302,7 @@ class StageRunner:
     device: torch.device
     autocast: torch.dtype | None = None
     local: Localized | None = None
+    around: Around = field(default_factory=Around)
     live: dict[int, Live] = field(default_factory=dict)
 
     def at(self, samples: int) -> StageCode:
@@ -299,7 +324,7 @@ class StageRunner:
         code = self.at(part.samples)
         arguments = [self.argument(role, inputs, leaves, part) for role in code.roles]
         context = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
-        with context:
+        with context, self.around.forward():
             result = code.run(*arguments)
         count = len(self.code.outputs)
         live = Live(inputs, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
@@ -327,8 +352,9 @@ class StageRunner:
         roots = [(live.outputs[name], grad) for name, grad in gradients.items() if live.outputs[name].requires_grad]
         if seed is not None and live.loss[0].requires_grad:
             roots.append((live.loss[0], seed.to(live.loss[0].dtype)))
-        if roots:
-            torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
+        with self.around.backward():
+            if roots:
+                torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
         self.code.watch.current = None
         inputs = {name: live.inputs[name] for name in self.gradients if name in live.inputs}
         return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}

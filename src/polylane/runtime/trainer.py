@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
+from polylane.optim.trust import bind
 from polylane.program.program import Program
 from polylane.runtime import optimizer
 from polylane.runtime.binding import Lanes
 from polylane.runtime.connections import replica_of
 from polylane.runtime.holding import Holding
-from polylane.runtime.optimizer import Clipper
+from polylane.runtime.optimizer import Clipper, PartSums
 from polylane.runtime.prepare import Objective, named_parameters
+from polylane.runtime.sync.sharded import Shards
 
 
 @dataclass
@@ -27,8 +29,10 @@ class Trainer:
         optimizer: over the parameters of this worker, of those that the objective's optimizer takes.
         scheduler: of its learning rate, or None.
         order: names of all parameters that may get a gradient, of every worker, in the model's order.
-        held: those of this worker.
+        held: those of this worker, or the parts that it updates.
         clipper: bounds the gradients' norm, or None.
+        shards: what replicas hold parts of.
+        whole: this worker's parameters as its passes see them.
         lanes: the objective's graphs, bound, by the form of their batches.
     """
 
@@ -37,11 +41,13 @@ class Trainer:
     order: list[str]
     held: dict[str, nn.Parameter]
     clipper: Clipper | None
+    shards: Shards
+    whole: dict[str, nn.Parameter]
     lanes: Lanes = field(default_factory=dict)
 
     def zero_grad(self) -> None:
         """Forget the last step's gradients."""
-        for parameter in self.held.values():
+        for parameter in (*self.held.values(), *self.whole.values()):
             parameter.grad = None
 
     def update(self, samples: bool = True) -> None:
@@ -50,6 +56,7 @@ class Trainer:
             if self.clipper is not None:
                 self.clipper.clip()
             self.optimizer.step()
+            self.shards.share(self.whole.keys())
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -87,9 +94,13 @@ def trainer_of(
     Raises:
         PolylaneError: its scheduler wants to know a metric.
     """
-    order, held = _optimized(holding, name)
+    order, whole = _optimized(holding, name)
+    held = holding.shards.updated(whole)
+    if holding.prepared.layouts or holding.layout.units:
+        bind(built, _part_sums(holding, order, held))
     clipper = None if clip_norm is None else _clipper(holding, order, held, programs, clip_norm)
-    return Trainer(built, _scheduler(holding.prepared.objectives[name], built), order, held, clipper)
+    scheduler = _scheduler(holding.prepared.objectives[name], built)
+    return Trainer(built, scheduler, order, held, clipper, holding.shards, whole)
 
 
 def _optimized(holding: Holding, name: str) -> tuple[list[str], dict[str, nn.Parameter]]:
@@ -108,19 +119,36 @@ def _clipper(
     programs: Sequence[Program],
     clip_norm: float,
 ) -> Clipper:
-    plan, world = holding.prepared.plan, holding.world
     reduced = {p for program in programs for bucket in program.buckets for p in bucket.parameters}
-    counts = plan.uniform or plan.place(world.rank)[1] == 0  # else all replicas are summed over
-    counted = [n for n in held if counts and n in reduced and holding.stage == min(holding.holders[n])]
-    together = replica_of(plan, world.rank)
     return Clipper(
         clip_norm,
         [n for n in order if n in reduced],
-        [n for n in counted if holding.pieces.counts("parameter", n)],
+        [n for n in _counted(holding, held) if n in reduced],
         held,
-        world.device,
-        lambda v: holding.transport.all_reduce(v, together).wait(),
+        holding.world.device,
+        _sum_replica(holding),
     )
+
+
+def _part_sums(holding: Holding, order: Sequence[str], held: dict[str, nn.Parameter]) -> PartSums:
+    return PartSums(order, _counted(holding, held), held, holding.world.device, _sum_replica(holding))
+
+
+def _counted(holding: Holding, held: Iterable[str]) -> list[str]:
+    """Names of which this worker's part, or the whole, counts in the sums of :func:`_sum_replica`: each part once."""
+    plan, shards = holding.prepared.plan, holding.shards
+    first = plan.place(holding.world.rank)[1] == 0
+    if plan.uniform and not holding.layout.units:
+        first = True  # else all replicas are summed over, and the first ones count
+    mine = [n for n in held if holding.stage == min(holding.holders[n])]
+    return [n for n in mine if holding.pieces.counts("parameter", n) and (shards.counts if n in shards.of else first)]
+
+
+def _sum_replica(holding: Holding) -> Callable[[Tensor], Tensor]:
+    """Sums over this replica; over all replicas where they hold parts, or where stages have different ones."""
+    plan = holding.prepared.plan
+    together = range(plan.workers) if holding.layout.units else replica_of(plan, holding.world.rank)
+    return lambda values: holding.transport.all_reduce(values, together).wait()
 
 
 def _scheduler(objective: Objective, built: torch.optim.Optimizer) -> Any:

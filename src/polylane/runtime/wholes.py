@@ -13,6 +13,7 @@ from polylane.runtime.lane import Tensors
 from polylane.runtime.materialize import shapes_only
 from polylane.runtime.pieces import Pieces
 from polylane.runtime.prepare import Prepared
+from polylane.runtime.sync.sharded import Shards
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.world import World
 
@@ -27,6 +28,9 @@ class Wholes:
         pieces: which part it holds.
         transport: between the workers; each stage's mesh is a group of its.
         held: names of the parameters and buffers that this worker keeps up to date.
+
+    Attributes:
+        shards: what replicas hold parts of, as soon as they do.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Wholes:
         self._pieces, self._transport, self._held = pieces, transport, frozenset(held)
         self._stage, self._replica = prepared.plan.place(world.rank)
         self._mesh = prepared.plan.group(world.rank, prepared.plan.axes)
+        self.shards = Shards()
 
     def whole(self, kind: str, name: str, part: Tensor) -> Tensor:
         """A parameter's or buffer's whole value, from all who hold parts of what this worker holds."""
@@ -80,8 +85,9 @@ class Wholes:
         """
         names, parameters, own = list(names), self._tensors.parameters(), dict[str, Tensor]()
         for name in names:
-            gradient = parameters[name].grad
-            if gradient is not None and self._replica == 0 and self._stage == min(holders[name]):
+            counts = self.shards.counts if name in self.shards.of else self._replica == 0
+            gradient = self.shards.gradient(name, parameters[name]) if counts else None
+            if gradient is not None and self._stage == min(holders[name]):
                 own[name] = gradient.detach()
         found = set().union(*self._transport.all_gather_object(list(own)))
         return {name: self._gradient(name, own.get(name)) if name in found else None for name in names}
@@ -105,6 +111,11 @@ class Wholes:
             with shapes_only(self._tensors.model, self._pieces.shapes):
                 yield
             return
+        with self.shards.shown(), self._whole():
+            yield
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
         parameters = self._tensors.parameters()
         every = {**parameters, **self._tensors.buffers()}
         own, wholes = dict[str, Tensor](), dict[str, Tensor]()

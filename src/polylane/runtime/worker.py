@@ -218,7 +218,7 @@ class Worker:
         else:
             before = self.transport.counters.given
             finish(state)
-            waits.bytes = self.transport.counters.given - before
+            waits.bytes += self.transport.counters.given - before
         end = time.perf_counter()
         state.spans.append(Span(self.program.rank, action, start, end, waits.seconds, waits.bytes))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -28,6 +28,7 @@ class World:
         device: where this worker computes.
         backend: what carries its tensors, ``"gloo"`` or ``"nccl"``; None for a worker that is alone, without any group.
         joined: whether :meth:`join` made the process group, so that :meth:`leave` ends it.
+        group: the process group of these workers, where they are the first of a larger world; None: the default one.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class World:
     device: torch.device
     backend: str | None
     joined: bool = False
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def join(cls, timeout: timedelta = TIMEOUT) -> World:
@@ -74,6 +76,16 @@ class World:
         else:
             device = torch.device("cpu")
         return cls(rank, size, local_rank, device, _group_backend(device.type))
+
+    def first(self, size: int) -> World:
+        """The world of the first so many workers, with a process group of their own. Every worker must ask for it.
+
+        To the others it is of no use.
+        """
+        if size == self.size:
+            return self
+        group = dist.new_group(list(range(size)), timeout=TIMEOUT)
+        return replace(self, size=size, group=group if self.rank < size else None)
 
     def leave(self) -> None:
         """End the process group, if :meth:`join` made it. Does nothing the second time."""

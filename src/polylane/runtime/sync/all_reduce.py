@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from polylane.program.program import Bucket
-from polylane.runtime.transport.protocol import Pending, Transport
+from polylane.runtime.sync.codec import Codec, Flight, Plain, Shares
+from polylane.runtime.sync.strides import laid_as
+from polylane.runtime.transport.protocol import Transport
 
 
 @dataclass
-class _Flight:
+class _Left:
     """A bucket on its way."""
 
-    pending: Pending
-    flat: Tensor | None  # None when the one gradient itself travels
-    flags: int  # how many elements at the end say who had a gradient
+    bucket: Bucket
+    flight: Flight
     started: float
 
 
@@ -37,9 +38,16 @@ class Reducer:
         parameters: by canonical name.
         optional: parameters that may get no gradient at all in some step (the user's own Python decides): whether
             anybody had one is summed with them, so that the optimizer skips them just as on one device.
+        transport: between the workers.
+        codec: how the sums over the replicas of one stage are made; this worker's own, for it may remember. Default:
+            plainly.
+        replicas: the ranks that hold the same parts of the same stage as this worker does. A bucket that others sum as
+            well (ranks along an operator axis, of which each has a summand; stages that share tied weights) is no sum
+            of alike gradients over samples, and is always summed plainly.
 
     Attributes:
-        bytes: by the name of a bucket, what this worker handed to the transport when it last left.
+        bytes: by the name of a bucket, what this worker handed to the transport when it was last summed.
+        codec: as given; its state belongs into a checkpoint.
     """
 
     def __init__(
@@ -48,24 +56,31 @@ class Reducer:
         parameters: Mapping[str, torch.nn.Parameter],
         optional: Collection[str],
         transport: Transport,
+        codec: Codec | None = None,
+        replicas: Collection[int] = (),
     ) -> None:
         self._buckets = [bucket for bucket in buckets if len(bucket.ranks) > 1]
         self._parameters = parameters
         self._optional = frozenset(optional)
         self._transport = transport
+        plain = Plain()
+        self.codec: Codec = plain if codec is None else codec
+        self._codecs = [self.codec if set(bucket.ranks) == set(replicas) else plain for bucket in self._buckets]
         self._of = {name: i for i, bucket in enumerate(self._buckets) for name in bucket.parameters}
         # The user's own Python may give a gradient twice in one pass, or not at all: such buckets wait for its end.
         self._sure = [self._optional.isdisjoint(bucket.parameters) for bucket in self._buckets]
         self._waiting: list[set[str]] = []
         self._next = 0
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, _Left] = {}
+        self._advanced = True
         self.bytes: Counter[str] = Counter()
         self._hooks: list[RemovableHandle] = []
 
     def arm(self) -> None:
         """Before the last backward pass of a step: a bucket leaves as soon as its gradients are complete."""
         self._waiting = [set(bucket.parameters) for bucket in self._buckets]
-        self._next = 0
+        self._next, self._advanced = 0, False
+        self.codec.begin()
         for name in self._of:
             hook = self._parameters[name].register_post_accumulate_grad_hook(self._finisher(name))
             self._hooks.append(hook)
@@ -91,41 +106,32 @@ class Reducer:
     def _launch(self, index: int) -> None:
         self._next = index + 1
         bucket = self._buckets[index]
-        parameters = [self._parameters[name] for name in bucket.parameters]
-        optional = [name for name in bucket.parameters if name in self._optional]
+        given = self._transport.counters.given
+        flight = self._codecs[index].launch(self._shares(bucket), self._transport)
+        self.bytes[bucket.name] = self._transport.counters.given - given
+        self._flights[bucket.name] = _Left(bucket, flight, time.perf_counter())
+
+    def _shares(self, bucket: Bucket) -> Shares:
+        """What this worker adds to a bucket: zeros where it has no gradient, or another one has the same."""
         silent = self._transport.rank in bucket.silent
-        grads = [torch.zeros_like(p) if p.grad is None or silent else p.grad for p in parameters]
-        if len(grads) == 1 and not optional and grads[0].is_contiguous():
-            parameters[0].grad = grads[0]
-            flat, wire = None, grads[0]
-        else:
-            had = [float(self._parameters[name].grad is not None and not silent) for name in optional]
-            flags = [torch.tensor(had, dtype=grads[0].dtype, device=grads[0].device)] if had else []
-            flat = wire = torch.cat([*(g.reshape(-1) for g in grads), *flags])
-        pending = self._transport.all_reduce(wire, bucket.ranks)
-        self.bytes[bucket.name] = wire.nbytes
-        self._flights[bucket.name] = _Flight(pending, flat, len(optional), time.perf_counter())
+        parameters = [self._parameters[name] for name in bucket.parameters]
+        grads = tuple(torch.zeros_like(p) if p.grad is None or silent else p.grad for p in parameters)
+        optional = tuple(name for name in bucket.parameters if name in self._optional)
+        had = [float(self._parameters[name].grad is not None and not silent) for name in optional]
+        flags = torch.tensor(had, dtype=grads[0].dtype, device=grads[0].device)
+        return Shares(bucket.ranks, bucket.parameters, grads, optional, flags)
 
     def wait(self, name: str) -> float:
         """Wait for one bucket and let the gradients be what arrived. Returns when it left (seconds on this clock)."""
-        flight = self._flights.pop(name)
-        flight.pending.wait()
-        bucket = next(bucket for bucket in self._buckets if bucket.name == name)
-        if flight.flat is not None:
-            self._unpack(bucket, flight.flat, flight.flags)
-        return flight.started
-
-    def _unpack(self, bucket: Bucket, flat: Tensor, flags: int) -> None:
-        at = 0
-        had = dict(
-            zip(
-                [n for n in bucket.parameters if n in self._optional],
-                flat[flat.numel() - flags :].tolist(),
-                strict=True,
-            )
-        )
-        for name in bucket.parameters:
+        if not self._advanced:  # further rounds follow all the first ones, at every rank in the order of the buckets
+            self._advanced = True
+            for each, left in self._flights.items():
+                given = self._transport.counters.given
+                left.flight.advance()
+                self.bytes[each] += self._transport.counters.given - given
+        left = self._flights.pop(name)
+        summed = left.flight.wait()
+        for name, gradient in zip(left.bucket.parameters, summed.gradients, strict=True):
             parameter = self._parameters[name]
-            piece = flat[at : at + parameter.numel()].view_as(parameter)
-            parameter.grad = piece if had.get(name, 1.0) > 0 else None
-            at += parameter.numel()
+            parameter.grad = None if name in summed.dropped else laid_as(gradient, parameter)
+        return left.started

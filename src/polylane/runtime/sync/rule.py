@@ -2,22 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from polylane.runtime.sync.server_log import Update
+    from polylane.runtime.trainer import Trainer
+    from polylane.runtime.transport.protocol import Transport
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """An optimizer that steps in this process.
+
+    Attributes:
+        optimizer: of the first objective.
+        gradients: those that it takes next, by name.
+        updates: how many it has made.
+    """
+
+    optimizer: torch.optim.Optimizer
+    gradients: Callable[[], Mapping[str, Tensor | None]]
+    updates: Callable[[], int]
 
 
 class Rule:
     """How replicas agree, as a job sees it; gradients are summed by the step's program, and nothing is left to do.
 
+    Args:
+        transport: between the workers that train.
+
     Attributes:
         slack: steps by which replicas may be apart: as many reports of steps may be under way.
+        together: ranks whose losses make up that of a step, where those of others are not waited for; None: all.
+        staleness: updates by others between reading the weights of this worker's last step and its own update.
     """
 
     slack = 1
+    together: Sequence[int] | None = None
+    staleness = 0
+    _transport: Transport
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
 
     def alone(self, objective: str) -> bool:
         """Whether replicas take the next step of an objective apart from each other."""
         return False
+
+    def update(self, objective: str, trainer: Trainer, samples: bool) -> None:
+        """Turn the gradients of a step into new weights.
+
+        Args:
+            objective: that is stepped.
+            trainer: its.
+            samples: whether this replica had any.
+        """
+        trainer.update(samples)
 
     def stepped(self, objective: str, samples: int) -> None:
         """After an optimizer step: agree, where it is time.
@@ -27,7 +73,39 @@ class Rule:
             samples: in the whole batch.
         """
 
+    def stepping(self) -> list[Stepping]:
+        """Optimizers of the first objective that step in this process in the place of the workers' own."""
+        return []
+
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """For the while, this worker's weights are those on which all replicas agree. All workers must enter it."""
         yield
+
+    def summed_gradients(self, objective: str) -> None:
+        """Let this worker's gradients of the last step be those that the optimizer took."""
+
+    def updates(self) -> tuple[tuple[Update, ...], ...]:
+        """Of every parameter server what it did, in its order; all workers must ask for it."""
+        return ()
+
+    def told(self, what: str, value: Any) -> Any:
+        """What the workers that train have found together; it is told to those that only serve.
+
+        Args:
+            what: the name of the method that all call.
+            value: the same on all that train.
+        """
+        return value
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every worker's picklable value, by rank, of those that only serve as well; all must ask for it."""
+        return self._transport.all_gather_object(value)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """For the while, another worker that is lost is blamed on what ended here, if that was the reason."""
+        yield
+
+    def close(self) -> None:
+        """This worker takes no more steps."""

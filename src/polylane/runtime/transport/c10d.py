@@ -12,66 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polylane.errors import PeerLost
-from polylane.runtime.failure import reads_like_peer_loss
-from polylane.runtime.transport.protocol import Counters, Done, Pending, as_sent, normalised, require_summable
+from polylane.runtime.transport.backend_work import Blame, Exchanged, Finished, Transfer, as_bytes, as_real
+from polylane.runtime.transport.protocol import (
+    Counters,
+    Done,
+    Outcome,
+    Pending,
+    as_sent,
+    equal_sizes,
+    gathered_sizes,
+    normalised,
+    reduced_bytes,
+    require_flat,
+    require_summable,
+)
 from polylane.runtime.world import TIMEOUT, World
 
 Channel = tuple[int, int]  # (sender, receiver)
-
-
-class _Blame:
-    """A context in which a backend's "connection closed" becomes a PeerLost that says whose, and during what."""
-
-    __slots__ = ("_doing", "_peer", "_tensor")
-
-    def __init__(self, peer: int | None, doing: str, tensor: Tensor | None = None) -> None:
-        self._peer = peer
-        self._doing = doing
-        self._tensor = tensor
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
-        if error is None or not reads_like_peer_loss(error):
-            return
-        what = "" if self._tensor is None else f" {self._tensor.dtype} {tuple(self._tensor.shape)}"
-        raise PeerLost(self._peer, self._doing + what, str(error)) from error
-
-
-class _Transfer:
-    """One operation of the backend, under way."""
-
-    __slots__ = ("_blame", "_target", "_unsent", "_wire", "_work")
-
-    def __init__(
-        self,
-        work: dist.Work,
-        blame: _Blame,
-        wire: Tensor,
-        target: Tensor | None = None,
-        unsent: set[_Transfer] | None = None,
-    ) -> None:
-        self._work: dist.Work | None = work
-        self._blame = blame
-        self._wire = wire  # what the backend reads or writes
-        self._target = target  # what the caller reads, where that is another piece of memory
-        self._unsent = unsent
-        if unsent is not None:
-            unsent.add(self)
-
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`."""
-        if self._work is not None:
-            if self._unsent is not None:
-                self._unsent.discard(self)
-            with self._blame:
-                self._work.wait()
-            self._work = None
-            if self._target is not None and self._target.data_ptr() != self._wire.data_ptr():
-                self._target.copy_(self._wire)
-        return self._wire if self._target is None else self._target
 
 
 @dataclass
@@ -82,12 +39,25 @@ class _Groups:
     sums: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     control: dist.ProcessGroup | None = None  # carries objects, which live on the CPU
     made: list[dist.ProcessGroup] = field(default_factory=list)  # of these, those that are nobody else's
+    home: dist.ProcessGroup | None = None  # of the world's workers, where there are others beside them
 
     def make(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """A new group; a collective over the whole world."""
-        group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=TIMEOUT)
-        if dist.get_rank() in ranks:
+        mine = dist.get_rank() in ranks
+        # Those beside this world are not asked. Its own go through the same list, each group in its turn: torch names
+        # a group after how many there are already, so who is not in it makes one of its own.
+        own = list(ranks) if mine or self.home is None else [dist.get_rank()]
+        apart = self.home is not None
+        group: dist.ProcessGroup = dist.new_group(own, TIMEOUT, backend, use_local_synchronization=apart)
+        if mine or apart:
             self.made.append(group)
+        return group
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """The group of all workers of the world."""
+        group = self.home or dist.group.WORLD
+        assert group is not None  # a world of more than one worker has joined one
         return group
 
     def release(self) -> None:
@@ -108,6 +78,9 @@ class _Groups:
 class Transport:
     """The workers of a world over torch.distributed; the interface is :class:`~.protocol.Transport`.
 
+    What the backend puts on the wire is its own affair: the counters take it to send what a ring does, and each piece
+    of a broadcast or an exchange once to each rank that it goes to.
+
     On gloo all messages share the default group: it carries every dtype, and one direction does not hold up the other
     (256 KB there and back: 0.2 ms, in one group as in two). NCCL runs the operations of one communicator one after the
     other, and knows no tags: each directed channel has a communicator of its own there, so that opposite directions
@@ -116,7 +89,7 @@ class Transport:
     Args:
         world: this worker among all.
         channels: every (sender, receiver) pair that will be used, in the same order at every rank.
-        groups: the ranks of every all-reduce, in the same order at every rank.
+        groups: the ranks of every collective, in the same order at every rank.
         own_groups: never use the world's own group for sums, which others may be using in another order.
         tag: a number for each transport of the same world, so that their messages never mix; only gloo heeds it.
     """
@@ -135,15 +108,15 @@ class Transport:
         self._device = world.device
         self._tag = tag
         # Sends that nobody has waited for yet: gloo loses a message whose handle is dropped before it has left.
-        self._unsent: set[_Transfer] = set()
+        self._unsent: set[Transfer] = set()
         has_tags = world.backend == "gloo"
         # Making a group is a collective over the whole world: every rank goes through the same lists, in their order.
-        self._groups = _Groups()
+        self._groups = _Groups(home=world.group)
         weakref.finalize(self, self._groups.release)  # with the transport, and at the latest before the interpreter
         self._open_channels(channels, shared=has_tags)
         self._open_groups(groups, own_groups)
         if self.size > 1:
-            control = _default_group() if has_tags else self._groups.make(range(self.size), backend="gloo")
+            control = self._groups.world if has_tags else self._groups.make(range(self.size), backend="gloo")
             self._groups.control = control
         if not has_tags:
             self._connect()
@@ -153,7 +126,7 @@ class Transport:
         for sender, receiver in dict.fromkeys(channels):
             if sender == receiver or not {sender, receiver} <= set(range(self.size)):
                 raise ValueError(f"({sender}, {receiver}) is no channel between two of {self.size} workers")
-            group = _default_group() if shared else self._groups.make((sender, receiver))
+            group = self._groups.world if shared else self._groups.make((sender, receiver))
             if self.rank in (sender, receiver):
                 peer = receiver if self.rank == sender else sender
                 self._groups.channels[sender, receiver] = group, dist.get_group_rank(group, peer)
@@ -162,7 +135,7 @@ class Transport:
         for ranks in dict.fromkeys(normalised(group, self.size) for group in groups):
             if len(ranks) == 1:
                 continue
-            group = _default_group() if len(ranks) == self.size and not own else self._groups.make(ranks)
+            group = self._groups.world if len(ranks) == self.size and not own else self._groups.make(ranks)
             if self.rank in ranks:
                 self._groups.sums[ranks] = group
 
@@ -189,11 +162,11 @@ class Transport:
         if tensor.numel() == 0:
             return Done(tensor)
         wire = as_sent(tensor)
-        self.counters.add("send", wire)
-        with (blame := _Blame(peer, "sending", wire)):
+        self.counters.put("send", wire, wire.nbytes)
+        with (blame := Blame(peer, "sending", wire)):
             # The group's own method: dist.isend only checks again, for 5 to 10 us.
             work = group.send([wire], there, self._tag)
-        return _Transfer(work, blame, wire, unsent=self._unsent)
+        return Transfer(work, blame, wire, unsent=self._unsent)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
         """See :meth:`.protocol.Transport.receive`.
@@ -207,9 +180,9 @@ class Transport:
         if wire.numel() == 0:
             return Done(wire)
         self.counters.add("receive", wire)
-        with (blame := _Blame(peer, "receiving", wire)):
+        with (blame := Blame(peer, "receiving", wire)):
             work = group.recv([wire], there, self._tag)
-        return _Transfer(work, blame, wire)
+        return Transfer(work, blame, wire)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
         """See :meth:`.protocol.Transport.all_reduce`.
@@ -219,23 +192,132 @@ class Transport:
             TypeError: no backend sums the dtype.
         """
         require_summable(tensor)
-        members = normalised(ranks, self.size)
-        if members == (self.rank,) or tensor.numel() == 0:
+        group, members = self._group(ranks)
+        if group is None or tensor.numel() == 0:
             return Done(tensor)
-        if members not in self._groups.sums:
-            raise ValueError(f"rank {self.rank} has no group {members}: declare it when the transport is made")
-        self.counters.add("all_reduce", tensor)
         wire = as_sent(tensor)
-        with (blame := _Blame(None, f"summing over ranks {members}", wire)):
-            work = self._groups.sums[members].allreduce([torch.view_as_real(wire) if wire.is_complex() else wire])
-        return _Transfer(work, blame, wire, target=tensor.detach())
+        self.counters.put("all_reduce", wire, reduced_bytes(wire, len(members)))
+        with (blame := Blame(None, f"summing over ranks {members}", wire)):
+            work = group.allreduce([as_real(wire)])
+        return Transfer(work, blame, wire, target=tensor.detach())
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+        """See :meth:`.protocol.Transport.all_gather`. Parts that differ are padded to the longest of them.
+
+        Raises:
+            ValueError: the group was not declared, or the tensor does not fit it.
+        """
+        group, members = self._group(ranks)
+        sizes = gathered_sizes(tensor, tuple(ranks).index(self.rank), ranks, sizes)
+        own = as_sent(tensor)
+        if group is None or max(sizes) == 0:
+            return Done(own.clone())
+        longest, by_rank = max(sizes), dict(zip(ranks, sizes, strict=True))
+        padded = own if own.numel() == longest else torch.cat([own, own.new_zeros(longest - own.numel())])
+        whole = own.new_empty(longest * len(members))
+        self.counters.put("all_gather", own, padded.nbytes * (len(members) - 1))
+        parts = [as_bytes(part) for part in whole.split(longest)]
+        with (blame := Blame(None, f"gathering from ranks {members}", own)):
+            work = group.allgather([parts], [as_bytes(padded)])
+
+        def join() -> Tensor:
+            found = dict(zip(members, whole.split(longest), strict=True))
+            if tuple(sizes) == (longest,) * len(members) and tuple(ranks) == members:
+                return whole
+            return torch.cat([found[rank][: by_rank[rank]] for rank in ranks])
+
+        return Finished(work, blame, join, (padded, parts))
+
+    def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+        """See :meth:`.protocol.Transport.reduce_scatter`. Parts that differ are padded to the longest of them.
+
+        Raises:
+            ValueError: the group was not declared, or the sizes do not fit the tensor.
+            TypeError: no backend sums the dtype.
+        """
+        require_summable(tensor)
+        require_flat(tensor)
+        group, members = self._group(ranks)
+        sizes = equal_sizes(tensor.numel(), ranks, sizes)
+        wire = as_sent(tensor)
+        if group is None or wire.numel() == 0:
+            return Done(wire.clone())
+        by_rank, longest = dict(zip(ranks, wire.split(list(sizes)), strict=True)), max(sizes)
+        padded = wire.new_zeros(longest * len(members))
+        for place, rank in zip(padded.split(longest), members, strict=True):
+            place[: by_rank[rank].numel()] = by_rank[rank]
+        own = wire.new_empty(longest)
+        self.counters.put("reduce_scatter", wire, padded.nbytes * (len(members) - 1) // len(members))
+        parts = [as_real(part) for part in padded.split(longest)]
+        with (blame := Blame(None, f"summing parts over ranks {members}", wire)):
+            work = group.reduce_scatter([as_real(own)], [parts])
+        return Finished(work, blame, lambda: own[: by_rank[self.rank].numel()], (padded, parts))
+
+    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
+        """See :meth:`.protocol.Transport.broadcast`.
+
+        Raises:
+            ValueError: the group was not declared, or the source is not in it.
+        """
+        group, members = self._group(ranks)
+        if group is None or tensor.numel() == 0:
+            return Done(tensor)
+        if source not in members:
+            raise ValueError(f"rank {source} cannot be the source for ranks {members}: it is none of them")
+        wire = as_sent(tensor)
+        if source == self.rank:
+            self.counters.put("broadcast", wire, wire.nbytes * (len(members) - 1))
+        else:
+            self.counters.messages["broadcast"] += 1
+        options = dist.BroadcastOptions()
+        options.rootRank = members.index(source)
+        with (blame := Blame(None, f"broadcasting from rank {source}", wire)):
+            work = group.broadcast([as_bytes(wire)], options)
+        return Transfer(work, blame, wire, target=tensor.detach())
+
+    def all_to_all(
+        self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
+    ) -> Outcome[list[Tensor]]:
+        """See :meth:`.protocol.Transport.all_to_all`.
+
+        Raises:
+            ValueError: the group was not declared, or there is not a piece and a shape for each of its ranks.
+        """
+        group, members = self._group(ranks)
+        if not len(pieces) == len(shapes) == len(ranks):
+            raise ValueError(f"{len(pieces)} pieces and {len(shapes)} shapes for the {len(ranks)} ranks {tuple(ranks)}")
+        ranks = tuple(ranks)
+        own, others = pieces[ranks.index(self.rank)], [rank for rank in members if rank != self.rank]
+        if group is None:
+            return Exchanged(None, [], [own])
+        result = [
+            own if rank == self.rank else own.new_empty(tuple(shape)) for rank, shape in zip(ranks, shapes, strict=True)
+        ]
+        leaving = {rank: as_bytes(as_sent(pieces[ranks.index(rank)])) for rank in others}
+        coming = {rank: as_bytes(result[ranks.index(rank)]).numel() for rank in others}
+        for rank in others:
+            if leaving[rank].numel():
+                self.counters.put("all_to_all", leaving[rank], leaving[rank].numel())
+        given = torch.cat([leaving[rank] for rank in others])
+        got = given.new_empty(sum(coming.values()))
+        lengths = (
+            [coming.get(rank, 0) for rank in members],
+            [leaving[rank].numel() if rank in leaving else 0 for rank in members],
+        )
+        with (blame := Blame(None, f"exchanging pieces among ranks {members}", own)):
+            work = group.alltoall_base(got, given, *lengths, dist.AllToAllOptions())
+        return Exchanged(Finished(work, blame, lambda: got, given), [ranks.index(rank) for rank in others], result)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See :meth:`.protocol.Transport.empty`."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`.protocol.Transport.all_gather_object`."""
         values: list[Any] = [value] * self.size
         if self._groups.control is not None:
             self.counters.add("object")
-            with _Blame(None, "gathering objects"):
+            with Blame(None, "gathering objects"):
                 dist.all_gather_object(values, value, group=self._groups.control)
         return values
 
@@ -245,7 +327,7 @@ class Transport:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == destination else None
         self.counters.add("object")
-        with _Blame(None, f"gathering objects at rank {destination}"):
+        with Blame(None, f"gathering objects at rank {destination}"):
             dist.gather_object(value, values, dst=destination, group=self._groups.control)
         return values
 
@@ -255,14 +337,14 @@ class Transport:
             return value
         values = [value if self.rank == source else None]
         self.counters.add("object")
-        with _Blame(source, "waiting for its object"):
+        with Blame(source, "waiting for its object"):
             dist.broadcast_object_list(values, src=source, group=self._groups.control)
         return values[0]
 
     def barrier(self) -> None:
         """See :meth:`.protocol.Transport.barrier`."""
         if self._groups.control is not None:
-            with _Blame(None, "waiting for all ranks"):
+            with Blame(None, "waiting for all ranks"):
                 dist.barrier(group=self._groups.control)
 
     def close(self) -> None:
@@ -271,6 +353,15 @@ class Transport:
             next(iter(self._unsent)).wait()
         self._groups.release()
 
+    def _group(self, ranks: Iterable[int]) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
+        """The process group of ranks, and they in order; None for this rank alone."""
+        members = normalised(ranks, self.size)
+        if members == (self.rank,):
+            return None, members
+        if members not in self._groups.sums:
+            raise ValueError(f"rank {self.rank} has no group {members}: declare it when the transport is made")
+        return self._groups.sums[members], members
+
     def _channel(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup, int]:
         try:
             return self._groups.channels[sender, receiver]
@@ -278,9 +369,3 @@ class Transport:
             raise ValueError(
                 f"rank {self.rank} has no channel from {sender} to {receiver}: declare it when the transport is made"
             ) from None
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None  # a world of more than one worker has joined one
-    return group

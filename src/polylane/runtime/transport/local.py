@@ -7,16 +7,29 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from polylane.errors import PeerLost
 from polylane.runtime.failure import is_peer_loss
-from polylane.runtime.transport.protocol import Counters, Done, Pending, as_sent, normalised, require_summable
+from polylane.runtime.transport.protocol import (
+    Counters,
+    Done,
+    Outcome,
+    Pending,
+    as_sent,
+    equal_sizes,
+    gathered_sizes,
+    normalised,
+    reduced_bytes,
+    require_flat,
+    require_summable,
+)
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 Key = tuple[Any, ...]  # what is exchanged, by whom, and for the how-manieth time
 
@@ -72,20 +85,20 @@ class _Hub:
             self._changed.notify_all()
 
 
-class _Waiting:
+class _Waiting(Generic[R]):
     """A transfer between threads: what remains to be done is done in the wait."""
 
-    __slots__ = ("_finish", "_tensor")
+    __slots__ = ("_finish", "_result")
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
+    def __init__(self, finish: Callable[[], R]) -> None:
         self._finish = finish
-        self._tensor: Tensor | None = None
+        self._result: R | None = None
 
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`."""
-        if self._tensor is None:
-            self._tensor = self._finish()
-        return self._tensor
+    def wait(self) -> R:
+        """See :meth:`.protocol.Outcome.wait`."""
+        if self._result is None:
+            self._result = self._finish()
+        return self._result
 
 
 class LocalTransport:
@@ -107,7 +120,7 @@ class LocalTransport:
         self._require_peer(peer)
         if tensor.numel() == 0:
             return Done(tensor)
-        self.counters.add("send", tensor)
+        self.counters.put("send", tensor, tensor.nbytes)
         self._hub.put(self._next("message", self.rank, peer), self.rank, as_sent(tensor).clone())
         return Done(tensor)
 
@@ -135,26 +148,125 @@ class LocalTransport:
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
         """See :meth:`.protocol.Transport.all_reduce`."""
         require_summable(tensor)
+        members = self._members(ranks)
+        if len(members) == 1 or tensor.numel() == 0:
+            return Done(tensor)
+        self.counters.put("all_reduce", tensor, reduced_bytes(tensor, len(members)))
+
+        def finish(parts: list[Tensor]) -> Tensor:
+            if len({(part.shape, part.dtype) for part in parts}) > 1:
+                raise ValueError(f"ranks {members} gave tensors of {[tuple(part.shape) for part in parts]} to one sum")
+            tensor.detach().copy_(_total(parts))
+            return tensor.detach()
+
+        return self._collective("sum", members, as_sent(tensor).clone(), f"summing over ranks {members}", finish)
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+        """See :meth:`.protocol.Transport.all_gather`. Its wait raises ValueError where lengths or dtypes differ."""
+        members, ranks = self._members(ranks), tuple(ranks)
+        sizes = gathered_sizes(tensor, ranks.index(self.rank), ranks, sizes)
+        own = as_sent(tensor).clone()
+        if len(members) == 1:
+            return Done(own)
+        self.counters.put("all_gather", own, own.nbytes * (len(members) - 1))
+        expected = [(own.dtype, (size,)) for size in sizes]
+
+        def finish(parts: list[Tensor]) -> Tensor:
+            ordered = [parts[members.index(rank)] for rank in ranks]
+            self._require(ordered, expected, ranks)
+            return torch.cat(ordered)
+
+        return self._collective("gather", members, own, f"gathering from ranks {members}", finish)
+
+    def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+        """See :meth:`.protocol.Transport.reduce_scatter`. Its wait raises ValueError where lengths or dtypes differ."""
+        require_summable(tensor)
+        require_flat(tensor)
+        members, ranks = self._members(ranks), tuple(ranks)
+        sizes = equal_sizes(tensor.numel(), ranks, sizes)
+        if len(members) == 1:
+            return Done(as_sent(tensor).clone())
+        index = ranks.index(self.rank)
+        start, size = sum(sizes[:index]), sizes[index]
+        self.counters.put("reduce_scatter", tensor, (tensor.numel() - size) * tensor.element_size())
+        wire = as_sent(tensor).clone()
+
+        def finish(parts: list[Tensor]) -> Tensor:
+            self._require(parts, [(wire.dtype, tuple(wire.shape))] * len(parts), members)
+            return _total([part[start : start + size] for part in parts])
+
+        return self._collective("scatter", members, wire, f"summing parts over ranks {members}", finish)
+
+    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
+        """See :meth:`.protocol.Transport.broadcast`. Its wait raises ValueError where shapes or dtypes differ."""
+        members = self._members(ranks)
+        if source not in members:
+            raise ValueError(f"rank {source} cannot be the source for ranks {members}: it is none of them")
+        if len(members) == 1 or tensor.numel() == 0:
+            return Done(tensor)
+        given = None
+        if self.rank == source:
+            given = as_sent(tensor).clone()
+            self.counters.put("broadcast", given, given.nbytes * (len(members) - 1))
+        else:
+            self.counters.messages["broadcast"] += 1
+
+        def finish(parts: list[Any]) -> Tensor:
+            part = parts[members.index(source)]
+            self._require([part], [(tensor.dtype, tuple(tensor.shape))], [source])
+            return tensor.detach().copy_(part)
+
+        return self._collective("broadcast", members, given, f"broadcasting from rank {source}", finish)
+
+    def all_to_all(
+        self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
+    ) -> Outcome[list[Tensor]]:
+        """See :meth:`.protocol.Transport.all_to_all`. Its wait raises ValueError where shapes or dtypes differ."""
+        members, ranks = self._members(ranks), tuple(ranks)
+        if not len(pieces) == len(shapes) == len(ranks):
+            raise ValueError(f"{len(pieces)} pieces and {len(shapes)} shapes for the {len(ranks)} ranks {ranks}")
+        own = pieces[ranks.index(self.rank)]
+        given = {rank: as_sent(piece).clone() for rank, piece in zip(ranks, pieces, strict=True)}
+        for rank, piece in given.items():
+            if rank != self.rank and piece.numel():
+                self.counters.put("all_to_all", piece, piece.nbytes)
+
+        def finish(parts: list[dict[int, Tensor]]) -> list[Tensor]:
+            found = [own if rank == self.rank else parts[members.index(rank)][self.rank] for rank in ranks]
+            expected = [
+                (own.dtype, tuple(own.shape if r == self.rank else s)) for r, s in zip(ranks, shapes, strict=True)
+            ]
+            self._require(found, expected, ranks)
+            return found
+
+        return self._collective("exchange", members, given, f"exchanging pieces among ranks {members}", finish)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See :meth:`.protocol.Transport.empty`."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         members = normalised(ranks, self.size)
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} is not in the group {members}")
-        if len(members) == 1 or tensor.numel() == 0:
-            return Done(tensor)
-        self.counters.add("all_reduce", tensor)
-        key = self._next("sum", members)
-        self._hub.put(key, self.rank, as_sent(tensor).clone())
+        return members
 
-        def finish() -> Tensor:
-            parts = self._hub.take(key, members, len(members), f"rank {self.rank} was summing over ranks {members}")
-            if len({(part.shape, part.dtype) for part in parts}) > 1:
-                raise ValueError(f"ranks {members} gave tensors of {[tuple(part.shape) for part in parts]} to one sum")
-            total = parts[0].clone()
-            for part in parts[1:]:
-                total += part
-            tensor.detach().copy_(total)
-            return tensor.detach()
+    def _collective(
+        self, kind: str, members: tuple[int, ...], given: Any, doing: str, finish: Callable[[list[Any]], R]
+    ) -> _Waiting[R]:
+        """Give what the others of a group take, and make of what they give a result."""
+        key = self._next(kind, members)
+        self._hub.put(key, self.rank, given)
+        return _Waiting(lambda: finish(self._hub.take(key, members, len(members), f"rank {self.rank} was {doing}")))
 
-        return _Waiting(finish)
+    def _require(
+        self, parts: Sequence[Tensor], expected: Sequence[tuple[torch.dtype, tuple[int, ...]]], ranks: Sequence[int]
+    ) -> None:
+        for part, (dtype, shape), rank in zip(parts, expected, ranks, strict=True):
+            if (part.dtype, tuple(part.shape)) != (dtype, shape):
+                raise ValueError(
+                    f"rank {rank} gave {part.dtype} {tuple(part.shape)}, rank {self.rank} expected {dtype} {shape}"
+                )
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`.protocol.Transport.all_gather_object`."""
@@ -200,6 +312,14 @@ class LocalTransport:
     def _require_peer(self, peer: int) -> None:
         if peer == self.rank or not 0 <= peer < self.size:
             raise ValueError(f"rank {self.rank} has no peer {peer} among {self.size} workers")
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    """The sum, added up in order."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def local_world(size: int) -> list[LocalTransport]:

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Outcome(Protocol[R_co]):
+    """Something under way that ends in a result; every one must be waited for."""
+
+    def wait(self) -> R_co:
+        """Wait until it is done, and return the result; a second call returns the same one at once.
+
+        Raises:
+            PeerLost: the worker at the other end is gone, or did not answer in time.
+        """
+        ...
 
 
 class Pending(Protocol):
@@ -30,7 +44,8 @@ class Transport(Protocol):
 
     Each directed channel is first in, first out: receives are matched to sends in the order in which they were asked
     for, not waited for. Collectives are asked for in the same order by all their ranks. Shapes and dtypes must agree at
-    both ends: gloo aborts the process where they do not.
+    both ends: gloo aborts the process where they do not. Every group that a collective runs over is declared when the
+    transport is made; a group is a set of ranks, in whatever order they are named.
     """
 
     rank: int
@@ -47,6 +62,49 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
         """Start to sum a tensor over the ranks of a declared group, in place; not to be read before the wait."""
+        ...
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+        """Start to join every rank's tensor, of one dimension and any dtype, into a new one, in the order of ``ranks``.
+
+        Args:
+            tensor: this rank's part.
+            ranks: of a declared group.
+            sizes: elements of the part of each of ``ranks``, where they differ; some may be 0.
+        """
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+        """Start to sum a tensor of one dimension over ``ranks``, of which each gets its own part, as a new tensor.
+
+        Args:
+            tensor: of the same length everywhere; left as it is.
+            ranks: of a declared group; the parts follow one another in their order.
+            sizes: elements of the part of each of ``ranks``; equal parts by default.
+        """
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
+        """Start to overwrite a tensor of any dtype, in place, by the source's, at the ranks of a declared group."""
+        ...
+
+    def all_to_all(
+        self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
+    ) -> Outcome[list[Tensor]]:
+        """Start to give each rank of a declared group a piece and to get one from each.
+
+        Args:
+            pieces: one for each of ``ranks``, in their order, all of one dtype; empty ones do not travel.
+            shapes: of what each of ``ranks`` gives this one.
+            ranks: of the group.
+
+        Returns:
+            One tensor from each of ``ranks``; this rank's own piece is itself.
+        """
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor on this worker's device, where this transport reads it at the least cost."""
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -72,14 +130,22 @@ class Transport(Protocol):
 
 @dataclass(slots=True)
 class Counters:
-    """What one worker has handed to its transport, by kind: ``"send"``, ``"receive"``, ``"all_reduce"``, ``"object"``.
+    """What one worker has handed to its transport, and what left it for others.
 
-    Bytes are those of the tensors handed over, not what an algorithm makes of them on the wire; objects have none.
-    Empty tensors and groups of one rank send nothing and are not counted at all.
+    The kinds are the methods: ``"send"``, ``"receive"``, ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``,
+    ``"broadcast"``, ``"all_to_all"``, and ``"object"``. Empty tensors and groups of one rank send nothing and are not
+    counted at all.
+
+    Attributes:
+        messages: calls.
+        bytes: of the tensors handed over, not what an algorithm makes of them; objects have none.
+        wire: bytes that left this worker, once for each worker that they went to; ``"header"``: control messages and
+            objects, as far as the transport knows them.
     """
 
     messages: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    wire: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, tensor: Tensor | None = None) -> None:
         """Count one message."""
@@ -87,10 +153,68 @@ class Counters:
         if tensor is not None:
             self.bytes[kind] += tensor.numel() * tensor.element_size()
 
+    def put(self, kind: str, tensor: Tensor, wire: int) -> None:
+        """Count one message of which so many bytes leave this worker."""
+        self.messages[kind] += 1
+        self.bytes[kind] += tensor.nbytes
+        self.wire[kind] += wire
+
     @property
     def given(self) -> int:
         """Bytes that were handed over for others, to receive or to sum."""
-        return self.bytes["send"] + self.bytes["all_reduce"]
+        return self.bytes.total() - self.bytes["receive"]
+
+    @property
+    def sent(self) -> int:
+        """Bytes of tensors that left this worker, once for each worker that they went to; headers are apart."""
+        return self.wire.total() - self.wire["header"]
+
+
+def reduced_bytes(tensor: Tensor, ranks: int) -> int:
+    """What one of so many ranks sends in an all-reduce: reduce-scatter and all-gather, in a ring or directly.
+
+    Each of the two sends every part but one: 2 n (p - 1) / p bytes of n (Patarasuk and Yuan 2009, section 3).
+    """
+    return 2 * tensor.nbytes * (ranks - 1) // ranks
+
+
+def equal_sizes(elements: int, ranks: Sequence[int], sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """The elements of each rank's part of a whole, as given or all equal.
+
+    Raises:
+        ValueError: they do not make up the whole.
+    """
+    if sizes is None:
+        if elements % len(ranks):
+            raise ValueError(f"{elements} elements are no {len(ranks)} equal parts: say how many each rank has (sizes)")
+        return (elements // len(ranks),) * len(ranks)
+    if len(sizes) != len(ranks) or sum(sizes) != elements or min(sizes) < 0:
+        raise ValueError(f"sizes {list(sizes)} are no parts of {elements} elements for the ranks {list(ranks)}")
+    return tuple(sizes)
+
+
+def gathered_sizes(tensor: Tensor, index: int, ranks: Sequence[int], sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """The elements of each rank's part, of which a tensor is this rank's.
+
+    Raises:
+        ValueError: the tensor is not of one dimension, or not as long as ``sizes`` say.
+    """
+    require_flat(tensor)
+    if sizes is None:
+        return (tensor.numel(),) * len(ranks)
+    if len(sizes) != len(ranks) or sizes[index] != tensor.numel():
+        raise ValueError(f"a part of {tensor.numel()} elements does not fit sizes {list(sizes)} of ranks {list(ranks)}")
+    return tuple(sizes)
+
+
+def require_flat(tensor: Tensor) -> None:
+    """Refuse a tensor that is not of one dimension.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if tensor.dim() != 1:
+        raise ValueError(f"parts are of one dimension, not of shape {tuple(tensor.shape)}: flatten the tensor first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +242,7 @@ def require_summable(tensor: Tensor) -> None:
         TypeError: the dtype is not one of ``SUMMABLE``.
     """
     if tensor.dtype not in SUMMABLE:
-        raise TypeError(f"all_reduce cannot sum {tensor.dtype}: convert the tensor first, to int32 or float32 say")
+        raise TypeError(f"no transport sums {tensor.dtype}: convert the tensor first, to int32 or float32 say")
 
 
 def as_sent(tensor: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""LAMB: Adam with steps as long as each layer's weights, for batches of tens of thousands of sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.optimizer import ParamsT
+
+from polylane.errors import PolylaneError
+from polylane.optim.trust import Trusting, Update, trust_ratio
+
+
+class LAMB(Trusting):
+    """Layer-wise adaptive moments (You et al., ICLR 2020, arXiv 1904.00962, section 3, algorithm 2).
+
+    For a parameter w with gradient g, whatever its shape, at its step t = 1, 2, ...::
+
+        m = β1 · m + (1 - β1) · g               v = β2 · v + (1 - β2) · g²
+        r = m / (1 - β1^t) / (√(v / (1 - β2^t)) + eps) + weight_decay · w
+        w = w - lr · φ(‖w‖) / ‖r‖ · r           the ratio is 1 where φ(‖w‖) or ‖r‖ is zero
+
+    where φ(z) = min(max(z, low), high) of ``bounds``, by default φ(z) = z.
+
+    Args:
+        params: whole parameters, (name, parameter) pairs, or groups of them, with options of their own.
+        lr: η, the learning rate.
+        betas: (β1, β2), each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: λ, decoupled as in AdamW, inside of the norm.
+        bounds: (low, high) of φ.
+        adapt: False for groups that take plain steps, as AdamW does; see :func:`polylane.optim.apart`.
+
+    A step needs temporary memory for as many elements as the worker holds, for no update is made before all norms are
+    known.
+
+    Raises:
+        PolylaneError: an option has a value that it cannot have.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        bounds: tuple[float, float] = (0.0, math.inf),
+        adapt: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bounds": bounds,
+            "adapt": adapt,
+        }
+        super().__init__(params, defaults)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Refuse what cannot be in a group with all its options."""
+        super().check(group)
+        betas, bounds = group["betas"], group["bounds"]
+        if not _pair(betas) or not all(0 <= beta < 1 for beta in betas):
+            raise PolylaneError(f"LAMB: betas={betas!r} must be two numbers in [0, 1)")
+        if not _pair(bounds) or not 0 <= bounds[0] <= bounds[1]:
+            raise PolylaneError(f"LAMB: bounds={bounds!r} must be two numbers, 0 <= low <= high")
+
+    def directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
+        """r of every parameter, after its moments are brought up to date."""
+        states = [self._state(p) for p in parameters]
+        gradients = _real([p.grad for p in parameters if p.grad is not None])
+        first = _real([state["exp_avg"] for state in states])
+        second = _real([state["exp_avg_sq"] for state in states])
+        # Adam's own kernel subtracts lr · m̂ / (√v̂ + ε) from what it is given: with lr = -1 it adds that to the decay.
+        found = list(torch._foreach_mul(_real(parameters), group["weight_decay"]))
+        fused = _fusible(found, gradients, first, second)
+        beta1, beta2 = group["betas"]
+        adam(
+            found,
+            gradients,
+            first,
+            second,
+            [],
+            [state["step"] for state in states],
+            foreach=not fused,
+            fused=fused,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=-1.0,
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
+        return found
+
+    def ratios(self, group: Mapping[str, Any], weights: Tensor, directions: Tensor) -> Tensor:
+        """φ(‖w‖) / ‖r‖ of every parameter."""
+        return trust_ratio(weights.clamp(*group["bounds"]), directions)
+
+    def apply(self, update: Update, rates: list[Tensor]) -> None:
+        """Move the parameters."""
+        torch._foreach_addcmul_(_real(update.parameters), update.directions, rates, value=-1)
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU: it is read in every step
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+
+def _real(tensors: list[Tensor]) -> list[Tensor]:
+    """Views of complex tensors as pairs of real numbers; the moments and norms are those of the pairs."""
+    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+
+
+def _fusible(*lists: list[Tensor]) -> bool:
+    """Whether the fused kernel does for these tensors, parameter by parameter.
+
+    On a CPU it walks through memory, and is wrong without a word where tensors have other strides than their
+    gradients; elsewhere it wants the numbers of steps on the device.
+    """
+    same = (len({each.stride() for each in tensors}) == 1 for tensors in zip(*lists, strict=True))
+    return all(t.device.type == "cpu" for t in lists[0]) and all(same)
+
+
+def _pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, (int, float)) for v in value)

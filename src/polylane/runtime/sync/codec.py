@@ -1,0 +1,142 @@
+"""How the gradients of one bucket become their sum: what every way of doing it offers, and the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from polylane.runtime.transport.protocol import Pending, Transport
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What one worker adds to the sum of a bucket.
+
+    Attributes:
+        ranks: who sums.
+        names: the parameters, the same at every rank.
+        gradients: of each, what this worker has of it, in the parameter's shape; all of one dtype. The sum may be
+            written into them.
+        optional: those of the names that need not have a gradient.
+        flags: 1-D, of the gradients' dtype: for each optional parameter 1 where this worker has a gradient, else 0.
+    """
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    gradients: tuple[Tensor, ...]
+    optional: tuple[str, ...]
+    flags: Tensor
+
+    def dropped(self, flags: Tensor) -> frozenset[str]:
+        """Parameters that nobody has a gradient for, by the sum of everybody's flags: the optimizer skips them."""
+        return frozenset(name for name, had in zip(self.optional, flags.tolist(), strict=True) if not had > 0)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What comes back: the gradients' sums, in the parameters' shapes and dtype, and who has none at all."""
+
+    gradients: tuple[Tensor, ...]
+    dropped: frozenset[str]
+
+
+class Flight(Protocol):
+    """The sum of one bucket, under way."""
+
+    def advance(self) -> None:
+        """Ask for the rounds that need the result of the first.
+
+        It is called once for every bucket, in their order, when all of them have been launched: so all ranks ask for
+        all collectives in one order, whichever of them are complete.
+        """
+        ...
+
+    def wait(self) -> Summed:
+        """Wait for the sum; :meth:`advance` has been called."""
+        ...
+
+
+class Codec(Protocol):
+    """A way to sum buckets, with what it remembers from one step to the next."""
+
+    def begin(self) -> None:
+        """A step's sums begin; called at every rank alike."""
+        ...
+
+    def launch(self, shares: Shares, transport: Transport) -> Flight:
+        """Start to sum a bucket; called during the backward pass, in the order of the buckets."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank remembers, with which a checkpoint continues exactly; tensors are its own, not copies."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what :meth:`state_dict` gave, of this rank or one that stood in its place."""
+        ...
+
+
+class Plain:
+    """The sum itself, by the transport's all-reduce.
+
+    Bytes of a bucket handed over by each rank: (elements + flags) x those of a number.
+    """
+
+    def begin(self) -> None:
+        """Nothing depends on the step."""
+
+    def launch(self, shares: Shares, transport: Transport) -> Flight:
+        """See :meth:`Codec.launch`."""
+        return PlainFlight(shares, transport.all_reduce(joined(shares), shares.ranks))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is remembered."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is remembered."""
+
+
+@dataclass
+class PlainFlight:
+    """A sum that is there after one round: all gradients as one vector, the flags behind them."""
+
+    shares: Shares
+    pending: Pending
+
+    def advance(self) -> None:
+        """There is one round."""
+
+    def wait(self) -> Summed:
+        """See :meth:`Flight.wait`."""
+        return parted(self.shares, self.pending.wait())
+
+
+def joined(shares: Shares) -> Tensor:
+    """All gradients as one vector, or the one that there is as it lies; the flags behind them."""
+    (first, *more), flags = shares.gradients, shares.flags
+    if not more and not len(flags) and first.is_contiguous():
+        return first.detach().view(-1)  # large ones travel alone, and without being copied
+    return torch.cat([*(gradient.reshape(-1) for gradient in shares.gradients), flags])
+
+
+def parted(shares: Shares, vector: Tensor) -> Summed:
+    """The sums that a vector as :func:`joined` makes it holds; views of it."""
+    *gradients, flags = cut(vector, [*(gradient.shape for gradient in shares.gradients), shares.flags.shape])
+    return Summed(tuple(gradients), shares.dropped(flags))
+
+
+def cut(vector: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The tensors that lie one behind the other in a vector; views of it."""
+    pieces = vector.split([prod(shape) for shape in shapes])
+    return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """What sums and memories of gradients are kept in: float32 for half precision, else the dtype itself."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

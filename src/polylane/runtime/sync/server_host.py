@@ -1,0 +1,190 @@
+"""The parameter servers of one process, and the lines from it to all servers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polylane.errors import PeerLost
+from polylane.program.lower import differentiated
+from polylane.runtime import clock
+from polylane.runtime.failure import is_peer_loss
+from polylane.runtime.optimizer import Clipper
+from polylane.runtime.prepare import Prepared, named_parameters
+from polylane.runtime.sync.rule import Stepping
+from polylane.runtime.sync.server import Client, Server
+from polylane.runtime.sync.server_line import Line, Wire, inside
+from polylane.runtime.sync.server_log import Update
+from polylane.runtime.sync.server_share import Trade, trades
+from polylane.runtime.sync.server_split import host_of, shared_out
+from polylane.runtime.sync.server_weights import Course, Weights
+from polylane.runtime.transport import c10d
+from polylane.runtime.transport.protocol import Counters, Pending, Transport
+from polylane.runtime.world import World
+
+# A server may have nothing to do for long, and a replica wait long for a slow one. One that dies is noticed at once.
+PATIENCE = timedelta(days=1)
+
+TO_SERVER, FROM_SERVER = "waiting for gradients", "waiting for new weights"
+BETWEEN = "summing over parameter servers"
+
+
+@dataclass
+class Host:
+    """What one process has of the parameter servers.
+
+    Attributes:
+        world: of all processes of the training, those that only serve among them, over gloo.
+        transport: between all of them; for what they all do together.
+        ahead: seconds that this process's clock is ahead of rank 0's.
+        servers: that live here.
+        lines: from this worker to every server that holds something of its, by number, with what they give each other.
+        transports: of the lines.
+        announced: what was told to those that only serve, and may still be on its way.
+    """
+
+    world: World
+    transport: Transport
+    ahead: float
+    servers: list[Server] = field(default_factory=list)
+    lines: dict[int, tuple[Trade, Line]] = field(default_factory=dict)
+    transports: list[Transport] = field(default_factory=list)
+    announced: list[Pending] = field(default_factory=list)
+
+    @property
+    def counters(self) -> list[Counters]:
+        """Of what went between workers and servers, and between servers."""
+        return [transport.counters for transport in self.transports]
+
+    def cause(self) -> BaseException | None:
+        """What ended a server here, where that was its own fault."""
+        errors = (server.error for server in self.servers)
+        return next((error for error in errors if error is not None and not is_peer_loss(error)), None)
+
+    def blame(self, lost: PeerLost) -> BaseException:
+        """What to raise where another worker was lost: that may be the consequence of a server's end here."""
+        return self.cause() or lost
+
+    def stepping(self) -> list[Stepping]:
+        """The optimizers of the servers that live here, of the first objective."""
+        courses = [next(iter(server.weights.courses.values())) for server in self.servers]
+        return [
+            Stepping(course.optimizer, partial(_gradients, course), partial(getattr, course, "updates"))
+            for course in courses
+        ]
+
+    def updates(self) -> tuple[tuple[Update, ...], ...]:
+        """What every server did, by number; all processes must ask for it."""
+        own = {server.number: list(server.log) for server in self.servers}
+        every: dict[int, list[Update]] = {}
+        for others in self.transport.all_gather_object(own):
+            every |= others
+        return tuple(tuple(every[number]) for number in sorted(every))
+
+    def close(self) -> None:
+        """Wait until all workers have ended, and leave together."""
+        for server in self.servers:
+            server.join()
+            if server.error is not None:
+                raise server.error
+        self.transport.barrier()
+        for transport in (*self.transports, self.transport):
+            transport.close()
+        if self.world.group is not None:
+            dist.destroy_process_group(self.world.group)
+
+
+def opened(world: World, prepared: Prepared, holders: Mapping[str, Collection[int]], clip_norm: float | None) -> Host:
+    """Open the lines between workers and servers, and start the servers of this process; all processes must call it.
+
+    Args:
+        world: of all processes.
+        prepared: the training.
+        holders: stages that hold each parameter.
+        clip_norm: bound on the norm of sums of gradients, or None.
+    """
+    plan = prepared.plan
+    device = torch.device("cpu")
+    group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+    every = World(world.rank, world.size, world.local_rank, device, "gloo" if world.size > 1 else None, group=group)
+    first = [(0, rank) for rank in range(plan.workers, world.size)]
+    transport = c10d.Transport(every, first)
+    host = Host(every, transport, clock.ahead_of_rank_0(transport) if world.size > 1 else 0.0)
+    model = dict(named_parameters(prepared.model, [o.loss for o in prepared.objectives.values()]))
+    fellows = _between(every, plan.sync.server_count, [host_of(plan, q) for q in range(plan.sync.server_count)], host)
+    for number, share in enumerate(shared_out(prepared.partitions, plan)):
+        own, at = trades(prepared, share, holders, model), host_of(plan, number)
+        ends = _ends(every, own, at, number, host)
+        for trade in own:
+            if trade.rank == world.rank:
+                host.lines[number] = trade, ends[trade.rank][0]
+        if at == world.rank:
+            clients = {trade.rank: Client(trade, ends[trade.rank][1]) for trade in own}
+            begin = partial(_begun, prepared, clip_norm if plan.sync.staleness == 0 else None, world.device)
+            names, mine = list(prepared.objectives), fellows.get(number, ())
+            host.servers.append(Server(number, at, clients, names, plan.sync.staleness, begin, world.device, mine))
+    for server in host.servers:
+        server.start()
+    return host
+
+
+def _ends(world: World, trades: Sequence[Trade], at: int, number: int, host: Host) -> dict[int, tuple[Line, Line]]:
+    """Of every worker's line to a server the worker's end and the server's; what is not in this process is unused."""
+    others = [trade.rank for trade in trades if trade.rank != at]
+    channels = [channel for rank in others for channel in ((rank, at), (at, rank))]
+    transport, lock = c10d.Transport(world, channels, tag=2 + number), threading.Lock()
+    host.transports.append(transport)
+    found: dict[int, tuple[Line, Line]] = {}
+    for trade in trades:
+        if trade.rank == at:
+            found[at] = inside(at, FROM_SERVER, TO_SERVER)
+        else:
+            there = Wire(transport, lock, at, trade.flags, FROM_SERVER)
+            found[trade.rank] = there, Wire(transport, lock, trade.rank, trade.flags, TO_SERVER)
+    return found
+
+
+def _between(world: World, servers: int, hosts: Sequence[int], host: Host) -> dict[int, list[Line]]:
+    """Server 0's ends of the lines to all others, and theirs, as far as they are in this process."""
+    found: dict[int, list[Line]] = {}
+    for other in range(1, servers):
+        ends: tuple[Line, Line]
+        if hosts[0] == hosts[other]:
+            ends = inside(hosts[0], BETWEEN, BETWEEN)
+        else:
+            channels = [(hosts[0], hosts[other]), (hosts[other], hosts[0])]
+            transport, lock = c10d.Transport(world, channels, tag=1 + servers + other), threading.Lock()
+            host.transports.append(transport)
+            ends = Wire(transport, lock, hosts[other], 0, BETWEEN), Wire(transport, lock, hosts[0], 0, BETWEEN)
+        found.setdefault(0, []).append(ends[0])
+        found[other] = [ends[1]]
+    return found
+
+
+def _gradients(course: Course) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in course.held.items()}
+
+
+def _begun(
+    prepared: Prepared, clip_norm: float | None, device: torch.device, server: Server, values: Mapping[str, Tensor]
+) -> Weights:
+    """A server's weights and optimizers, out of its part of the first weights."""
+    model = dict(named_parameters(prepared.model, [o.loss for o in prepared.objectives.values()]))
+    trained = {name: differentiated(each.graph) for name, each in prepared.partitions.items()}
+    shapes: dict[str, Any] = {}
+    for partition in prepared.partitions.values():
+        shapes |= {name: info.shape for name, info in partition.graph.parameters.items()}
+    weights = Weights.begun(values, model, shapes, prepared.objectives, trained, device)
+    if clip_norm is not None:
+        for name, course in weights.courses.items():
+            order = [n for n in model if n in trained[name]]
+            course.clipper = Clipper(clip_norm, order, list(course.held), course.held, device, server.sum)
+    return weights

@@ -1,0 +1,251 @@
+"""Replicas whose weights parameter servers hold, as each of their workers sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.errors import PeerLost
+from polylane.plan.plan import Plan
+from polylane.runtime.connections import replica_of
+from polylane.runtime.division import shares
+from polylane.runtime.mesh import Waits
+from polylane.runtime.sync.mean import means
+from polylane.runtime.sync.rule import Rule, Stepping
+from polylane.runtime.sync.server_host import Host
+from polylane.runtime.sync.server_line import Head, Kind, Line
+from polylane.runtime.sync.server_log import Update
+from polylane.runtime.sync.server_news import announce
+from polylane.runtime.sync.server_share import Trade
+from polylane.runtime.sync.server_weights import options_of
+from polylane.runtime.transport.protocol import Transport
+
+if TYPE_CHECKING:
+    from polylane.runtime.trainer import Trainer
+
+
+class FromServers(Rule):
+    """Gradients go to parameter servers, and weights come from them.
+
+    The worker's own optimizer never steps. Its options are the servers': what a user changes in them goes along with
+    the next gradients, and its scheduler follows the updates that server 0 has made.
+
+    Args:
+        plan: how the training is split.
+        host: lines to the servers, and those of them that live here.
+        trainers: by the name of the objective.
+        parameters: that this worker holds, or its parts of them, by name.
+        buffers: this worker's, by name.
+        transport: between the workers that train.
+        waits: where the time is counted that is spent waiting for servers.
+
+    Attributes:
+        staleness: of this worker's last step, the most of all servers.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        host: Host,
+        trainers: Mapping[str, Trainer],
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        transport: Transport,
+        waits: Waits,
+    ) -> None:
+        self._plan, self._host, self._sync = plan, host, plan.sync
+        self._trainers, self._names = trainers, list(trainers)
+        self._parameters, self._transport, self._waits = parameters, transport, waits
+        self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        self._versions = dict.fromkeys(host.lines, 0)
+        self._updates = dict.fromkeys(trainers, 0)
+        self._options = {name: options_of(trainer.optimizer) for name, trainer in trainers.items()}
+        self._steps = self.staleness = 0
+        self._members = plan.group(transport.rank, ("data",))
+        self._seen = [0] * len(self._members)
+        self.together = replica_of(plan, transport.rank) if plan.sync.alone else None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Give the servers the weights to begin with: those of the first replica, the same as all others'."""
+        for trainer in self._trainers.values():
+            if trainer.scheduler is not None:  # it warns where it is stepped and the optimizer never was
+                trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
+        mine = [(t, line) for t, line in self._host.lines.values() if t.replica == 0]
+        with self.watch():
+            for trade, line in mine:
+                line.put(Head(Kind.WEIGHTS), trade.all[0].packed(self._parameters))
+            for _, line in mine:
+                line.get(lambda head: ())
+        self._transport.barrier()
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def alone(self, objective: str) -> bool:
+        """See :meth:`Rule.alone`."""
+        return self._sync.alone
+
+    def update(self, objective: str, trainer: Trainer, samples: bool) -> None:
+        """See :meth:`Rule.update`: servers do it, with the gradients of this replica, or of all."""
+        if samples and self._sync.alone and trainer.clipper is not None:
+            trainer.clipper.clip()  # of a sum over replicas the servers know the norm
+        kind = Kind.GRADIENTS if samples else Kind.NOTHING
+        options = self._changed_options(objective, trainer.optimizer)
+        with self.watch():
+            for server, (trade, line) in self._host.lines.items():
+                self._push(server, trade, line, kind, objective, options)
+            heads = [self._pulled(server, *line) for server, line in self._host.lines.items()]
+        self._steps += 1
+        self.staleness = max((head.staleness for head in heads), default=0)
+        self._follow(objective, trainer, max((head.updates for head in heads), default=0))
+
+    def stepped(self, objective: str, samples: int) -> None:
+        """See :meth:`Rule.stepped`."""
+        for replica in range(len(self._members)):
+            own = shares(samples, self._plan.microbatches, len(self._members), replica)
+            self._seen[replica] += sum(share.samples * share.weight for share in own)
+
+    def _push(self, server: int, trade: Trade, line: Line, kind: Kind, objective: str, options: bytes) -> None:
+        rows, flags, packing = list[Tensor](), b"", trade.gives[objective]
+        if kind is Kind.GRADIENTS:
+            found = {name: self._parameters[name].grad for name in packing.names}
+            gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+            rows, flags = packing.packed(gradients), bytes(name in gradients for name in packing.names)
+            self._waits.bytes += packing.bytes
+            if options:
+                rows.append(torch.frombuffer(bytearray(options), dtype=torch.uint8))
+        extra = len(options) if kind is Kind.GRADIENTS else 0
+        number, version = self._names.index(objective), self._versions[server]
+        line.put(Head(kind, number, self._steps, version, extra=extra, flags=flags), rows)
+
+    def _pulled(self, server: int, trade: Trade, line: Line) -> Head:
+        """Take over the new weights that a server answers with."""
+        head, values = self._asked(trade, line)
+        self._take(values)
+        self._versions[server] = head.version
+        return head
+
+    def _asked(self, trade: Trade, line: Line) -> tuple[Head, dict[str, Tensor]]:
+        """The weights in a server's answer, by name."""
+        start = time.perf_counter()
+        head, rows = line.get(lambda head: trade.got(self._told(head)).sizes)
+        self._waits.seconds += time.perf_counter() - start
+        return head, trade.got(self._told(head)).unpacked(rows, torch.device("cpu"))
+
+    def _told(self, head: Head) -> list[str]:
+        return [name for number, name in enumerate(self._names) if head.objectives >> number & 1]
+
+    def _take(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self._parameters[name].copy_(value)
+
+    # ---- what the user changes in the optimizer ----------------------------------------------------------------------
+
+    def _changed_options(self, objective: str, optimizer: torch.optim.Optimizer) -> bytes:
+        """The optimizer's options if they are not what they were after the last step; else nothing."""
+        now = options_of(optimizer)
+        return b"" if now == self._options[objective] else now
+
+    def _follow(self, objective: str, trainer: Trainer, updates: int) -> None:
+        """Let this worker's scheduler, and with it the rates that it shows, be where the servers' are."""
+        for _ in range(updates - self._updates[objective] if trainer.scheduler is not None else 0):
+            trainer.scheduler.step()
+        self._updates[objective] = updates
+        self._options[objective] = options_of(trainer.optimizer)
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def summed_gradients(self, objective: str) -> None:
+        """See :meth:`Rule.summed_gradients`: where replicas' gradients are summed, servers have the sums."""
+        if self._sync.alone or not self._steps:
+            return
+        number, lines = self._names.index(objective), self._host.lines.values()
+        with self.watch():
+            for _, line in lines:
+                line.put(Head(Kind.READ_GRADIENTS, number))
+            for trade, line in lines:
+                packing = trade.gets[objective]
+                head, rows = line.get(lambda head, sizes=packing.sizes: sizes)  # type: ignore[misc]
+                found = packing.unpacked(rows, self._transport_device())
+                for name, flag in zip(packing.names, head.flags, strict=False):
+                    self._parameters[name].grad = found[name] if flag else None
+
+    def _transport_device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def stepping(self) -> list[Stepping]:
+        """See :meth:`Rule.stepping`."""
+        return self._host.stepping()
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """See :meth:`Rule.agreed`: the servers' weights, and the means of running statistics."""
+        if not self._sync.alone:
+            yield
+            return
+        tensors = {**self._parameters, **self._buffers}
+        own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        with self.watch():
+            self._transport.barrier()  # every step that was begun is done
+            for _, line in self._host.lines.values():
+                line.put(Head(Kind.READ_WEIGHTS))
+            for trade, line in self._host.lines.values():
+                self._take(self._asked(trade, line)[1])
+        if any(self._seen):
+            share = self._seen[self._members.index(self._transport.rank)] / sum(self._seen)
+            with torch.no_grad():
+                for name, mean in means(self._buffers, share, self._members, self._transport).items():
+                    self._buffers[name].copy_(mean)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    tensor.copy_(own[name])
+
+    def updates(self) -> tuple[tuple[Update, ...], ...]:
+        """See :meth:`Rule.updates`."""
+        self._transport.barrier()
+        self._announce("updates", None)
+        return self._host.updates()
+
+    # ---- those that only serve ---------------------------------------------------------------------------------------
+
+    def told(self, what: str, value: Any) -> Any:
+        """See :meth:`Rule.told`."""
+        self._announce(what, value)
+        return value
+
+    def gathered(self, value: Any) -> list[Any]:
+        """See :meth:`Rule.gathered`."""
+        self._announce("gathered", None)
+        return self._host.transport.all_gather_object(value)
+
+    def _announce(self, what: str, value: Any) -> None:
+        if self._transport.rank == 0:
+            announce(self._host, self._plan.workers, what, value)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """See :meth:`Rule.watch`: where a server here has failed, that is why the others are gone."""
+        try:
+            yield
+        except PeerLost as lost:
+            cause = self._host.blame(lost)
+            if cause is lost:
+                raise
+            raise cause from None
+
+    def close(self) -> None:
+        """See :meth:`Rule.close`."""
+        with self.watch():
+            for _, line in self._host.lines.values():
+                line.put(Head(Kind.END))
+            self._announce("close", None)
+            self._host.close()

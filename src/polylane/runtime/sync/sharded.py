@@ -1,0 +1,239 @@
+"""Parameters of which replicas hold a part each (ZeRO: Rajbhandari et al., SC 2020): where they lie, whole and in parts.
+
+Over n replicas, for P bytes of parameters and K of optimizer states, a worker holds beside its activations
+
+    shard: optimizer     P     parameters,  P      gradients,  K / n  states     (ZeRO-1)
+    shard: gradients     P     parameters,  P / n  gradients,  K / n  states     (ZeRO-2), and a unit's whole gradients
+    shard: parameters    P / n parameters,  P / n  gradients,  K / n  states     (ZeRO-3), and what is whole of two units
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from polylane.runtime.sync.sharded_layout import Unit
+from polylane.runtime.sync.sharded_pieces import Piece, put_in
+from polylane.runtime.transport.protocol import Pending, Transport
+
+AHEAD = 2  # units that are under way at once
+
+
+@dataclass
+class Flat:
+    """One unit's parameters end to end.
+
+    Attributes:
+        unit: what is in it.
+        ranks: that hold a part each, by the index of their part.
+        index: this worker's.
+        parameters: this worker's, whole to whoever looks at them, as long as the unit is.
+        shard: this worker's part, a vector.
+        pieces: of the parameters, what this worker updates; None: nothing of it.
+        whole: all parts, a vector; None where only the shard is held.
+        faces: tensors that show a parameter, by where it begins: the parameter itself, and what stands for it where it
+            takes part as a constant.
+    """
+
+    unit: Unit
+    ranks: tuple[int, ...]
+    index: int
+    parameters: tuple[nn.Parameter, ...]
+    spans: tuple[tuple[int, int], ...]
+    bounds: tuple[tuple[int, int], ...]
+    shard: Tensor
+    pieces: dict[str, Piece | None] = field(default_factory=dict)
+    whole: Tensor | None = None
+    faces: list[tuple[Tensor, int, torch.Size]] = field(default_factory=list)
+    blank: Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each rank's part."""
+        return tuple(end - begin for begin, end in self.bounds)
+
+    def gather(self, transport: Transport) -> Pending:
+        """Start to gather all parts; all ranks must ask."""
+        return transport.all_gather(self.shard, self.ranks, self.sizes)
+
+    def show(self, whole: Tensor) -> None:
+        """Let parameters have their values in ``whole``."""
+        self.whole = whole
+        for face, begin, shape in self.faces:
+            face.data = whole[begin : begin + shape.numel()].view(shape)
+
+    def keep(self, shard: Tensor) -> None:
+        """Let the pieces lie in ``shard``, which has their values."""
+        self.shard, first = shard, self.bounds[self.index][0]
+        for (begin, _), piece in zip(self.spans, self.pieces.values(), strict=True):
+            if piece is not None:
+                at = begin + piece.begin - first
+                piece.parameter.data = shard[at : at + piece.end - piece.begin].view(piece.parameter.shape)
+
+    def hide(self) -> None:
+        """Let go of all but the shard: parameters keep their shapes only, and whoever reads them reads NaN."""
+        self.whole = None
+        if self.blank is None:
+            self.blank = self.shard.new_full((1,), math.nan)
+        for face, _, shape in self.faces:
+            face.data = self.blank.expand(shape)
+
+
+def flat_of(
+    unit: Unit, ranks: tuple[int, ...], rank: int, parameters: Mapping[str, nn.Parameter], hidden: bool
+) -> Flat:
+    """A unit's parameters, laid end to end; ``hidden``: only this worker's part is kept."""
+    index, own = ranks.index(rank), tuple(parameters[name] for name in unit.parameters)
+    elements = [parameter.numel() for parameter in own]
+    bounds, spans = unit.bounds(elements, len(ranks)), tuple(pairwise((0, *accumulate(elements))))
+    whole = torch.cat([parameter.detach().reshape(-1) for parameter in own])
+    begin, end = bounds[index]
+    flat = Flat(unit, ranks, index, own, spans, bounds, whole[begin:end])
+    for name, parameter, (a, b) in zip(unit.parameters, own, spans, strict=True):
+        flat.faces.append((parameter, a, parameter.shape))
+        low, high = max(a, begin), min(b, end)
+        shape = parameter.shape if unit.owners else (high - low,)
+        cut = high > low or (unit.owners and unit.owners[unit.parameters.index(name)] == index)
+        part = whole[low:high].view(shape) if cut else None
+        flat.pieces[name] = None if part is None else Piece(_like(parameter, part), low - a, high - a)
+    if hidden:
+        flat.keep(flat.shard.clone())
+        flat.hide()
+    else:
+        flat.show(whole)
+    return flat
+
+
+def _like(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+class Shards:
+    """What a worker holds in parts.
+
+    Args:
+        flats: the units, in the order in which they are summed.
+        hidden: only the parts of parameters are kept between uses (ZeRO-3).
+        counts: whether this worker's pieces count in sums over all workers.
+        transport: for what is done once a step.
+        gathers: for what is gathered during passes.
+
+    Attributes:
+        flats, hidden, counts: as given.
+        of: the unit of every parameter that has one.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat] = (),
+        hidden: bool = False,
+        counts: bool = False,
+        transport: Transport | None = None,
+        gathers: Transport | None = None,
+    ) -> None:
+        self.flats, self.hidden, self.counts = tuple(flats), hidden, counts
+        self.of = {name: flat for flat in flats for name in flat.unit.parameters}
+        self._transport, self.gathers = transport, gathers
+        self._constants: dict[str, Tensor] = {}
+
+    def put_in(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Let optimizers that were made of whole parameters have the pieces of this worker."""
+        table = {
+            parameter: flat.pieces[name]
+            for flat in self.flats
+            for name, parameter in zip(flat.unit.parameters, flat.parameters, strict=True)
+        }
+        for optimizer in optimizers:
+            put_in(optimizer, table)
+
+    def updated(self, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """What this worker updates of parameters: pieces of those that are cut, others as they are."""
+        found = dict[str, nn.Parameter]()
+        for name, parameter in held.items():
+            if name not in self.of:
+                found[name] = parameter
+            elif (piece := self.of[name].pieces[name]) is not None:
+                found[name] = piece.parameter
+        return found
+
+    def constant(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """A parameter's value without a gradient, wherever the value lies from now on."""
+        if name not in self.of:
+            return parameter.detach()
+        if name not in self._constants:
+            self._constants[name], flat = parameter.detach(), self.of[name]
+            begin, _ = flat.spans[flat.unit.parameters.index(name)]
+            flat.faces.append((self._constants[name], begin, parameter.shape))
+        return self._constants[name]
+
+    def share(self, names: Collection[str]) -> None:
+        """After an update of the pieces of these parameters: let all have the new values of all pieces."""
+        if self.hidden or self._transport is None:
+            return
+        under_way = deque[tuple[Flat, Pending]]()
+        for flat in self.flats:
+            if any(name in names for name in flat.unit.parameters):
+                under_way.append((flat, flat.gather(self._transport)))
+            if len(under_way) >= AHEAD:
+                _arrive(*under_way.popleft())
+        for each in under_way:
+            _arrive(*each)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """For the while, all parameters are whole; all workers must enter it."""
+        if self.hidden and self.gathers is not None:
+            for flat in self.flats:
+                flat.show(flat.gather(self.gathers).wait())
+        try:
+            yield
+        finally:
+            if self.hidden:
+                for flat in self.flats:
+                    flat.hide()
+
+    def held(self, name: str, parameter: Tensor) -> Tensor | None:
+        """What this worker keeps of a parameter between steps; None for nothing of it."""
+        if not self.hidden or name not in self.of:
+            return parameter
+        piece = self.of[name].pieces[name]
+        return None if piece is None else piece.parameter
+
+    def label(self, name: str) -> str:
+        """Which part of a parameter this worker keeps; equal parts have equal labels."""
+        if not self.hidden or name not in self.of:
+            return ""
+        flat = self.of[name]
+        return f"[shard {flat.index} of {len(flat.ranks)}]"
+
+    def part(self, name: str, whole: Tensor) -> Tensor | None:
+        """This worker's piece of a tensor in a parameter's shape, a gradient say; None where it has none."""
+        if name not in self.of:
+            return whole
+        piece = self.of[name].pieces[name]
+        return None if piece is None else piece.of(whole)
+
+    def gradient(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        """What this worker has of a parameter's gradient, in its shape with zeros around; None for nothing of it."""
+        if name not in self.of:
+            return parameter.grad
+        piece = self.of[name].pieces[name]
+        if piece is None or piece.parameter.grad is None:
+            return None
+        whole = piece.parameter.grad.new_zeros(parameter.shape)
+        piece.of(whole).copy_(piece.parameter.grad)
+        return whole
+
+
+def _arrive(flat: Flat, pending: Pending) -> None:
+    whole = pending.wait()
+    begin, end = flat.bounds[flat.index]
+    flat.show(whole)
+    flat.keep(whole[begin:end])

@@ -1,0 +1,217 @@
+"""Parameters gathered for a pass and let go of again, unit by unit (ZeRO-3: Rajbhandari et al., SC 2020, section 5.3).
+
+In the forward pass a unit is whole from its first use to its last, and the next one is gathered meanwhile. What autograd
+keeps of it for the backward pass is kept as a place in the unit, not as a tensor; the unit is gathered again when
+autograd first asks for such a place, and let go of when its gradients have left.
+
+    forward      |gather 1|gather 2|        |gather 3|                   a unit ahead, in the order of first use
+                          | use 1           | use 2           | use 3
+    backward     |gather 3|gather 2|        |gather 1|                   a unit ahead, in reverse order of last use
+                          | use 3 |scatter 3| use 2 |scatter 2| ...
+
+All workers gather all units once in each pass, in an order that comes from the graph alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.runtime.stage import Watched
+from polylane.runtime.sync.sharded import Flat, Shards
+from polylane.runtime.transport.protocol import Pending
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor as a part of a unit: what stands for it while the unit is not whole."""
+
+    flat: Flat
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Gate:
+    """What a stage's code calls before the first use of a unit, or behind its last."""
+
+    passes: Passes
+    flat: Flat
+    opens: bool
+
+    __name__ = "gate"
+    __module__ = "polylane"
+
+    def __call__(self) -> None:
+        if self.opens:
+            self.passes.need(self.flat)
+        else:
+            self.flat.hide()
+
+
+@dataclass(frozen=True)
+class _Use:
+    """From where to where in a graph a unit is used, and whether the user's own Python uses it."""
+
+    flat: Flat
+    first: int
+    last: int
+    opaque: bool
+
+
+class Passes:
+    """Has the units of one stage's code whole while they are used.
+
+    Args:
+        shards: what this worker holds.
+        summed: the units whose gradients are summed in the backward pass, and which :meth:`used` is told of.
+    """
+
+    def __init__(self, shards: Shards, summed: Collection[str]) -> None:
+        assert shards.gathers is not None
+        self._shards, self._summed, self._transport = shards, frozenset(summed), shards.gathers
+        self._uses: dict[str, _Use] = {}
+        self._order: list[_Use] = []
+        self._at: dict[str, int] = {}
+        self._next = 0
+        self._under_way: dict[str, Pending] = {}
+
+    # ---- what a stage's code calls -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def gates(self, graph: fx.Graph) -> Iterator[None]:
+        """For the while, a graph calls :meth:`need` before a unit's first use, and lets go of it behind its last."""
+        uses, nodes = _uses(graph, self._shards), list(graph.nodes)
+        if not self._uses:  # of the whole stage: its parts, one for each number of samples, follow this order
+            self._uses = {use.flat.unit.name: use for use in uses}
+        added = []
+        for use in uses:
+            with graph.inserting_before(nodes[use.first]):
+                added.append(graph.call_function(_Gate(self, use.flat, True)))  # type: ignore[arg-type]
+            with graph.inserting_after(nodes[use.last]):
+                added.append(graph.call_function(_Gate(self, use.flat, False)))  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            for node in added:
+                graph.erase_node(node)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward pass."""
+        self._begin(sorted(self._uses.values(), key=lambda use: (use.first, use.flat.unit.name)))
+        keeps = torch.is_grad_enabled()
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext():
+            yield
+        self._finish()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass. What the user's own Python uses is whole all the time: it may read it as it likes."""
+        order = sorted(self._uses.values(), key=lambda use: (not use.opaque, -use.last, use.flat.unit.name))
+        self._begin(order)
+        for use in order:
+            if use.opaque:
+                self.need(use.flat)
+        yield
+        self._finish()
+
+    def need(self, flat: Flat) -> None:
+        """Have a unit whole; start to gather the one that comes next in this pass."""
+        name = flat.unit.name
+        while self._next < min(self._at[name] + 2, len(self._order)):
+            self._launch()
+        if flat.whole is not None:
+            return
+        pending = self._under_way.pop(name, None)
+        whole = (flat.gather(self._transport) if pending is None else pending).wait()
+        flat.show(whole)
+
+    def used(self, flat: Flat) -> None:
+        """A unit's gradients have left: let go of it."""
+        if not self._uses[flat.unit.name].opaque:
+            flat.hide()
+
+    # ---- the order in which units are gathered -----------------------------------------------------------------------
+
+    def _begin(self, order: Sequence[_Use]) -> None:
+        self._order, self._next = list(order), 0
+        self._at = {use.flat.unit.name: number for number, use in enumerate(order)}
+
+    def _launch(self) -> None:
+        flat = self._order[self._next].flat
+        self._under_way[flat.unit.name] = flat.gather(self._transport)
+        self._next += 1
+
+    def _finish(self) -> None:
+        """Gather what nobody here needed, for others may have, and let go of all."""
+        while self._next < len(self._order):
+            self._launch()
+        for pending in self._under_way.values():
+            pending.wait()
+        self._under_way.clear()
+        for use in self._order:
+            if use.flat.whole is not None:
+                use.flat.hide()
+
+    # ---- what autograd keeps -----------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Tensor | Place:
+        address = tensor.data_ptr()
+        for use in self._order:
+            whole = use.flat.whole
+            if whole is not None and address and 0 <= address - whole.data_ptr() < whole.nbytes:
+                if tensor.dtype != whole.dtype or tensor.is_conj() or tensor.is_neg():
+                    return tensor  # keeps the memory, and is right
+                offset = (address - whole.data_ptr()) // whole.element_size()
+                return Place(use.flat, tensor.shape, tensor.stride(), offset)
+        return tensor
+
+    def _unpack(self, kept: Tensor | Place) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self._leave_behind(kept.flat)
+        self.need(kept.flat)
+        whole = kept.flat.whole
+        assert whole is not None
+        return whole.as_strided(kept.shape, kept.stride, whole.storage_offset() + kept.offset)
+
+    def _leave_behind(self, flat: Flat) -> None:
+        """Let go of units without gradients that a backward pass has come past."""
+        if flat.whole is not None:
+            return
+        here = self._uses[flat.unit.name].last
+        for use in self._order[: self._next]:
+            past = use.first > here and not use.opaque and use.flat.unit.name not in self._summed
+            if past and use.flat.whole is not None:
+                use.flat.hide()
+
+
+def _uses(graph: fx.Graph, shards: Shards) -> list[_Use]:
+    """Where a graph uses units, in the order of first use."""
+    units: dict[fx.Node, Flat] = {}
+    found: dict[str, list[Any]] = {}
+    for position, node in enumerate(graph.nodes):
+        kind, name = node.meta["role"] if node.op == "placeholder" else ("", "")
+        if kind == "parameter" and name in shards.of:
+            units[node] = shards.of[name]
+        for flat in (units[n] for n in node.all_input_nodes if n in units):
+            if _is_view(node):
+                units[node] = flat
+            use = found.setdefault(flat.unit.name, [flat, position, position, False])
+            use[2], use[3] = position, use[3] or isinstance(node.target, Watched)
+    return [_Use(*use) for use in found.values()]
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether what a node gives may be its input's own memory: operators say so in their schemas."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return any(each.alias_info is not None for each in node.target._schema.returns)
+    return node.target is operator.getitem

@@ -1,0 +1,230 @@
+"""Gradients summed over replicas of which each keeps a part: reduce-scatter, bucket by bucket, during the backward pass.
+
+ZeRO-1 sums once a step, in the last backward pass, and keeps whole gradients until then. ZeRO-2 and -3 sum in every
+backward pass and add up what they keep, so that no worker ever has all gradients at once: m microbatches take m
+reduce-scatters (m + 1 times n (p - 1) / p bytes a step with the gathering of n bytes of parameters over p replicas).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from polylane.program.program import Bucket
+from polylane.runtime.sync.all_reduce import Reducer
+from polylane.runtime.sync.sharded import AHEAD, Flat, Shards
+from polylane.runtime.transport.protocol import Pending, Transport
+
+
+@dataclass
+class Slice:
+    """What one worker has of one bucket's sum.
+
+    Attributes:
+        bucket: a unit's gradients, or some of them.
+        flat: the unit.
+        crossing: the ranks that sum the same part for shard groups of their own, with this one.
+        optional: those of the parameters that may get no gradient at all.
+        sizes: elements of each rank's part of the bucket.
+        parameters: the bucket's, as they lie in the unit.
+        had: those of which this worker had a gradient in the step.
+    """
+
+    bucket: Bucket
+    flat: Flat
+    crossing: tuple[int, ...]
+    optional: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    had: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        flat, own = self.flat, [i for i, n in enumerate(self.flat.unit.parameters) if n in self.bucket.parameters]
+        self.parameters = {flat.unit.parameters[i]: flat.parameters[i] for i in own}
+        spans = [flat.spans[i] for i in own]
+        self.sizes = tuple(sum(max(0, min(b, end) - max(a, begin)) for a, b in spans) for begin, end in flat.bounds)
+
+
+@dataclass
+class _Flight:
+    slice: Slice
+    pending: Pending
+    flags: Pending | None
+
+
+class ShardedReducer(Reducer):
+    """Sums gradients so that every replica has its part of the sum.
+
+    What not all replicas of a bucket cut in the same way (weights tied between stages with different numbers of
+    replicas) is summed whole, as without shards, and then cut.
+
+    Args:
+        slices: the buckets that are cut, in the order of reduction.
+        others: buckets that are summed whole.
+        parameters: by canonical name.
+        optional: parameters that may get no gradient at all in some step.
+        transport: between the workers.
+        shards: what this worker holds.
+        each_pass: sum after each backward pass, and keep nothing whole; else after the last.
+        used: is told of a unit whose gradients have left.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[Slice],
+        others: Sequence[Bucket],
+        parameters: Mapping[str, nn.Parameter],
+        optional: Collection[str],
+        transport: Transport,
+        shards: Shards,
+        each_pass: bool,
+        used: Callable[[Flat], None],
+    ) -> None:
+        super().__init__(others, parameters, optional, transport)
+        self._slices, self._shards, self._each_pass, self._used = tuple(slices), shards, each_pass, used
+        self._wholly = [b for b in others if len(b.ranks) > 1 and any(name in shards.of for name in b.parameters)]
+        self._missing: list[set[str]] = []
+        self._at, self._last = 0, False
+        self._cut_hooks: list[RemovableHandle] = []
+        self._sent: deque[_Flight] = deque()
+        self._since: dict[str, float] = {}
+
+    # ---- passes ------------------------------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """See :meth:`Reducer.arm`."""
+        super().arm()
+        self._last = True
+
+    def begin(self) -> None:
+        """Before every backward pass."""
+        if not (self._last or self._each_pass):
+            return
+        self._missing, self._at = [set(s.parameters) for s in self._slices], 0
+        for number, each in enumerate(self._slices):
+            for name, parameter in each.parameters.items():
+                hook = parameter.register_post_accumulate_grad_hook(self._done(number, name))
+                self._cut_hooks.append(hook)
+
+    def _done(self, number: int, name: str):  # type: ignore[no-untyped-def]
+        def done(_: Tensor) -> None:
+            self._missing[number].discard(name)
+            # In order, always: the other workers' gradients may be complete in another one.
+            while self._at < len(self._slices) and not self._missing[self._at] and not self._slices[self._at].optional:
+                self._leave(self._slices[self._at])
+
+        return done
+
+    def end(self) -> None:
+        """After every backward pass."""
+        if not (self._last or self._each_pass):
+            return
+        for hook in self._cut_hooks:
+            hook.remove()
+        self._cut_hooks.clear()
+        while self._at < len(self._slices):
+            self._leave(self._slices[self._at])
+        if not self._last:
+            self._land(0)
+        self._missing, self._last = [], False
+
+    # ---- one bucket --------------------------------------------------------------------------------------------------
+
+    def _leave(self, each: Slice) -> None:
+        self._at += 1
+        silent = self._transport.rank in each.bucket.silent
+        grads = {name: None if silent else p.grad for name, p in each.parameters.items()}
+        vector, name = _end_to_end(list(grads.values()), list(each.parameters.values())), each.bucket.name
+        each.had |= {name for name, gradient in grads.items() if gradient is not None}
+        grads.clear()
+        if self._each_pass:
+            for parameter in each.parameters.values():
+                parameter.grad = None
+            self._used(each.flat)
+        if name not in self._since:
+            self._since[name], self.bytes[name] = time.perf_counter(), 0
+        pending = self._transport.reduce_scatter(vector, each.flat.ranks, each.sizes)
+        self.bytes[name] += vector.nbytes
+        flags = self._flags(each, vector) if self._last and each.optional else None
+        self._sent.append(_Flight(each, pending, flags))
+        del vector
+        self._land(AHEAD)
+
+    def _flags(self, each: Slice, like: Tensor) -> Pending:
+        had = [float(name in each.had) for name in each.optional]
+        return self._transport.all_reduce(torch.tensor(had, dtype=like.dtype, device=like.device), each.bucket.ranks)
+
+    def _land(self, most: int) -> None:
+        """Wait until no more than so many buckets are under way, in the order in which they left."""
+        while len(self._sent) > most:
+            self._take(self._sent.popleft())
+
+    def _take(self, flight: _Flight) -> None:
+        each = flight.slice
+        part = flight.pending.wait()
+        if len(each.crossing) > 1:
+            self.bytes[each.bucket.name] += part.nbytes
+            part = self._transport.all_reduce(part, each.crossing).wait()
+        at = 0
+        for name, parameter in each.parameters.items():
+            piece = each.flat.pieces[name]
+            if piece is None:
+                continue
+            size = piece.end - piece.begin
+            own, at = part[at : at + size].view(piece.parameter.shape), at + size
+            if piece.parameter.grad is not None:
+                piece.parameter.grad += own
+            elif parameter.grad is not None:  # ZeRO-1: the whole one's memory is there
+                parameter.grad = parameter.grad.contiguous()
+                piece.parameter.grad = piece.of(parameter.grad).copy_(own)
+            else:
+                piece.parameter.grad = own
+        if flight.flags is not None:
+            self._drop(each, flight.flags.wait())
+        if flight.flags is not None or not each.optional:
+            each.had.clear()
+
+    def _drop(self, each: Slice, flags: Tensor) -> None:
+        """Let parameters that nobody has a gradient of have none: the optimizer skips them."""
+        for name, had in zip(each.optional, flags.tolist(), strict=True):
+            piece = each.flat.pieces[name]
+            if piece is not None and not had > 0:
+                piece.parameter.grad = None
+
+    # ---- after the last pass -----------------------------------------------------------------------------------------
+
+    def wait(self, name: str) -> float:
+        """See :meth:`Reducer.wait`."""
+        if name not in self._since:
+            started = super().wait(name)
+            self._cut_whole(name)
+            return started
+        while any(flight.slice.bucket.name == name for flight in self._sent):
+            self._take(self._sent.popleft())
+        return self._since.pop(name)
+
+    def _cut_whole(self, name: str) -> None:
+        for parameter_name in next((b.parameters for b in self._wholly if b.name == name), ()):
+            if (flat := self._shards.of.get(parameter_name)) is None:
+                continue
+            piece, parameter = flat.pieces[parameter_name], self._parameters[parameter_name]
+            if piece is not None and parameter.grad is not None:
+                piece.parameter.grad = piece.of(parameter.grad)
+            if self._each_pass:
+                parameter.grad = None
+
+
+def _end_to_end(grads: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Tensor:
+    """All gradients as one vector, zeros where there is none; one that is alone as it lies."""
+    if len(grads) == 1 and grads[0] is not None and grads[0].is_contiguous():
+        return grads[0].detach().view(-1)
+    every = [p.new_zeros(p.shape) if g is None else g for g, p in zip(grads, parameters, strict=True)]
+    return torch.cat([each.detach().reshape(-1) for each in every])
+
+

@@ -1,0 +1,99 @@
+"""Which transport a world's workers use: shared memory where all share a host, torch.distributed elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+from polylane.errors import PolylaneError
+from polylane.runtime.transport import c10d, shared_memory
+from polylane.runtime.transport.hub import Hub
+from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.transport.rendezvous import Meeting, apart, hub_of
+from polylane.runtime.world import World
+
+VARIABLE = "POLYLANE_TRANSPORT"
+CHOICES = ("gloo", "shared_memory")
+
+Connect = Callable[..., Transport]
+
+
+def transport_for(world: World) -> Connect:
+    """What makes the transports of a world's workers; every worker calls it, and all get the same kind.
+
+    Shared memory, where all workers are on CPUs of one host and can reach one another; torch.distributed elsewhere.
+    ``POLYLANE_TRANSPORT`` in the environment, ``gloo`` or ``shared_memory``, forces one of them.
+
+    Returns:
+        To be called as :class:`.c10d.Transport` is, in the same order at all workers. Its transports share their
+        connections, which are closed with the last of them.
+
+    Raises:
+        PolylaneError: the variable asks for what there is not, or for what cannot be here.
+    """
+    asked = os.environ.get(VARIABLE) or None
+    if world.size == 1 or world.backend is None:
+        _refuse_unknown(asked)
+        return c10d.Transport
+    meeting = Meeting.of(world, asked)
+    try:
+        _refuse_different([card.asked for card in meeting.cards])
+        reason = apart(meeting.cards)
+        if asked != "gloo" and reason is None:
+            met = hub_of(world, meeting, [0] * world.size)
+            if isinstance(met, Hub):
+                return SharedMemory(world, met)
+            reason = met
+    finally:
+        meeting.end()
+    if asked == "shared_memory":
+        raise PolylaneError(f"{VARIABLE}=shared_memory cannot be: {reason}; leave it out, and gloo is used")
+    return c10d.Transport
+
+
+class SharedMemory:
+    """Makes transports over shared memory, all over the same connections.
+
+    Args:
+        world: this worker among all.
+        hub: its connections.
+    """
+
+    def __init__(self, world: World, hub: Hub) -> None:
+        self._world, self._hub = world, hub
+
+    def __call__(
+        self,
+        world: World,
+        channels: Iterable[tuple[int, int]] = (),
+        groups: Iterable[Iterable[int]] = (),
+        tag: int = 0,
+        own_groups: bool = False,
+    ) -> Transport:
+        """See :class:`.c10d.Transport`.
+
+        Raises:
+            PolylaneError: the transports of before have been closed, and the workers do not find one another again.
+        """
+        if self._hub.closed:  # with the last transport: all workers made and closed the same ones
+            met = hub_of(self._world, Meeting.of(self._world), [0] * self._world.size)
+            if isinstance(met, str):
+                raise PolylaneError(f"the workers cannot share memory any more: {met}")
+            self._hub = met
+        return shared_memory.Transport(self._hub, world, channels, groups, tag, own_groups)
+
+
+def _refuse_different(asked: Sequence[str | None]) -> None:
+    for each in asked:
+        _refuse_unknown(each)
+    for rank, each in enumerate(asked):
+        if each != asked[0]:
+            raise PolylaneError(
+                f"{VARIABLE} is {asked[0] or 'not set'} at rank 0 and {each or 'not set'} at rank {rank}: "
+                "set it to the same at all of them, or nowhere"
+            )
+
+
+def _refuse_unknown(value: str | None) -> None:
+    if value and value not in CHOICES:
+        raise PolylaneError(f"{VARIABLE}={value} is no transport: say {' or '.join(CHOICES)}, or leave it out")

@@ -1,0 +1,209 @@
+"""How workers find out which of them share a host, and how those of one host connect.
+
+They use what connects them already, the process group, for that. The sockets have names only until all are connected,
+and only the same user's processes are let in.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from polylane.runtime.transport.blocks import bound
+from polylane.runtime.transport.hub import Hub
+from polylane.runtime.world import TIMEOUT, World
+
+CONNECT_SECONDS = 10.0  # for a connection between two processes that are both there
+_HELLO = struct.Struct("=I16s")  # the rank, and what only the workers know of each other
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a worker tells all others of itself before they connect.
+
+    Attributes:
+        host: equal for those that share memory and can reach one another by local sockets.
+        user: whose process it is.
+        cores: that it may run on.
+        name: of the socket at which it is to be reached.
+        token: what a peer must say there.
+        unable: why it cannot share memory; None where it can.
+        asked: which transport its user asks for.
+    """
+
+    host: Hashable
+    user: int
+    cores: int
+    name: bytes
+    token: bytes
+    unable: str | None
+    asked: str | None
+
+
+@dataclass
+class Meeting:
+    """What all workers know of one another, and this one's listening socket.
+
+    Attributes:
+        cards: by rank.
+    """
+
+    listener: socket.socket | None
+    cards: tuple[Card, ...] = field(default=())
+
+    @classmethod
+    def of(cls, world: World, asked: str | None = None) -> Meeting:
+        """Every worker calls it, and says which transport its user asks for."""
+        unable = unable_to_share(world)
+        listener = None
+        name = b"\0polylane-" + secrets.token_hex(16).encode()  # abstract: in no directory, and gone with its socket
+        if unable is None:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listener.bind(name)
+            listener.listen(2 * world.size)
+        card = Card(host(), os.getuid(), _cores(), name, secrets.token_bytes(16), unable, asked)
+        cards: list[Card] = [card] * world.size
+        dist.all_gather_object(cards, card)
+        return cls(listener, tuple(cards))
+
+    def end(self) -> None:
+        """Take nobody in any more."""
+        if self.listener is not None:
+            self.listener.close()
+
+
+def unable_to_share(world: World) -> str | None:
+    """Why this worker cannot share memory with others; None where it can."""
+    if world.device.type != "cpu" or world.backend != "gloo":
+        return f"its tensors are on {world.device.type}, over {world.backend}"
+    if not (hasattr(socket, "SOCK_SEQPACKET") and hasattr(socket, "SO_PEERCRED") and hasattr(select, "epoll")):
+        return "its system is not Linux"
+    try:
+        os.close(os.memfd_create("polylane"))
+    except OSError as error:
+        return f"its system makes no shared memory ({error.strerror})"
+    return None
+
+
+def host() -> tuple[str, ...]:
+    """Names the running system and its network: containers of one system with networks of their own are two hosts."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")
+    except OSError:
+        return (socket.gethostname(),)
+
+
+def hub_of(world: World, meeting: Meeting, hosts: Sequence[Hashable]) -> Hub | str:
+    """Connect with all workers of the same host; every worker calls it.
+
+    Args:
+        world: this worker among all.
+        meeting: see there.
+        hosts: of every rank: equal for those that are to connect.
+
+    Returns:
+        The hub, or where any worker could not connect, the same reason at all.
+    """
+    here = [rank for rank in range(world.size) if hosts[rank] == hosts[world.rank]]
+    connections: dict[int, socket.socket] = {}
+    # Connecting does not wait for the other side to accept: no order of ranks can be a deadlock.
+    own = _connect(world.rank, here, meeting, connections) or _accept(world.rank, here, meeting, connections)
+    trouble = _agreed(world, own)
+    meeting.end()
+    if trouble is not None:
+        for connection in connections.values():
+            connection.close()
+        return trouble
+    spins = len(here) <= min(meeting.cards[rank].cores for rank in here)
+    return Hub(world.rank, connections, bound(len(here)), TIMEOUT.total_seconds(), spins)
+
+
+def _agreed(world: World, trouble: str | None) -> str | None:
+    """The first trouble that any worker had."""
+    troubles: list[str | None] = [trouble] * world.size
+    dist.all_gather_object(troubles, trouble)
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(troubles) if each is not None), None)
+
+
+def _connect(rank: int, here: Sequence[int], meeting: Meeting, into: dict[int, socket.socket]) -> str | None:
+    """Connect to all lower ranks; the reason where one cannot be reached."""
+    for peer in (other for other in here if other < rank):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(CONNECT_SECONDS)
+        into[peer] = connection
+        try:
+            connection.connect(meeting.cards[peer].name)
+            if _user(connection) != os.getuid():
+                return f"rank {peer} is another user's"
+            connection.send(_HELLO.pack(rank, meeting.cards[peer].token))
+        except OSError as error:
+            return f"cannot reach rank {peer} ({error.strerror or error})"
+    return None
+
+
+def _accept(rank: int, here: Sequence[int], meeting: Meeting, into: dict[int, socket.socket]) -> str | None:
+    """Take the connections of all higher ranks; the reason where one does not come."""
+    awaited = {other for other in here if other > rank}
+    listener = meeting.listener
+    try:
+        while awaited and listener is not None:
+            listener.settimeout(CONNECT_SECONDS)
+            connection, _ = listener.accept()
+            peer = _introduced(connection, meeting.cards[rank].token) if _user(connection) == os.getuid() else None
+            if peer in awaited:
+                awaited.remove(peer)
+                into[peer] = connection
+            else:  # a stranger
+                connection.close()
+    except OSError as error:
+        return f"no connection from rank {min(awaited)} ({error.strerror or error})"
+    return None
+
+
+def _introduced(connection: socket.socket, token: bytes) -> int | None:
+    """The rank that a peer says it is; None where it does not know the token."""
+    connection.settimeout(CONNECT_SECONDS)
+    said = connection.recv(_HELLO.size)
+    if len(said) != _HELLO.size:
+        return None
+    peer, proof = _HELLO.unpack(said)
+    return int(peer) if secrets.compare_digest(proof, token) else None
+
+
+def _user(connection: socket.socket) -> int:
+    """Whose process is at the other end, as the system tells."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(told)[1])
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def apart(cards: Sequence[Card]) -> str | None:
+    """Why not all workers can share memory; None where they can."""
+    for rank, card in enumerate(cards):
+        if card.unable is not None:
+            return f"rank {rank}: {card.unable}"
+        if card.host != cards[0].host:
+            return f"ranks 0 and {rank} are on different hosts"
+        if card.user != cards[0].user:
+            return f"ranks 0 and {rank} are different users'"
+    return None
+
+
+def counts(hosts: Sequence[Hashable]) -> Mapping[Hashable, tuple[int, ...]]:
+    """The ranks of each host, in order."""
+    found: dict[Hashable, tuple[int, ...]] = {}
+    for rank, each in enumerate(hosts):
+        found[each] = (*found.get(each, ()), rank)
+    return found

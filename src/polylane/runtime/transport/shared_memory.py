@@ -1,0 +1,393 @@
+"""Tensors between workers of one host on CPUs: small ones in messages, large ones in memory that both see."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.runtime.transport.hub import Hub
+from polylane.runtime.transport.message import (
+    BROADCAST,
+    EXCHANGE,
+    GATHER,
+    INLINE,
+    OBJECT,
+    SCATTER,
+    SEND,
+    SUM,
+    Message,
+    copied,
+    described,
+)
+from polylane.runtime.transport.protocol import (
+    Counters,
+    Done,
+    Outcome,
+    Pending,
+    as_sent,
+    equal_sizes,
+    gathered_sizes,
+    normalised,
+    reduced_bytes,
+    require_flat,
+    require_summable,
+)
+from polylane.runtime.transport.under_way import Collected, Exchange, Group, Receive, Sum, SumInParts, add
+from polylane.runtime.world import World
+
+Channel = tuple[int, int]  # (sender, receiver)
+
+MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; the groups' own follow one another
+
+_OBJECT = described(OBJECT, torch.uint8, ())
+
+
+class Transport:
+    """The workers of a world over shared memory; the interface is :class:`~.protocol.Transport`.
+
+    Sends are done when they return: their values have been copied out. A received tensor may lie in the sender's
+    memory, which is this worker's as long as the tensor lives: its storage cannot be resized. Sums add up in the order
+    of the ranks, the same bits at every rank. A transport is one thread's; those that share a hub may be several's.
+
+    A sum of more than two ranks beyond ``INLINE`` bytes has a step in the middle, which each rank takes in whatever
+    wait of the hub it is then: one that never waits here again holds the others up.
+
+    Args:
+        hub: lines to the other workers of this host; all that are in a channel or a group with this one.
+        world: this worker among all.
+        channels: every (sender, receiver) pair that will be used, in the same order at every rank.
+        groups: the ranks of every collective, in the same order at every rank.
+        tag, own_groups: every transport keeps its messages and its collectives apart from all others.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        world: World,
+        channels: Iterable[Channel] = (),
+        groups: Iterable[Iterable[int]] = (),
+        tag: int = 0,
+        own_groups: bool = False,
+    ) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        self.counters = Counters()
+        self._hub = hub
+        self._base = hub.join() << 52  # of the keys of its messages: its number, then the stream's, then their own
+        self._open = True
+        self._sends: dict[int, int] = {}
+        self._receives: dict[int, int] = {}
+        for sender, receiver in channels:
+            if sender == receiver or not {sender, receiver} <= set(range(self.size)):
+                raise ValueError(f"({sender}, {receiver}) is no channel between two of {self.size} workers")
+            if self.rank == sender:
+                self._sends[receiver] = self._base
+            elif self.rank == receiver:
+                self._receives[sender] = self._base
+        self._objects = self._base + (OBJECTS << 40)
+        self._groups: dict[tuple[int, ...], Group] = {}
+        for number, members in enumerate(dict.fromkeys(normalised(group, self.size) for group in groups)):
+            if self.rank in members:
+                peers = tuple(rank for rank in members if rank != self.rank)
+                key = self._base + (GROUPS + number << 40)
+                self._groups[members] = Group(members, members.index(self.rank), peers, key)
+        self._named = dict(self._groups)  # also by other orders of the same ranks
+
+    # ----------------------------------------------------------------------------------------------- between two ranks
+
+    def send(self, tensor: Tensor, peer: int) -> Pending:
+        """See :meth:`.protocol.Transport.send`.
+
+        Raises:
+            ValueError: the channel was not declared.
+            PeerLost: the peer is already known to be gone.
+        """
+        if peer not in self._sends:
+            raise self._undeclared(self.rank, peer)
+        if tensor.numel() == 0:
+            return Done(tensor)
+        wire = as_sent(tensor)
+        self._sends[peer] = key = self._sends[peer] + 2
+        self._post("send", SEND, (peer,), key, wire, tuple(wire.shape))
+        return Done(tensor)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
+        """See :meth:`.protocol.Transport.receive`. Its wait raises ValueError where another shape or dtype was sent.
+
+        Raises:
+            ValueError: the channel was not declared.
+        """
+        if peer not in self._receives:
+            raise self._undeclared(peer, self.rank)
+        shape = tuple(shape)
+        elements = 1
+        for size in shape:
+            elements *= size
+        if elements == 0:
+            return Done(torch.empty(shape, dtype=dtype))
+        self.counters.messages["receive"] += 1
+        self.counters.bytes["receive"] += elements * dtype.itemsize
+        self._receives[peer] = key = self._receives[peer] + 2
+        return Receive(self._hub, peer, key, dtype, shape)
+
+    # ----------------------------------------------------------------------------------------------------- collectives
+
+    def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
+        """See :meth:`.protocol.Transport.all_reduce`. Its wait raises ValueError where shapes or dtypes differ.
+
+        Raises:
+            ValueError: the group was not declared, or this rank is not in it.
+            TypeError: no backend sums the dtype.
+        """
+        require_summable(tensor)
+        group = self._group(ranks)
+        if group is None or tensor.numel() == 0:
+            return Done(tensor)
+        wire, target = as_sent(tensor), tensor.detach()
+        description = described(SUM, wire.dtype, tuple(wire.shape))
+        counters, peers = self.counters, group.peers
+        if len(peers) == 1 or wire.nbytes <= INLINE:
+            key = group.next()
+            headers = self._hub.post(peers, key, description, wire)
+            counters.put("all_reduce", wire, wire.nbytes * len(peers))
+            counters.wire["header"] += headers
+            return Sum(self._hub, group, key, description, wire, target)
+        counters.put("all_reduce", wire, reduced_bytes(wire, len(group.members)))
+        parts = SumInParts(self._hub, group, group.next(), description, wire, target)
+        counters.wire["header"] += parts.start()
+        return parts
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+        """See :meth:`.protocol.Transport.all_gather`. Its wait raises ValueError where lengths or dtypes differ.
+
+        Raises:
+            ValueError: the group was not declared, or the tensor does not fit it.
+        """
+        ranks, group = tuple(ranks), self._group(ranks)
+        sizes = gathered_sizes(tensor, ranks.index(self.rank), ranks, sizes)
+        own = as_sent(tensor)
+        if group is None:
+            return Done(own.clone())
+        key = group.next()
+        if own.numel():
+            self._post("all_gather", GATHER, group.peers, key, own, (own.numel(),))
+        places = dict(zip(ranks, _parts(sizes), strict=True))
+        expected = {
+            peer: described(GATHER, own.dtype, (_length(places[peer]),))
+            for peer in group.peers
+            if _length(places[peer])
+        }
+
+        def join(messages: dict[int, Message]) -> Tensor:
+            whole = torch.empty(sum(sizes), dtype=own.dtype)
+            whole[places[self.rank]].copy_(own)
+            for peer, message in messages.items():
+                whole[places[peer]].copy_(message.tensor(own.dtype))
+            return whole
+
+        return Collected(self._hub, group.members, key, expected, join)
+
+    def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+        """See :meth:`.protocol.Transport.reduce_scatter`. Its wait raises ValueError where lengths or dtypes differ.
+
+        Raises:
+            ValueError: the group was not declared, or the sizes do not fit the tensor.
+            TypeError: no backend sums the dtype.
+        """
+        require_summable(tensor)
+        require_flat(tensor)
+        ranks, group = tuple(ranks), self._group(ranks)
+        sizes = equal_sizes(tensor.numel(), ranks, sizes)
+        places = dict(zip(ranks, _parts(sizes), strict=True))
+        wire = as_sent(tensor)
+        if group is None:
+            return Done(wire.clone())
+        key, own = group.next(), wire[places[self.rank]]
+        if wire.numel():
+            self._show_parts(group, key, wire, places, sizes)
+        if own.numel() == 0:
+            return Done(own.clone())
+        description = described(SCATTER, wire.dtype, sizes)
+
+        def total(messages: dict[int, Message]) -> Tensor:
+            parts = [own if rank == self.rank else messages[rank].tensor(own.dtype) for rank in group.members]
+            result = torch.empty_like(own)
+            add(parts, result)
+            return result
+
+        return Collected(self._hub, group.members, key, dict.fromkeys(group.peers, description), total)
+
+    def _show_parts(
+        self, group: Group, key: int, wire: Tensor, places: dict[int, slice], sizes: tuple[int, ...]
+    ) -> None:
+        """Give every peer its part of a tensor, to be summed there."""
+        hub, item = self._hub, wire.element_size()
+        description = described(SCATTER, wire.dtype, sizes)
+        given = {peer: places[peer] for peer in group.peers if _length(places[peer])}
+        large = {peer: place for peer, place in given.items() if _length(place) * item > INLINE}
+        headers = 0
+        with hub.lock:
+            if large:
+                block = hub.block(wire.nbytes, len(large))
+            for peer, place in given.items():
+                nbytes = _length(place) * item
+                if peer in large:
+                    block.view(wire.dtype, _length(place), place.start).copy_(wire[place])
+                    headers += hub.show((peer,), key, description, block, place.start * item, nbytes)
+                else:
+                    headers += hub.tell((peer,), key, description, copied(wire[place]))
+        self.counters.put("reduce_scatter", wire, sum(_length(place) for place in given.values()) * item)
+        self.counters.wire["header"] += headers
+
+    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
+        """See :meth:`.protocol.Transport.broadcast`. Its wait raises ValueError where shapes or dtypes differ.
+
+        Raises:
+            ValueError: the group was not declared, or the source is not in it.
+        """
+        group = self._group(ranks)
+        if group is None or tensor.numel() == 0:
+            return Done(tensor)
+        if source not in group.members:
+            raise ValueError(f"rank {source} cannot be the source for ranks {group.members}: it is none of them")
+        key = group.next()
+        shape = tuple(tensor.shape)
+        if source == self.rank:
+            self._post("broadcast", BROADCAST, group.peers, key, as_sent(tensor), shape)
+            return Done(tensor)
+        target = tensor.detach()
+
+        def overwrite(messages: dict[int, Message]) -> Tensor:
+            return target.copy_(messages[source].tensor(target.dtype).view(shape))
+
+        self.counters.messages["broadcast"] += 1
+        expected = {source: described(BROADCAST, target.dtype, shape)}
+        return Collected(self._hub, group.members, key, expected, overwrite)
+
+    def all_to_all(
+        self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
+    ) -> Outcome[list[Tensor]]:
+        """See :meth:`.protocol.Transport.all_to_all`. Its wait raises ValueError where shapes or dtypes differ.
+
+        Raises:
+            ValueError: the group was not declared, or there is not a piece and a shape for each of its ranks.
+        """
+        ranks, group = tuple(ranks), self._group(ranks)
+        if not len(pieces) == len(shapes) == len(ranks):
+            raise ValueError(f"{len(pieces)} pieces and {len(shapes)} shapes for the {len(ranks)} ranks {ranks}")
+        own = pieces[ranks.index(self.rank)]
+        if group is None:
+            return Exchange([own])
+        key = group.next()
+        for peer, piece in zip(ranks, pieces, strict=True):
+            if peer != self.rank and piece.numel():
+                self._post("all_to_all", EXCHANGE, (peer,), key, as_sent(piece), tuple(piece.shape))
+        parts: list[Tensor | Receive] = []
+        for peer, shape in zip(ranks, map(tuple, shapes), strict=True):
+            if peer == self.rank:
+                parts.append(own)
+            elif 0 in shape:
+                parts.append(torch.empty(shape, dtype=own.dtype))
+            else:
+                parts.append(Receive(self._hub, peer, key, own.dtype, shape, EXCHANGE))
+        return Exchange(parts)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See :meth:`.protocol.Transport.empty`."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def _post(
+        self, kind: str, number: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]
+    ) -> None:
+        headers = self._hub.post(peers, key, described(number, wire.dtype, shape), wire)
+        self.counters.put(kind, wire, wire.nbytes * len(peers))
+        self.counters.wire["header"] += headers
+
+    # --------------------------------------------------------------------------------------------------------- objects
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`.protocol.Transport.all_gather_object`."""
+        everyone = range(self.size)
+        data = pickle.dumps(value)
+        self._give([rank for rank in everyone if rank != self.rank], data)
+        return [pickle.loads(data if rank == self.rank else self._got(rank)) for rank in everyone]
+
+    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
+        """See :meth:`.protocol.Transport.gather_object`."""
+        if self.rank != destination:
+            self._give([destination], pickle.dumps(value))
+            return None
+        self._give([], b"")
+        return [value if rank == self.rank else pickle.loads(self._got(rank)) for rank in range(self.size)]
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """See :meth:`.protocol.Transport.broadcast_object`."""
+        if self.rank == source:
+            self._give([rank for rank in range(self.size) if rank != source], pickle.dumps(value))
+            return value
+        self._give([], b"")
+        return pickle.loads(self._got(source))
+
+    def barrier(self) -> None:
+        """See :meth:`.protocol.Transport.barrier`."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._objects += 2
+        self.counters.wire["header"] += self._hub.post_bytes(others, self._objects, _OBJECT, b"")
+        for peer in others:
+            self._hub.take(peer, self._objects, self)
+
+    def doing(self) -> str:
+        """See :class:`.hub.Doing`."""
+        return "exchanging objects, or waiting for all ranks"
+
+    def _give(self, peers: Sequence[int], data: bytes) -> None:
+        self.counters.messages["object"] += 1
+        self._objects += 2
+        headers = self._hub.post_bytes(peers, self._objects, _OBJECT, data) if peers else 0
+        self.counters.wire["header"] += headers + len(data) * len(peers)
+
+    def _got(self, peer: int) -> bytes | bytearray:
+        message = self._hub.take(peer, self._objects, self)
+        data = message.content()
+        self._hub.answer(message)
+        return data
+
+    def close(self) -> None:
+        """See :meth:`.protocol.Transport.close`."""
+        if self._open:
+            self._open = False
+            self._hub.leave()
+
+    def _group(self, ranks: Iterable[int]) -> Group | None:
+        """The declared group; None for this rank alone."""
+        named = ranks if type(ranks) is tuple else tuple(ranks)
+        if (group := self._named.get(named)) is None:
+            members = normalised(named, self.size)
+            if members == (self.rank,):
+                return None
+            if members not in self._groups:
+                raise ValueError(f"rank {self.rank} has no group {members}: declare it when the transport is made")
+            group = self._named[named] = self._groups[members]
+        return group if group.peers else None
+
+    def _undeclared(self, sender: int, receiver: int) -> ValueError:
+        return ValueError(
+            f"rank {self.rank} has no channel from {sender} to {receiver}: declare it when the transport is made"
+        )
+
+
+def _parts(sizes: Sequence[int]) -> list[slice]:
+    """Where parts lie that follow one another."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return [slice(start, end) for start, end in pairwise(starts)]
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

@@ -1,0 +1,53 @@
+"""Rules that round what travels: no proof takes them for those of one device, and a model learns by them as well."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from polylane.errors import PolylaneError
+from polylane.runtime.prepare import Objective
+from polylane.verify import verify
+from training import batch_of, classify, mlp, plainly, sgd, trained
+
+BATCHES = [batch_of(8, seed=i) for i in range(6)]
+
+
+@pytest.mark.parametrize("words", ["wire=bfloat16", "wire=float16", "compress=powersgd:2", "compress=top_k:0.1"])
+def test_no_proof(words: str) -> None:
+    with pytest.raises(PolylaneError, match="lose digits on their way"):
+        verify(mlp(6, 8, 4), Objective("loss", classify, sgd), BATCHES[:1], f"data=2,{words}")
+
+
+@pytest.mark.parametrize(
+    ("words", "far"),
+    [("wire=bfloat16", 1e-2), ("wire=float16", 1e-3), ("compress=powersgd:8:0", 1e-9), ("compress=top_k:1", 1e-9)],
+)
+@pytest.mark.parametrize("plan", ["data=2", "data=3", "data=2,pipeline=2,microbatches=2", "data=2,tensor=2"])
+def test_near_one_device(plan: str, words: str, far: float) -> None:
+    reference = plainly(mlp(6, 8, 4), BATCHES)
+    workers = trained(mlp(6, 8, 4), f"{plan},{words}", BATCHES)
+    for worker in workers:
+        for name, value in reference.state.items():
+            error = float((worker.state[name] - value).abs().max() / value.abs().max())
+            assert error < far, f"{name}: {error:.1e}"
+    exact = far <= 1e-9
+    other = max(float((workers[0].state[name] - value).abs().max()) for name, value in reference.state.items())
+    assert exact or other > 1e-12  # something was rounded
+
+
+def test_error_feedback_comes_back_through_a_job() -> None:
+    """A tenth of the entries in each step, and the weights still move as far as those of one device."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).double()
+    before = model.weight.detach().clone()
+    batches = [BATCHES[0]] * 60
+    reference = plainly(model, batches, optimizer=slow_sgd)
+    (worker, *_) = trained(model, "data=2,compress=top_k:0.1", batches, optimizer=slow_sgd)
+    moved = reference.state["weight"] - before
+    assert float((worker.state["weight"] - reference.state["weight"]).norm() / moved.norm()) < 0.2
+
+
+def slow_sgd(parameters):
+    return torch.optim.SGD([p for _, p in parameters], lr=0.01)

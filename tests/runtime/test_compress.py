@@ -1,0 +1,235 @@
+"""Compressed sums of gradients are what their papers say: each against its definition, worked out in one process."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from compressing import KINDS, Tensors, assert_alike, assert_close, by_hand, drawn, entries, matrix_sums, trained
+from polylane.runtime.sync.codec import Codec, Plain
+from polylane.runtime.sync.powersgd import PowerSGD, pays
+from polylane.runtime.sync.top_k import TopK, picked
+from polylane.runtime.sync.wire import Wire
+
+STEPS = 5
+
+
+def plainly(shares: list[Tensors]) -> Tensors:
+    return {name: sum(share[name] for share in shares) for name in shares[0]}
+
+
+class PowerSGDByHand:
+    """Algorithms 1 and 2 with matrices that are written out, orthogonalised by Gram and Schmidt's procedure."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.memories: dict[str, list[np.ndarray]] = {}
+        self.right: dict[str, np.ndarray] = {}
+
+    def __call__(self, shares: list[Tensors]) -> Tensors:
+        found = plainly(shares)
+        for name, total in found.items():
+            rows, columns = total.shape[0], total[0].numel()
+            if self.rank * (rows + columns) < rows * columns:
+                parts = [share[name].reshape(rows, columns).numpy() for share in shares]
+                found[name] = torch.from_numpy(self.matrix(name, parts)).view(total.shape)
+        return found
+
+    def matrix(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
+        if name not in self.right:
+            random = torch.Generator().manual_seed(zlib.crc32(f"0 {name}".encode()))
+            drawn = torch.randn(self.rank, parts[0].shape[1], generator=random, dtype=torch.float64)
+            self.right[name] = drawn.numpy().T
+        owed = self.memories.get(name, [np.zeros_like(part) for part in parts])
+        wholes = [part + memory for part, memory in zip(parts, owed, strict=True)]
+        left = gram_schmidt(sum(whole @ self.right[name] for whole in wholes))
+        rights = [whole.T @ left for whole in wholes]
+        self.memories[name] = [whole - left @ right.T for whole, right in zip(wholes, rights, strict=True)]
+        self.right[name] = sum(rights)
+        return left @ self.right[name].T
+
+
+def gram_schmidt(matrix: np.ndarray) -> np.ndarray:
+    done = list[np.ndarray]()
+    for column in matrix.T:
+        for _ in range(2):  # twice is enough
+            for other in done:
+                column = column - (other @ column) * other
+        done.append(column / np.linalg.norm(column))
+    return np.stack(done, axis=1)
+
+
+class TopKByHand:
+    """Every rank's largest entries by a stable sort of all of them."""
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+        self.memories: dict[str, list[np.ndarray]] = {}
+
+    def __call__(self, shares: list[Tensors]) -> Tensors:
+        found: Tensors = {}
+        for name in shares[0]:
+            parts = [share[name].flatten().numpy() for share in shares]
+            owed = self.memories.get(name, [np.zeros_like(part) for part in parts])
+            wholes = [part + memory for part, memory in zip(parts, owed, strict=True)]
+            total, self.memories[name] = np.zeros_like(parts[0]), []
+            for whole in wholes:
+                chosen = np.argsort(-np.abs(whole), kind="stable")[: entries(self.fraction, len(whole))]
+                left = whole.copy()
+                left[chosen] = 0.0
+                self.memories[name].append(left)
+                total += whole - left
+            found[name] = torch.from_numpy(total).view(shares[0][name].shape)
+        return found
+
+
+def rounded(dtype: torch.dtype) -> Callable[[list[Tensors]], Tensors]:
+    def rule(shares: list[Tensors]) -> Tensors:
+        found: Tensors = {}
+        for name in shares[0]:
+            total = torch.zeros_like(shares[0][name])
+            for share in shares:
+                total += share[name].to(dtype).double()
+            found[name] = total.to(dtype).double() if len(shares) > 2 else total
+        return found
+
+    return rule
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_powersgd_is_its_algorithm(rank: int, ranks: int) -> None:
+    hand = PowerSGDByHand(rank)
+    runs = trained(lambda: PowerSGD(rank), ranks, STEPS)
+    assert_close(runs[0].sums, by_hand(hand, ranks, STEPS))
+    assert_alike(runs)
+    compressed = {"conv.weight", "first.weight", "second.weight"} | ({"head.weight"} if rank == 1 else set())
+    for k, run in enumerate(runs):
+        assert run.memories[-1].keys() == compressed
+        for name, memory in run.memories[-1].items():
+            np.testing.assert_allclose(memory.flatten(1).numpy(), hand.memories[name][k], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
+def test_top_k_is_its_algorithm(fraction: float, ranks: int) -> None:
+    hand = TopKByHand(fraction)
+    runs = trained(lambda: TopK(fraction), ranks, STEPS)
+    assert_close(runs[0].sums, by_hand(hand, ranks, STEPS))
+    assert_alike(runs)
+    for k, run in enumerate(runs):
+        for name, memory in run.memories[-1].items():
+            np.testing.assert_allclose(memory.flatten().numpy(), hand.memories[name][k], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wire_rounds_every_share_and_the_sums_of_more_than_two(dtype: torch.dtype, ranks: int) -> None:
+    runs = trained(lambda: Wire(dtype), ranks, STEPS)
+    assert_close(runs[0].sums, by_hand(rounded(dtype), ranks, STEPS))
+    assert_alike(runs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_has_nothing_to_send_and_loses_nothing(kind: str) -> None:
+    (run,) = trained(KINDS[kind], 1, STEPS)
+    assert_close(run.sums, by_hand(plainly, 1, STEPS))
+    assert run.given == [0] * STEPS
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("codec", [Plain, lambda: TopK(1.0), lambda: PowerSGD(5), lambda: PowerSGD(1, start=STEPS)])
+def test_what_leaves_nothing_out_is_the_plain_sum(codec: Callable[[], Codec], ranks: int) -> None:
+    runs = trained(codec, ranks, STEPS)
+    hand = PowerSGDByHand(5) if isinstance(codec(), PowerSGD) and codec().rank == 5 else plainly
+    assert_close(runs[0].sums, by_hand(hand, ranks, STEPS))
+    assert_alike(runs)
+
+
+def test_powersgd_loses_nothing_of_a_sum_of_low_rank() -> None:
+    left, right = drawn(0, 9, 3), drawn(1, 3, 12)
+    noise = drawn(2, 9, 12)
+    shares = [[left @ right - noise, noise]]  # each of full rank, the sum of rank 3
+    for run in matrix_sums(lambda: PowerSGD(3), shares):
+        torch.testing.assert_close(run.sums[0]["w"], left @ right, rtol=0, atol=1e-9)
+
+
+def test_powersgd_finds_its_directions_again_after_steps_without_gradient() -> None:
+    zero, later = torch.zeros(9, 12, dtype=torch.float64), drawn(0, 9, 2) @ drawn(1, 2, 12)
+    steps = [[zero, zero], [zero, zero], *([[later, later]] * 4)]
+    sums = [seen["w"] for seen in matrix_sums(lambda: PowerSGD(2), steps)[0].sums]
+    assert not sums[0].any() and not sums[1].any()
+    owed = 8 * later - sum(sums)
+    assert owed.norm() < 1e-9 * later.norm()
+
+
+def test_powersgd_takes_its_first_steps_plainly() -> None:
+    plain, late = trained(Plain, 2, 5), trained(lambda: PowerSGD(1, start=3), 2, 5)
+    for step in range(3):
+        assert all(torch.equal(plain[0].sums[step][name], late[0].sums[step][name]) for name in plain[0].sums[step])
+        assert not late[0].memories[step]
+    assert late[0].memories[3] and not torch.equal(plain[0].sums[3]["first.weight"], late[0].sums[3]["first.weight"])
+
+
+@pytest.mark.parametrize("kind", ["powersgd", "top_k"])
+@pytest.mark.parametrize("trouble", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_arrives_everywhere_and_is_forgotten(kind: str, trouble: float) -> None:
+    fine = [drawn(0, 9, 12), drawn(1, 9, 12)]
+    wrong = [fine[0].clone(), fine[1]]
+    wrong[0][4, 5] = trouble
+    for run in matrix_sums(KINDS[kind], [fine, wrong, fine, fine]):
+        sums = [seen["w"] for seen in run.sums]
+        assert [bool(total.isfinite().all()) for total in sums] == [True, False, True, True]
+        assert all(memory["w"].isfinite().all() for memory in run.memories if memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [*KINDS, "float16"])
+def test_parameters_of_other_types(kind: str, dtype: torch.dtype) -> None:
+    runs = trained(KINDS.get(kind, lambda: Wire(torch.float16)), 3, 3, dtype)
+    assert_alike(runs)
+    assert all(total.dtype == dtype and total.isfinite().all() for total in runs[0].sums[-1].values())
+    assert all(memory.dtype == torch.float32 for memory in runs[0].memories[-1].values())
+    if dtype != torch.float32 and kind == "float16":
+        plain = trained(Plain, 3, 3, dtype)
+        assert all(torch.equal(runs[0].sums[0][n], plain[0].sums[0][n]) for n in plain[0].sums[0])
+
+
+def test_top_k_in_half_precision_remembers_what_rounding_cuts_off() -> None:
+    owed = drawn(0, 40).float()
+    before = owed.clone()
+    pick = picked(owed, 10, torch.bfloat16)
+    sent = torch.zeros(40).index_add_(0, pick.places, pick.values.float())
+    assert torch.equal(sent + owed, before) and pick.values.dtype == torch.bfloat16
+    assert 0 < float(owed[pick.places].abs().max()) < 2**-8 * float(before.abs().max())
+    pick.take_back()
+    assert torch.equal(owed, before)
+
+
+def test_a_wire_narrows_and_never_trades_range() -> None:
+    shares = [[torch.full((3, 4), 1e6, dtype=torch.bfloat16), torch.zeros(3, 4, dtype=torch.bfloat16)]]
+    for run in matrix_sums(lambda: Wire(torch.float16), shares):
+        assert torch.equal(run.sums[0]["w"], shares[0][0])
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, rank, worth",
+    [
+        ((4, 4), torch.float64, 2, False),
+        ((3, 7), torch.float64, 2, True),
+        ((3, 1, 7), torch.float32, 2, True),
+        ((3, 7), torch.bfloat16, 1, True),
+        ((3, 6), torch.bfloat16, 1, False),
+        ((100,), torch.float32, 1, False),
+        ((), torch.float32, 1, False),
+        ((0, 3), torch.float32, 1, False),
+    ],
+)
+def test_a_matrix_is_compressed_where_that_takes_fewer_bytes(
+    shape: tuple[int, ...], dtype: torch.dtype, rank: int, worth: bool
+) -> None:
+    assert pays(torch.Size(shape), dtype, rank) == worth
