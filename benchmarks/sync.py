@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from polylane.recipe import Recipe, load
-from polylane.runtime.job import Job
 from polylane.runtime.launch import Context, fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
+from polylane.runtime.sync.server_job import job_of
 from polylane.runtime.world import World
 
 KINDS = (
@@ -79,14 +79,14 @@ def trained(recipe: Recipe, plan: str, epochs: int) -> tuple[float, float, float
     plain = copy.deepcopy(prepared.model)
 
     def work(context: Context) -> tuple[dict[str, Any], float, float]:
-        with Job(prepared, World.join(), example=example) as job:
+        with job_of(prepared, World.join(), example=example) as job:
             start, samples, steps = time.perf_counter(), 0, 0
             for batch in job.batches(recipe.data("train"), BATCH, epochs):
                 samples, steps = samples + len(batch), steps + 1
-                result = job.step(batch)
+                job.step(batch)
             state = job.state_dict()
             seconds = time.perf_counter() - start
-            sent = sum(result.timeline.sent()) / prepared.plan.workers
+            sent = sum(job.timeline().sent()) / prepared.plan.workers
             return state, samples / seconds, sent
 
     state, rate, sent = fork(work, prepared.plan.processes)[0]
@@ -107,7 +107,7 @@ def slowed(recipe: Recipe, plan: str) -> float:
     prepared, example = prepared_for(recipe, f"{plan},{STRAGGLERS}")
 
     def work(context: Context) -> tuple[int, float]:
-        with Job(prepared, World.join(), example=example) as job:
+        with job_of(prepared, World.join(), example=example) as job:
             samples, start = 0, 0.0
             for step, batch in enumerate(job.batches(recipe.data("train"), BATCH, 1 + SLOWED * BATCH // 1400)):
                 if step == LEAD:

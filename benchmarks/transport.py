@@ -104,9 +104,8 @@ def measured(context: Context, names: list[str], sizes: list[int], rounds: int) 
                 for way in (gloo, shared) if number % 2 else (shared, gloo):
                     runs = turn(way, shared, OPERATIONS[name], tensor)
                     seconds[way] += runs if number else []  # the first is to warm up
-            slowest = [
-                [max(run) for run in zip(*shared.all_gather_object(seconds[way]), strict=True)] for way in (gloo, shared)
-            ]
+            everyone = [shared.all_gather_object(seconds[way]) for way in (gloo, shared)]
+            slowest = [[max(run) for run in zip(*each, strict=True)] for each in everyone]
             rows.append(Row(name, len(ranks), size, tuple(slowest[0]), tuple(slowest[1])))
     shared.barrier()
     shared.close()

@@ -291,6 +291,7 @@ def _pieces_of(
 
 def _train(job: Job, batches: Sequence[Any], rounding: Sequence[Mapping[str, Rounding]]) -> _Trained:
     sums, gradients, replaced = list[tuple[float, float]](), dict[str, Tensor | None](), set[str]()
+    rounding = [_cut(job, step) for step in rounding]
     for each in job.stepping() if rounding else ():
         _give_rounding(each, rounding, replaced)
     job.gathered(None)  # servers wait for that, too
@@ -306,6 +307,12 @@ def _train(job: Job, batches: Sequence[Any], rounding: Sequence[Mapping[str, Rou
     trained = _Trained(Record(losses, gradients, job.state_dict()), held, replaced, job.updates())
     job.close()
     return trained
+
+
+def _cut(job: Job, rounding: Mapping[str, Rounding]) -> dict[str, Rounding]:
+    """Of a step's gradients the parts that this worker's optimizer has, where replicas hold parts."""
+    parts = {name: job.shard_of(name, each.gradient) for name, each in rounding.items()}
+    return {name: replace(rounding[name], gradient=part) for name, part in parts.items() if part is not None}
 
 
 def _give_rounding(each: Stepping, rounding: Sequence[Mapping[str, Rounding]], replaced: set[str]) -> None:

@@ -60,7 +60,13 @@ def plain_loop(prepared: Prepared) -> tuple[list[float], dict[str, Tensor]]:
     return losses, copy.deepcopy(model.state_dict())
 
 
-PLANS = ("data=2", "pipeline=2,microbatches=3", "data=2,pipeline=2,microbatches=2")
+PLANS = (
+    "data=2",
+    "pipeline=2,microbatches=3",
+    "data=2,pipeline=2,microbatches=2",
+    "data=2,servers=2",
+    "data=2,pipeline=2,microbatches=2,servers=2",
+)
 SPLIT = ("tensor=2", "tensor=3", "sequence=2", "data=2,tensor=2", "pipeline=2,tensor=2,microbatches=2")
 
 

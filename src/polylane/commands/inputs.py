@@ -45,13 +45,14 @@ def choose_plan(text: str | None, workers: int | None, find: Callable[[int], Pla
     if text == specs.AUTO:
         return find(workers or os.cpu_count() or 1)
     plan = Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1"))) if text is None else read_plan(text)
-    if workers is not None and plan.workers != workers:
+    if workers is not None and plan.processes != workers:
         product = " times ".join(specs.degrees_of(plan.meshes))
-        raise PolylaneError(f"--workers {workers}, but the plan takes {plan.workers} ({product}): they must be equal")
+        product += f", and servers={plan.sync.server_count}" if plan.sync.dedicated else ""
+        raise PolylaneError(f"--workers {workers}, but the plan takes {plan.processes} ({product}): they must be equal")
     most = max(MOST_STARTED, EACH_CORE * (os.cpu_count() or 1))
-    if plan.workers > most and "RANK" not in os.environ:
+    if plan.processes > most and "RANK" not in os.environ:
         raise PolylaneError(
-            f"the plan takes {plan.workers:,} workers, and at most {most} are started on one host: use fewer, or let "
+            f"the plan takes {plan.processes:,} workers, and at most {most} are started on one host: use fewer, or let "
             "torchrun start them on several hosts"
         )
     return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,8 @@ from polylane.errors import PolylaneError
 from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
-    from polylane.commands.training import Outcome, Request
+    from polylane.commands.step_log import Outcome
+    from polylane.commands.training import Request
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
 
@@ -78,7 +79,7 @@ def run(
     assert not isinstance(chosen, str)
     try:
         with _Reporter(place, to_stderr=json) as reporter:
-            outcome = _start(request, chosen.workers, reporter)
+            outcome = _start(request, chosen.processes, reporter)
     except KeyboardInterrupt:
         if place.path.exists():
             print(f"{place.path}/ keeps what was written so far", file=sys.stderr)
@@ -210,6 +211,7 @@ def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) ->
         "test_loss": outcome.test_loss,
         "samples_per_second": outcome.samples_per_second,
         "utilization": outcome.timeline.utilization(),
+        **({} if outcome.staleness is None else {"staleness": outcome.staleness}),
         "sent_bytes": list(outcome.timeline.sent()),
         "run": str(place.path),
         "files": files,
@@ -219,11 +221,22 @@ def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) ->
         return
     test = "" if outcome.test_loss is None else f", test loss {outcome.test_loss:.4f}"
     print(f"{plural(outcome.steps, 'step')} in {seconds(outcome.seconds)}: final loss {outcome.loss:.4f}{test}")
+    said = outcome.timeline.notes["step"]
     print(
-        f"{outcome.samples_per_second:,.0f} samples/s; step {outcome.timeline.notes['step']} kept the workers busy "
-        f"{outcome.timeline.utilization():.1%} of the time{_sent(outcome)}, see {place.path / 'swimlane.html'}"
+        f"{outcome.samples_per_second:,.0f} samples/s; {'step' if said.isdecimal() else 'steps'} {said} kept the "
+        f"workers busy {outcome.timeline.utilization():.1%} of the time{_sent(outcome)}, "
+        f"see {place.path / 'swimlane.html'}"
     )
+    if outcome.staleness:
+        print(_staleness(outcome.staleness))
     print(f"{place.path}/: {', '.join(Path(file).name for file in files.values())}")
+
+
+def _staleness(updates: Mapping[int, int]) -> str:
+    """How stale the updates of parameter servers were, in words."""
+    count = sum(updates.values())
+    mean = sum(stale * times for stale, times in updates.items()) / count
+    return f"{plural(count, 'update')} of servers, of weights that were {mean:.2g} updates old, at most {max(updates)}"
 
 
 def _sent(outcome: Outcome) -> str:

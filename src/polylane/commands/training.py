@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +13,7 @@ from torch import nn
 
 from polylane.commands import inputs
 from polylane.commands.rates import Rates
-from polylane.observe.timeline import Timeline
+from polylane.commands.step_log import Log, Outcome, Tell, last_steps
 from polylane.plan import plan as plans
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
@@ -29,13 +25,9 @@ from polylane.runtime.division import Batch
 from polylane.runtime.job import Job
 from polylane.runtime.launch import Context
 from polylane.runtime.prepare import Objective, Prepared, prepare
-from polylane.runtime.result import StepResult
+from polylane.runtime.sync.server_job import job_of
+from polylane.runtime.sync.server_log import distribution
 from polylane.runtime.world import World
-
-Tell = Callable[[dict[str, Any]], None]
-
-# Of the last steps with a full batch the one of median duration is kept as representative.
-LATE_STEPS = 15
 
 
 @dataclass(frozen=True)
@@ -64,33 +56,6 @@ class Request:
     drop_last: bool
     rates: Rates | None
     model_path: Path
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a training ended, the same on every worker (but for the clock).
-
-    Attributes:
-        plan: in one line.
-        steps, samples, seconds: done, tests not counted.
-        loss: of the last step's batch, before that step.
-        train_loss: mean over the last epoch's samples.
-        test_loss: at the end, None without test data.
-        samples_per_second: over all steps but the first, in which connections are made.
-        timeline: of a representative late step.
-        stopped: the step and the epoch at which the loss was no number and training stopped.
-    """
-
-    plan: str
-    steps: int
-    samples: int
-    seconds: float
-    loss: float
-    train_loss: float
-    test_loss: float | None
-    samples_per_second: float
-    timeline: Timeline
-    stopped: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -146,7 +111,7 @@ def prepare_once(request: Request, materials: Materials) -> Prepared:
 
 def forked(request: Request, materials: Materials, prepared: Prepared, context: Context) -> Outcome:
     """A worker that was forked from the process in which all was prepared."""
-    job = Job(prepared, context.world, example=materials.example, clip_norm=request.clip_norm, seed=request.seed)
+    job = job_of(prepared, context.world, example=materials.example, clip_norm=request.clip_norm, seed=request.seed)
     return train(job, request, materials, prepared, context.message if context.rank == 0 else _silent)
 
 
@@ -162,7 +127,7 @@ def apart(request: Request, world: World, tell: Tell) -> Outcome:
     plan = settled(world, model, objectives, example, request.plan, None)
     prepared = prepare_together(world, model, objectives, example, plan, request.batch, materials.recipe.init)
     _see_last_batch(request, materials, prepared)
-    job = Job(
+    job = job_of(
         prepared,
         world,
         example=materials.example,
@@ -210,16 +175,18 @@ def train(job: Job, request: Request, materials: Materials, prepared: Prepared, 
     What is told: one "begin", a "step" for each, a "testing" and an "epoch" after each epoch.
     """
     tell(_begin(job, request, materials, prepared))
-    log = _Log(tell, job.slack)
+    log = Log(tell, job.slack)
     test_loss = None
     for epoch in itertools.count(1) if request.epochs is None else range(1, request.epochs + 1):
         log.begin_epoch()
         for batch in _epoch(job, request, materials, epoch):
             rate = _learning_rate(job)
-            log.add(job.step(batch), epoch, rate)
-            if (request.stop_on_nan and log.stopped) or log.launched == request.steps:
+            log.add(job.step(batch), epoch, rate, job.staleness if job.apart else None)
+            if (request.stop_on_nan and log.stopped and not job.apart) or log.launched == request.steps:
                 break
         log.complete()
+        if job.apart:  # each worker knows the losses of its own replica only
+            log.agree(job.gathered(log.own()))
         if request.stop_on_nan and log.stopped:
             break
         if materials.test is not None:
@@ -229,6 +196,9 @@ def train(job: Job, request: Request, materials: Materials, prepared: Prepared, 
         if log.launched == request.steps:
             break
     outcome = log.outcome(prepared.plan.spec, test_loss, stopped=request.stop_on_nan)
+    if job.apart:
+        staleness = distribution(update for server in job.updates() for update in server)
+        outcome = replace(outcome, timeline=last_steps(job, log.launched), staleness=staleness)
     if outcome.stopped is None:
         job.save(request.model_path)
     job.close()
@@ -244,7 +214,7 @@ def _begin(job: Job, request: Request, materials: Materials, prepared: Prepared)
         "kind": "begin",
         "plan": plans.dump(prepared.plan),
         "spec": prepared.plan.spec,
-        "workers": prepared.plan.workers,
+        "workers": prepared.plan.processes,
         "device": str(job.world.device.type),
         "steps": total,
         "epochs": request.epochs or (-(-total // in_epoch) if total and in_epoch else None),
@@ -277,106 +247,3 @@ def _test_loss(job: Job, request: Request, materials: Materials) -> float:
         sums = job.evaluate_sums(batch)
         total, count = total + sums[0], count + sums[1]
     return total / count if count else math.nan
-
-
-class _Log:
-    """What is known of the steps so far.
-
-    The loss of a step is summed over the workers while the next ones run; it is read once the slowest worker has come
-    to it as well, so that nobody waits for that.
-    """
-
-    def __init__(self, tell: Tell, slack: int) -> None:
-        self._tell = tell
-        self._slack = slack
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._late: deque[tuple[float, StepResult]] = deque(maxlen=LATE_STEPS)
-        self._full = 0  # samples of a full batch
-        self._first: tuple[int, float] = (0, 0.0)  # samples and seconds of the first step
-        self.launched = self.samples = 0
-        self.seconds = 0.0
-        self.loss = math.nan
-        self.stopped: tuple[int, int] | None = None
-        self.begin_epoch()
-
-    def begin_epoch(self) -> None:
-        """Start the clock of the epoch's first step, and the epoch's means."""
-        self._mark = time.perf_counter()
-        self._sum, self._count, self._epoch_seconds = 0.0, 0.0, 0.0
-
-    def add(self, result: StepResult, epoch: int, learning_rate: float | None) -> None:
-        """A step was done: tell of an earlier one."""
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
-        while len(self._waiting) >= self._slack:
-            self._waiting.popleft()()
-        self.launched += 1
-        self.samples += result.samples
-        self.seconds += seconds
-        self._epoch_seconds += seconds
-        if self.launched == 1:
-            self._first = (result.samples, seconds)
-        if result.samples > self._full:
-            self._full = result.samples
-            self._late.clear()
-        if result.samples == self._full:
-            self._late.append((seconds, result))
-        self._waiting.append(partial(self._read, result, self.launched, epoch, seconds, learning_rate))
-
-    def complete(self) -> None:
-        """Read and tell the loss of all steps."""
-        while self._waiting:
-            self._waiting.popleft()()
-
-    def _mean(self) -> float:
-        return self._sum / self._count if self._count else math.nan
-
-    def _read(self, result: StepResult, step: int, epoch: int, seconds: float, learning_rate: float | None) -> None:
-        self.loss = result.loss
-        total, count = result.sums
-        self._sum += total
-        self._count += count
-        if self.stopped is None and not math.isfinite(self.loss):
-            self.stopped = (step, epoch)
-        self._tell(
-            {
-                "kind": "step",
-                "step": step,
-                "epoch": epoch,
-                "loss": self.loss,
-                "samples": result.samples,
-                "seconds": seconds,
-                "samples_per_second": result.samples / seconds,
-                "learning_rate": learning_rate,
-            }
-        )
-
-    def epoch_means(self) -> dict[str, float]:
-        """Mean loss over the samples of the epoch so far, and the time its steps took."""
-        return {"train_loss": self._mean(), "seconds": self._epoch_seconds}
-
-    def outcome(self, plan: str, test_loss: float | None, stopped: bool) -> Outcome:
-        """How it ended."""
-        rest = (self.samples - self._first[0], self.seconds - self._first[1])
-        samples, seconds = rest if self.launched > 1 else self._first
-        return Outcome(
-            plan=plan,
-            steps=self.launched,
-            samples=self.samples,
-            seconds=self.seconds,
-            loss=self.loss,
-            train_loss=self._mean(),
-            test_loss=test_loss,
-            samples_per_second=samples / seconds,
-            timeline=_representative(self._late),
-            stopped=self.stopped if stopped else None,
-        )
-
-
-def _representative(late: Sequence[tuple[float, StepResult]]) -> Timeline:
-    median = statistics.median_low(seconds for seconds, _ in late)
-    result = next(result for seconds, result in late if seconds == median)
-    timeline = result.timeline
-    return replace(
-        timeline, title=f"measured · step {result.step + 1}", notes={**timeline.notes, "step": str(result.step + 1)}
-    )

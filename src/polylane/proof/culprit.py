@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from polylane.graph.batch import bounds, flatten, sample_count, take
 from polylane.graph.graph import Node
 from polylane.graph.part import Part
 from polylane.graph.twins import is_unfilled
+from polylane.plan.sync import SUM
 from polylane.planner.layout import Layout, assembled
 from polylane.proof.reference import run_whole
 from polylane.proof.relative import relative_error
@@ -29,6 +31,8 @@ def first_difference(prepared: Prepared, batch: Any, seed: int, wrong: Collectio
         batch: of the first step.
         wrong: parameters whose gradients of the first step differ.
     """
+    if prepared.plan.sync.serves:  # servers have no part in a pass
+        prepared = replace(prepared, plan=prepared.plan.model_copy(update={"sync": SUM}))
     layouts, stage_of = prepared.layouts_of(prepared.main), prepared.main.stage_of
     traces = fork(lambda context: trace(prepared, World.join(), batch, seed), prepared.plan.workers)
     for microbatch, seen in _whole_values(prepared, batch, seed):

@@ -97,20 +97,28 @@ def connected(
     # Statistics interleave with the gradients' own reductions, so they have groups of their own.
     apart = connect(world, [], replicas, tag=1, own_groups=True)
     members = plan.group(world.rank, ("data",))
-    return Connections(transport, lambda tensor: apart.all_reduce(tensor, members).wait(), mesh, (*inner, apart), gathers)
+
+    def sum_replicas(tensor: Tensor) -> Tensor:
+        return apart.all_reduce(tensor, members).wait()
+
+    return Connections(transport, sum_replicas, mesh, (*inner, apart), gathers)
 
 
 def replica_of(plan: Plan, rank: int) -> tuple[int, ...]:
-    """All ranks of the same replica: every stage, and every place in its mesh; all there are where meshes differ."""
-    if not plan.uniform:
+    """All ranks of the same replica: every stage, and every place in its mesh.
+
+    All there are where stages have different numbers of replicas.
+    """
+    if plan.redivides:
         return tuple(range(plan.workers))
-    return tuple(sorted(r for other in column_of(plan, rank) for r in plan.group(other, plan.axes)))
+    replica = plan.place(rank)[1]
+    return tuple(other for other in range(plan.workers) if plan.place(other)[1] == replica)
 
 
 def column_of(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The ranks with the same place in the meshes of all stages, by stage; all there are where meshes differ."""
+    """The ranks with the same place in the meshes of all stages, by stage; :func:`replica_of` where meshes differ."""
     if not plan.uniform:
-        return tuple(range(plan.workers))
+        return replica_of(plan, rank)
     return tuple(plan.peers(rank, stage)[0] for stage in range(plan.pipeline))
 
 

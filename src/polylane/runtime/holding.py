@@ -16,7 +16,7 @@ from polylane.runtime.lane import Tensors
 from polylane.runtime.materialize import materialize, on_meta
 from polylane.runtime.pieces import Pieces
 from polylane.runtime.prepare import Prepared, named_parameters
-from polylane.runtime.sync.sharded import Shards, flat_of
+from polylane.runtime.sync.sharded import Shards, blank, flat_of
 from polylane.runtime.sync.sharded_layout import WHOLE, Layout, shard_group, units_of_all
 from polylane.runtime.sync.sharded_pieces import kept_whole
 from polylane.runtime.transport.protocol import Transport
@@ -45,7 +45,8 @@ def layout_of(prepared: Prepared, programs: Mapping[str, Sequence[Program]]) -> 
     plan, objectives = prepared.plan, prepared.objectives.values()
     if plan.sync.shard == "none":
         return WHOLE
-    whole = kept_whole(named_parameters(prepared.model, [o.loss for o in objectives]), [o.optimizer for o in objectives])
+    named = named_parameters(prepared.model, [objective.loss for objective in objectives])
+    whole = kept_whole(named, [objective.optimizer for objective in objectives])
     infos = {name: info for each in prepared.partitions.values() for name, info in each.graph.parameters.items()}
     return units_of_all(plan, programs, infos, whole)
 
@@ -98,7 +99,7 @@ class Holding:
             self.stage,
             plan.pipeline,
             column_of(plan, world.rank),
-            plan.uniform or replica == 0,
+            not plan.redivides or replica == 0,
             self.tensors.buffers,
             world.device,
             transport,
@@ -106,6 +107,7 @@ class Holding:
         )
         self.wholes = Wholes(prepared, world, self.tensors, self.pieces, transport, self.names())
         self.layout, self.shards, self._gathers = layout, Shards(), gathers
+        self._kept: dict[str, Tensor] = {}
         self.materialized = self._materialize(seed)
         self.tensors.hold(self.names())
         if not (same_weights or self.materialized) and world.size > 1:
@@ -124,16 +126,36 @@ class Holding:
         model = self.prepared.model
         if not on_meta(model):
             return False
-        held = self.names()
+        held, parts = self.names(), self._parts()
         changed = {*self.holders, *(n for p in self.prepared.partitions.values() for n in p.graph.buffers)}
 
         def keep(name: str, whole: Tensor) -> Tensor | None:
             if name in changed and name not in held:
                 return None  # another stage's
-            return self.pieces.of({name: whole}).get(name, whole)
+            own = self.pieces.of({name: whole}).get(name, whole)
+            if name not in parts:
+                return own
+            self._kept[name] = own.reshape(-1)[slice(*parts[name])].clone()
+            return blank(own, own.shape)
 
         materialize(model, self.prepared.init, seed, self.world.device, keep)
         return True
+
+    def _parts(self) -> dict[str, tuple[int, int]]:
+        """Begin and end of what this worker keeps of parameters, where replicas hold parts of them."""
+        plan, rank, found = self.prepared.plan, self.world.rank, dict[str, tuple[int, int]]()
+        if plan.sync.shard != "parameters":
+            return found
+        group, shapes = (
+            shard_group(plan, rank),
+            {n: torch.empty(s, device="meta") for n, s in self.pieces.shapes.items()},
+        )
+        shapes |= self.pieces.of(shapes)
+        for unit in self.layout.units[rank] if len(group) > 1 else ():
+            elements = [shapes[name].numel() for name in unit.parameters]
+            for name in unit.parameters:
+                found[name] = unit.part(name, elements, len(group), group.index(rank))
+        return found
 
     def keep_parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """From now on hold parts only, and let optimizers do so with what they made for whole parameters."""
@@ -149,7 +171,9 @@ class Holding:
         if not self.layout.units or len(group := shard_group(plan, rank)) == 1:
             return Shards()
         parameters, hidden = self.tensors.parameters(), plan.sync.shard == "parameters"
-        flats = [flat_of(unit, group, rank, parameters, hidden) for unit in self.layout.units[rank]]
+        kept = self._kept if hidden and self.materialized else None
+        flats = [flat_of(unit, group, rank, parameters, hidden, kept) for unit in self.layout.units[rank]]
+        self._kept = {}
         counts = any(plan.place(each)[1] == 0 for each in group)
         return Shards(flats, hidden, counts, self.transport, self._gathers)
 

@@ -13,25 +13,25 @@ from torch import Tensor
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sampled_leaves, signature
 from polylane.graph.partition import Partition
-from polylane.observe.timeline import Span, Timeline
+from polylane.observe.timeline import Span
 from polylane.program.program import Program
 from polylane.runtime import clock, data, weights
+from polylane.runtime.accounts import Accounts
 from polylane.runtime.binding import Binding, Lane
 from polylane.runtime.connections import Connect, check_size, connected, replica_of
 from polylane.runtime.division import Batch, Share, shares
 from polylane.runtime.holding import Holders, Holding, holders_of, layout_of
 from polylane.runtime.lane import programs_of
 from polylane.runtime.prepare import Prepared
-from polylane.runtime.result import STEPS_KEPT, Reports, StepResult, gathered, joined, on_one_clock
+from polylane.runtime.result import STEPS_KEPT, Reports, StepResult, gathered
 from polylane.runtime.sync.choose import rule_of
-from polylane.runtime.sync.rule import Stepping
-from polylane.runtime.sync.server_log import Update
 from polylane.runtime.trainer import optimizer_of, trainer_of
-from polylane.runtime.transport import c10d
+from polylane.runtime.transport.choose import transport_for
 from polylane.runtime.worker import StepState
 from polylane.runtime.world import World
 
-class Job:
+
+class Job(Accounts):
     """One worker's handle on a training that is split over all of them; every worker calls the same methods.
 
     Made by :func:`polylane.parallelize`.
@@ -52,7 +52,7 @@ class Job:
         clip_norm: float | None = None,
         seed: int = 0,
         same_weights: bool = True,
-        connect: Connect = c10d.Transport,
+        connect: Connect | None = None,
     ) -> None:
         """Bind a prepared training to this worker; see :func:`polylane.parallelize` for the usual way.
 
@@ -63,7 +63,7 @@ class Job:
             clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes, or None.
             seed: of the order of samples and of all random numbers.
             same_weights: every worker's model has the same weights already (workers forked from one process do).
-            connect: makes the transport.
+            connect: makes the transports; default: what suits where the workers are (shared memory on one host).
         """
         check_size(prepared.plan, world)
         everyone, world = world, world.first(prepared.plan.workers)
@@ -82,7 +82,7 @@ class Job:
             self.plan,
             [*self._programs.values(), *alone.values()],
             any(partition.graph.code.batch_statistics for partition in prepared.partitions.values()),
-            connect,
+            transport_for(world) if connect is None else connect,
             [prepared.axes(stage) for stage in range(self.plan.pipeline)],
             any(layouts.together for layouts in prepared.layouts.values()),
         )
@@ -301,10 +301,6 @@ class Job:
         """The optimizer of one of several objectives."""
         return self._trainers[self._objective(objective)].optimizer
 
-    def stepping(self) -> list[Stepping]:
-        """The first objective's optimizers that step in this process: this worker's, or those of parameter servers."""
-        return self._rule.stepping() or [Stepping(self.optimizer, self.gradients, lambda: self._step)]
-
     def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
         """Gradients of the last step, of the parameters that this worker holds, after reduction and clipping.
 
@@ -340,6 +336,15 @@ class Job:
         """Which part of a parameter or buffer this worker holds, in words that are equal for equal parts."""
         return self._holding.label(name)
 
+    def shard_of(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The part of a tensor in a parameter's shape that goes with :meth:`gradients`; None where it has none of it.
+
+        Args:
+            name: of the parameter.
+            tensor: in the shape that this worker's operators have.
+        """
+        return self._holding.shards.part(name, tensor)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's weights and buffers, with its own names, on every worker's CPU; all must call it.
 
@@ -354,33 +359,6 @@ class Job:
         with self._rule.agreed():
             self._holding.save(Path(path))
         self._rule.told("save", None)
-
-    # ---- how it went -------------------------------------------------------------------------------------------------
-
-    @property
-    def staleness(self) -> int:
-        """Of this worker's last step, updates by others between reading the weights and its own (parameter servers)."""
-        return self._rule.staleness
-
-    def updates(self) -> tuple[tuple[Update, ...], ...]:
-        """What every parameter server did, update by update, in its order; all workers must call it."""
-        return self._rule.updates()
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Every worker's picklable value, by rank; all must call it."""
-        return self._rule.gathered(value)
-
-    def timeline(self, steps: int = 1) -> Timeline:
-        """What every worker did in its last steps, on one clock; all must call it.
-
-        Unlike :attr:`StepResult.timeline` it shows replicas beside each other that go at their own pace.
-
-        Args:
-            steps: how many; the last :data:`STEPS_KEPT` are there.
-        """
-        return joined(
-            self._rule.gathered(on_one_clock([*self._spans][-steps:], self._ahead)), self.plan.workers
-        )
 
     def close(self) -> None:
         """Wait for all messages and leave the other workers, if this job joined them."""

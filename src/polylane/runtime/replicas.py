@@ -16,8 +16,7 @@ from polylane.graph.part import Part
 from polylane.runtime import data, weights
 from polylane.runtime.division import Share, shares
 from polylane.runtime.sync.strides import laid_as
-from polylane.runtime.transport import c10d
-from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.transport.choose import transport_for
 from polylane.runtime.world import World
 
 
@@ -38,8 +37,9 @@ class Replicas:
         self.models = models
         self._seed = seed
         everyone = tuple(range(self.world.size))
-        self._transport: Transport = c10d.Transport(self.world, [], [everyone])
-        self._statistics: Transport = c10d.Transport(self.world, [], [everyone], tag=1, own_groups=True)
+        connect = transport_for(self.world)
+        self._transport = connect(self.world, [], [everyone])
+        self._statistics = connect(self.world, [], [everyone], tag=1, own_groups=True)
         self._parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
         for model in models:
             model.to(self.world.device)

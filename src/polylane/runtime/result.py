@@ -21,7 +21,7 @@ TIMELINE_WORKERS = 64
 
 
 # Of as many steps a worker keeps its spans.
-STEPS_KEPT = 32
+STEPS_KEPT = 8
 
 
 class StepResult:

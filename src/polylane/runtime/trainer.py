@@ -138,7 +138,7 @@ def _counted(holding: Holding, held: Iterable[str]) -> list[str]:
     """Names of which this worker's part, or the whole, counts in the sums of :func:`_sum_replica`: each part once."""
     plan, shards = holding.prepared.plan, holding.shards
     first = plan.place(holding.world.rank)[1] == 0
-    if plan.uniform and not holding.layout.units:
+    if not (plan.redivides or holding.layout.units):
         first = True  # else all replicas are summed over, and the first ones count
     mine = [n for n in held if holding.stage == min(holding.holders[n])]
     return [n for n in mine if holding.pieces.counts("parameter", n) and (shards.counts if n in shards.of else first)]

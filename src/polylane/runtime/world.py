@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -88,7 +89,10 @@ class World:
         return replace(self, size=size, group=group if self.rank < size else None)
 
     def leave(self) -> None:
-        """End the process group, if :meth:`join` made it. Does nothing the second time."""
+        """End the process groups that :meth:`join` and :meth:`first` made. Does nothing the second time."""
+        if self.group is not None and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # it has ended already
+                dist.destroy_process_group(self.group)
         if self.joined and dist.is_initialized():
             dist.destroy_process_group()
 

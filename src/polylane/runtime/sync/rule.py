@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from polylane.runtime.sync.server_log import Update
     from polylane.runtime.trainer import Trainer
-    from polylane.runtime.transport.protocol import Transport
+    from polylane.runtime.transport.protocol import Counters, Transport
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,10 @@ class Rule:
 
     def updates(self) -> tuple[tuple[Update, ...], ...]:
         """Of every parameter server what it did, in its order; all workers must ask for it."""
+        return ()
+
+    def counters(self) -> tuple[Counters, ...]:
+        """Of what this process sends for the rule's sake, beside what goes through the job's own transports."""
         return ()
 
     def told(self, what: str, value: Any) -> Any:

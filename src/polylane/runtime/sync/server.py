@@ -84,6 +84,7 @@ class Server:
         self._arriving: dict[int, Arriving] = {}
         self._weights: Weights | None = None
         self._version, self._ready = 0, threading.Event()
+        self._given = 0  # bytes of the answers of one step
         self._last: dict[int, Head] = {}  # of each rank, what is to be answered
         self._lock, self._failing = threading.Lock(), threading.Lock()
         self._threads = [
@@ -153,7 +154,7 @@ class Server:
         if head.kind is Kind.END:
             self._end(trade)
         elif head.kind is Kind.READ_WEIGHTS:
-            self._answer(trade.rank, head, self._objectives)
+            self._answer(trade.rank, head, self._objectives, self._rows(trade, self._objectives))
         elif head.kind is Kind.READ_GRADIENTS:
             self._tell_gradients(trade, head)
         elif head.kind is Kind.WEIGHTS:
@@ -175,7 +176,7 @@ class Server:
             self._weights = self._begin(self, self._arriving.pop(trade.replica).taken())
             self._ready.set()
             for rank in self._ranks[trade.replica]:
-                self._answer(rank, self._last[rank], ())
+                self._answer(rank, self._last[rank], (), ())
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -192,7 +193,7 @@ class Server:
         key = ALL if together else trade.replica
         if not self._arrived(trade, key, head, parts, had):
             return
-        gradients = self._arriving.pop(key).taken()
+        gradients, start, self._given = self._arriving.pop(key).taken(), time.perf_counter(), 0
         if head.kind is Kind.GRADIENTS:
             self._update(key, head, gradients)
         for replica in self._ranks if together else (trade.replica,):
@@ -200,6 +201,10 @@ class Server:
             self._clocks[replica] += 1
             self._owed.add(replica)
         self._release()
+        if head.kind is Kind.GRADIENTS:
+            # The optimizer's steps are those of all stages: the lane shows when there was one, and what it gave.
+            done = action.Action(action.Kind.STEP, 0)
+            self.spans.append(Span(self._rank, done, start, time.perf_counter(), bytes=self._given))
 
     def _arrived(
         self, trade: Trade, key: int, head: Head, parts: Mapping[str, Tensor], had: Sequence[str] | Mapping[str, Any]
@@ -214,11 +219,8 @@ class Server:
     def _update(self, replica: int, head: Head, gradients: Mapping[str, Tensor]) -> None:
         name = self._objectives[head.objective]
         course = self.weights.courses[name]
-        start = time.perf_counter()
         with torch.enable_grad():
             course.update(gradients)
-        # An optimizer's steps are alike for all stages; the lane shows when there was one.
-        self.spans.append(Span(self._rank, action.Action(action.Kind.STEP, 0), start, time.perf_counter()))
         self._version += 1
         course.latest = self._version
         ahead = 0 if replica == ALL else int(self._clocks[replica] - min(self._clocks.values()))
@@ -227,21 +229,28 @@ class Server:
     def _release(self) -> None:
         """Answer every replica that may take its next step."""
         slowest = min(self._clocks.values())
+        packed: dict[tuple[tuple[int, ...], tuple[str, ...]], list[Tensor]] = {}
         for replica in sorted(self._owed):
             if self._staleness == "any" or self._clocks[replica] - slowest <= int(self._staleness):
                 self._owed.discard(replica)
-                changed = [n for n in self._objectives if self.weights.courses[n].latest > self._seen[replica]]
+                changed = tuple(n for n in self._objectives if self.weights.courses[n].latest > self._seen[replica])
                 self._seen[replica] = self._version
                 for rank in self._ranks[replica]:
-                    self._answer(rank, self._last[rank], changed)
+                    trade = self._clients[rank].trade
+                    if (trade.place, changed) not in packed:  # counterparts of several replicas get the same
+                        packed[trade.place, changed] = self._rows(trade, changed)
+                    self._answer(rank, self._last[rank], changed, packed[trade.place, changed])
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
-    def _answer(self, rank: int, asked: Head, objectives: Sequence[str]) -> None:
-        """Give a worker its part of the weights that some objectives train."""
+    def _rows(self, trade: Trade, objectives: Sequence[str]) -> list[Tensor]:
+        """A worker's part of the weights that some objectives train."""
+        packing = trade.got(objectives)
+        return packing.packed(_parts(self.weights.parameters, packing, trade))
+
+    def _answer(self, rank: int, asked: Head, objectives: Sequence[str], rows: Sequence[Tensor]) -> None:
         client = self._clients[rank]
-        packing = client.trade.got(objectives)
-        rows = packing.packed(_parts(self.weights.parameters, packing, client.trade))
+        self._given += sum(row.nbytes for row in rows)
         bits = sum(1 << number for number, name in enumerate(self._objectives) if name in objectives)
         name = self._objectives[asked.objective]
         updates = self.weights.courses[name].updates

@@ -60,9 +60,9 @@ class Host:
     announced: list[Pending] = field(default_factory=list)
 
     @property
-    def counters(self) -> list[Counters]:
+    def counters(self) -> tuple[Counters, ...]:
         """Of what went between workers and servers, and between servers."""
-        return [transport.counters for transport in self.transports]
+        return tuple(transport.counters for transport in self.transports)
 
     def cause(self) -> BaseException | None:
         """What ended a server here, where that was its own fault."""

@@ -15,7 +15,7 @@ from polylane.graph.batch import flatten, sample_count
 from polylane.observe.timeline import Timeline
 from polylane.runtime import data
 from polylane.runtime.connections import Connect, check_size
-from polylane.runtime.division import Batch
+from polylane.runtime.division import Batch, Share
 from polylane.runtime.holding import holders_of
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import Prepared
@@ -25,7 +25,7 @@ from polylane.runtime.sync.server import Server
 from polylane.runtime.sync.server_host import opened
 from polylane.runtime.sync.server_log import Update
 from polylane.runtime.sync.server_news import heard
-from polylane.runtime.transport import c10d
+from polylane.runtime.transport.protocol import Counters
 from polylane.runtime.world import World
 
 
@@ -37,7 +37,7 @@ def job_of(
     clip_norm: float | None = None,
     seed: int = 0,
     same_weights: bool = True,
-    connect: Connect = c10d.Transport,
+    connect: Connect | None = None,
 ) -> Job:
     """A worker's handle on a training: :class:`Job`, or where it only serves parameters :class:`ServerJob`.
 
@@ -125,6 +125,11 @@ class ServerJob(Job):
         self._told("gathered")
         return [] if self._closed else self._host.transport.all_gather_object(value)
 
+    @property
+    def counters(self) -> tuple[Counters, ...]:
+        """See :meth:`Job.counters`."""
+        return self._host.counters
+
     def timeline(self, steps: int = 1) -> Timeline:
         """See :meth:`Job.timeline`: a server's lane has the updates that it made meanwhile."""
         lanes = self.gathered(on_one_clock([self.server.spans], self._host.ahead))
@@ -165,6 +170,9 @@ class ServerJob(Job):
             for samples in data.sizes_of(dataset, batch_size, drop_last):
                 yield Batch(samples, [])
 
+    def _shares(self, samples: int) -> tuple[Share, ...]:
+        return ()
+
     @property
     def slack(self) -> int:
         """See :attr:`Job.slack`."""
@@ -192,6 +200,10 @@ class ServerJob(Job):
     def held(self) -> dict[str, Tensor]:
         """The parameters that this server holds, whole."""
         return dict(self.server.weights.parameters)
+
+    def shard_of(self, name: str, whole: Tensor) -> Tensor | None:
+        """See :meth:`Job.shard_of`: all of it."""
+        return whole
 
     def part_of(self, name: str) -> str:
         """See :meth:`Job.part_of`: all of it."""

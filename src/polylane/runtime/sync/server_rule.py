@@ -23,7 +23,7 @@ from polylane.runtime.sync.server_log import Update
 from polylane.runtime.sync.server_news import announce
 from polylane.runtime.sync.server_share import Trade
 from polylane.runtime.sync.server_weights import options_of
-from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.transport.protocol import Counters, Transport
 
 if TYPE_CHECKING:
     from polylane.runtime.trainer import Trainer
@@ -214,6 +214,10 @@ class FromServers(Rule):
         self._transport.barrier()
         self._announce("updates", None)
         return self._host.updates()
+
+    def counters(self) -> tuple[Counters, ...]:
+        """See :meth:`Rule.counters`."""
+        return self._host.counters
 
     # ---- those that only serve ---------------------------------------------------------------------------------------
 

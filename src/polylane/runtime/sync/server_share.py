@@ -71,6 +71,7 @@ class Trade:
 
     Attributes:
         rank, replica: the worker's.
+        place: what it has in common with its counterparts in other replicas, and with nobody else.
         pieces: which parts it holds.
         gives: by objective, the gradients that it sends: of a replica's workers that hold the same part, one does.
         gets: by objective, the weights that it receives.
@@ -79,6 +80,7 @@ class Trade:
 
     rank: int
     replica: int
+    place: tuple[int, ...]
     pieces: Pieces
     gives: Mapping[str, Packing]
     gets: Mapping[str, Packing]
@@ -121,7 +123,8 @@ def trades(
         gives = {o: Packing(held[n] for n in speaks if n in names) for o, names in trained.items()}
         gets = {o: Packing(held[n] for n in held if n in names) for o, names in trained.items()}
         every = Packing(held[n] for n in speaks), Packing(held.values())
-        found.append(Trade(rank, replica, pieces, gives, gets, every))
+        place = stage, *plan.coordinates(rank).values()
+        found.append(Trade(rank, replica, place, pieces, gives, gets, every))
     return tuple(found)
 
 

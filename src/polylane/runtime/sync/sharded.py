@@ -1,10 +1,10 @@
-"""Parameters of which replicas hold a part each (ZeRO: Rajbhandari et al., SC 2020): where they lie, whole and in parts.
+"""Parameters of which replicas hold a part each, whole and in parts (ZeRO: Rajbhandari et al., SC 2020).
 
 Over n replicas, for P bytes of parameters and K of optimizer states, a worker holds beside its activations
 
     shard: optimizer     P     parameters,  P      gradients,  K / n  states     (ZeRO-1)
     shard: gradients     P     parameters,  P / n  gradients,  K / n  states     (ZeRO-2), and a unit's whole gradients
-    shard: parameters    P / n parameters,  P / n  gradients,  K / n  states     (ZeRO-3), and what is whole of two units
+    shard: parameters    P / n parameters,  P / n  gradients,  K / n  states     (ZeRO-3), and two whole units
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Flat:
         shard: this worker's part, a vector.
         pieces: of the parameters, what this worker updates; None: nothing of it.
         whole: all parts, a vector; None where only the shard is held.
+        blank: what they show while only the shard is held.
         faces: tensors that show a parameter, by where it begins: the parameter itself, and what stands for it where it
             takes part as a constant.
     """
@@ -52,7 +53,10 @@ class Flat:
     pieces: dict[str, Piece | None] = field(default_factory=dict)
     whole: Tensor | None = None
     faces: list[tuple[Tensor, int, torch.Size]] = field(default_factory=list)
-    blank: Tensor | None = None
+    blank: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blank = blank(self.shard, ())
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -80,31 +84,52 @@ class Flat:
     def hide(self) -> None:
         """Let go of all but the shard: parameters keep their shapes only, and whoever reads them reads NaN."""
         self.whole = None
-        if self.blank is None:
-            self.blank = self.shard.new_full((1,), math.nan)
         for face, _, shape in self.faces:
             face.data = self.blank.expand(shape)
 
 
+def blank(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of a shape without the memory that it would take: NaN everywhere."""
+    return like.new_full((), math.nan).expand(shape)
+
+
 def flat_of(
-    unit: Unit, ranks: tuple[int, ...], rank: int, parameters: Mapping[str, nn.Parameter], hidden: bool
+    unit: Unit,
+    ranks: tuple[int, ...],
+    rank: int,
+    parameters: Mapping[str, nn.Parameter],
+    hidden: bool,
+    kept: Mapping[str, Tensor] | None = None,
 ) -> Flat:
-    """A unit's parameters, laid end to end; ``hidden``: only this worker's part is kept."""
+    """A unit's parameters, laid end to end.
+
+    Args:
+        unit: its names.
+        ranks: that hold a part each, by the index of their part.
+        rank: this worker's.
+        parameters: by name.
+        hidden: only this worker's part is kept.
+        kept: this worker's part of each parameter, where the whole is not here any more.
+    """
     index, own = ranks.index(rank), tuple(parameters[name] for name in unit.parameters)
     elements = [parameter.numel() for parameter in own]
     bounds, spans = unit.bounds(elements, len(ranks)), tuple(pairwise((0, *accumulate(elements))))
-    whole = torch.cat([parameter.detach().reshape(-1) for parameter in own])
-    begin, end = bounds[index]
-    flat = Flat(unit, ranks, index, own, spans, bounds, whole[begin:end])
-    for name, parameter, (a, b) in zip(unit.parameters, own, spans, strict=True):
-        flat.faces.append((parameter, a, parameter.shape))
-        low, high = max(a, begin), min(b, end)
-        shape = parameter.shape if unit.owners else (high - low,)
-        cut = high > low or (unit.owners and unit.owners[unit.parameters.index(name)] == index)
-        part = whole[low:high].view(shape) if cut else None
-        flat.pieces[name] = None if part is None else Piece(_like(parameter, part), low - a, high - a)
+    if kept is None:
+        whole = torch.cat([parameter.detach().reshape(-1) for parameter in own])
+        shard = whole[slice(*bounds[index])]
+    else:
+        shard = torch.cat([kept[name] for name in unit.parameters])
+    flat = Flat(unit, ranks, index, own, spans, bounds, shard)
+    for name, parameter, (begin, _) in zip(unit.parameters, own, spans, strict=True):
+        flat.faces.append((parameter, begin, parameter.shape))
+        flat.pieces[name] = None
+        low, high = unit.part(name, elements, len(ranks), index)
+        if high > low or (unit.owners and unit.owners[unit.parameters.index(name)] == index):
+            at = begin + low - bounds[index][0]
+            part = shard[at : at + high - low].view(parameter.shape if unit.owners else (high - low,))
+            flat.pieces[name] = Piece(_like(parameter, part), low, high)
     if hidden:
-        flat.keep(flat.shard.clone())
+        flat.keep(shard if kept is not None else shard.clone())
         flat.hide()
     else:
         flat.show(whole)

@@ -1,4 +1,4 @@
-"""Units of parameters of which replicas hold a part each: what is in them, how they are cut, and who sums which part."""
+"""Units of parameters of which replicas hold a part each: what is in them, how they are cut, who sums which part."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ class Unit:
             each, rest = divmod(sum(elements), ranks)
             sizes = [each + (rank < rest) for rank in range(ranks)]
         return tuple(pairwise((0, *accumulate(sizes))))
+
+    def part(self, name: str, elements: Sequence[int], ranks: int, index: int) -> tuple[int, int]:
+        """Begin and end, in a parameter of the unit, of what a rank has of it; equal where that is nothing."""
+        position = self.parameters.index(name)
+        start, (begin, end) = sum(elements[:position]), self.bounds(elements, ranks)[index]
+        low = min(max(start, begin), start + elements[position])
+        return low - start, max(low, min(start + elements[position], end)) - start
 
 
 def shard_group(plan: Plan, rank: int) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Parameters gathered for a pass and let go of again, unit by unit (ZeRO-3: Rajbhandari et al., SC 2020, section 5.3).
 
-In the forward pass a unit is whole from its first use to its last, and the next one is gathered meanwhile. What autograd
-keeps of it for the backward pass is kept as a place in the unit, not as a tensor; the unit is gathered again when
-autograd first asks for such a place, and let go of when its gradients have left.
+In the forward pass a unit is whole from its first use to its last, and the next one is gathered meanwhile. What
+autograd keeps of it for the backward pass is kept as a place in the unit, not as a tensor; the unit is gathered again
+when autograd first asks for such a place, and let go of when its gradients have left.
 
     forward      |gather 1|gather 2|        |gather 3|                   a unit ahead, in the order of first use
                           | use 1           | use 2           | use 3
@@ -53,7 +53,7 @@ class _Gate:
         if self.opens:
             self.passes.need(self.flat)
         else:
-            self.flat.hide()
+            self.passes.drop(self.flat)
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Passes:
         self._at: dict[str, int] = {}
         self._next = 0
         self._under_way: dict[str, Pending] = {}
+        self._shown: dict[str, Flat] = {}
 
     # ---- what a stage's code calls -----------------------------------------------------------------------------------
 
@@ -94,9 +95,9 @@ class Passes:
         added = []
         for use in uses:
             with graph.inserting_before(nodes[use.first]):
-                added.append(graph.call_function(_Gate(self, use.flat, True)))  # type: ignore[arg-type]
+                added.append(graph.call_function(_Gate(self, use.flat, True)))
             with graph.inserting_after(nodes[use.last]):
-                added.append(graph.call_function(_Gate(self, use.flat, False)))  # type: ignore[arg-type]
+                added.append(graph.call_function(_Gate(self, use.flat, False)))
         try:
             yield
         finally:
@@ -131,13 +132,18 @@ class Passes:
         if flat.whole is not None:
             return
         pending = self._under_way.pop(name, None)
-        whole = (flat.gather(self._transport) if pending is None else pending).wait()
-        flat.show(whole)
+        flat.show((flat.gather(self._transport) if pending is None else pending).wait())
+        self._shown[name] = flat
+
+    def drop(self, flat: Flat) -> None:
+        """Let go of a unit."""
+        if self._shown.pop(flat.unit.name, None) is not None:
+            flat.hide()
 
     def used(self, flat: Flat) -> None:
         """A unit's gradients have left: let go of it."""
         if not self._uses[flat.unit.name].opaque:
-            flat.hide()
+            self.drop(flat)
 
     # ---- the order in which units are gathered -----------------------------------------------------------------------
 
@@ -157,21 +163,20 @@ class Passes:
         for pending in self._under_way.values():
             pending.wait()
         self._under_way.clear()
-        for use in self._order:
-            if use.flat.whole is not None:
-                use.flat.hide()
+        for flat in list(self._shown.values()):
+            self.drop(flat)
 
     # ---- what autograd keeps -----------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Tensor | Place:
         address = tensor.data_ptr()
-        for use in self._order:
-            whole = use.flat.whole
+        for flat in self._shown.values():
+            whole = flat.whole
             if whole is not None and address and 0 <= address - whole.data_ptr() < whole.nbytes:
                 if tensor.dtype != whole.dtype or tensor.is_conj() or tensor.is_neg():
                     return tensor  # keeps the memory, and is right
                 offset = (address - whole.data_ptr()) // whole.element_size()
-                return Place(use.flat, tensor.shape, tensor.stride(), offset)
+                return Place(flat, tensor.shape, tensor.stride(), offset)
         return tensor
 
     def _unpack(self, kept: Tensor | Place) -> Tensor:
@@ -188,10 +193,9 @@ class Passes:
         if flat.whole is not None:
             return
         here = self._uses[flat.unit.name].last
-        for use in self._order[: self._next]:
-            past = use.first > here and not use.opaque and use.flat.unit.name not in self._summed
-            if past and use.flat.whole is not None:
-                use.flat.hide()
+        for name in [name for name in self._shown if name not in self._summed]:
+            if self._uses[name].first > here and not self._uses[name].opaque:
+                self.drop(self._shown[name])
 
 
 def _uses(graph: fx.Graph, shards: Shards) -> list[_Use]:

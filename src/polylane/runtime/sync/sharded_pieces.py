@@ -21,7 +21,7 @@ class Piece:
 
     Attributes:
         parameter: what the optimizer has in the place of the whole one: elements ``begin`` to ``end`` of it in
-            row-major order, as a vector, or in the parameter's own shape where it is all of it for the optimizer's sake.
+            row-major order, as a vector; or all of it in its own shape, where the optimizer must see that.
     """
 
     parameter: nn.Parameter
@@ -47,9 +47,9 @@ def put_in(optimizer: torch.optim.Optimizer, pieces: Mapping[nn.Parameter, Piece
         if "param_names" in group:
             group["param_names"] = [group["param_names"][i] for i in kept]
         group["params"] = [_instead(group["params"][i], pieces) for i in kept]
-    for parameter in [p for p in optimizer.state if p in pieces]:
-        state, piece = optimizer.state.pop(parameter), pieces[parameter]
-        if piece is not None:
+    for parameter, piece in pieces.items():
+        state = optimizer.state.pop(parameter, {})
+        if piece is not None and state:
             optimizer.state[piece.parameter] = {
                 key: piece.of(value).clone() if isinstance(value, Tensor) and value.shape == parameter.shape else value
                 for key, value in state.items()
@@ -89,11 +89,17 @@ def _different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Factory)
     steps = [{n: torch.randn(v.shape, generator=random, dtype=torch.float64) for n, v in values.items()} for _ in "12"]
     if hasattr(factory(_small(values)), "sum_over_holders"):
         return set()
+    different = set[str]()
     with torch.random.fork_rng(devices=[]):
         whole = _trained(factory, values, steps, {})
-        ends = {n: (0, v.numel() * 2 // 5 + 1, v.numel()) for n, v in values.items() if v.dim()}
-        halves = [{n: end[i : i + 2] for n, end in ends.items()} for i in (0, 1)]
-        different = _unlike(whole, [_trained(factory, values, steps, half) for half in halves], ends)
+        for dim in sorted({value.dim() for value in values.values()} - {0}):
+            cuts = {n: v.numel() * 2 // 5 + 1 for n, v in values.items() if v.dim() == dim}
+            try:
+                first = _trained(factory, values, steps, {n: (0, cut) for n, cut in cuts.items()})
+                second = _trained(factory, values, steps, {n: (cut, SIZE**dim) for n, cut in cuts.items()})
+                different |= _unlike(whole, [first, second], cuts)
+            except Exception:  # it may not take vectors at all
+                different |= set(cuts)
         if different:
             nothing, every = (0, 0), {n: (0, v.numel()) for n, v in values.items()}
             shares = [{n: every[n] if i % 2 == k else nothing for i, n in enumerate(every)} for k in (0, 1)]

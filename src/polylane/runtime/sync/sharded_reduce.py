@@ -1,4 +1,4 @@
-"""Gradients summed over replicas of which each keeps a part: reduce-scatter, bucket by bucket, during the backward pass.
+"""Gradients summed over replicas of which each keeps a part: reduce-scatter, bucket by bucket, in the backward pass.
 
 ZeRO-1 sums once a step, in the last backward pass, and keeps whole gradients until then. ZeRO-2 and -3 sum in every
 backward pass and add up what they keep, so that no worker ever has all gradients at once: m microbatches take m
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from polylane.program.program import Bucket
 from polylane.runtime.sync.all_reduce import Reducer
-from polylane.runtime.sync.sharded import AHEAD, Flat, Shards
+from polylane.runtime.sync.sharded import Flat, Shards
 from polylane.runtime.transport.protocol import Pending, Transport
 
 
@@ -34,6 +34,9 @@ class Slice:
         sizes: elements of each rank's part of the bucket.
         parameters: the bucket's, as they lie in the unit.
         had: those of which this worker had a gradient in the step.
+        total: this worker's part of the sum over its shard group, as far as it has come in the step.
+        crossed: its sum over ``crossing``, under way.
+        flags: whether anybody had a gradient of each of ``optional``, under way.
     """
 
     bucket: Bucket
@@ -43,6 +46,9 @@ class Slice:
     sizes: tuple[int, ...] = ()
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     had: set[str] = field(default_factory=set)
+    total: Tensor | None = None
+    crossed: Pending | None = None
+    flags: Pending | None = None
 
     def __post_init__(self) -> None:
         flat, own = self.flat, [i for i, n in enumerate(self.flat.unit.parameters) if n in self.bucket.parameters]
@@ -56,6 +62,7 @@ class _Flight:
     slice: Slice
     pending: Pending
     flags: Pending | None
+    last: bool
 
 
 class ShardedReducer(Reducer):
@@ -152,9 +159,9 @@ class ShardedReducer(Reducer):
         pending = self._transport.reduce_scatter(vector, each.flat.ranks, each.sizes)
         self.bytes[name] += vector.nbytes
         flags = self._flags(each, vector) if self._last and each.optional else None
-        self._sent.append(_Flight(each, pending, flags))
+        self._sent.append(_Flight(each, pending, flags, self._last))
         del vector
-        self._land(AHEAD)
+        self._land(1)
 
     def _flags(self, each: Slice, like: Tensor) -> Pending:
         had = [float(name in each.had) for name in each.optional]
@@ -168,27 +175,37 @@ class ShardedReducer(Reducer):
     def _take(self, flight: _Flight) -> None:
         each = flight.slice
         part = flight.pending.wait()
+        each.total = part if each.total is None else each.total.add_(part)
+        if not flight.last:
+            return
+        each.flags = flight.flags
         if len(each.crossing) > 1:
-            self.bytes[each.bucket.name] += part.nbytes
-            part = self._transport.all_reduce(part, each.crossing).wait()
+            # Not waited for in a pass: where another stage sums too, its pass may wait for what this one sends.
+            self.bytes[each.bucket.name] += each.total.nbytes
+            each.crossed = self._transport.all_reduce(each.total, each.crossing)
+        else:
+            self._settle(each)
+
+    def _settle(self, each: Slice) -> None:
+        """Let the pieces have their gradients."""
+        total = each.total if each.crossed is None else each.crossed.wait()
+        assert total is not None
         at = 0
         for name, parameter in each.parameters.items():
             piece = each.flat.pieces[name]
             if piece is None:
                 continue
             size = piece.end - piece.begin
-            own, at = part[at : at + size].view(piece.parameter.shape), at + size
-            if piece.parameter.grad is not None:
-                piece.parameter.grad += own
-            elif parameter.grad is not None:  # ZeRO-1: the whole one's memory is there
+            own, at = total[at : at + size].view(piece.parameter.shape), at + size
+            if parameter.grad is None:
+                piece.parameter.grad = own
+            else:  # ZeRO-1: there is memory in the whole one
                 parameter.grad = parameter.grad.contiguous()
                 piece.parameter.grad = piece.of(parameter.grad).copy_(own)
-            else:
-                piece.parameter.grad = own
-        if flight.flags is not None:
-            self._drop(each, flight.flags.wait())
-        if flight.flags is not None or not each.optional:
-            each.had.clear()
+        if each.flags is not None:
+            self._drop(each, each.flags.wait())
+        each.total = each.crossed = each.flags = None
+        each.had.clear()
 
     def _drop(self, each: Slice, flags: Tensor) -> None:
         """Let parameters that nobody has a gradient of have none: the optimizer skips them."""
@@ -207,6 +224,9 @@ class ShardedReducer(Reducer):
             return started
         while any(flight.slice.bucket.name == name for flight in self._sent):
             self._take(self._sent.popleft())
+        for each in self._slices:
+            if each.bucket.name == name and each.total is not None:
+                self._settle(each)
         return self._since.pop(name)
 
     def _cut_whole(self, name: str) -> None:
@@ -226,5 +246,3 @@ def _end_to_end(grads: Sequence[Tensor | None], parameters: Sequence[nn.Paramete
         return grads[0].detach().view(-1)
     every = [p.new_zeros(p.shape) if g is None else g for g, p in zip(grads, parameters, strict=True)]
     return torch.cat([each.detach().reshape(-1) for each in every])
-
-

@@ -308,10 +308,6 @@ class Transport:
             work = group.alltoall_base(got, given, *lengths, dist.AllToAllOptions())
         return Exchanged(Finished(work, blame, lambda: got, given), [ranks.index(rank) for rank in others], result)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See :meth:`.protocol.Transport.empty`."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
-
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`.protocol.Transport.all_gather_object`."""
         values: list[Any] = [value] * self.size

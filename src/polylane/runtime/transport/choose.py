@@ -1,4 +1,4 @@
-"""Which transport a world's workers use: shared memory where all share a host, torch.distributed elsewhere."""
+"""Which transport a world's workers use: shared memory inside a host, torch.distributed between hosts and GPUs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from polylane.errors import PolylaneError
 from polylane.runtime.transport import c10d, shared_memory
+from polylane.runtime.transport.hierarchical import Hierarchical
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.transport.protocol import Transport
-from polylane.runtime.transport.rendezvous import Meeting, apart, hub_of
+from polylane.runtime.transport.rendezvous import Card, Meeting, apart, hub_of
 from polylane.runtime.world import World
 
 VARIABLE = "POLYLANE_TRANSPORT"
@@ -21,8 +22,10 @@ Connect = Callable[..., Transport]
 def transport_for(world: World) -> Connect:
     """What makes the transports of a world's workers; every worker calls it, and all get the same kind.
 
-    Shared memory, where all workers are on CPUs of one host and can reach one another; torch.distributed elsewhere.
-    ``POLYLANE_TRANSPORT`` in the environment, ``gloo`` or ``shared_memory``, forces one of them.
+    Shared memory, where all workers are on CPUs of one host and can reach one another. On several hosts of which any
+    has more than one worker, shared memory inside each and torch.distributed between them, and sums that climb
+    from one to the other. Elsewhere torch.distributed alone. ``POLYLANE_TRANSPORT`` in the environment forces one of
+    them: ``gloo`` torch.distributed alone, ``shared_memory`` that all workers share one host's.
 
     Returns:
         To be called as :class:`.c10d.Transport` is, in the same order at all workers. Its transports share their
@@ -39,16 +42,23 @@ def transport_for(world: World) -> Connect:
     try:
         _refuse_different([card.asked for card in meeting.cards])
         reason = apart(meeting.cards)
-        if asked != "gloo" and reason is None:
-            met = hub_of(world, meeting, [0] * world.size)
+        hosts = [card.host for card in meeting.cards]
+        if asked != "gloo" and (reason is None or (asked is None and _in_groups(meeting.cards))):
+            met = hub_of(world, meeting, hosts)
             if isinstance(met, Hub):
-                return SharedMemory(world, met)
+                return SharedMemory(world, met) if reason is None else Hierarchical(met, hosts)
             reason = met
     finally:
         meeting.end()
     if asked == "shared_memory":
         raise PolylaneError(f"{VARIABLE}=shared_memory cannot be: {reason}; leave it out, and gloo is used")
     return c10d.Transport
+
+
+def _in_groups(cards: Sequence[Card]) -> bool:
+    """Whether workers can share memory inside each host, and any host has several."""
+    able = all(card.unable is None and card.user == cards[0].user for card in cards)
+    return able and len({card.host for card in cards}) < len(cards)
 
 
 class SharedMemory:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from polylane.errors import PeerLost
 from polylane.runtime.transport.blocks import Block, Blocks
-from polylane.runtime.transport.link import Link, buffer_for_reading
+from polylane.runtime.transport.link import Buffer, Link, buffer_for_reading
 from polylane.runtime.transport.message import (
     HEADER,
     IN_BLOCK,
@@ -34,7 +34,7 @@ from polylane.runtime.transport.message import (
     PRESSED,
     WITHIN,
     Message,
-    copied,
+    memory,
     told,
 )
 
@@ -120,7 +120,7 @@ class Hub:
             if self._due:
                 self._answer()
             if values.nbytes <= INLINE:
-                return self.tell(peers, key, description, copied(values))
+                return self.tell(peers, key, description, memory(values))
             block = self.block(values.nbytes, len(peers))
             block.view(values.dtype, values.numel()).copy_(values.view(-1))
             return self.show(peers, key, description, block, 0, values.nbytes)
@@ -152,7 +152,7 @@ class Hub:
             found = blocks[0]
         return found
 
-    def tell(self, peers: Iterable[int], key: int, description: bytes, values: bytes) -> int:
+    def tell(self, peers: Iterable[int], key: int, description: bytes, values: Buffer) -> int:
         """Send values inside a message to each peer, under the lock."""
         head = HEADER.pack(key, WITHIN, len(description), *NO_BLOCK, len(values)) + description
         headers = 0
@@ -204,7 +204,7 @@ class Hub:
                 self._answer()
             message = link.inbox.pop(key, None)
             if message is None:
-                self._await(link, key, what)
+                self._await(link, lambda: key in link.inbox, what)
                 message = link.inbox.pop(key)
             return message
 
@@ -213,20 +213,26 @@ class Hub:
         link = self.links[peer]
         with self.lock:
             if key not in link.inbox:
-                self._await(link, key, what)
+                self._await(link, lambda: key in link.inbox, what)
             return link.inbox[key]
 
-    def _await(self, link: Link, key: int, what: Doing) -> None:
+    def wait(self, peer: int, ready: Callable[[], bool], what: Doing) -> None:
+        """Wait for what a peer's messages bring about; raises as :meth:`take` does."""
+        with self.lock:
+            if not ready():
+                self._await(self.links[peer], ready, what)
+
+    def _await(self, link: Link, ready: Callable[[], bool], what: Doing) -> None:
         if not self._asleep:
             end = time.perf_counter() + self._spin
             while True:
                 while link.read(self._buffer):
-                    if key in link.inbox:
+                    if ready():
                         return
                 if link.gone is not None or time.perf_counter() >= end:
                     break
                 os.sched_yield()  # the peer may be on this very core: without, a round takes 70 us instead of 17
-        self._until(lambda: key in link.inbox, link, what)
+        self._until(ready, link, what)
 
     def _until(self, ready: Callable[[], bool], link: Link | None, what: Doing | str) -> None:
         """Handle what comes until something is so, which a peer must bring about, or anybody."""
@@ -296,10 +302,10 @@ class Hub:
             copy = message.tensor(dtype).clone().view(shape)
             self.answer(message)
             return copy
-        memory = np.frombuffer(message.arena.map, np.uint8, message.nbytes, message.offset)
+        held = np.frombuffer(message.arena.map, np.uint8, message.nbytes, message.offset)
         # Answered for once the last tensor over this memory is gone.
-        weakref.finalize(memory, _note, weakref.ref(self), message.peer, message.block).atexit = False
-        return torch.from_numpy(memory).view(dtype).view(shape)
+        weakref.finalize(held, _note, weakref.ref(self), message.peer, message.block).atexit = False
+        return torch.from_numpy(held).view(dtype).view(shape)
 
     def answer(self, *messages: Message) -> None:
         """The values of messages have been read: their blocks are their owners' again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import socket
 import struct
 from collections import deque
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 from polylane.runtime.transport.blocks import Arena, opened
 from polylane.runtime.transport.message import ANSWERS, HEADER, LONGEST, NO_BLOCK, PRESSED, WITHIN, Message
+
+Buffer = bytes | ctypes.Array[ctypes.c_char]
 
 SOCKET_BYTES = 4 << 20  # of messages under way to a peer, where the system allows so many
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
@@ -52,7 +55,7 @@ class Link:
         """Whether something waits for room."""
         return bool(self._queue)
 
-    def push(self, parts: Sequence[bytes], arena: Arena | None = None) -> None:
+    def push(self, parts: Sequence[Buffer], arena: Arena | None = None) -> None:
         """Send a message, with the file of an arena that the peer has not seen yet; or queue it behind others."""
         if self._queue:
             self._queue.append((b"".join(parts), arena))
@@ -75,7 +78,7 @@ class Link:
             some = blocks[first : first + 1024]
             self.push((HEADER.pack(0, ANSWERS, 0, *NO_BLOCK, len(some)), struct.pack(f"={len(some)}I", *some)))
 
-    def _sent(self, parts: Sequence[bytes], arena: Arena | None) -> bool:
+    def _sent(self, parts: Sequence[Buffer], arena: Arena | None) -> bool:
         """Whether there was room for a message; what cannot arrive any more has no need of any."""
         if self.deaf is not None:
             return True

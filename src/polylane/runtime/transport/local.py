@@ -241,10 +241,6 @@ class LocalTransport:
 
         return self._collective("exchange", members, given, f"exchanging pieces among ranks {members}", finish)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See :meth:`.protocol.Transport.empty`."""
-        return torch.empty(tuple(shape), dtype=dtype)
-
     def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         members = normalised(ranks, self.size)
         if self.rank not in members:

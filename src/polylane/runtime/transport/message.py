@@ -22,7 +22,15 @@ PRESSED = 4  # added to IN_BLOCK: the sender is short of memory
 NO_BLOCK = (0, 0, 0)
 
 SEND, SUM, GATHER, SCATTER, BROADCAST, EXCHANGE, OBJECT = range(7)
-_NAMES = ("send", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "exchange of objects")
+_NAMES = (
+    "send",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all",
+    "exchange of objects",
+)
 
 # The same list in every worker: all run the same torch.
 _DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
@@ -87,6 +95,6 @@ def mismatch(rank: int, expected: bytes, message: Message) -> ValueError:
     return ValueError(f"rank {message.peer} asked for {there}, where rank {rank} asked for {here}")
 
 
-def copied(tensor: Tensor) -> bytes:
-    """The values of a contiguous tensor."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The bytes of a contiguous tensor of any dtype, where they are: for as long as the tensor lives."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -103,10 +103,6 @@ class Transport(Protocol):
         """
         ...
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor on this worker's device, where this transport reads it at the least cost."""
-        ...
-
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's picklable value, by rank."""
         ...

@@ -11,7 +11,7 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from polylane.runtime.transport.blocks import bound
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.world import TIMEOUT, World
 
-CONNECT_SECONDS = 10.0  # for a connection between two processes that are both there
+CONNECT_SECONDS = 5.0  # for a peer that is there to connect; only waited for where one could not
 _HELLO = struct.Struct("=I16s")  # the rank, and what only the workers know of each other
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 
@@ -72,7 +72,7 @@ class Meeting:
             listener.listen(2 * world.size)
         card = Card(host(), os.getuid(), _cores(), name, secrets.token_bytes(16), unable, asked)
         cards: list[Card] = [card] * world.size
-        dist.all_gather_object(cards, card)
+        dist.all_gather_object(cards, card, group=world.group)
         return cls(listener, tuple(cards))
 
     def end(self) -> None:
@@ -130,7 +130,7 @@ def hub_of(world: World, meeting: Meeting, hosts: Sequence[Hashable]) -> Hub | s
 def _agreed(world: World, trouble: str | None) -> str | None:
     """The first trouble that any worker had."""
     troubles: list[str | None] = [trouble] * world.size
-    dist.all_gather_object(troubles, trouble)
+    dist.all_gather_object(troubles, trouble, group=world.group)
     return next((f"rank {rank}: {each}" for rank, each in enumerate(troubles) if each is not None), None)
 
 
@@ -199,11 +199,3 @@ def apart(cards: Sequence[Card]) -> str | None:
         if card.user != cards[0].user:
             return f"ranks 0 and {rank} are different users'"
     return None
-
-
-def counts(hosts: Sequence[Hashable]) -> Mapping[Hashable, tuple[int, ...]]:
-    """The ranks of each host, in order."""
-    found: dict[Hashable, tuple[int, ...]] = {}
-    for rank, each in enumerate(hosts):
-        found[each] = (*found.get(each, ()), rank)
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from polylane.runtime.transport.message import (
     SEND,
     SUM,
     Message,
-    copied,
     described,
+    memory,
 )
 from polylane.runtime.transport.protocol import (
     Counters,
@@ -37,12 +36,16 @@ from polylane.runtime.transport.protocol import (
     require_flat,
     require_summable,
 )
-from polylane.runtime.transport.under_way import Collected, Exchange, Group, Receive, Sum, SumInParts, add
+from polylane.runtime.transport.sums import Sum, SumInParts, SumInTurns, add
+from polylane.runtime.transport.under_way import Collected, Exchange, Group, Receive, length
+from polylane.runtime.transport.under_way import places as parts_of
 from polylane.runtime.world import World
 
 Channel = tuple[int, int]  # (sender, receiver)
 
 MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; the groups' own follow one another
+
+IN_TURNS = 8 << 20  # bytes from which on two ranks sum chunk by chunk
 
 _OBJECT = described(OBJECT, torch.uint8, ())
 
@@ -54,8 +57,8 @@ class Transport:
     memory, which is this worker's as long as the tensor lives: its storage cannot be resized. Sums add up in the order
     of the ranks, the same bits at every rank. A transport is one thread's; those that share a hub may be several's.
 
-    A sum of more than two ranks beyond ``INLINE`` bytes has a step in the middle, which each rank takes in whatever
-    wait of the hub it is then: one that never waits here again holds the others up.
+    A large sum (of two ranks beyond ``IN_TURNS`` bytes, of more beyond ``INLINE``) takes more than one step, which each
+    rank takes in whatever wait of the hub it is then: one that never waits here again holds the others up.
 
     Args:
         hub: lines to the other workers of this host; all that are in a channel or a group with this one.
@@ -151,16 +154,17 @@ class Transport:
         wire, target = as_sent(tensor), tensor.detach()
         description = described(SUM, wire.dtype, tuple(wire.shape))
         counters, peers = self.counters, group.peers
-        if len(peers) == 1 or wire.nbytes <= INLINE:
-            key = group.next()
+        key = group.next()
+        if wire.nbytes <= (INLINE if len(peers) > 1 else IN_TURNS):
             headers = self._hub.post(peers, key, description, wire)
             counters.put("all_reduce", wire, wire.nbytes * len(peers))
             counters.wire["header"] += headers
             return Sum(self._hub, group, key, description, wire, target)
         counters.put("all_reduce", wire, reduced_bytes(wire, len(group.members)))
-        parts = SumInParts(self._hub, group, group.next(), description, wire, target)
-        counters.wire["header"] += parts.start()
-        return parts
+        kind = SumInParts if len(peers) > 1 else SumInTurns
+        large = kind(self._hub, group, key, description, wire, target)
+        counters.wire["header"] += large.start()
+        return large
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
         """See :meth:`.protocol.Transport.all_gather`. Its wait raises ValueError where lengths or dtypes differ.
@@ -176,11 +180,9 @@ class Transport:
         key = group.next()
         if own.numel():
             self._post("all_gather", GATHER, group.peers, key, own, (own.numel(),))
-        places = dict(zip(ranks, _parts(sizes), strict=True))
+        places = dict(zip(ranks, parts_of(sizes), strict=True))
         expected = {
-            peer: described(GATHER, own.dtype, (_length(places[peer]),))
-            for peer in group.peers
-            if _length(places[peer])
+            peer: described(GATHER, own.dtype, (length(places[peer]),)) for peer in group.peers if length(places[peer])
         }
 
         def join(messages: dict[int, Message]) -> Tensor:
@@ -203,7 +205,7 @@ class Transport:
         require_flat(tensor)
         ranks, group = tuple(ranks), self._group(ranks)
         sizes = equal_sizes(tensor.numel(), ranks, sizes)
-        places = dict(zip(ranks, _parts(sizes), strict=True))
+        places = dict(zip(ranks, parts_of(sizes), strict=True))
         wire = as_sent(tensor)
         if group is None:
             return Done(wire.clone())
@@ -228,20 +230,20 @@ class Transport:
         """Give every peer its part of a tensor, to be summed there."""
         hub, item = self._hub, wire.element_size()
         description = described(SCATTER, wire.dtype, sizes)
-        given = {peer: places[peer] for peer in group.peers if _length(places[peer])}
-        large = {peer: place for peer, place in given.items() if _length(place) * item > INLINE}
+        given = {peer: places[peer] for peer in group.peers if length(places[peer])}
+        large = {peer: place for peer, place in given.items() if length(place) * item > INLINE}
         headers = 0
         with hub.lock:
             if large:
                 block = hub.block(wire.nbytes, len(large))
             for peer, place in given.items():
-                nbytes = _length(place) * item
+                nbytes = length(place) * item
                 if peer in large:
-                    block.view(wire.dtype, _length(place), place.start).copy_(wire[place])
+                    block.view(wire.dtype, length(place), place.start).copy_(wire[place])
                     headers += hub.show((peer,), key, description, block, place.start * item, nbytes)
                 else:
-                    headers += hub.tell((peer,), key, description, copied(wire[place]))
-        self.counters.put("reduce_scatter", wire, sum(_length(place) for place in given.values()) * item)
+                    headers += hub.tell((peer,), key, description, memory(wire[place]))
+        self.counters.put("reduce_scatter", wire, sum(length(place) for place in given.values()) * item)
         self.counters.wire["header"] += headers
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
@@ -296,10 +298,6 @@ class Transport:
             else:
                 parts.append(Receive(self._hub, peer, key, own.dtype, shape, EXCHANGE))
         return Exchange(parts)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See :meth:`.protocol.Transport.empty`."""
-        return torch.empty(tuple(shape), dtype=dtype)
 
     def _post(
         self, kind: str, number: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]
@@ -379,15 +377,3 @@ class Transport:
         return ValueError(
             f"rank {self.rank} has no channel from {sender} to {receiver}: declare it when the transport is made"
         )
-
-
-def _parts(sizes: Sequence[int]) -> list[slice]:
-    """Where parts lie that follow one another."""
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + size)
-    return [slice(start, end) for start, end in pairwise(starts)]
-
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)

@@ -1,0 +1,102 @@
+"""python -m benchmarks.sharded [gpt mlp] [--rounds R]: replicas that hold parts, against torch's DDP and FSDP2."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks import contenders
+from benchmarks.harness import Contender, race, table
+from polylane.runtime.job import Job
+from polylane.runtime.prepare import objectives_of, prepare
+from polylane.runtime.transport import c10d
+from polylane.runtime.transport.choose import transport_for
+from polylane.runtime.world import World
+
+SHARDS = ("none", "optimizer", "gradients", "parameters")
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """What a user of FSDP2 would wrap: a transformer's blocks, or the layers that have parameters."""
+    blocks = getattr(model, "blocks", None)
+    layers = model.children() if blocks is None else blocks
+    return [layer for layer in layers if next(layer.parameters(), None) is not None]
+
+
+def fsdp(task: contenders.Task, reshard: bool) -> Contender:
+    """torch's fully_shard on every block and on the model, on two workers.
+
+    Args:
+        task: what is trained.
+        reshard: let go of parameters between the passes (ZeRO-3), or not (ZeRO-2).
+    """
+
+    def setup(rank: int) -> Callable[[], None]:
+        model, mesh = copy.deepcopy(task.model), init_device_mesh("cpu", (2,))
+        for module in (*blocks_of(model), model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+        steps = contenders.optimizer(model.named_parameters())
+        half = len(task.batch[0]) // 2
+        own: tuple[Tensor, ...] = tuple(leaf[rank * half : (rank + 1) * half] for leaf in task.batch)
+
+        def step() -> None:
+            steps.zero_grad()
+            task.loss(model, own).backward()
+            steps.step()
+
+        return step
+
+    return Contender(f"torch fully_shard, {'ZeRO-3' if reshard else 'ZeRO-2'}", 2, setup)
+
+
+def polylane(task: contenders.Task, shard: str, gloo: bool) -> Contender:
+    """This library on two replicas.
+
+    Args:
+        task: what is trained.
+        shard: what replicas hold parts of.
+        gloo: over gloo, as torch's own are; else as it comes.
+    """
+    plan = f"data=2,shard={shard}"
+    objectives = objectives_of(task.loss, contenders.optimizer, None)
+    prepared = prepare(copy.deepcopy(task.model), objectives, task.batch, plan)
+
+    def setup(rank: int) -> Callable[[], Any]:
+        world = World.join()
+        job = Job(prepared, world, example=task.batch, connect=c10d.Transport if gloo else transport_for(world))
+        return lambda: job.step(task.batch).loss
+
+    return Contender(f"polylane shard={shard}{', gloo' if gloo else ''}", 2, setup)
+
+
+def field(task: contenders.Task, gloo: bool) -> list[Contender]:
+    """Everyone who trains ``task``."""
+    theirs = [contenders.plain(task, 1), contenders.ddp(task), fsdp(task, False), fsdp(task, True)]
+    both = (False, True) if gloo else (False,)
+    return [*theirs, *(polylane(task, shard, each) for shard in SHARDS for each in both)]
+
+
+def main() -> None:
+    """Run the races and print their tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=__doc__)
+    parser.add_argument("tasks", nargs="*", default=["gpt"], choices=["gpt", "mlp"])
+    parser.add_argument("--rounds", type=int, default=7, help="turns that each contender has (default 7)")
+    parser.add_argument("--gloo", action="store_true", help="this library over gloo too")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # before anything runs: the contenders are forked
+    for name in options.tasks:
+        task = {"gpt": contenders.gpt, "mlp": contenders.mlp}[name]()
+        entries = field(task, options.gloo)
+        race(entries, options.rounds, steps=2 if name == "gpt" else 8)
+        print(f"\n{task.name}\n\n{table(entries, 'torch fully_shard, ZeRO-3')}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What a job tells of how its workers went, and of how they agreed."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.observe.timeline import Span, Timeline
+from polylane.plan.plan import Plan
+from polylane.runtime.connections import Connections
+from polylane.runtime.result import joined, on_one_clock
+from polylane.runtime.sync.rule import Rule, Stepping
+from polylane.runtime.sync.server_log import Update
+from polylane.runtime.transport.protocol import Counters
+
+
+class Accounts:
+    """The part of a :class:`polylane.runtime.job.Job` that looks back.
+
+    Attributes:
+        plan: how the training is split.
+    """
+
+    plan: Plan
+    _connections: Connections
+    _rule: Rule
+    _spans: deque[tuple[Span, ...]]
+    _ahead: float
+    _step: int
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first objective's optimizer, over the parameters that this worker holds."""
+        raise NotImplementedError
+
+    def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
+        """Gradients of the last step, of the parameters that this worker holds."""
+        raise NotImplementedError
+
+    def stepping(self) -> list[Stepping]:
+        """The first objective's optimizers that step in this process: this worker's, or those of parameter servers."""
+        return self._rule.stepping() or [Stepping(self.optimizer, self.gradients, lambda: self._step)]
+
+    @property
+    def staleness(self) -> int:
+        """Of this worker's last step, updates by others between reading the weights and its own (parameter servers)."""
+        return self._rule.staleness
+
+    @property
+    def apart(self) -> bool:
+        """Whether replicas go at their own pace: each worker knows the losses of its own replica only."""
+        return self.plan.sync.serves and self.plan.sync.alone
+
+    @property
+    def counters(self) -> tuple[Counters, ...]:
+        """Of every transport of this process: what was handed over, and what left, since the job was made."""
+        own = (self._connections.transport, *self._connections.apart)
+        return (*(transport.counters for transport in own), *self._rule.counters())
+
+    def updates(self) -> tuple[tuple[Update, ...], ...]:
+        """What every parameter server did, update by update, in its order; all workers must call it."""
+        return self._rule.updates()
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every worker's picklable value, by rank; all must call it."""
+        return self._rule.gathered(value)
+
+    def timeline(self, steps: int = 1) -> Timeline:
+        """What every worker did in its last steps, on one clock; all must call it.
+
+        Unlike :attr:`StepResult.timeline` it shows replicas beside each other that go at their own pace.
+
+        Args:
+            steps: how many; the last :data:`STEPS_KEPT` are there.
+        """
+        return joined(self._rule.gathered(on_one_clock([*self._spans][-steps:], self._ahead)), self.plan.workers)

@@ -1,0 +1,254 @@
+"""Tensors between several hosts of several CPU workers each: shared memory inside a host, torch.distributed between.
+
+A sum over several hosts climbs and descends: inside each host every worker gets the sum of one part (reduce-scatter),
+the workers that have the same part on all hosts sum it over the network, and inside each host the parts are joined
+again (all-gather). Over the network goes each byte once for each host, not once for each worker (as in Goyal et al.
+2017, section 4). Where hosts have different numbers of workers in a group, the first of each has the whole as its part.
+
+These three steps are taken by a thread of their own, in the order in which the sums were asked for: whatever this
+worker's own thread is waiting for, inside its host or beyond, the sums go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.errors import PolylaneError
+from polylane.runtime.transport import c10d, shared_memory
+from polylane.runtime.transport.hub import Hub
+from polylane.runtime.transport.protocol import Counters, Done, Outcome, Pending, as_sent, normalised, require_summable
+from polylane.runtime.transport.rendezvous import Meeting, hub_of
+from polylane.runtime.world import World
+
+Channel = tuple[int, int]  # (sender, receiver)
+
+
+@dataclass(frozen=True)
+class Climb:
+    """How a group sums over hosts, as one of its workers sees it.
+
+    Attributes:
+        here: its workers on this host.
+        index: of this worker among them.
+        across: those that have the same part as this one, one of each host; empty where this one has none.
+        even: every worker of a host has a part; otherwise the first has the whole.
+    """
+
+    here: tuple[int, ...]
+    index: int
+    across: tuple[int, ...]
+    even: bool
+
+    def sizes(self, elements: int) -> list[int]:
+        """The elements of the part of each worker of this host."""
+        count = len(self.here)
+        if not self.even:
+            return [elements] + [0] * (count - 1)
+        return [elements * (i + 1) // count - elements * i // count for i in range(count)]
+
+    def wire(self, elements: int, item: int) -> int:
+        """Bytes that this worker sends to sum so many elements: two steps inside the host, and a ring between hosts."""
+        sizes = self.sizes(elements)
+        own, hosts = sizes[self.index], max(len(self.across), 1)
+        inside = elements - own + own * (len(self.here) - 1)
+        return inside * item + 2 * own * item * (hosts - 1) // hosts
+
+
+def by_host(members: Iterable[int], hosts: Sequence[Hashable]) -> list[tuple[int, ...]]:
+    """A group's ranks, host by host."""
+    found: dict[Hashable, list[int]] = {}
+    for rank in sorted(members):
+        found.setdefault(hosts[rank], []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def rings(parts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The groups between hosts: of the workers with the same part, or of the first of each host."""
+    if len({len(part) for part in parts}) == 1:
+        return list(zip(*parts, strict=True))
+    return [tuple(part[0] for part in parts)]
+
+
+class Transport:
+    """The workers of several hosts; the interface is :class:`~.protocol.Transport`.
+
+    Arguments: see :class:`.shared_memory.Transport`, and
+
+    Args:
+        hosts: of every rank; equal for those that the hub connects.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        hosts: Sequence[Hashable],
+        world: World,
+        channels: Iterable[Channel] = (),
+        groups: Iterable[Iterable[int]] = (),
+        tag: int = 0,
+        own_groups: bool = False,
+    ) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.counters = Counters()
+        channels = list(dict.fromkeys(channels))
+        named = list(dict.fromkeys(normalised(group, world.size) for group in groups))
+        parts = {members: by_host(members, hosts) for members in named}
+        inside = [members for members in named if len(parts[members]) == 1]
+        beyond = [members for members in named if len(parts[members]) > 1]
+        known = set(range(world.size))
+        near = [(a, b) for a, b in channels if {a, b} <= known and hosts[a] == hosts[b]]
+        far = [pair for pair in channels if pair not in set(near)]
+        self._climbs = {each: _climb(world.rank, parts[each]) for each in beyond if world.rank in each}
+        steps = [part for members in beyond for part in parts[members] if len(part) > 1]
+        across = [ring for members in beyond for ring in rings(parts[members])]
+        # What the caller asks for directly, then what the sums' own thread uses.
+        self._near = shared_memory.Transport(hub, world, near, inside)
+        self._far: c10d.Transport = c10d.Transport(world, far, beyond, tag, own_groups)
+        self._near.counters = self._far.counters = self.counters
+        self._steps = shared_memory.Transport(hub, world, (), steps)
+        self._across = c10d.Transport(world, (), across, tag, own_groups=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="polylane-sums")
+        self._peers = {peer for pair in near if world.rank in pair for peer in pair} - {world.rank}
+
+    def send(self, tensor: Tensor, peer: int) -> Pending:
+        """See :meth:`.protocol.Transport.send`."""
+        return (self._near if peer in self._peers else self._far).send(tensor, peer)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
+        """See :meth:`.protocol.Transport.receive`."""
+        return (self._near if peer in self._peers else self._far).receive(shape, dtype, peer)
+
+    def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
+        """See :meth:`.protocol.Transport.all_reduce`."""
+        members = normalised(ranks, self.size)
+        climb = self._climbs.get(members)
+        if climb is None:
+            return self._of(members).all_reduce(tensor, members)
+        require_summable(tensor)
+        if tensor.numel() == 0:
+            return Done(tensor)
+        wire = as_sent(tensor)
+        self.counters.put("all_reduce", wire, climb.wire(wire.numel(), wire.element_size()))
+        return _Climbing(self._thread.submit(self._sum, wire.view(-1), climb), wire, tensor.detach())
+
+    def _sum(self, wire: Tensor, climb: Climb) -> None:
+        """The three steps, in place."""
+        sizes, alone = climb.sizes(wire.numel()), len(climb.here) == 1
+        part = wire if alone else self._steps.reduce_scatter(wire, climb.here, sizes).wait()
+        if part.numel():
+            self._across.all_reduce(part, climb.across).wait()
+        if not alone:
+            wire.copy_(self._steps.all_gather(part, climb.here, sizes).wait())
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+        """See :meth:`.protocol.Transport.all_gather`."""
+        return self._of(ranks).all_gather(tensor, ranks, sizes)
+
+    def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+        """See :meth:`.protocol.Transport.reduce_scatter`."""
+        return self._of(ranks).reduce_scatter(tensor, ranks, sizes)
+
+    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
+        """See :meth:`.protocol.Transport.broadcast`."""
+        return self._of(ranks := tuple(ranks)).broadcast(tensor, source, ranks)
+
+    def all_to_all(
+        self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
+    ) -> Outcome[list[Tensor]]:
+        """See :meth:`.protocol.Transport.all_to_all`."""
+        return self._of(ranks).all_to_all(pieces, shapes, ranks)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`.protocol.Transport.all_gather_object`."""
+        return self._far.all_gather_object(value)
+
+    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
+        """See :meth:`.protocol.Transport.gather_object`."""
+        return self._far.gather_object(value, destination)
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """See :meth:`.protocol.Transport.broadcast_object`."""
+        return self._far.broadcast_object(value, source)
+
+    def barrier(self) -> None:
+        """See :meth:`.protocol.Transport.barrier`."""
+        self._far.barrier()
+
+    def close(self) -> None:
+        """See :meth:`.protocol.Transport.close`."""
+        self._thread.shutdown()
+        for transport in (self._steps, self._near, self._across, self._far):
+            transport.close()
+
+    def _of(self, ranks: Iterable[int]) -> shared_memory.Transport | c10d.Transport:
+        """What carries the collectives of a group as they are."""
+        return self._far if normalised(ranks, self.size) in self._climbs else self._near
+
+
+class _Climbing:
+    """A sum over hosts, under way in the sums' own thread."""
+
+    __slots__ = ("_future", "_target", "_wire")
+
+    def __init__(self, future: Future[None], wire: Tensor, target: Tensor) -> None:
+        self._future: Future[None] | None = future
+        self._wire, self._target = wire, target
+
+    def wait(self) -> Tensor:
+        """See :meth:`.protocol.Pending.wait`."""
+        if self._future is not None:
+            self._future.result()
+            self._future = None
+            if self._target.data_ptr() != self._wire.data_ptr():
+                self._target.copy_(self._wire)
+        return self._target
+
+
+class Hierarchical:
+    """Makes transports over several hosts; see :class:`.choose.SharedMemory`."""
+
+    def __init__(self, hub: Hub, hosts: Sequence[Hashable]) -> None:
+        self._hub, self._hosts = hub, hosts
+
+    def __call__(
+        self,
+        world: World,
+        channels: Iterable[Channel] = (),
+        groups: Iterable[Iterable[int]] = (),
+        tag: int = 0,
+        own_groups: bool = False,
+    ) -> Transport:
+        """See :class:`.c10d.Transport`."""
+        return Transport(self._hub, self._hosts, world, channels, groups, tag, own_groups)
+
+
+def hierarchical_for(world: World, hosts: Sequence[Hashable] | None = None) -> Hierarchical:
+    """What makes the transports of workers on several hosts; every worker calls it.
+
+    Args:
+        world: this worker among all, on CPUs.
+        hosts: of every rank; by default those that the workers are on.
+
+    Raises:
+        PolylaneError: a worker cannot share memory with the others of its host.
+    """
+    meeting = Meeting.of(world)
+    unable = [f"rank {rank}: {card.unable}" for rank, card in enumerate(meeting.cards) if card.unable is not None]
+    hosts = [card.host for card in meeting.cards] if hosts is None else hosts
+    met = unable[0] if unable else hub_of(world, meeting, hosts)
+    meeting.end()
+    if isinstance(met, str):
+        raise PolylaneError(f"the workers of a host cannot share memory: {met}")
+    return Hierarchical(met, hosts)
+
+
+def _climb(rank: int, parts: Sequence[tuple[int, ...]]) -> Climb:
+    here = next(part for part in parts if rank in part)
+    across = next((ring for ring in rings(parts) if rank in ring), ())
+    return Climb(here, here.index(rank), across, len({len(part) for part in parts}) == 1)

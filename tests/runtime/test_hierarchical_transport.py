@@ -1,0 +1,61 @@
+"""Sums that climb from workers to hosts and come down again: parts, rings, bytes, and the plain sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polylane.runtime.launch import Context, fork
+from polylane.runtime.transport.hierarchical import Climb, Transport, by_host, hierarchical_for, rings
+
+torch.set_num_threads(1)
+
+HOSTS = {"2 x 2": "aabb", "interleaved": "abab", "1 + 3": "abbb", "apart": "abcd", "2 + 1 + 1": "aabc"}
+
+
+def test_parts_and_rings():
+    assert by_host((3, 0, 1, 2), "abab") == [(0, 2), (1, 3)]
+    assert rings([(0, 2), (1, 3)]) == [(0, 1), (2, 3)]
+    assert rings([(0,), (1, 2, 3)]) == [(0, 1)]
+
+
+def test_bytes_on_the_wire():
+    """Inside a host of m, 2 n (m - 1) / m from each; between h hosts, 2 n / m (h - 1) / h."""
+    even = Climb((0, 1), 0, (0, 2), True)
+    assert even.sizes(101) == [50, 51]
+    assert even.wire(100, 8) == 8 * (50 + 50) + 2 * 400 // 2
+    leader, other = Climb((1, 2, 3), 0, (0, 1), False), Climb((1, 2, 3), 1, (), False)
+    assert leader.wire(100, 4) == 4 * 200 + 400 and other.wire(100, 4) == 400
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS.keys())
+def test_sums_are_the_plain_sum(hosts: str):
+    generator = torch.Generator().manual_seed(3)
+    sizes = (1, 3, 1000, 70_001)
+    values = [torch.randn(4, size, dtype=torch.float64, generator=generator) for size in sizes]
+
+    def worker(context: Context) -> tuple[list[float], float]:
+        groups = [(0, 1, 2, 3), (0, 1), (1, 2, 3)]
+        pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
+        transport = hierarchical_for(context.world, hosts)(context.world, pairs, groups)
+        assert isinstance(transport, Transport)
+        wrong, rank = list[float](), context.rank
+        sending = [transport.send(value[rank], (rank + 1) % 4) for value in values]
+        coming = [transport.receive((size,), torch.float64, (rank - 1) % 4) for size in sizes]
+        mine = {group: [value[rank].clone() for value in values] for group in groups if rank in group}
+        sums = [transport.all_reduce(each, group) for group, own in mine.items() for each in own]
+        for pending in reversed(sums):
+            pending.wait()
+        for group, own in mine.items():
+            for got, value in zip(own, values, strict=True):
+                wrong.append(float((got - value[list(group)].sum(0)).abs().max()))
+        for got, value, sent in zip(coming, values, sending, strict=True):
+            wrong.append(float((got.wait() - value[(rank - 1) % 4]).abs().max()))
+            sent.wait()
+        gathered = transport.all_gather(torch.tensor([float(rank)]), range(4)).wait()
+        transport.barrier()
+        transport.close()
+        return wrong, float((gathered - torch.arange(4.0)).abs().max())
+
+    for wrong, gathered in fork(worker, 4):
+        assert max(wrong) < 1e-12 and gathered == 0

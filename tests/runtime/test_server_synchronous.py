@@ -1,0 +1,100 @@
+"""Synchronous parameter servers give the numbers of one device, wherever they live and whatever they share out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polylane.plan.spec import parse
+from polylane.recipe import Mean
+from training import Trained, adamw, assert_same, assert_state, batch_of, mlp, plainly, sgd, trained
+
+BATCHES = [batch_of(8, seed=i) for i in range(4)]
+
+
+def by_servers(model: nn.Module, plan: str, batches: Any = BATCHES, **options: Any) -> list[Trained]:
+    """What the workers that train saw; those that only serve were told the same weights."""
+    every = trained(model, plan, batches, **options)
+    count = parse(plan).workers
+    for server in every[count:]:
+        assert_state(server.state, every[0].state, 0)
+    return every[:count]
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2,servers=1",
+        "data=2,servers=2",
+        "data=3,servers=2,dedicated=yes",
+        "data=2,servers=4",
+        "data=2,pipeline=2,microbatches=2,servers=2",
+        "data=2,tensor=2,servers=1,dedicated=yes",
+        "data=1,servers=1",
+    ],
+)
+def test_the_numbers_of_one_device(plan: str, optimizer: Any) -> None:
+    parts = parse(plan).microbatches or 1
+    expected = plainly(mlp(6, 8, 4), BATCHES, optimizer=optimizer, microbatches=parts, clip_norm=0.3)
+    for worker in by_servers(mlp(6, 8, 4), plan, optimizer=optimizer, clip_norm=0.3):
+        assert_same(worker, expected)
+
+
+def test_batches_that_do_not_divide() -> None:
+    batches = [batch_of(n, seed=n) for n in (7, 2, 1, 5)]
+    for worker in by_servers(mlp(6, 8, 4), "data=3,servers=2", batches, example=batch_of(8)):
+        assert_same(worker, plainly(mlp(6, 8, 4), batches))
+
+
+def test_means_over_counted_elements() -> None:
+    def some(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
+        wanted = batch[1] != 0
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return Mean((losses * wanted).sum(), wanted.sum())
+
+    for worker in by_servers(mlp(6, 8, 4), "data=2,servers=2", loss=some, clip_norm=0.3):
+        assert_same(worker, plainly(mlp(6, 8, 4), BATCHES, loss=some, clip_norm=0.3))
+
+
+def test_batch_statistics_are_those_of_the_whole_batch() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    for worker in by_servers(model(), "data=2,servers=1"):
+        assert_same(worker, plainly(model(), BATCHES))
+
+
+class Tied(nn.Module):
+    """Its last layer has the first one's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.inner(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("plan", ["data=2,pipeline=2,microbatches=2,servers=2", "pipeline=2,microbatches=2,servers=1"])
+def test_weights_that_two_stages_hold(plan: str) -> None:
+    for worker in by_servers(Tied(), plan, optimizer=adamw):
+        assert_same(worker, plainly(Tied(), BATCHES, optimizer=adamw, microbatches=2))
+
+
+def test_an_optimizer_that_looks_at_whole_matrices_on_parts_of_them() -> None:
+    def muon(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([p for _, p in parameters], lr=0.05)
+
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False)).double()
+    expected = plainly(model, BATCHES, optimizer=muon)
+    for worker in by_servers(model, "data=2,tensor=2,servers=2", optimizer=muon):
+        assert_same(worker, expected)
