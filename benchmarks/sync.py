@@ -86,7 +86,7 @@ def trained(recipe: Recipe, plan: str, epochs: int) -> tuple[float, float, float
                 job.step(batch)
             state = job.state_dict()
             seconds = time.perf_counter() - start
-            sent = sum(job.timeline().sent()) / prepared.plan.workers
+            sent = sum(job.gathered(sum(c.sent for c in job.counters))) / steps / prepared.plan.workers
             return state, samples / seconds, sent
 
     state, rate, sent = fork(work, prepared.plan.processes)[0]

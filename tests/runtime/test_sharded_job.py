@@ -241,3 +241,13 @@ def test_a_model_without_values_is_never_whole(plan: str) -> None:
         assert_state(own_begin, begin)
         assert own_losses == pytest.approx(losses, rel=1e-9)
         assert_state(own_end, end, 1e-9)
+
+
+def test_a_timeline_has_the_bytes_that_were_handed_over() -> None:
+    """A scattering is handed all that it sums, a gathering the part that this worker has."""
+    model = mlp(6, 64, 64, 4)
+    whole = sum(p.nbytes for p in model.parameters())
+    for shard, gathered in (("optimizer", 1), ("gradients", 1), ("parameters", 2)):
+        for timeline in workers(lambda job: job.step(BATCHES[0]).timeline, model, f"data=2,shard={shard}"):
+            for given in timeline.sent():
+                assert abs(given - whole - gathered * whole / 2) <= 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from polylane.cost.method import Method, Sharding
 from polylane.cost.residence import Need
 from polylane.program import lower
 from polylane.runtime.job import Job
+from polylane.runtime.launch import fork
+from polylane.runtime.prepare import objectives_of, prepare
+from polylane.runtime.world import World
 from training import batch_of, workers
 
 WIDTH, DEPTH = 128, 40
@@ -80,3 +84,22 @@ def test_the_most_that_a_worker_holds(shard: Sharding, microbatches: int, monkey
     plan = f"data=2,microbatches={microbatches},shard={shard}"
     for held in workers(most, whole, plan, loss=loss, optimizer=adam, example=batch()):
         assert abs(held - before - expected) < 0.1 * expected, ((held - before) / parameters, expected / parameters)
+
+
+def test_a_model_without_values_is_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it gets them, a worker has its half, and one module."""
+    unit = WIDTH * WIDTH * 4
+    monkeypatch.setattr(lower, "BUCKET_BYTES", unit)
+    with torch.device("meta"):
+        whole = model()
+    prepared = prepare(whole, objectives_of(loss, adam, None), batch(), "data=2,shard=parameters")
+
+    def start(_: Any) -> int:
+        world = World.join()
+        with profile(profile_memory=True) as seen:
+            job = Job(prepared, world, example=batch())
+        job.close()
+        return max(accumulate(event.nbytes() for event in seen.kineto_results.events() if event.name() == "[memory]"))
+
+    for held in fork(start, 2):
+        assert held < (DEPTH / 2 + 2) * unit

@@ -51,7 +51,8 @@ def sent(sync: Sync, held: Sequence[Held], step: int) -> float:
         step: which one, from 0.
     """
     if sync.serves:
-        return float(sum(tensor.nbytes for tensor in held))
+        inner = sum(reduced(each.nbytes, each.ranks) for each in held if not each.replicas)
+        return inner + sum(each.nbytes for each in held)
     if sync.every > 1 and step >= sync.warmup:
         due = (step + 1 - sync.warmup) % sync.every == 0
         inner = sum(reduced(each.nbytes, each.ranks) for each in held if not each.replicas)

@@ -14,6 +14,7 @@ from polylane.runtime.connections import Connections
 from polylane.runtime.result import joined, on_one_clock
 from polylane.runtime.sync.rule import Rule, Stepping
 from polylane.runtime.sync.server_log import Update
+from polylane.runtime.traffic import Traffic
 from polylane.runtime.transport.protocol import Counters
 
 
@@ -27,6 +28,7 @@ class Accounts:
     plan: Plan
     _connections: Connections
     _rule: Rule
+    _traffic: Traffic
     _spans: deque[tuple[Span, ...]]
     _ahead: float
     _step: int
@@ -57,7 +59,7 @@ class Accounts:
     @property
     def counters(self) -> tuple[Counters, ...]:
         """Of every transport of this process: what was handed over, and what left, since the job was made."""
-        own = (self._connections.transport, *self._connections.apart)
+        own = (self._connections.transport, *self._connections.apart.values())
         return (*(transport.counters for transport in own), *self._rule.counters())
 
     def updates(self) -> tuple[tuple[Update, ...], ...]:
@@ -67,6 +69,15 @@ class Accounts:
     def gathered(self, value: Any) -> list[Any]:
         """Every worker's picklable value, by rank; all must call it."""
         return self._rule.gathered(value)
+
+    def traffic(self) -> list[dict[str, float]]:
+        """Bytes that every worker sent in a step, the mean over all steps; all workers must call it.
+
+        Of each worker, by rank: for ``"agreement"`` between replicas (gradients, weights), values between
+        ``"stages"``, inside split ``"operators"``, ``"statistics"`` of batches; and as ``"theory"`` what the closed
+        forms of :mod:`polylane.cost.agreement` give for agreement. Counted where tensors leave, without headers.
+        """
+        return self.gathered(self._traffic.means())
 
     def timeline(self, steps: int = 1) -> Timeline:
         """What every worker did in its last steps, on one clock; all must call it.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from polylane.program.check import channels
 from polylane.program.program import Program
 from polylane.runtime.mesh import Mesh, TransportAxis, Waits
 from polylane.runtime.sync.sharded_layout import shard_group, shard_groups
+from polylane.runtime.traffic import AGREEMENT, OPERATORS, STATISTICS
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.world import World
 
@@ -28,20 +29,23 @@ class Connections:
         transport: values between stages, gradients, objects.
         statistics: sums batch statistics over the replicas of this worker's stage; None where each has its own.
         mesh: the axes along which operators are split.
-        apart: further transports, whose collectives come in another order.
-        gathers: that one of them for parameters that replicas hold parts of only; None where there are none.
+        apart: further transports, whose collectives come in another order, by what they are for.
     """
 
     transport: Transport
     statistics: SumReplicas | None
     mesh: Mesh
-    apart: tuple[Transport, ...] = ()
-    gathers: Transport | None = None
+    apart: Mapping[str, Transport] = field(default_factory=dict)
+
+    @property
+    def gathers(self) -> Transport | None:
+        """For parameters that replicas hold parts of only; None where there are none."""
+        return self.apart.get(AGREEMENT)
 
     def close(self) -> None:
         """Leave together with all other workers: one that ends a group while another still talks may abort it."""
         self.transport.barrier()
-        for transport in (*self.apart, self.transport):
+        for transport in (*self.apart.values(), self.transport):
             transport.close()
 
 
@@ -88,20 +92,20 @@ def connected(
     shards = shard_groups(plan, programs)
     transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole, *shards, tuple(ranks)}))
     mesh, inner = _mesh(world, plan, connect, axes)
-    gathers = None
+    apart = {} if inner is None else {OPERATORS: inner}
     if plan.sync.shard == "parameters":  # gathered whenever a pass needs them, whatever else is under way
-        gathers = connect(world, [], sorted({shard_group(plan, rank) for rank in ranks}), tag=3, own_groups=True)
-        inner = (*inner, gathers)
+        groups = sorted({shard_group(plan, rank) for rank in ranks})
+        apart[AGREEMENT] = connect(world, [], groups, tag=3, own_groups=True)
     if plan.data == 1 or not statistics or together:
-        return Connections(transport, None, mesh, inner, gathers)
+        return Connections(transport, None, mesh, apart)
     # Statistics interleave with the gradients' own reductions, so they have groups of their own.
-    apart = connect(world, [], replicas, tag=1, own_groups=True)
+    apart[STATISTICS] = summing = connect(world, [], replicas, tag=1, own_groups=True)
     members = plan.group(world.rank, ("data",))
 
     def sum_replicas(tensor: Tensor) -> Tensor:
-        return apart.all_reduce(tensor, members).wait()
+        return summing.all_reduce(tensor, members).wait()
 
-    return Connections(transport, sum_replicas, mesh, (*inner, apart), gathers)
+    return Connections(transport, sum_replicas, mesh, apart)
 
 
 def replica_of(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -122,19 +126,17 @@ def column_of(plan: Plan, rank: int) -> tuple[int, ...]:
     return tuple(plan.peers(rank, stage)[0] for stage in range(plan.pipeline))
 
 
-def _mesh(
-    world: World, plan: Plan, connect: Connect, axes: Sequence[Sequence[str]]
-) -> tuple[Mesh, tuple[Transport, ...]]:
+def _mesh(world: World, plan: Plan, connect: Connect, axes: Sequence[Sequence[str]]) -> tuple[Mesh, Transport | None]:
     """The axes along which this worker's operators are split, and what carries their collectives.
 
     They interleave with gradients and with the values between stages, so they have channels of their own.
     """
     if not any(axes):
-        return Mesh(), ()
+        return Mesh(), None
     stages = [plan.place(rank)[0] for rank in range(world.size)]
     groups = sorted({plan.group(rank, (axis,)) for rank, stage in enumerate(stages) for axis in axes[stage]})
     pairs = [(a, b) for group in groups for a in group for b in group if a != b]
     inner, waits = connect(world, pairs, groups, tag=2, own_groups=True), Waits()
     mine = axes[stages[world.rank]]
     own = {axis: TransportAxis(plan.along(world.rank, axis), inner, waits) for axis in mine}
-    return Mesh(own, {name: axis.index for name, axis in own.items()}, waits), (inner,)
+    return Mesh(own, {name: axis.index for name, axis in own.items()}, waits), inner

@@ -171,9 +171,10 @@ class Holding:
         if not self.layout.units or len(group := shard_group(plan, rank)) == 1:
             return Shards()
         parameters, hidden = self.tensors.parameters(), plan.sync.shard == "parameters"
-        kept = self._kept if hidden and self.materialized else None
-        flats = [flat_of(unit, group, rank, parameters, hidden, kept) for unit in self.layout.units[rank]]
-        self._kept = {}
+        flats = []
+        for unit in self.layout.units[rank]:
+            kept = {name: self._kept.pop(name) for name in unit.parameters} if self._kept else None
+            flats.append(flat_of(unit, group, rank, parameters, hidden, kept))
         counts = any(plan.place(each)[1] == 0 for each in group)
         return Shards(flats, hidden, counts, self.transport, self._gathers)
 

@@ -25,6 +25,7 @@ from polylane.runtime.lane import programs_of
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.result import STEPS_KEPT, Reports, StepResult, gathered
 from polylane.runtime.sync.choose import rule_of
+from polylane.runtime.traffic_of import traffic_of
 from polylane.runtime.trainer import optimizer_of, trainer_of
 from polylane.runtime.transport.choose import transport_for
 from polylane.runtime.worker import StepState
@@ -114,6 +115,7 @@ class Job(Accounts):
                 trainer.lanes[form, self.plan.microbatches, True] = bound
         self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
         self._reports = Reports(self._rule.slack)
+        self._traffic = traffic_of(self._connections, self._rule, self._holding, self._programs)
         self._spans: deque[tuple[Span, ...]] = deque(maxlen=STEPS_KEPT)
 
     def _lowered(self, holders: Holders, alone: bool) -> dict[str, tuple[Program, ...]]:
@@ -156,7 +158,8 @@ class Job(Accounts):
             self._reports.make_room()
             trainer.zero_grad()
             self._holding.buffers.fetch(lane.partition)
-            state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(name, lane, own, state))
+            with self._traffic.counted(name):
+                state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(name, lane, own, state))
             self._holding.buffers.written(lane.partition)
             report = gathered(
                 lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.together

@@ -131,7 +131,7 @@ def bind(
     # The user's own Python may leave a parameter without a gradient.
     optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
-    cut = sharding(program, plan, shards, held, optional, transport) if shards.flats else None
+    cut = sharding(program, plan, shards, held, optional, transport, mesh.waits) if shards.flats else None
     gates = ungated if cut is None else cut.gates
     code, layout = extract(partition, program.stage, tensors.device, gates), layouts[program.stage]
     runner = StageRunner(

@@ -4,6 +4,10 @@ Synchronous: the gradients of all replicas make one update. Asynchronous: each r
 comes, whatever the others did since that replica read the weights (Dean et al., NeurIPS 2012, Downpour SGD). Stale
 synchronous parallel (Ho et al., NeurIPS 2013): the same, but a replica that is too many steps ahead of the slowest one
 waits for it.
+
+Over p replicas of |A| parameters of b bytes a step moves 2 |A| p b bytes, however many servers there are: every replica
+sends its gradients and gets the weights. Where servers live with workers, a worker and its own server give each other
+their part without sending it: 2 |A| (p - 1) b are left, as many as a ring all-reduce sends.
 """
 
 from __future__ import annotations

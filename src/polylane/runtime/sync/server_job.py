@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from polylane.runtime.sync.server import Server
 from polylane.runtime.sync.server_host import opened
 from polylane.runtime.sync.server_log import Update
 from polylane.runtime.sync.server_news import heard
+from polylane.runtime.traffic import AGREEMENT, OPERATORS, STAGES, STATISTICS
 from polylane.runtime.transport.protocol import Counters
 from polylane.runtime.world import World
 
@@ -122,17 +123,32 @@ class ServerJob(Job):
 
     def gathered(self, value: Any) -> list[Any]:
         """See :meth:`Job.gathered`."""
+        return self._once_all_ask(lambda: value)
+
+    def _once_all_ask(self, find: Callable[[], Any]) -> list[Any]:
+        """Every worker's value; this one's is found when the others are there: until then it serves."""
         self._told("gathered")
-        return [] if self._closed else self._host.transport.all_gather_object(value)
+        return [] if self._closed else self._host.transport.all_gather_object(find())
 
     @property
     def counters(self) -> tuple[Counters, ...]:
         """See :meth:`Job.counters`."""
         return self._host.counters
 
+    def traffic(self) -> list[dict[str, float]]:
+        """See :meth:`Job.traffic`: a server sends its weights to each replica in every step, and once at the start."""
+
+        def own() -> dict[str, float]:
+            weights = sum(tensor.nbytes for tensor in self.held().values())
+            sent = sum(counters.sent for counters in self.counters) / max(self._step, 1)
+            none = dict.fromkeys((STAGES, OPERATORS, STATISTICS), 0.0)
+            return {AGREEMENT: sent, **none, "theory": float(weights * self.plan.data)}
+
+        return self._once_all_ask(own)
+
     def timeline(self, steps: int = 1) -> Timeline:
         """See :meth:`Job.timeline`: a server's lane has the updates that it made meanwhile."""
-        lanes = self.gathered(on_one_clock([self.server.spans], self._host.ahead))
+        lanes = self._once_all_ask(lambda: on_one_clock([self.server.spans], self._host.ahead))
         return joined(lanes, self.plan.workers)
 
     def stepping(self) -> list[Stepping]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from polylane.plan.plan import Plan
 from polylane.program.program import Bucket, Program
+from polylane.runtime.mesh import Waits
 from polylane.runtime.stage import Around, Gates, ungated
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.sync.sharded import Flat, Shards
@@ -63,6 +64,7 @@ def sharding(
     held: Mapping[str, nn.Parameter],
     optional: Collection[str],
     transport: Transport,
+    waits: Waits,
 ) -> Sharding:
     """What a program needs where replicas hold parts.
 
@@ -73,6 +75,7 @@ def sharding(
         held: the parameters of its buckets.
         optional: those of them that may get no gradient at all.
         transport: between the workers.
+        waits: of the action under way, for what passes wait for.
     """
     slices, others = list[Slice](), list[Bucket]()
     for bucket in program.buckets:
@@ -83,7 +86,7 @@ def sharding(
         else:
             some = tuple(name for name in bucket.parameters if name in optional)
             slices.append(Slice(bucket, flat, crossing, some))
-    passes = Passes(shards, [each.flat.unit.name for each in slices]) if shards.hidden else None
+    passes = Passes(shards, [each.flat.unit.name for each in slices], waits) if shards.hidden else None
     reducer = ShardedReducer(
         slices,
         others,
@@ -91,6 +94,7 @@ def sharding(
         optional,
         transport,
         shards,
+        waits,
         each_pass=plan.sync.shard != "optimizer",
         used=_nothing if passes is None else passes.used,
     )

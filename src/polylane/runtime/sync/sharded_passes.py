@@ -15,6 +15,7 @@ All workers gather all units once in each pass, in an order that comes from the 
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from polylane.runtime.mesh import Waits
 from polylane.runtime.stage import Watched
 from polylane.runtime.sync.sharded import Flat, Shards
 from polylane.runtime.transport.protocol import Pending
@@ -72,10 +74,12 @@ class Passes:
     Args:
         shards: what this worker holds.
         summed: the units whose gradients are summed in the backward pass, and which :meth:`used` is told of.
+        waits: of the action under way.
     """
 
-    def __init__(self, shards: Shards, summed: Collection[str]) -> None:
+    def __init__(self, shards: Shards, summed: Collection[str], waits: Waits) -> None:
         assert shards.gathers is not None
+        self._waits = waits
         self._shards, self._summed, self._transport = shards, frozenset(summed), shards.gathers
         self._uses: dict[str, _Use] = {}
         self._order: list[_Use] = []
@@ -132,7 +136,11 @@ class Passes:
         if flat.whole is not None:
             return
         pending = self._under_way.pop(name, None)
-        flat.show((flat.gather(self._transport) if pending is None else pending).wait())
+        if pending is None:
+            pending = self._gather(flat)
+        start = time.perf_counter()
+        flat.show(pending.wait())
+        self._waits.seconds += time.perf_counter() - start
         self._shown[name] = flat
 
     def drop(self, flat: Flat) -> None:
@@ -153,8 +161,12 @@ class Passes:
 
     def _launch(self) -> None:
         flat = self._order[self._next].flat
-        self._under_way[flat.unit.name] = flat.gather(self._transport)
+        self._under_way[flat.unit.name] = self._gather(flat)
         self._next += 1
+
+    def _gather(self, flat: Flat) -> Pending:
+        self._waits.bytes += flat.shard.nbytes
+        return flat.gather(self._transport)
 
     def _finish(self) -> None:
         """Gather what nobody here needed, for others may have, and let go of all."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from polylane.program.program import Bucket
+from polylane.runtime.mesh import Waits
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.sync.sharded import Flat, Shards
 from polylane.runtime.transport.protocol import Pending, Transport
@@ -78,6 +79,7 @@ class ShardedReducer(Reducer):
         optional: parameters that may get no gradient at all in some step.
         transport: between the workers.
         shards: what this worker holds.
+        waits: of the action under way.
         each_pass: sum after each backward pass, and keep nothing whole; else after the last.
         used: is told of a unit whose gradients have left.
     """
@@ -90,11 +92,14 @@ class ShardedReducer(Reducer):
         optional: Collection[str],
         transport: Transport,
         shards: Shards,
+        waits: Waits,
+        *,
         each_pass: bool,
         used: Callable[[Flat], None],
     ) -> None:
         super().__init__(others, parameters, optional, transport)
         self._slices, self._shards, self._each_pass, self._used = tuple(slices), shards, each_pass, used
+        self._waits = waits
         self._wholly = [b for b in others if len(b.ranks) > 1 and any(name in shards.of for name in b.parameters)]
         self._missing: list[set[str]] = []
         self._at, self._last = 0, False
@@ -119,7 +124,7 @@ class ShardedReducer(Reducer):
                 hook = parameter.register_post_accumulate_grad_hook(self._done(number, name))
                 self._cut_hooks.append(hook)
 
-    def _done(self, number: int, name: str):  # type: ignore[no-untyped-def]
+    def _done(self, number: int, name: str) -> Callable[[Tensor], None]:
         def done(_: Tensor) -> None:
             self._missing[number].discard(name)
             # In order, always: the other workers' gradients may be complete in another one.
@@ -164,13 +169,16 @@ class ShardedReducer(Reducer):
         self._land(1)
 
     def _flags(self, each: Slice, like: Tensor) -> Pending:
-        had = [float(name in each.had) for name in each.optional]
-        return self._transport.all_reduce(torch.tensor(had, dtype=like.dtype, device=like.device), each.bucket.ranks)
+        had = torch.tensor([float(name in each.had) for name in each.optional], dtype=like.dtype, device=like.device)
+        self.bytes[each.bucket.name] += had.nbytes
+        return self._transport.all_reduce(had, each.bucket.ranks)
 
     def _land(self, most: int) -> None:
         """Wait until no more than so many buckets are under way, in the order in which they left."""
+        start = time.perf_counter()
         while len(self._sent) > most:
             self._take(self._sent.popleft())
+        self._waits.seconds += time.perf_counter() - start
 
     def _take(self, flight: _Flight) -> None:
         each = flight.slice

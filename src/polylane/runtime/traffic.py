@@ -1,0 +1,58 @@
+"""Traffic: bytes that left one worker, step by step, by what they are for; counted by its transports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from polylane.runtime.transport.protocol import Counters
+
+# What bytes are for: that replicas agree, values between stages, inside split operators, statistics of batches.
+AGREEMENT, STAGES, OPERATORS, STATISTICS = "agreement", "stages", "operators", "statistics"
+
+
+class Traffic:
+    """What one worker sent in its steps.
+
+    Args:
+        main: of the transport for gradients and for values between stages.
+        others: of further transports, by what they are for.
+        theory: bytes that the worker sends in a step (0, 1, ...) of an objective so that replicas agree, by theory.
+
+    Attributes:
+        steps: that were counted, of each objective.
+        sent: bytes, over all of them, by purpose.
+        theory: bytes for agreement, over all of them, by theory.
+    """
+
+    def __init__(
+        self, main: Counters, others: Mapping[str, Sequence[Counters]], theory: Callable[[str, int], float]
+    ) -> None:
+        self._main, self._others, self._theory = main, others, theory
+        self.theory = 0.0
+        self.steps: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    @contextmanager
+    def counted(self, objective: str) -> Iterator[None]:
+        """Count what is sent meanwhile as that of one step of an objective."""
+        before = self._now()
+        yield
+        self.sent.update(self._now() - before)
+        self.theory += self._theory(objective, self.steps[objective])
+        self.steps[objective] += 1
+
+    def _now(self) -> Counter[str]:
+        between = self._main.wire["send"]
+        found = Counter({STAGES: between, AGREEMENT: self._main.sent - between})
+        for purpose, counters in self._others.items():
+            found[purpose] += sum(each.sent for each in counters)
+        return found
+
+    def means(self) -> dict[str, float]:
+        """Bytes of a step by purpose, and ``"theory"``, the mean over all steps."""
+        steps = max(self.steps.total(), 1)
+        return {purpose: self.sent[purpose] / steps for purpose in (AGREEMENT, STAGES, OPERATORS, STATISTICS)} | {
+            "theory": self.theory / steps
+        }

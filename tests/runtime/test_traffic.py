@@ -1,0 +1,73 @@
+"""What workers send so that replicas agree, counted where it leaves, is what theory says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from polylane.plan.spec import parse
+from training import adamw, batch_of, mlp, workers
+
+MODEL = (6, 128, 128, 4)  # beyond 64 KB: less goes straight to everybody
+PARAMETERS = sum((a + 1) * b for a, b in pairwise(MODEL))
+BYTES = 8 * PARAMETERS
+STEPS = 6
+
+
+def traffic(plan: str) -> list[dict[str, float]]:
+    """Of every worker, the mean over the steps."""
+
+    def work(job: Any) -> list[dict[str, float]]:
+        for step in range(STEPS):
+            job.step(batch_of(24, seed=step))
+        return job.traffic()
+
+    found = workers(work, mlp(*MODEL), plan, optimizer=adamw, example=batch_of(24))
+    assert all(each == found[0] for each in found)
+    return list(found[0])
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_a_ring_of_all_workers(workers: int) -> None:
+    sent = [each["agreement"] for each in traffic(f"data={workers}")]
+    assert sum(sent) == pytest.approx(2 * BYTES * (workers - 1), rel=0.01)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_parameter_servers(workers: int, servers: int) -> None:
+    """Gradients go to the servers and weights come back, once for each worker; at the start weights come once more."""
+    sent = [each["agreement"] for each in traffic(f"data={workers},servers={servers},dedicated=yes")]
+    assert sum(sent[:workers]) == pytest.approx(BYTES * workers, rel=0.01)
+    assert sum(sent[workers:]) == pytest.approx(BYTES * workers, rel=2 / STEPS)
+    assert sum(sent[workers:]) >= BYTES * workers
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2",
+        "data=3",
+        "data=2,wire=bfloat16",
+        "data=3,wire=float16",
+        "data=2,compress=powersgd:2:0",
+        "data=2,compress=powersgd:2:3",
+        "data=3,compress=top_k:0.1",
+        "data=2,every=3",
+        "data=2,every=2,warmup=2,outer=0.7:0.9",
+        "data=2,shard=optimizer",
+        "data=3,shard=gradients",
+        "data=2,shard=parameters",
+        "data=4,shard=gradients,within=2",
+        "data=2,pipeline=2,microbatches=2",
+        "data=2,tensor=2",
+        "data=2,servers=1,dedicated=yes",
+        "data=2,servers=2,dedicated=yes,staleness=1",
+    ],
+)
+def test_theory(plan: str) -> None:
+    for each in traffic(plan)[: parse(plan).workers]:
+        assert each["theory"] > 0
+        assert each["agreement"] == pytest.approx(each["theory"], rel=0.01), plan
