@@ -140,3 +140,43 @@ def test_a_replica_that_has_ended_holds_nobody_up(plan: str) -> None:
         return job.staleness
 
     assert workers(work, mlp(6, 8, 4), plan)[1] == 0
+
+
+def test_several_losses_have_optimizers_of_their_own() -> None:
+    """Every replica steps both in turn; servers count the updates of both together."""
+
+    def first(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return classify(model, batch)
+
+    def second(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return model(batch[0]).square().mean()
+
+    def last(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for name, p in parameters if name.startswith("2")], lr=0.01)
+
+    losses, optimizers = {"first": first, "second": second}, {"first": sgd, "second": last}
+
+    def work(job: Job) -> Any:
+        seen = [job.step(batch, name).loss for batch in BATCHES for name in losses]
+        return seen, job.state_dict(), job.updates()
+
+    model = mlp(6, 8, 4)
+    plain = {name: factory(list(model.named_parameters())) for name, factory in optimizers.items()}
+    expected = []
+    for batch in BATCHES:
+        for name, loss in losses.items():
+            model.zero_grad()
+            value = loss(model, batch)
+            value.backward()
+            expected.append(value.item())
+            plain[name].step()
+    for seen, state, _ in workers(work, mlp(6, 8, 4), "data=2,servers=2", loss=losses, optimizer=optimizers):
+        assert seen == pytest.approx(expected, rel=1e-9)
+        assert_state(state, model.state_dict())
+    plan = "data=2,servers=2,staleness=any,dedicated=yes"
+    every = workers(work, mlp(6, 8, 4), plan, loss=losses, optimizer=optimizers)
+    for _, state, updates in every:
+        assert_state(state, every[0][1], 0)
+        for order in updates:
+            assert [update.version for update in order] == list(range(1, 2 * 2 * len(BATCHES) + 1))
+            assert [update.objective for update in order if update.replica == 0] == [0, 1] * len(BATCHES)

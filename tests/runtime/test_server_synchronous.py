@@ -98,3 +98,13 @@ def test_an_optimizer_that_looks_at_whole_matrices_on_parts_of_them() -> None:
     expected = plainly(model, BATCHES, optimizer=muon)
     for worker in by_servers(model, "data=2,tensor=2,servers=2", optimizer=muon):
         assert_same(worker, expected)
+
+
+@pytest.mark.parametrize("plan", ["data=2,pipeline=2,microbatches=2,servers=1", "data=2,tensor=2,servers=2"])
+def test_groups_of_processes_without_those_that_only_serve(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers that train make process groups among themselves, of which the others know nothing."""
+    monkeypatch.setenv("POLYLANE_TRANSPORT", "gloo")
+    parts = parse(plan).microbatches or 1
+    expected = plainly(mlp(6, 8, 4), BATCHES, microbatches=parts, clip_norm=0.3)
+    for worker in by_servers(mlp(6, 8, 4), f"{plan},dedicated=yes", clip_norm=0.3):
+        assert_same(worker, expected)

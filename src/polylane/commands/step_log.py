@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,8 @@ class Outcome:
         timeline: of a representative late step.
         staleness: how many updates of parameter servers were how stale; None where they are synchronous, or are none.
         stopped: the step and the epoch at which the loss was no number and training stopped.
+        traffic: bytes that every worker sent in a step, see :meth:`polylane.Job.traffic`.
+        servers: of the workers, how many only serve parameters: the last ones.
     """
 
     plan: str
@@ -51,6 +53,8 @@ class Outcome:
     timeline: Timeline
     staleness: dict[int, int] | None
     stopped: tuple[int, int] | None
+    traffic: tuple[Mapping[str, float], ...] = ()
+    servers: int = 0
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,7 @@ def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) ->
         "utilization": outcome.timeline.utilization(),
         **({} if outcome.staleness is None else {"staleness": outcome.staleness}),
         "sent_bytes": list(outcome.timeline.sent()),
+        "bytes_a_step": list(outcome.traffic),
         "run": str(place.path),
         "files": files,
     }
@@ -227,6 +228,8 @@ def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) ->
         f"workers busy {outcome.timeline.utilization():.1%} of the time{_sent(outcome)}, "
         f"see {place.path / 'swimlane.html'}"
     )
+    for line in agreement(outcome.traffic, len(outcome.traffic) - outcome.servers):
+        print(line)
     if outcome.staleness:
         print(_staleness(outcome.staleness))
     print(f"{place.path}/: {', '.join(Path(file).name for file in files.values())}")
@@ -237,6 +240,23 @@ def _staleness(updates: Mapping[int, int]) -> str:
     count = sum(updates.values())
     mean = sum(stale * times for stale, times in updates.items()) / count
     return f"{plural(count, 'update')} of servers, of weights that were {mean:.2g} updates old, at most {max(updates)}"
+
+
+def agreement(traffic: Sequence[Mapping[str, float]], training: int) -> list[str]:
+    """What workers sent in a step so that replicas agree, beside theory; nothing where there is nothing to agree on.
+
+    Args:
+        traffic: of every worker, those that only serve parameters behind the others.
+        training: how many of them train.
+    """
+    lines = []
+    for who, each in (("worker", traffic[:training]), ("server of its own", traffic[training:])):
+        sent, theory = (sum(one[key] for one in each) / max(len(each), 1) for key in ("agreement", "theory"))
+        if sent or theory:
+            lines.append(
+                f"for replicas to agree each {who} sent {count(sent, 'B')} a step (theory: {count(theory, 'B')})"
+            )
+    return lines
 
 
 def _sent(outcome: Outcome) -> str:

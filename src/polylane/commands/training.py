@@ -196,6 +196,8 @@ def train(job: Job, request: Request, materials: Materials, prepared: Prepared, 
         if log.launched == request.steps:
             break
     outcome = log.outcome(prepared.plan.spec, test_loss, stopped=request.stop_on_nan)
+    servers = prepared.plan.processes - prepared.plan.workers
+    outcome = replace(outcome, traffic=tuple(job.traffic()), servers=servers)
     if job.apart:
         staleness = distribution(update for server in job.updates() for update in server)
         outcome = replace(outcome, timeline=last_steps(job, log.launched), staleness=staleness)

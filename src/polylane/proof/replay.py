@@ -41,6 +41,8 @@ def replay(
     Raises:
         ValueError: no training can have had this order.
     """
+    if len(prepared.objectives) > 1:
+        raise ValueError("a replay knows one loss: several of them share servers' weights in turn")
     if not prepared.plan.sync.alone:
         raise ValueError("synchronous updates are those of one device: there is no order to replay")
     count = prepared.plan.data

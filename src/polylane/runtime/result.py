@@ -25,7 +25,11 @@ STEPS_KEPT = 8
 
 
 class StepResult:
-    """What a step gave, the same on every worker. It is complete a little after the step: reading it waits for that."""
+    """What a step gave, the same on every worker. It is complete a little after the step: reading it waits for that.
+
+    Where replicas go at their own pace (parameter servers with a ``staleness``), it is what the replica of this worker
+    gave: nobody waits for the others to know more.
+    """
 
     def __init__(self, step: int, samples: int, report: Report) -> None:
         self.step = step
