@@ -8,8 +8,10 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
+WORKERS := tests/distributed tests/equivalence tests/runtime tests/optim
 
-.PHONY: install test test-all check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published clean
+.PHONY: install test test-workers test-alone test-all check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
+	bench-transport bench-sync bench-sharded clean
 
 install: $(INSTALLED)
 
@@ -28,8 +30,15 @@ check: $(INSTALLED)
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
+# Two halves side by side: what starts workers mostly waits for them, the rest mostly computes alone.
 test: check
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(MAKE) --no-print-directory -j 2 -O test-workers test-alone
+
+test-workers: $(INSTALLED)
+	@$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider $(WORKERS)
+
+test-alone: $(INSTALLED)
+	@$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider tests $(addprefix --ignore=,$(WORKERS))
 
 test-all: check
 	@$(BIN)/python -m pytest
@@ -48,6 +57,15 @@ bench-tensor: $(INSTALLED)
 
 bench-balance: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.balance
+
+bench-transport: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.transport
+
+bench-sync: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.sync
+
+bench-sharded: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.sharded
 
 bench-planner: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.planner

@@ -18,6 +18,7 @@ from polylane.recipe import Recipe, load
 from polylane.runtime.launch import Context, fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
 from polylane.runtime.sync.server_job import job_of
+from polylane.runtime.sync.server_job import job_of
 from polylane.runtime.world import World
 
 KINDS = (
@@ -54,7 +55,7 @@ class Outcome:
         accuracy: share of the test images that are told right.
         rate: samples a second.
         slowed: the same with a straggler; None for one worker.
-        sent: bytes that each worker sent in a step, the mean over the workers.
+        sent: bytes that were sent in a step so that replicas agree, for each replica.
     """
 
     plan: str
@@ -80,13 +81,13 @@ def trained(recipe: Recipe, plan: str, epochs: int) -> tuple[float, float, float
 
     def work(context: Context) -> tuple[dict[str, Any], float, float]:
         with job_of(prepared, World.join(), example=example) as job:
-            start, samples, steps = time.perf_counter(), 0, 0
+            start, samples = time.perf_counter(), 0
             for batch in job.batches(recipe.data("train"), BATCH, epochs):
-                samples, steps = samples + len(batch), steps + 1
+                samples += len(batch)
                 job.step(batch)
             state = job.state_dict()
             seconds = time.perf_counter() - start
-            sent = sum(job.gathered(sum(c.sent for c in job.counters))) / steps / prepared.plan.workers
+            sent = sum(each["agreement"] for each in job.traffic()) / prepared.plan.workers
             return state, samples / seconds, sent
 
     state, rate, sent = fork(work, prepared.plan.processes)[0]
@@ -132,7 +133,7 @@ def measured(recipe: Recipe, plan: str, epochs: int) -> Outcome:
 def table(outcomes: Sequence[Outcome]) -> str:
     """All ways, one a row."""
     lines = [
-        "| how replicas agree | accuracy | samples/s | with stragglers | sent per worker and step |",
+        "| how replicas agree | accuracy | samples/s | with stragglers | sent per replica and step |",
         "|---|---:|---:|---:|---:|",
     ]
     for each in outcomes:
