@@ -173,6 +173,8 @@ def test_dropout_tied_ends_and_means_over_what_counts(plan: str, shard: str) -> 
         *(f"data=2,shard={shard}" for shard in SHARDS),
         "data=2,pipeline=2,microbatches=2,shard=parameters",
         "[data=2 | tensor=2],microbatches=2,shard=parameters",
+        "[data=2 | data=2,tensor=2],microbatches=2,shard=parameters",  # held where this loss does not use it
+        "data=2,pipeline=3,microbatches=2,shard=parameters",
     ],
 )
 def test_what_one_objective_trains_is_constant_in_another(plan: str) -> None:

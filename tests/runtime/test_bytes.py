@@ -55,11 +55,10 @@ class Seen:
 
 
 def one_step(job: Job, batch: Any) -> Seen:
-    transports = [job._connections.transport, *job._connections.apart]
-    handed = -sum(transport.counters.given for transport in transports)
-    timeline = job.step(batch).timeline
-    assert job._report is not None
-    handed += sum(transport.counters.given for transport in transports) - job._report.vector.nbytes  # itself apart
+    handed = -sum(counters.given for counters in job.counters)
+    result = job.step(batch)
+    handed += sum(counters.given for counters in job.counters) - result._report.vector.nbytes  # itself apart
+    timeline = result.timeline
     worker = next(iter(job._trainers["loss"].lanes.values())).worker
     local = {
         (name, share.microbatch): prod(wire.shape(share.samples)) * wire.dtype.itemsize

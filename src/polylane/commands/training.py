@@ -185,7 +185,7 @@ def train(job: Job, request: Request, materials: Materials, prepared: Prepared, 
             if (request.stop_on_nan and log.stopped and not job.apart) or log.launched == request.steps:
                 break
         log.complete()
-        if job.apart:  # each worker knows the losses of its own replica only
+        if job.plan.sync.serves:  # a worker may know the losses of its own replica only, and one that serves none
             log.agree(job.gathered(log.own()))
         if request.stop_on_nan and log.stopped:
             break

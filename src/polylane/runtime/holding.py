@@ -146,10 +146,8 @@ class Holding:
         plan, rank, found = self.prepared.plan, self.world.rank, dict[str, tuple[int, int]]()
         if plan.sync.shard != "parameters":
             return found
-        group, shapes = (
-            shard_group(plan, rank),
-            {n: torch.empty(s, device="meta") for n, s in self.pieces.shapes.items()},
-        )
+        group = shard_group(plan, rank)
+        shapes = {name: torch.empty(shape, device="meta") for name, shape in self.pieces.shapes.items()}
         shapes |= self.pieces.of(shapes)
         for unit in self.layout.units[rank] if len(group) > 1 else ():
             elements = [shapes[name].numel() for name in unit.parameters]

@@ -100,8 +100,9 @@ class Passes:
         for use in uses:
             with graph.inserting_before(nodes[use.first]):
                 added.append(graph.call_function(_Gate(self, use.flat, True)))
-            with graph.inserting_after(nodes[use.last]):
-                added.append(graph.call_function(_Gate(self, use.flat, False)))
+            if nodes[use.last].op != "output":  # what leaves the stage may be a view of a parameter
+                with graph.inserting_after(nodes[use.last]):
+                    added.append(graph.call_function(_Gate(self, use.flat, False)))
         try:
             yield
         finally:
@@ -150,7 +151,8 @@ class Passes:
 
     def used(self, flat: Flat) -> None:
         """A unit's gradients have left: let go of it."""
-        if not self._uses[flat.unit.name].opaque:
+        use = self._uses.get(flat.unit.name)  # another objective may use it, and this one's code not at all
+        if use is not None and not use.opaque:
             self.drop(flat)
 
     # ---- the order in which units are gathered -----------------------------------------------------------------------
@@ -181,6 +183,8 @@ class Passes:
     # ---- what autograd keeps -----------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Tensor | Place:
+        if tensor.layout is not torch.strided:
+            return tensor
         address = tensor.data_ptr()
         for flat in self._shown.values():
             whole = flat.whole
