@@ -15,7 +15,7 @@ from polylane.graph.batch import flatten, sampled_leaves, signature
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
-from polylane.runtime import clock, data, weights
+from polylane.runtime import allocator, clock, data, weights
 from polylane.runtime.accounts import Accounts
 from polylane.runtime.binding import Binding, Lane
 from polylane.runtime.connections import Connect, check_size, connected, replica_of
@@ -67,6 +67,8 @@ class Job(Accounts):
             connect: makes the transports; default: what suits where the workers are (shared memory on one host).
         """
         check_size(prepared.plan, world)
+        if world.device.type == "cpu":
+            allocator.keep_freed()
         everyone, world = world, world.first(prepared.plan.workers)
         self.plan, self.world, self.model = prepared.plan, world, prepared.model
         self._prepared, self._seed, self._step = prepared, seed, 0
