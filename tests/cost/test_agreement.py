@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polylane.cost.agreement import Held, sent
+from polylane.cost.agreement import Held, entries, sent
 from polylane.plan.spec import parse
 
 N = 4 * 1000 * 500
@@ -38,6 +38,27 @@ def test_compressed() -> None:
     assert one("data=2,compress=powersgd:400:0", 2) == N  # two matrices of that rank would be larger
     assert one("data=2,compress=top_k:0.01", 4) == 3 * 5000 * 8
     assert one("data=2,compress=top_k:0.01", 4, replicas=False) == pytest.approx(1.5 * N)
+
+
+def test_sharded_over_microbatches() -> None:
+    each = N * (4 - 1) / 4
+    for shard, times in (("optimizer", 2), ("gradients", 3 + 1), ("parameters", 3 * 3)):
+        sync = parse(f"data=4,microbatches=3,shard={shard}").sync
+        assert sent(sync, [Held((1000, 500), 4, 4)], 0, microbatches=3) == pytest.approx(times * each)
+
+
+def test_a_server_in_a_workers_process() -> None:
+    """Of two workers one hosts the server: gradients of the other go, weights to the other come."""
+    sync = parse("data=2,servers=1").sync
+    assert sent(sync, [Held((1000, 500), 4, 2, leaves=False)], 0, answers=N) == N
+    assert sent(sync, [Held((1000, 500), 4, 2)], 0) == N
+
+
+@pytest.mark.parametrize(
+    ("fraction", "elements", "expected"), [(0.1, 30, 3), (0.1, 31, 4), (0.01, 1, 1), (1.0, 7, 7), (1e-9, 10**9, 1), (0.5, 0, 0)]
+)
+def test_entries(fraction: float, elements: int, expected: int) -> None:
+    assert entries(fraction, elements) == expected
 
 
 def test_hybrid_sharding() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -319,6 +321,21 @@ def test_if_one_cannot_connect_nobody_does():
         return type(transport_for(context.world)(context.world, [(0, 1)], [(0, 1)]))
 
     assert fork(worker, 3) == [c10d.Transport] * 3
+
+
+def test_if_one_cannot_listen_all_hear_of_it(monkeypatch: pytest.MonkeyPatch):
+    def worker(context: Context) -> type:
+        from polylane.runtime.transport import rendezvous
+
+        if context.rank == 1:
+            long = SimpleNamespace(token_hex=lambda size: "x" * 200, token_bytes=secrets.token_bytes)
+            rendezvous.secrets = long  # type: ignore[attr-defined]  # no socket has so long a name
+        return type(transport_for(context.world)(context.world, [(0, 1)], [(0, 1)]))
+
+    assert fork(worker, 3) == [c10d.Transport] * 3
+    monkeypatch.setenv("POLYLANE_TRANSPORT", "shared_memory")
+    with pytest.raises(PolylaneError, match="rank 1: its system lets it listen at no local socket"):
+        fork(worker, 3)
 
 
 def test_different_choices_are_refused():

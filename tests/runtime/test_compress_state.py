@@ -6,14 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from compressing import KINDS, Tensors, net, train, trained
+from compressing import KINDS, Tensors, copied, net, train, trained
 from polylane.errors import PolylaneError
+from polylane.plan.spec import parse
+from polylane.plan.sync import SUM
+from polylane.runtime.job import Job
 from polylane.runtime.sync.codec import Plain
 from polylane.runtime.sync.compress import codec_of
 from polylane.runtime.sync.powersgd import PowerSGD
 from polylane.runtime.sync.top_k import TopK
+from polylane.runtime.sync.wire import Wire
 from polylane.runtime.transport.local import LocalTransport, run_local
+from training import plainly, workers
 
 
 @pytest.mark.parametrize("kind", ["powersgd", "top_k"])
@@ -45,34 +51,88 @@ def test_state_of_another_plan_is_refused() -> None:
         run_local(2, work)
 
 
-def test_plain_values_make_a_codec() -> None:
-    assert type(codec_of()) is Plain
-    assert codec_of("bfloat16").dtype == torch.bfloat16
-    assert codec_of("float16", None, {"w": torch.zeros(1)}).dtype == torch.float16
-    power, top = codec_of(compress={"kind": "powersgd"}), codec_of(compress={"kind": "top_k", "fraction": 1})
-    assert isinstance(power, PowerSGD) and (power.rank, power.start) == (4, 10)
+def test_a_plans_sync_makes_a_codec() -> None:
+    weight = {"w": torch.zeros(1)}
+    assert type(codec_of(SUM, weight)) is Plain
+    half = [codec_of(parse(f"data=2,wire={name}").sync, weight) for name in ("bfloat16", "float16")]
+    assert [own.dtype for own in half if isinstance(own, Wire)] == [torch.bfloat16, torch.float16]
+    power, top = (codec_of(parse(f"data=2,compress={words}").sync, weight) for words in ("powersgd:3:7", "top_k:1"))
+    assert isinstance(power, PowerSGD) and (power.rank, power.start) == (3, 7)
     assert isinstance(top, TopK) and top.fraction == 1
-    assert codec_of("same", None, {"w": torch.zeros(1, dtype=torch.complex64)}).state_dict() == {}
+    assert type(codec_of(SUM, {"w": torch.zeros(1, dtype=torch.complex64)})) is Plain
 
 
 @pytest.mark.parametrize(
-    "wire, compress, dtype, words",
+    ("words", "dtype", "said"),
     [
-        ("int8", None, torch.float32, "sync.wire is 'int8': choose same, bfloat16 or float16"),
-        ("float16", {"kind": "top_k"}, torch.float32, "sync.wire: float16 and sync.compress exclude each other: leave"),
-        ("same", {"kind": "sign"}, torch.float32, "sync.compress.kind is 'sign': choose powersgd or top_k"),
-        ("same", {"kind": "powersgd", "rank": 0}, torch.float32, "sync.compress.rank is 0: give a whole number of at"),
-        ("same", {"kind": "powersgd", "rank": 1.5}, torch.float32, "sync.compress.rank is 1.5: give a whole number"),
-        ("same", {"kind": "powersgd", "rank": True}, torch.float32, "sync.compress.rank is True: give"),
-        ("same", {"kind": "powersgd", "start": -1}, torch.float32, "sync.compress.start is -1: give"),
-        ("same", {"kind": "powersgd", "fraction": 0.1}, torch.float32, "sync.compress.fraction is not known: kind"),
-        ("same", {"kind": "top_k", "fraction": 0}, torch.float32, "sync.compress.fraction is 0: give a number above 0"),
-        ("same", {"kind": "top_k", "fraction": 1.01}, torch.float32, "sync.compress.fraction is 1.01: give a number"),
-        ("same", {"kind": "top_k", "fraction": float("nan")}, torch.float32, "sync.compress.fraction is nan: give"),
-        ("bfloat16", None, torch.complex64, "sync.wire takes gradients of real.* of w is torch.complex64: leave"),
-        ("same", {"kind": "top_k"}, torch.int32, "sync.compress takes gradients of real.* of w is torch.int32: leave"),
+        ("wire=bfloat16", torch.complex64, "sync.wire takes gradients of real.* of w is torch.complex64: leave"),
+        ("compress=top_k:0.1", torch.int32, "sync.compress takes gradients of real.* of w is torch.int32: leave"),
+        ("compress=powersgd:2", torch.complex128, "sync.compress takes gradients of real.* of w is torch.complex128"),
     ],
 )
-def test_values_that_cannot_be_are_refused(wire: str, compress: Any, dtype: torch.dtype, words: str) -> None:
-    with pytest.raises(PolylaneError, match=words):
-        codec_of(wire, compress, {"w": torch.zeros(2, dtype=dtype)})
+def test_gradients_that_are_no_real_numbers_are_refused(words: str, dtype: torch.dtype, said: str) -> None:
+    with pytest.raises(PolylaneError, match=said):
+        codec_of(parse(f"data=2,{words}").sync, {"w": torch.zeros(2, dtype=dtype)})
+
+
+LENGTHS = [(8, 3), (8, 5), (3, 3), (7, 5), (3, 4), (8, 3)]  # samples, and rows of each
+PARTS = [2, 2, 1, 2, 1, 2]  # microbatches: of one sample the model has no variance
+
+
+class Sequences(nn.Module):
+    """Takes sequences of any length, and no single one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.outer(self.norm(torch.tanh(self.inner(x)).mean(1)))
+        return y
+
+
+def sequences() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(n, length, 6, generator=random, dtype=torch.float64), torch.randint(0, 10, (n,), generator=random))
+        for n, length in LENGTHS
+    ]
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    """Leaves the weights as they are, so that what every batch's gradient is does not hang on what was sent."""
+    return torch.optim.SGD([p for _, p in parameters], lr=0.0)
+
+
+@pytest.mark.parametrize("words", ["top_k:0.1", "powersgd:1:2"])
+def test_what_one_form_of_batches_leaves_out_travels_with_another(words: str) -> None:
+    """Of every form, and of batches of fewer microbatches: sums that came back + memories = sum of the gradients."""
+
+    def work(job: Job) -> tuple[list[Tensors], Any, int]:
+        sums = list[Tensors]()
+        for batch in sequences():
+            job.step(batch)
+            sums.append(copied({name: g for name, g in job.gradients().items() if g is not None}))
+        trainer = job._trainers["loss"]
+        return sums, trainer.codec.state_dict(), len(trainer.lanes)
+
+    torch.manual_seed(0)
+    model = Sequences().double()
+    plan, example = f"data=2,microbatches=2,compress={words}", sequences()[0]
+    runs = workers(work, model, plan, optimizer=still, example=example)
+    steps = [
+        plainly(model, [batch], optimizer=still, microbatches=parts).gradients
+        for batch, parts in zip(sequences(), PARTS, strict=True)
+    ]
+    assert runs[0][2] == 3 + 2  # of each length one, and those of one microbatch
+    for name in steps[0]:
+        entered = sum(step[name] for step in steps)
+        came = sum(step[name] for step in runs[0][0])
+        owed = sum(state["memory"].get(name, torch.zeros(())) for _, state, _ in runs)
+        torch.testing.assert_close(came + owed, entered, rtol=0, atol=1e-9)
+        compressed = words.startswith("top_k") or entered.dim() == 2
+        assert torch.allclose(came, entered, rtol=0, atol=1e-9) != compressed
+    if "powersgd" in words:  # the first two steps, of whatever form, are plain
+        pairs = zip(runs[0][0], steps, strict=True)
+        plain = [all(torch.allclose(seen[name], step[name]) for name in step) for seen, step in pairs]
+        assert plain == [True, True, False, False, False, False] and runs[0][1]["steps"] == len(steps)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+
 import pytest
 import torch
 
+from polylane.errors import PeerLost
 from polylane.runtime.launch import Context, fork
 from polylane.runtime.transport.hierarchical import Climb, Transport, by_host, hierarchical_for, rings
+from polylane.runtime.transport.in_turn import InTurn
+from polylane.runtime.world import World
 
 torch.set_num_threads(1)
 
@@ -59,3 +69,83 @@ def test_sums_are_the_plain_sum(hosts: str):
 
     for wrong, gathered in fork(worker, 4):
         assert max(wrong) < 1e-12 and gathered == 0
+
+
+def test_closed_and_opened_again():
+    def worker(context: Context) -> list[float]:
+        connect, found = hierarchical_for(context.world, "aabb"), list[float]()
+        for _ in range(3):
+            first, second = (connect(context.world, groups=[range(4), (0, 1), (2, 3)]) for _ in range(2))
+            near = (0, 1) if context.rank < 2 else (2, 3)
+            for transport in (first, second):
+                found += [transport.all_reduce(torch.ones(5), group).wait()[0].item() for group in (range(4), near)]
+                transport.barrier()
+                transport.close()
+        return found
+
+    assert fork(worker, 4) == [[4.0, 2.0] * 6] * 4
+
+
+@pytest.mark.parametrize("death", ["an error", "a signal"])
+def test_a_peer_that_dies_while_it_sums_is_seen_at_once(death: str):
+    """Its sum can never end: the others have not asked for it. That must not keep it, and its connections, alive."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    fork_ = multiprocessing.get_context("fork")
+    heard = fork_.SimpleQueue()
+
+    def live(rank: int) -> None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        world = World.join()
+        transport = hierarchical_for(world, "aabb")(world, [(1, rank) for rank in (0, 2, 3)], [range(4)])
+        transport.barrier()
+        if rank == 1:
+            pending = transport.all_reduce(torch.ones(1000), range(4))
+            time.sleep(0.3)  # by now its thread waits for the others
+            if death == "a signal":
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.close(2)  # what is raised here is nobody's to read
+            raise RuntimeError(str(pending))
+        try:
+            transport.receive((3,), torch.float32, 1).wait()
+        except PeerLost as lost:
+            heard.put((rank, lost.peer))
+            os._exit(0)
+
+    workers = [fork_.Process(target=live, args=(rank,)) for rank in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(20)
+    late = [worker for worker in workers if worker.is_alive()]
+    for worker in late:
+        worker.kill()
+    assert not late
+    assert sorted(heard.get() for _ in range(3)) == [(0, 1), (2, 1), (3, 1)]
+
+
+def test_calls_are_made_in_turn():
+    turns, seen = InTurn("turns"), list[int]()
+    for number in range(100):
+        future = turns.submit(seen.append, number)
+    failing = turns.submit(lambda: seen[1000])  # type: ignore[arg-type]
+    assert future.result() is None and seen == list(range(100))
+    with pytest.raises(IndexError):
+        failing.result()
+    last = turns.submit(seen.append, 100)
+    turns.close()
+    assert last.done() and seen[-1] == 100
+    turns.close()
+    with pytest.raises(RuntimeError, match="it was closed"):
+        turns.submit(seen.append, 101)
+
+
+def test_a_thread_ends_with_who_gives_it_work():
+    turns = InTurn("turns that nobody closes")
+    turns.submit(print, end="").result()
+    assert any(thread.name == "turns that nobody closes" for thread in threading.enumerate())
+    thread = turns._thread
+    del turns
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()

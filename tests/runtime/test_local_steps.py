@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
 from polylane.runtime.division import shares
+from polylane.runtime.parallelize import parallelize
+from polylane.runtime.prepare import Objective
+from polylane.verify import verify
 from training import Trained, adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 
@@ -181,3 +184,30 @@ def test_stragglers_change_no_numbers_and_are_seen() -> None:
         assert_same(worker, expected)
         slow = [max(passes[2 * step : 2 * step + 2]) for step in range(4)]
         assert min(slow[1], slow[3]) > 5 * min(slow[0], slow[2])  # a hundred times as long, in every second step
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def test_a_short_batch_has_as_many_samples_as_each_replica_needs() -> None:
+    """A batch of 5 is divided into one microbatch, not two: so its replicas have 3 and 2 samples, and 3 and 2 count."""
+    batches = [batch_of(n, seed=n) for n in (8, 5, 8, 5)]
+    verdict = verify(normed(), Objective("loss", classify, sgd), batches, "data=2,microbatches=2,every=4")
+    assert verdict.passed and verdict.rule == "every=4", verdict.worst
+
+
+def test_a_batch_that_is_too_short_for_each_replica() -> None:
+    with pytest.raises(PolylaneError, match="needs 2 samples at once in training in each of 4 replicas"):
+        trained(normed(), "data=4,every=2", [batch_of(8), batch_of(5)], example=batch_of(8))
+
+
+@pytest.mark.parametrize("words", ["every=2", "shard=parameters,within=2", "servers=2,staleness=1", "slow=1:3"])
+def test_alone_there_is_nobody_to_agree_with(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    expected = plainly(mlp(6, 8, 4), BATCHES[:3])
+    model = mlp(6, 8, 4)
+    with parallelize(model, classify, sgd, example=BATCHES[0], plan=f"data=4,{words}") as job:
+        losses = [job.step(batch).loss for batch in BATCHES[:3]]
+        assert_same(Trained(losses, job.state_dict()), expected)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polylane.errors import PolylaneError
+from polylane.errors import ActionFailed, PolylaneError
 from polylane.optim import LAMB
 from polylane.program import lower
 from polylane.runtime.job import Job
@@ -250,3 +250,37 @@ def test_a_timeline_has_the_bytes_that_were_handed_over() -> None:
         for timeline in workers(lambda job: job.step(BATCHES[0]).timeline, model, f"data=2,shard={shard}"):
             for given in timeline.sent():
                 assert abs(given - whole - gathered * whole / 2) <= 64
+
+
+class Tokens(nn.Module):
+    """Its first layer refuses what is no token, while the next unit is on its way already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.inner, self.last = nn.Embedding(13, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.inner(self.token(tokens))).mean(1))
+        return y
+
+
+def test_a_pass_that_fails_leaves_no_unit_whole() -> None:
+    def batch(samples: int, highest: int = 12) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(samples * 3).view(samples, 3) % (highest + 1)
+        return tokens, torch.arange(samples) % 4
+
+    def work(job: Job) -> Any:
+        job.step(batch(8))
+        for attempt in (job.evaluate, job.step):
+            with pytest.raises(ActionFailed):
+                attempt((torch.full((8, 3), 99), batch(8)[1]))
+            storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in job.model.parameters()}
+            assert sum(storages.values()) <= 8 * 6
+        return job.evaluate(batch(8)), job.step(batch(8)).loss, job.state_dict()
+
+    torch.manual_seed(0)
+    model = Tokens().double()
+    expected = plainly(model, [batch(8), batch(8)])
+    for evaluated, loss, state in workers(work, model, "data=2,shard=parameters", example=batch(8)):
+        assert evaluated == pytest.approx(loss, rel=1e-10) == pytest.approx(expected.losses[1], rel=1e-10)
+        assert_state(state, expected.state)

@@ -222,6 +222,64 @@ def test_several_threads_wait_over_one_hub():
     assert done == [True, True]
 
 
+@pytest.mark.parametrize("waits", ["here", "elsewhere"])
+def test_what_a_thread_had_no_room_for_goes_out_while_another_sleeps(waits: str):
+    """The one that sleeps waits for what only comes once all that the other one has sent is there."""
+    left, right = hubs(2, timeout=20)
+    sleeper, sender = over(left, 2), over(left, 2)
+    first, second = over(right, 2), over(right, 2)
+    left.links[1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that the system allows
+    came: list[float] = []
+    sleeping = threading.Thread(target=lambda: came.append(sleeper.receive((), torch.float32, 1).wait().item()))
+    sleeping.start()
+    while not left._asleep:
+        time.sleep(0.001)
+    for value in range(50):
+        sender.send(torch.full((2000,), float(value)), 1)
+    assert left.links[1].behind
+
+    def answer() -> None:
+        got = [second.receive((2000,), torch.float32, 0).wait()[0].item() for _ in range(50)]
+        assert got == list(range(50))
+        second.send(torch.tensor(7.0), 0)
+        first.send(torch.tensor(8.0), 0)
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    if waits == "here":
+        assert sender.receive((), torch.float32, 1).wait().item() == 7
+    sleeping.join(10)
+    answering.join(10)
+    assert came == [8.0] and not left.links[1].behind
+
+
+def test_what_is_queued_behind_goes_out_while_a_second_thread_waits_for_the_first():
+    """Answers that are owed go out, too, although who sleeps went to sleep before they were."""
+    left, right = hubs(2, timeout=20)
+    sleeper, waiter = over(left, 2), over(left, 2)
+    first, second = over(right, 2), over(right, 2)
+    second.send(torch.ones(200_000), 0)
+    held = waiter.receive((200_000,), torch.float32, 1).wait()
+    sleeping = threading.Thread(target=lambda: sleeper.receive((), torch.float32, 1).wait())
+    sleeping.start()
+    while not left._asleep:
+        time.sleep(0.001)
+    del held  # the block that it lay in is right's again once right has been told
+
+    def answer() -> None:
+        with right.lock:
+            right._until(lambda: right._blocks.used == 0, None, "waiting for the block")
+        second.send(torch.tensor(7.0), 0)
+        first.send(torch.tensor(8.0), 0)
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    assert waiter.receive((), torch.float32, 1).wait().item() == 7
+    for thread in (sleeping, answering):
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_what_came_before_the_end_is_still_read():
     left, right = (over(hub, 2) for hub in hubs(2))
     right.send(torch.ones(1), 0)  # left leaves without reading it

@@ -109,7 +109,7 @@ def test_a_value_of_another_shape_is_refused_before_it_travels() -> None:
             send = next(a for a in worker.program.actions if a.kind is Kind.SEND)
             share = worker.shares(8)[0]
             wrong = {0: {str(send.value): torch.zeros(share.samples, 99)}}
-            state = StepState({0: share}, {0: Part(share.samples)}, {0: share.samples}, outgoing=wrong)
+            state = StepState({0: share}, {0: Part(share.samples)}, {0: share.samples}, counted=8, outgoing=wrong)
             with pytest.raises(RuntimeError) as caught:
                 worker._send(Action(Kind.SEND, 0, 0, send.value, 1), state)
             return str(caught.value)

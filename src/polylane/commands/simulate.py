@@ -72,6 +72,10 @@ def run(
     if of_plan:
         method = replace(method, dtype=chosen.precision)
     method, every = of_sync(chosen.sync, method, every)
+    if chosen.slow:
+        raise PolylaneError(
+            "slow in a plan is for runs: leave it out, and give --slow RANK=SPEED to predict a straggler"
+        )
     basis = setup.basis(scene.job, scene.cluster, method)
     partition, fitted = subdivided(basis, chosen, batch, chunks)
     drawn = html is not None or svg is not None

@@ -75,7 +75,7 @@ class Log:
     to it as well, so that nobody waits for that.
     """
 
-    def __init__(self, tell: Tell, slack: int) -> None:
+    def __init__(self, tell: Tell, slack: Callable[[], int]) -> None:
         self._tell = tell
         self._slack = slack
         self._waiting: deque[Callable[[], None]] = deque()
@@ -97,7 +97,7 @@ class Log:
         """A step was done: tell of an earlier one."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        while len(self._waiting) >= self._slack:
+        while len(self._waiting) >= self._slack():
             self._waiting.popleft()()
         self.launched += 1
         self.samples += result.samples

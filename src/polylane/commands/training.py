@@ -175,7 +175,7 @@ def train(job: Job, request: Request, materials: Materials, prepared: Prepared, 
     What is told: one "begin", a "step" for each, a "testing" and an "epoch" after each epoch.
     """
     tell(_begin(job, request, materials, prepared))
-    log = Log(tell, job.slack)
+    log = Log(tell, lambda: job.slack)
     test_loss = None
     for epoch in itertools.count(1) if request.epochs is None else range(1, request.epochs + 1):
         log.begin_epoch()
@@ -220,8 +220,15 @@ def _begin(job: Job, request: Request, materials: Materials, prepared: Prepared)
         "device": str(job.world.device.type),
         "steps": total,
         "epochs": request.epochs or (-(-total // in_epoch) if total and in_epoch else None),
-        "notes": list(prepared.main.graph.notes),
+        "notes": [*prepared.main.graph.notes, *_own_rule(prepared.plan)],
     }
+
+
+def _own_rule(plan: Plan) -> list[str]:
+    """A note where the numbers are not those of one device."""
+    if plan.sync.exact or plan.data == 1:
+        return []
+    return [f"{','.join(plan.sync.words())}: the numbers are those of this rule, not those of one device"]
 
 
 def _epoch(job: Job, request: Request, materials: Materials, epoch: int) -> Iterator[Batch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from polylane.plan.sync import PowerSGD, Sync, TopK
 
@@ -18,12 +19,15 @@ class Held:
         itemsize: bytes of a number.
         ranks: how many workers sum its gradient; 1 where nobody else has it.
         replicas: whether these are the replicas of one stage, and no others.
+        leaves: whether its gradient leaves this worker for a parameter server. Not where the server lives in the same
+            process, or where another worker of the replica speaks for all that hold the same.
     """
 
     shape: tuple[int, ...]
     itemsize: int
     ranks: int
     replicas: bool = True
+    leaves: bool = True
 
     @property
     def elements(self) -> int:
@@ -36,28 +40,40 @@ class Held:
         return self.elements * self.itemsize
 
 
-def sent(sync: Sync, held: Sequence[Held], step: int) -> float:
+def sent(sync: Sync, held: Sequence[Held], step: int, microbatches: int = 1, answers: float = 0.0) -> float:
     """Bytes that one worker sends in a step so that all agree on weights.
 
     * A sum over p workers is a reduce-scatter and an all-gather: 2 n (p - 1) / p (Patarasuk and Yuan 2009, section 3),
       2 n (p - 1) of all workers together.
-    * ZeRO-1 and -2 send as much, ZeRO-3 half as much again (Rajbhandari et al. 2020, section 7).
+    * ZeRO-1 sends as much. In each of m backward passes ZeRO-2 scatters gradients anew, for no worker has memory for
+      all of them, and gathers weights once: (m + 1) n (p - 1) / p. ZeRO-3 gathers weights in every forward and every
+      backward pass as well: 3 m n (p - 1) / p. With one microbatch these are the 1 and 1.5 times of Rajbhandari et al.
+      2020, section 7.
     * Weights that are averaged in one of k steps: as much in that one, nothing in the others.
-    * To parameter servers a worker sends n, and they send n to each: 2 n p in all (Li et al., OSDI 2014).
+    * To parameter servers a worker sends n, and they send n to each: 2 n p in all (Li et al., OSDI 2014). What goes
+      between a worker and a server in one process does not leave it: 2 n (p - 1) in all, and a worker that hosts
+      servers sends what these answer.
+
+    A sum of at most 64 KB over more than two workers that share memory goes straight to each of them, for that is one
+    message after the other less: n (p - 1) leave a worker, p / 2 times what a ring would send.
 
     Args:
         sync: how they agree.
         held: by the worker.
         step: which one, from 0.
+        microbatches: forward and backward passes of the step.
+        answers: bytes of the weights that parameter servers in this worker's process send to other processes.
     """
     if sync.serves:
         inner = sum(reduced(each.nbytes, each.ranks) for each in held if not each.replicas)
-        return inner + sum(each.nbytes for each in held)
+        return inner + sum(each.nbytes for each in held if each.leaves) + answers
     if sync.every > 1 and step >= sync.warmup:
         due = (step + 1 - sync.warmup) % sync.every == 0
         inner = sum(reduced(each.nbytes, each.ranks) for each in held if not each.replicas)
         return inner + (sum(reduced(each.nbytes, each.ranks) for each in held if each.replicas) if due else 0.0)
-    return sum(_summed(sync, each, step) if each.replicas else reduced(each.nbytes, each.ranks) for each in held)
+    return sum(
+        _summed(sync, each, step, microbatches) if each.replicas else reduced(each.nbytes, each.ranks) for each in held
+    )
 
 
 def reduced(nbytes: float, ranks: int) -> float:
@@ -65,15 +81,22 @@ def reduced(nbytes: float, ranks: int) -> float:
     return 2 * nbytes * (ranks - 1) / ranks
 
 
-def _summed(sync: Sync, held: Held, step: int) -> float:
+def entries(fraction: float, elements: int) -> int:
+    """How many of so many elements top-k sends: ceil(fraction x elements).
+
+    The fraction is what its decimal digits say: 0.1 of 30 is 3, and not what the binary number makes it.
+    """
+    return math.ceil(Fraction(str(fraction)) * elements)
+
+
+def _summed(sync: Sync, held: Held, step: int, microbatches: int) -> float:
     """What one worker sends of one tensor that replicas sum in every step."""
     if sync.shard != "none":
-        return _sharded(sync, held)
+        return _sharded(sync, held, microbatches)
     if sync.wire != "same":
         return reduced(held.elements * 2, held.ranks)
     if isinstance(sync.compress, TopK):
-        count = math.ceil(sync.compress.fraction * held.elements - 1e-9)
-        return (held.ranks - 1) * count * (held.itemsize + 4)
+        return (held.ranks - 1) * entries(sync.compress.fraction, held.elements) * (held.itemsize + 4)
     if isinstance(sync.compress, PowerSGD) and step >= sync.compress.start:
         rows = held.shape[0] if held.shape else 1
         thin = sync.compress.rank * (rows + held.elements // max(rows, 1)) * max(held.itemsize, 4)
@@ -81,9 +104,10 @@ def _summed(sync: Sync, held: Held, step: int) -> float:
     return reduced(held.nbytes, held.ranks)
 
 
-def _sharded(sync: Sync, held: Held) -> float:
-    """Reduce-scatter and all-gather within a group, a sum of the parts across groups; ZeRO-3 gathers once more."""
+def _sharded(sync: Sync, held: Held, microbatches: int) -> float:
+    """Reduce-scatters and all-gathers within a group, once a step a sum of the parts across groups."""
     within = min(sync.within or held.ranks, held.ranks)
     each = held.nbytes * (within - 1) / within
     across = reduced(held.nbytes / within, held.ranks // within)
-    return (3 if sync.shard == "parameters" else 2) * each + across
+    times = {"optimizer": 2, "gradients": microbatches + 1, "parameters": 3 * microbatches}[sync.shard]
+    return times * each + across

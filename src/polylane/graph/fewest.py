@@ -24,13 +24,21 @@ class Fewest:
     Attributes:
         samples: so many, over all replicas.
         node: the operator that needs them, with the user's own line; "" where a single sample will do.
+        replicas: that each need their part of them, for each sees its own samples alone; 1 where all see all.
     """
 
     samples: int = 1
     node: str = ""
+    replicas: int = 1
 
     def __str__(self) -> str:
-        return f"{self.node} needs {self.samples} samples at once in training, for the variance of a channel's values"
+        each = f" in each of {self.replicas} replicas" if self.replicas > 1 else ""
+        count = self.samples // self.replicas
+        return f"{self.node} needs {count} samples at once in training{each}, for the variance of a channel's values"
+
+    def apart(self, replicas: int) -> Fewest:
+        """How few samples so many replicas take that each see their own alone."""
+        return Fewest(self.samples * replicas, self.node, replicas) if self.samples > 1 else self
 
     def check(self, samples: int, what: str, remedy: str) -> None:
         """Refuse a batch on which one device would fail, too.
@@ -45,7 +53,8 @@ class Fewest:
         """
         if samples < self.samples:
             count = f"{samples} sample{'s' if samples != 1 else ''}"
-            raise PolylaneError(f"{what} has {count}, but {self}, on one device too: {remedy}")
+            too = ", on one device too" if self.replicas == 1 else ""
+            raise PolylaneError(f"{what} has {count}, but {self}{too}: {remedy}")
 
 
 def fewest_samples(graphs: Iterable[Graph]) -> Fewest:

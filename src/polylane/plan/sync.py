@@ -12,7 +12,7 @@ from polylane.errors import PolylaneError
 from polylane.plan.strict import Count, Strict
 
 _Share = Annotated[float, pydantic.Field(strict=True, gt=0.0, le=1)]
-_Rate = Annotated[float, pydantic.Field(strict=True, gt=0.0)]
+_Rate = Annotated[float, pydantic.Field(strict=True, gt=0.0, allow_inf_nan=False)]
 _Momentum = Annotated[float, pydantic.Field(strict=True, ge=0, lt=1)]
 _Steps = Annotated[int, pydantic.Field(strict=True, ge=0)]
 

@@ -31,7 +31,7 @@ def first_difference(prepared: Prepared, batch: Any, seed: int, wrong: Collectio
         batch: of the first step.
         wrong: parameters whose gradients of the first step differ.
     """
-    if prepared.plan.sync.serves:  # servers have no part in a pass
+    if not prepared.plan.sync.plain:  # how replicas agree has no part in a pass, which here is the first one
         prepared = replace(prepared, plan=prepared.plan.model_copy(update={"sync": SUM}))
     layouts, stage_of = prepared.layouts_of(prepared.main), prepared.main.stage_of
     traces = fork(lambda context: trace(prepared, World.join(), batch, seed), prepared.plan.workers)

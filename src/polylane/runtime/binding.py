@@ -16,6 +16,7 @@ from polylane.runtime.division import Batch
 from polylane.runtime.holding import Holding
 from polylane.runtime.lane import bind, programs_of
 from polylane.runtime.prepare import recaptured
+from polylane.runtime.sync.codec import Codec
 from polylane.runtime.worker import Worker
 
 
@@ -52,8 +53,17 @@ class Binding:
         """Into how many microbatches a batch is divided: a short one into fewer, if the model needs the samples."""
         return part_count(samples, self._plan.microbatches, self._prepared.fewest.samples)
 
-    def lane(self, partition: Partition, programs: Sequence[Program], alone: bool = False) -> Lane:
-        """A partition of one of the model's graphs, with every worker's program, bound to this worker."""
+    def lane(
+        self, partition: Partition, programs: Sequence[Program], alone: bool = False, codec: Codec | None = None
+    ) -> Lane:
+        """A partition of one of the model's graphs, with every worker's program, bound to this worker.
+
+        Args:
+            partition: the graph and its cuts.
+            programs: of all workers.
+            alone: every replica goes its own way.
+            codec: how replicas sum gradients, the same for all lanes of an objective; None: plainly, or not at all.
+        """
         stage = self._holding.stage
         self._holding.tensors.hold({*partition.parameters(stage), *partition.buffers(stage)})
         layouts, transport = self._prepared.layouts_of(partition), self._connections.transport
@@ -79,35 +89,41 @@ class Binding:
             orders,
             alone,
             self._holding.shards,
+            codec,
         )
         return Lane(partition, tuple(programs), worker)
 
-    def for_training(self, lanes: Lanes, name: str, batch: Batch, alone: bool = False) -> Lane:
-        """An objective's lane for batches like this one, bound when the first of them comes."""
-        return self._for(lanes, name, batch, True, alone)
+    def for_training(
+        self, lanes: Lanes, name: str, batch: Batch, alone: bool = False, codec: Codec | None = None
+    ) -> Lane:
+        """An objective's lane for batches like this one, bound when the first of them comes; see :meth:`lane`."""
+        return self._for(lanes, name, batch, True, alone, codec)
 
     def for_evaluation(self, name: str, batch: Batch) -> Lane:
         """As :meth:`for_training`, in evaluation mode and forward only."""
-        return self._for(self._evaluations[name], name, batch, False, False)
+        return self._for(self._evaluations[name], name, batch, False, False, None)
 
-    def _for(self, lanes: Lanes, name: str, batch: Batch, training: bool, alone: bool) -> Lane:
+    def _for(
+        self, lanes: Lanes, name: str, batch: Batch, training: bool, alone: bool, codec: Codec | None
+    ) -> Lane:
         form, count = signature(batch.leaves, batch.sampled), self.microbatches(batch.samples)
         if (form, count, alone) not in lanes:
             full = self._plan.microbatches
             if (form, full, alone) not in lanes:
                 other = lanes.get((form, full, not alone))
                 known = None if other is None else other.partition
-                lanes[form, full, alone] = self._captured(name, batch, form, training, alone, known)
+                found, programs = self._captured(name, batch, form, training, alone, known)
+                lanes[form, full, alone] = self.lane(found, programs, alone, codec)
             if count < full:
                 lane = lanes[form, full, alone]
-                programs = [shortened(p, count) for p in lane.programs]
-                lanes[form, count, alone] = self.lane(lane.partition, programs, alone)
+                programs = tuple(shortened(p, count) for p in lane.programs)
+                lanes[form, count, alone] = self.lane(lane.partition, programs, alone, codec)
         return lanes[form, count, alone]
 
     def _captured(
         self, name: str, batch: Batch, form: Any, training: bool, alone: bool, partition: Partition | None
-    ) -> Lane:
-        """The lane of a graph that is captured now, or was captured ahead."""
+    ) -> tuple[Partition, tuple[Program, ...]]:
+        """A graph that is captured now, or was captured ahead, and every worker's program for it."""
         prepared = self._prepared
         if partition is None and not training and form == self._form:
             partition = prepared.evaluations.get(name)
@@ -120,7 +136,7 @@ class Binding:
         self._refuse_moved(partition)
         layouts = prepared.layouts_of(partition)
         programs = programs_of(partition, self._plan, self._holding.holders, training, layouts, alone)
-        return self.lane(partition, self._holding.layout.regrouped(programs), alone)
+        return partition, self._holding.layout.regrouped(programs)
 
     def _refuse_moved(self, partition: Partition) -> None:
         holders = self._holding.holders

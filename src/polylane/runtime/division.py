@@ -43,6 +43,12 @@ def shares(batch: int, microbatches: int, replicas: int, replica: int) -> tuple[
     return tuple(result)
 
 
+def counted(batch: int, microbatches: int, replicas: int) -> list[int]:
+    """The samples of a batch that count at each replica."""
+    every = (shares(batch, microbatches, replicas, replica) for replica in range(replicas))
+    return [sum(share.samples * share.weight for share in own) for own in every]
+
+
 class Batch:
     """A batch of which this worker may hold only the samples that it computes on."""
 

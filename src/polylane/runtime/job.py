@@ -19,7 +19,7 @@ from polylane.runtime import allocator, clock, data, weights
 from polylane.runtime.accounts import Accounts
 from polylane.runtime.binding import Binding, Lane
 from polylane.runtime.connections import Connect, check_size, connected, replica_of
-from polylane.runtime.division import Batch, Share, shares
+from polylane.runtime.division import Batch, Share, counted, shares
 from polylane.runtime.holding import Holders, Holding, holders_of, layout_of
 from polylane.runtime.lane import programs_of
 from polylane.runtime.prepare import Prepared
@@ -111,12 +111,13 @@ class Job(Accounts):
         }
         for name, trainer in self._trainers.items():
             partition = prepared.partitions[name]
-            trainer.lanes[form, self.plan.microbatches, False] = self.lane(partition, self._programs[name])
+            bound = self._binding.lane(partition, self._programs[name], codec=trainer.codec)
+            trainer.lanes[form, self.plan.microbatches, False] = bound
             if name in alone:
                 bound = self._binding.lane(partition, alone[name], True)
                 trainer.lanes[form, self.plan.microbatches, True] = bound
         self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
-        self._reports = Reports(self._rule.slack)
+        self._reports = Reports()
         self._traffic = traffic_of(self._connections, self._rule, self._holding, self._programs)
         self._spans: deque[tuple[Span, ...]] = deque(maxlen=STEPS_KEPT)
 
@@ -156,11 +157,12 @@ class Job(Accounts):
         own = self._own(batch)
         self._refuse_short(own)
         with self._rule.watch():
-            lane = self._binding.for_training(trainer.lanes, name, own, self._rule.alone(name))
-            self._reports.make_room()
+            lane = self._binding.for_training(trainer.lanes, name, own, self._rule.alone(name), trainer.codec)
+            self._reports.make_room(self._rule.slack)
             trainer.zero_grad()
             self._holding.buffers.fetch(lane.partition)
-            with self._traffic.counted(name):
+            passes = min(self._binding.microbatches(own.samples), own.samples)
+            with self._traffic.counted(name, passes):
                 state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(name, lane, own, state))
             self._holding.buffers.written(lane.partition)
             report = gathered(
@@ -210,7 +212,8 @@ class Job(Accounts):
             if count:
                 trainer.rescale(state.counted / count)
         self._rule.update(name, trainer, bool(state.shares))
-        self._rule.stepped(name, batch.samples)
+        parts, replicas = self._binding.microbatches(batch.samples), self.plan.data
+        self._rule.stepped(name, counted(batch.samples, parts, replicas) if self.plan.sync.alone else ())
 
     def _objective(self, name: str | None) -> str:
         if name is None:

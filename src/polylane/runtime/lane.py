@@ -22,7 +22,7 @@ from polylane.runtime.mesh import Mesh
 from polylane.runtime.relays import Relays
 from polylane.runtime.stage import OWN_PYTHON, Around, Localized, StageRunner, extract, ungated, wires
 from polylane.runtime.sync.all_reduce import Reducer
-from polylane.runtime.sync.compress import codec_of
+from polylane.runtime.sync.codec import Codec
 from polylane.runtime.sync.sharded import Shards
 from polylane.runtime.sync.sharded_lane import sharding
 from polylane.runtime.transport.protocol import Transport
@@ -106,12 +106,15 @@ def bind(
     orders: Mapping[str, Order],
     alone: bool = False,
     shards: Shards | None = None,
+    codec: Codec | None = None,
 ) -> Worker:
     """One worker's program, bound to its tensors.
 
     Args:
         alone: its replica goes its own way.
         shards: what replicas hold parts of, if anything.
+        codec: how replicas sum gradients; what it remembers goes on from one lane of an objective to the next.
+            Default: plainly.
     """
     shards = Shards() if shards is None else shards
     partition, graph = program.partition, program.partition.graph
@@ -143,8 +146,6 @@ def bind(
         local=None if layout is None else Localized(code, partition, layout, mesh.coordinates, dtypes, gates),
         around=Around() if cut is None else cut.around,
     )
-    compress = None if plan.sync.compress is None else plan.sync.compress.model_dump()
-    codec = codec_of(plan.sync.wire, compress, held)
     reducer = cut.reducer if cut else Reducer(program.buckets, held, optional, transport, codec, program.replicas)
     travelling = wires(partition, dtypes, layout, mesh.coordinates)
     sizes = {name: wire.sizes for name, wire in travelling.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cloned, few, part_count, sample_count
 from polylane.graph.export import Loss
-from polylane.graph.fewest import Fewest
+from polylane.graph.fewest import Fewest, fewest_samples
 from polylane.graph.graph import Graph
 from polylane.graph.samples import splits_exactly
 from polylane.plan.plan import Plan, default_microbatches
@@ -29,6 +30,12 @@ def asked_for(spec: Spec | Plan, total: int) -> int:
     if spec.data > total:
         raise PolylaneError(f"data={spec.data}: a batch of {total} samples cannot be divided over so many replicas")
     return microbatches
+
+
+def fewest_for(plan: Spec | Plan, graphs: Iterable[Graph]) -> Fewest:
+    """How few samples a microbatch of a plan may have in training."""
+    fewest = fewest_samples(graphs)
+    return fewest.apart(plan.data) if plan.sync.alone else fewest
 
 
 def with_enough(asked: int, total: int, fewest: Fewest, fewer: bool) -> int:

@@ -82,10 +82,10 @@ def parallelize(
 def _alone(spec: Spec | Plan, samples: int) -> Spec:
     """The same training, of batches of so many samples, on one worker, with the same microbatches.
 
-    A single replica needs no parameter servers.
+    A single replica has nobody to agree with.
     """
     if isinstance(spec, Plan):
         return Spec(schedule=spec.schedule, microbatches=spec.microbatches, precision=spec.precision)
     microbatches = default_microbatches(spec, samples)
-    sync = SUM if spec.sync.serves else spec.sync
-    return replace(spec, data=1, pipeline=1, sequence=1, tensor=1, stages=(), microbatches=microbatches, sync=sync)
+    plain = replace(spec, data=1, pipeline=1, sequence=1, tensor=1, stages=(), sync=SUM, slow=())
+    return replace(plain, microbatches=microbatches)

@@ -16,7 +16,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import cloned, few, flatten, sample_count, sampled_leaves
 from polylane.graph.capture import capture
 from polylane.graph.export import Loss
-from polylane.graph.fewest import Fewest, fewest_samples
+from polylane.graph.fewest import Fewest
 from polylane.graph.graph import Graph
 from polylane.graph.orders import Order, Seen, orders_of, why_unknown
 from polylane.graph.partition import Partition, aligned, balanced
@@ -25,7 +25,7 @@ from polylane.plan import fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
-from polylane.runtime.microbatches import asked_for, samples_meet, with_enough
+from polylane.runtime.microbatches import asked_for, fewest_for, samples_meet, with_enough
 from polylane.runtime.optimizer_probe import Untried, whole_parameters
 from polylane.runtime.sync.server_split import shared_out
 
@@ -121,7 +121,7 @@ class Prepared:
     @cached_property
     def fewest(self) -> Fewest:
         """How few samples a microbatch may have in training."""
-        return fewest_samples(partition.graph for partition in self.partitions.values())
+        return fewest_for(self.plan, [partition.graph for partition in self.partitions.values()])
 
     @property
     def main(self) -> Partition:
@@ -230,7 +230,9 @@ def prepare(
     part = few(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
     graphs = {n: _graph_of(model, o, parameters, rebuild(cloned(part)), in_float64) for n, o in objectives.items()}
-    microbatches = with_enough(microbatches, total, fewest_samples(graphs.values()), fewer or spec.microbatches is None)
+    microbatches = with_enough(
+        microbatches, total, fewest_for(spec, graphs.values()), fewer or spec.microbatches is None
+    )
     partitions, seen, meets = _partitions(
         model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
     )

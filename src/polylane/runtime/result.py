@@ -93,15 +93,14 @@ class Report:
 
 
 class Reports:
-    """The reports that are under way: as many as replicas may be steps apart."""
+    """The reports that are under way."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._waiting: deque[Report] = deque()
 
-    def make_room(self) -> None:
+    def make_room(self, most: int) -> None:
         """Before a step: wait for those that were begun so many steps ago."""
-        while len(self._waiting) >= self._most:
+        while len(self._waiting) >= most:
             self._waiting.popleft().complete()
 
     def add(self, report: Report) -> None:

@@ -18,29 +18,40 @@ class Traffic:
     Args:
         main: of the transport for gradients and for values between stages.
         others: of further transports, by what they are for.
-        theory: bytes that the worker sends in a step (0, 1, ...) of an objective so that replicas agree, by theory.
+        theory: bytes that the worker sends in a step (0, 1, ...) of so many microbatches of an objective so that
+            replicas agree, by theory.
+        served: of the lines to parameter servers, where some live in this process: these answer in their own time, so
+            all is counted that leaves from now on, between steps as well.
+        settle: waits until every worker has what was sent to it in its steps; all must call it.
 
     Attributes:
         steps: that were counted, of each objective.
-        sent: bytes, over all of them, by purpose.
+        sent: bytes, over all of them, by purpose; without what ``served`` counted.
         theory: bytes for agreement, over all of them, by theory.
     """
 
     def __init__(
-        self, main: Counters, others: Mapping[str, Sequence[Counters]], theory: Callable[[str, int], float]
+        self,
+        main: Counters,
+        others: Mapping[str, Sequence[Counters]],
+        theory: Callable[[str, int, int], float],
+        served: Sequence[Counters] = (),
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self._main, self._others, self._theory = main, others, theory
+        self._served, self._settle = tuple(served), settle
+        self._start = sum(each.sent for each in self._served)
         self.theory = 0.0
         self.steps: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
     @contextmanager
-    def counted(self, objective: str) -> Iterator[None]:
-        """Count what is sent meanwhile as that of one step of an objective."""
+    def counted(self, objective: str, microbatches: int) -> Iterator[None]:
+        """Count what is sent meanwhile as that of one step of an objective, in so many microbatches."""
         before = self._now()
         yield
         self.sent.update(self._now() - before)
-        self.theory += self._theory(objective, self.steps[objective])
+        self.theory += self._theory(objective, self.steps[objective], microbatches)
         self.steps[objective] += 1
 
     def _now(self) -> Counter[str]:
@@ -51,8 +62,10 @@ class Traffic:
         return found
 
     def means(self) -> dict[str, float]:
-        """Bytes of a step by purpose, and ``"theory"``, the mean over all steps."""
-        steps = max(self.steps.total(), 1)
-        return {purpose: self.sent[purpose] / steps for purpose in (AGREEMENT, STAGES, OPERATORS, STATISTICS)} | {
+        """Bytes of a step by purpose, and ``"theory"``, the mean over all steps; all workers must ask for it."""
+        self._settle()
+        steps, sent = max(self.steps.total(), 1), Counter(self.sent)
+        sent[AGREEMENT] += sum(each.sent for each in self._served) - self._start
+        return {purpose: sent[purpose] / steps for purpose in (AGREEMENT, STAGES, OPERATORS, STATISTICS)} | {
             "theory": self.theory / steps
         }

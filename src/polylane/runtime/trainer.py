@@ -18,6 +18,8 @@ from polylane.runtime.connections import replica_of
 from polylane.runtime.holding import Holding
 from polylane.runtime.optimizer import Clipper, PartSums
 from polylane.runtime.prepare import Objective, named_parameters
+from polylane.runtime.sync.codec import Codec
+from polylane.runtime.sync.compress import codec_of
 from polylane.runtime.sync.sharded import Shards
 
 
@@ -33,6 +35,8 @@ class Trainer:
         clipper: bounds the gradients' norm, or None.
         shards: what replicas hold parts of.
         whole: this worker's parameters as its passes see them.
+        codec: how its gradients are summed over replicas, in all of its lanes: what one of them could not send, the
+            next one may.
         lanes: the objective's graphs, bound, by the form of their batches.
     """
 
@@ -43,6 +47,7 @@ class Trainer:
     clipper: Clipper | None
     shards: Shards
     whole: dict[str, nn.Parameter]
+    codec: Codec
     lanes: Lanes = field(default_factory=dict)
 
     def zero_grad(self) -> None:
@@ -92,7 +97,7 @@ def trainer_of(
         clip_norm: bound on the gradients' 2-norm, or None.
 
     Raises:
-        PolylaneError: its scheduler wants to know a metric.
+        PolylaneError: its scheduler wants to know a metric; or gradients cannot travel as the plan says.
     """
     order, whole = _optimized(holding, name)
     held = holding.shards.updated(whole)
@@ -100,7 +105,8 @@ def trainer_of(
         bind(built, _part_sums(holding, order, held))
     clipper = None if clip_norm is None else _clipper(holding, order, held, programs, clip_norm)
     scheduler = _scheduler(holding.prepared.objectives[name], built)
-    return Trainer(built, scheduler, order, held, clipper, holding.shards, whole)
+    codec = codec_of(holding.prepared.plan.sync, whole)
+    return Trainer(built, scheduler, order, held, clipper, holding.shards, whole, codec)
 
 
 def _optimized(holding: Holding, name: str) -> tuple[list[str], dict[str, nn.Parameter]]:

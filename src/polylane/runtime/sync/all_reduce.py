@@ -39,8 +39,8 @@ class Reducer:
         optional: parameters that may get no gradient at all in some step (the user's own Python decides): whether
             anybody had one is summed with them, so that the optimizer skips them just as on one device.
         transport: between the workers.
-        codec: how the sums over the replicas of one stage are made; this worker's own, for it may remember. Default:
-            plainly.
+        codec: how the sums over the replicas of one stage are made; this worker's own, for it may remember. Reducers of
+            the same parameters that work in turns share one. Default: plainly.
         replicas: the ranks that hold the same parts of the same stage as this worker does. A bucket that others sum as
             well (ranks along an operator axis, of which each has a summand; stages that share tied weights) is no sum
             of alike gradients over samples, and is always summed plainly.

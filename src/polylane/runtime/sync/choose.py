@@ -39,5 +39,5 @@ def rule_of(
         return FromServers(plan, host, trainers, parameters, held, transport, waits)
     if plan.sync.every > 1:
         trained = {name: trainer.held for name, trainer in trainers.items()}
-        return LocalSteps(plan.sync, plan.microbatches, plan.group(rank, ("data",)), transport, trained, held)
+        return LocalSteps(plan.sync, plan.group(rank, ("data",)), transport, trained, held)
     return Rule(transport)

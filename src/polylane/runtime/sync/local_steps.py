@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from polylane.plan.sync import Outer, Sync
-from polylane.runtime.division import shares
+from polylane.runtime.sync.mean import means
 from polylane.runtime.sync.rule import Rule
 from polylane.runtime.transport.protocol import Transport
+
+# Steps that replicas may be apart by, however rarely they agree: what a step came to is told that much later.
+MOST_APART = 32
 
 
 @dataclass
@@ -47,34 +50,37 @@ class LocalSteps(Rule):
 
     Args:
         sync: how often, after which start, with which outer optimizer.
-        microbatches: of a batch.
         members: this stage's replicas: ranks that hold the same parts, in the order of the replicas.
         transport: between them.
         trained: by objective, the parameters that it trains and this worker holds.
-        buffers: this worker's, by name; asked for anew each time.
+        buffers: this worker's, by name.
     """
 
     def __init__(
         self,
         sync: Sync,
-        microbatches: int,
         members: Sequence[int],
         transport: Transport,
         trained: Mapping[str, Mapping[str, nn.Parameter]],
         buffers: Mapping[str, Tensor],
     ) -> None:
-        self._sync, self._microbatches = sync, microbatches
+        self._sync = sync
         self._members, self._transport = tuple(members), transport
         self._index = self._members.index(transport.rank)
         self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._courses = {name: _started(parameters, sync.outer) for name, parameters in trained.items()}
-        self.slack = sync.every
+
+    @property
+    def slack(self) -> int:  # type: ignore[override]
+        """See :class:`Rule`: one while gradients are summed."""
+        apart = any(course.steps > self._sync.warmup for course in self._courses.values())
+        return min(self._sync.every, MOST_APART) if apart else 1
 
     def alone(self, objective: str) -> bool:
         """See :meth:`Rule.alone`."""
         return self._courses[objective].steps >= self._sync.warmup
 
-    def stepped(self, objective: str, samples: int) -> None:
+    def stepped(self, objective: str, samples: Sequence[int]) -> None:
         """See :meth:`Rule.stepped`."""
         course = self._courses[objective]
         apart = course.steps >= self._sync.warmup
@@ -84,41 +90,26 @@ class LocalSteps(Rule):
                 for name, anchor in course.anchor.items():
                     anchor.copy_(course.parameters[name])
             return
-        own = [sum(s.samples * s.weight for s in shares(samples, self._microbatches, self._replicas, r))
-               for r in range(self._replicas)]  # fmt: skip
-        course.seen = [a + b for a, b in zip(course.seen or [0] * self._replicas, own, strict=True)]
+        course.seen = [a + b for a, b in zip(course.seen or [0] * len(samples), samples, strict=True)]
         if (course.steps - self._sync.warmup) % self._sync.every == 0:
             self._agree(course)
 
-    @property
-    def _replicas(self) -> int:
-        return len(self._members)
-
     def _agree(self, course: _Course) -> None:
         tensors: dict[str, Tensor] = {**course.parameters, **self._buffers}
-        means = self._means(tensors, course.seen)
+        found = self._means(tensors, course.seen)
         if course.outer is not None:
             for name, anchor in course.anchor.items():
-                anchor.grad = anchor.detach() - means[name]
+                anchor.grad = anchor.detach() - found[name]
             course.outer.step()
-            means |= {name: anchor.detach() for name, anchor in course.anchor.items()}
+            found |= {name: anchor.detach() for name, anchor in course.anchor.items()}
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.copy_(means[name])
+                tensor.copy_(found[name])
         course.seen = []
 
     def _means(self, tensors: Mapping[str, Tensor], seen: Sequence[int]) -> dict[str, Tensor]:
-        """The mean of every tensor over the replicas, weighted by samples; one sum for each dtype."""
-        share = seen[self._index] / sum(seen)
-        means, pending = dict[str, Tensor](), []
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
-            names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
-            flat = torch.cat([tensors[name].detach().reshape(-1) for name in names]).mul_(share)
-            pending.append((names, self._transport.all_reduce(flat, self._members)))
-        for names, transfer in pending:
-            pieces = transfer.wait().split([tensors[name].numel() for name in names])
-            means |= {name: piece.view(tensors[name].shape) for name, piece in zip(names, pieces, strict=True)}
-        return means
+        """The mean of every tensor over the replicas, weighted by samples."""
+        return means(tensors, seen[self._index] / sum(seen), self._members, self._transport)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:

@@ -65,12 +65,12 @@ class Rule:
         """
         trainer.update(samples)
 
-    def stepped(self, objective: str, samples: int) -> None:
+    def stepped(self, objective: str, samples: Sequence[int]) -> None:
         """After an optimizer step: agree, where it is time.
 
         Args:
             objective: that was stepped.
-            samples: in the whole batch.
+            samples: that each replica had of the batch; none of them is told where replicas never go apart.
         """
 
     def stepping(self) -> list[Stepping]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from polylane.errors import PeerLost
 from polylane.plan.plan import Plan
 from polylane.runtime.connections import replica_of
-from polylane.runtime.division import shares
 from polylane.runtime.mesh import Waits
 from polylane.runtime.sync.mean import means
 from polylane.runtime.sync.rule import Rule, Stepping
@@ -102,13 +101,12 @@ class FromServers(Rule):
             heads = [self._pulled(server, *line) for server, line in self._host.lines.items()]
         self._steps += 1
         self.staleness = max((head.staleness for head in heads), default=0)
-        self._follow(objective, trainer, max((head.updates for head in heads), default=0))
+        self._follow(objective, trainer, max((head.updates for head in heads), default=0), bool(samples))
 
-    def stepped(self, objective: str, samples: int) -> None:
+    def stepped(self, objective: str, samples: Sequence[int]) -> None:
         """See :meth:`Rule.stepped`."""
-        for replica in range(len(self._members)):
-            own = shares(samples, self._plan.microbatches, len(self._members), replica)
-            self._seen[replica] += sum(share.samples * share.weight for share in own)
+        if samples:
+            self._seen = [seen + more for seen, more in zip(self._seen, samples, strict=True)]
 
     def _push(self, server: int, trade: Trade, line: Line, kind: Kind, objective: str, options: bytes) -> None:
         rows, flags, packing = list[Tensor](), b"", trade.gives[objective]
@@ -152,12 +150,17 @@ class FromServers(Rule):
         now = options_of(optimizer)
         return b"" if now == self._options[objective] else now
 
-    def _follow(self, objective: str, trainer: Trainer, updates: int) -> None:
-        """Let this worker's scheduler, and with it the rates that it shows, be where the servers' are."""
+    def _follow(self, objective: str, trainer: Trainer, updates: int, sent: bool) -> None:
+        """Let this worker's scheduler, and with it the rates that it shows, be where the servers' are.
+
+        Options that were changed by hand stay to be sent, where nothing was.
+        """
+        changed = not sent and self._changed_options(objective, trainer.optimizer)
         for _ in range(updates - self._updates[objective] if trainer.scheduler is not None else 0):
             trainer.scheduler.step()
         self._updates[objective] = updates
-        self._options[objective] = options_of(trainer.optimizer)
+        if not changed:
+            self._options[objective] = options_of(trainer.optimizer)
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 

@@ -115,19 +115,19 @@ class Passes:
         self._begin(sorted(self._uses.values(), key=lambda use: (use.first, use.flat.unit.name)))
         keeps = torch.is_grad_enabled()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext():
-            yield
-        self._finish()
+            with self._letting_go():
+                yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward pass. What the user's own Python uses is whole all the time: it may read it as it likes."""
         order = sorted(self._uses.values(), key=lambda use: (not use.opaque, -use.last, use.flat.unit.name))
         self._begin(order)
-        for use in order:
-            if use.opaque:
-                self.need(use.flat)
-        yield
-        self._finish()
+        with self._letting_go():
+            for use in order:
+                if use.opaque:
+                    self.need(use.flat)
+            yield
 
     def need(self, flat: Flat) -> None:
         """Have a unit whole; start to gather the one that comes next in this pass."""
@@ -170,15 +170,23 @@ class Passes:
         self._waits.bytes += flat.shard.nbytes
         return flat.gather(self._transport)
 
-    def _finish(self) -> None:
-        """Gather what nobody here needed, for others may have, and let go of all."""
+    @contextmanager
+    def _letting_go(self) -> Iterator[None]:
+        """Let go of all units behind a pass; where it failed, of what is under way as well, without waiting for it."""
+        try:
+            yield
+            self._gather_rest()
+        finally:
+            self._under_way.clear()
+            for flat in list(self._shown.values()):
+                self.drop(flat)
+
+    def _gather_rest(self) -> None:
+        """Gather what nobody here needed, for others may have."""
         while self._next < len(self._order):
             self._launch()
         for pending in self._under_way.values():
             pending.wait()
-        self._under_way.clear()
-        for flat in list(self._shown.values()):
-            self.drop(flat)
 
     # ---- what autograd keeps -----------------------------------------------------------------------------------------
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from math import ceil, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from polylane.cost.agreement import entries
 from polylane.runtime.sync.codec import Flight, Shares, Summed, cut, precise
 from polylane.runtime.sync.memory import Memory
 from polylane.runtime.transport.protocol import Pending, Transport
@@ -43,23 +43,18 @@ class TopK:
     """
 
     def __init__(self, fraction: float) -> None:
-        self.fraction = Fraction(str(fraction))  # 0.1 of 30 is 3, and not what the binary number makes it
+        self.fraction = fraction
         self.memory = Memory()
 
     def begin(self) -> None:
         """Nothing depends on the step."""
 
-    def count(self, elements: int) -> int:
-        """How many entries are sent of so many."""
-        return ceil(self.fraction * elements)
-
     def launch(self, shares: Shares, transport: Transport) -> Flight:
         """See :meth:`.codec.Codec.launch`."""
         picks = list[_Pick]()
         for name, gradient in zip(shares.names, shares.gradients, strict=True):
-            picks.append(
-                picked(self.memory.with_gradient(name, gradient), self.count(gradient.numel()), gradient.dtype)
-            )
+            count = entries(self.fraction, gradient.numel())
+            picks.append(picked(self.memory.with_gradient(name, gradient), count, gradient.dtype))
         return _Gathering(shares, picks, transport.all_gather(packed(shares, picks), shares.ranks))
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,15 +26,17 @@ class Arena:
         number: its name among those of its owner.
         descriptor: of the file, to be handed to peers; -1 at a reader, which needs none.
         map: its memory.
-        bytes: the same, as a tensor.
         known: the peers that have it.
     """
 
     number: int
     descriptor: int
     map: mmap.mmap
-    bytes: Tensor
     known: set[int] = field(default_factory=set)
+
+    def view(self, offset: int, dtype: torch.dtype, elements: int) -> Tensor:
+        """A tensor of one dimension over one or more elements; its storage ends where it does."""
+        return torch.frombuffer(self.map, dtype=dtype, count=elements, offset=offset)
 
 
 @dataclass(slots=True)
@@ -57,8 +59,7 @@ class Block:
 
     def view(self, dtype: torch.dtype, elements: int, first: int = 0) -> Tensor:
         """A tensor of one dimension over its elements from ``first`` on."""
-        start = self.offset + first * dtype.itemsize
-        return self.arena.bytes[start : start + elements * dtype.itemsize].view(dtype)
+        return self.arena.view(self.offset + first * dtype.itemsize, dtype, elements)
 
 
 class Blocks:
@@ -137,7 +138,7 @@ def _made(number: int, size: int) -> Arena:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, size)
     memory = mmap.mmap(descriptor, size)
-    return Arena(number, descriptor, memory, torch.frombuffer(memory, dtype=torch.uint8))
+    return Arena(number, descriptor, memory)
 
 
 def opened(number: int, descriptor: int) -> Arena:
@@ -147,7 +148,7 @@ def opened(number: int, descriptor: int) -> Arena:
         memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
-    return Arena(number, -1, memory, torch.frombuffer(memory, dtype=torch.uint8))
+    return Arena(number, -1, memory)
 
 
 def bound(workers: int) -> int:

@@ -10,7 +10,7 @@ from polylane.runtime.transport import c10d, shared_memory
 from polylane.runtime.transport.hierarchical import Hierarchical
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.transport.protocol import Transport
-from polylane.runtime.transport.rendezvous import Card, Meeting, apart, hub_of
+from polylane.runtime.transport.rendezvous import Card, Meeting, apart, hub_of, met_again
 from polylane.runtime.world import World
 
 VARIABLE = "POLYLANE_TRANSPORT"
@@ -46,7 +46,7 @@ def transport_for(world: World) -> Connect:
         if asked != "gloo" and (reason is None or (asked is None and _in_groups(meeting.cards))):
             met = hub_of(world, meeting, hosts)
             if isinstance(met, Hub):
-                return SharedMemory(world, met) if reason is None else Hierarchical(met, hosts)
+                return SharedMemory(world, met) if reason is None else Hierarchical(world, met, hosts)
             reason = met
     finally:
         meeting.end()
@@ -86,10 +86,7 @@ class SharedMemory:
             PolylaneError: the transports of before have been closed, and the workers do not find one another again.
         """
         if self._hub.closed:  # with the last transport: all workers made and closed the same ones
-            met = hub_of(self._world, Meeting.of(self._world), [0] * self._world.size)
-            if isinstance(met, str):
-                raise PolylaneError(f"the workers cannot share memory any more: {met}")
-            self._hub = met
+            self._hub = met_again(self._world, [0] * self._world.size)
         return shared_memory.Transport(self._hub, world, channels, groups, tag, own_groups)
 
 

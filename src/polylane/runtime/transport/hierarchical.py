@@ -12,7 +12,7 @@ worker's own thread is waiting for, inside its host or beyond, the sums go on.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,9 @@ from torch import Tensor
 from polylane.errors import PolylaneError
 from polylane.runtime.transport import c10d, shared_memory
 from polylane.runtime.transport.hub import Hub
+from polylane.runtime.transport.in_turn import InTurn
 from polylane.runtime.transport.protocol import Counters, Done, Outcome, Pending, as_sent, normalised, require_summable
-from polylane.runtime.transport.rendezvous import Meeting, hub_of
+from polylane.runtime.transport.rendezvous import Meeting, hub_of, met_again
 from polylane.runtime.world import World
 
 Channel = tuple[int, int]  # (sender, receiver)
@@ -113,7 +114,7 @@ class Transport:
         self._near.counters = self._far.counters = self.counters
         self._steps = shared_memory.Transport(hub, world, (), steps)
         self._across = c10d.Transport(world, (), across, tag, own_groups=True)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="polylane-sums")
+        self._thread = InTurn("polylane-sums")
         self._peers = {peer for pair in near if world.rank in pair for peer in pair} - {world.rank}
 
     def send(self, tensor: Tensor, peer: int) -> Pending:
@@ -182,7 +183,7 @@ class Transport:
 
     def close(self) -> None:
         """See :meth:`.protocol.Transport.close`."""
-        self._thread.shutdown()
+        self._thread.close()
         for transport in (self._steps, self._near, self._across, self._far):
             transport.close()
 
@@ -211,10 +212,16 @@ class _Climbing:
 
 
 class Hierarchical:
-    """Makes transports over several hosts; see :class:`.choose.SharedMemory`."""
+    """Makes transports over several hosts; see :class:`.choose.SharedMemory`.
 
-    def __init__(self, hub: Hub, hosts: Sequence[Hashable]) -> None:
-        self._hub, self._hosts = hub, hosts
+    Args:
+        world: this worker among all.
+        hub: its connections inside its host.
+        hosts: of every rank.
+    """
+
+    def __init__(self, world: World, hub: Hub, hosts: Sequence[Hashable]) -> None:
+        self._world, self._hub, self._hosts = world, hub, hosts
 
     def __call__(
         self,
@@ -224,7 +231,14 @@ class Hierarchical:
         tag: int = 0,
         own_groups: bool = False,
     ) -> Transport:
-        """See :class:`.c10d.Transport`."""
+        """See :class:`.c10d.Transport`.
+
+        Raises:
+            PolylaneError: the transports of before have been closed, and the workers of a host do not find one another
+                again.
+        """
+        if self._hub.closed:  # with the last transport: all workers made and closed the same ones
+            self._hub = met_again(self._world, self._hosts)
         return Transport(self._hub, self._hosts, world, channels, groups, tag, own_groups)
 
 
@@ -245,7 +259,7 @@ def hierarchical_for(world: World, hosts: Sequence[Hashable] | None = None) -> H
     meeting.end()
     if isinstance(met, str):
         raise PolylaneError(f"the workers of a host cannot share memory: {met}")
-    return Hierarchical(met, hosts)
+    return Hierarchical(world, met, hosts)
 
 
 def _climb(rank: int, parts: Sequence[tuple[int, ...]]) -> Climb:

@@ -160,7 +160,7 @@ class Hub:
             link = self.links[peer]
             link.push((head, values))
             headers += len(head)
-            self._check(link, description)
+            self._pushed(link, description)
         return headers
 
     def show(self, peers: Iterable[int], key: int, description: bytes, block: Block, offset: int, nbytes: int) -> int:
@@ -175,10 +175,11 @@ class Hub:
             link.push((head,), None if peer in arena.known else arena)
             arena.known.add(peer)
             headers += len(head)
-            self._check(link, description)
+            self._pushed(link, description)
         return headers
 
-    def _check(self, link: Link, description: bytes) -> None:
+    def _pushed(self, link: Link, description: bytes) -> None:
+        self._wake_for_room(link)
         if link.deaf is not None:
             raise PeerLost(link.peer, f"taking part in {told(description)}", link.deaf)
 
@@ -244,6 +245,7 @@ class Hub:
                 doing = what if isinstance(what, str) else what.doing()
                 raise PeerLost(None if link is None else link.peer, doing, gone or f"no answer in {self._timeout:g} s")
             if self._asleep:
+                self._watch()  # for who sleeps: what is owed, and what has been queued since
                 self._listening += 1
                 self._changed.wait(left)
                 self._listening -= 1
@@ -277,13 +279,21 @@ class Hub:
         """Have the kernel wake this worker for what there is to read, and for room where something waits for it."""
         self._pay()
         for descriptor, link in self._by_descriptor.items():
-            events = 0 if link.gone is not None else select.EPOLLIN | (select.EPOLLOUT if link.behind else 0)
-            if events != self._watched[descriptor]:
-                self._watched[descriptor] = events
-                if events:
-                    self._poll.modify(descriptor, events)
-                else:
-                    self._poll.unregister(descriptor)
+            self._wake_for(descriptor, link)
+
+    def _wake_for_room(self, link: Link) -> None:
+        """Where another thread sleeps already, it is to send what there was no room for."""
+        if link.behind and self._asleep:
+            self._wake_for(link.socket.fileno(), link)
+
+    def _wake_for(self, descriptor: int, link: Link) -> None:
+        events = 0 if link.gone is not None else select.EPOLLIN | (select.EPOLLOUT if link.behind else 0)
+        if events != self._watched[descriptor]:
+            self._watched[descriptor] = events
+            if events:
+                self._poll.modify(descriptor, events)
+            else:
+                self._poll.unregister(descriptor)
 
     def _read_all(self) -> None:
         """Handle all that has come, without waiting."""
@@ -334,6 +344,7 @@ class Hub:
             by_peer.setdefault(peer, []).append(block)
         for peer, blocks in by_peer.items():
             self.links[peer].answer(blocks)
+            self._wake_for_room(self.links[peer])
 
 
 def _note(hub: weakref.ref[Hub], peer: int, block: int) -> None:

@@ -64,7 +64,7 @@ class Message:
         if self.values is not None:
             return torch.frombuffer(self.values, dtype=dtype)
         assert self.arena is not None
-        return self.arena.bytes[self.offset : self.offset + self.nbytes].view(dtype)
+        return self.arena.view(self.offset, dtype, self.nbytes // dtype.itemsize)
 
     def content(self) -> bytes | bytearray:
         """The values as bytes."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from polylane.errors import PolylaneError
 from polylane.runtime.transport.blocks import bound
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.world import TIMEOUT, World
@@ -67,9 +68,7 @@ class Meeting:
         listener = None
         name = b"\0polylane-" + secrets.token_hex(16).encode()  # abstract: in no directory, and gone with its socket
         if unable is None:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            listener.bind(name)
-            listener.listen(2 * world.size)
+            listener, unable = _listening(name, 2 * world.size)
         card = Card(host(), os.getuid(), _cores(), name, secrets.token_bytes(16), unable, asked)
         cards: list[Card] = [card] * world.size
         dist.all_gather_object(cards, card, group=world.group)
@@ -79,6 +78,20 @@ class Meeting:
         """Take nobody in any more."""
         if self.listener is not None:
             self.listener.close()
+
+
+def _listening(name: bytes, backlog: int) -> tuple[socket.socket | None, str | None]:
+    """A socket under a name; or None, and why there can be none: the others are to hear of it, not to wait."""
+    listener = None
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(name)
+        listener.listen(backlog)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        return None, f"its system lets it listen at no local socket ({error.strerror or error})"
+    return listener, None
 
 
 def unable_to_share(world: World) -> str | None:
@@ -125,6 +138,25 @@ def hub_of(world: World, meeting: Meeting, hosts: Sequence[Hashable]) -> Hub | s
         return trouble
     spins = len(here) <= min(meeting.cards[rank].cores for rank in here)
     return Hub(world.rank, connections, bound(len(here)), TIMEOUT.total_seconds(), spins)
+
+
+def met_again(world: World, hosts: Sequence[Hashable]) -> Hub:
+    """A hub once more, after the one of before was closed; every worker calls it.
+
+    Args:
+        world: this worker among all.
+        hosts: of every rank: equal for those that are to connect.
+
+    Raises:
+        PolylaneError: any worker cannot connect.
+    """
+    meeting = Meeting.of(world)
+    unable = [f"rank {rank}: {card.unable}" for rank, card in enumerate(meeting.cards) if card.unable is not None]
+    met = unable[0] if unable else hub_of(world, meeting, hosts)
+    meeting.end()
+    if isinstance(met, str):
+        raise PolylaneError(f"the workers cannot share memory any more: {met}; make the job anew in a new process")
+    return met
 
 
 def _agreed(world: World, trouble: str | None) -> str | None:
