@@ -146,6 +146,11 @@ def train(
     drop_last: Annotated[
         bool, typer.Option("--drop-last", help="Leave out a last batch that is shorter than the others.")
     ] = False,
+    optimizer: Annotated[
+        Literal["lars", "lamb"] | None,
+        typer.Option("--optimizer", help="For large batches, in place of the recipe's, at the rate --lr."),
+    ] = None,
+    lr: Annotated[float | None, typer.Option("--lr", metavar="X", help="The learning rate of --optimizer.")] = None,
     scale_lr: Annotated[
         Literal["linear", "sqrt"] | None,
         typer.Option("--scale-lr", help="Scale learning rates with the batch; they are meant for --base-batch."),
@@ -160,7 +165,8 @@ def train(
 ) -> None:
     """Train a recipe's model on N workers.
 
-    Nothing scales a learning rate unless --scale-lr (Goyal et al. 2017; Krizhevsky 2014) or --warmup asks for it.
+    Nothing changes a learning rate unless --scale-lr (Goyal et al. 2017; Krizhevsky 2014) or --warmup asks for it.
+    LARS and LAMB: You et al. 2017 and 2020.
 
     DIR gets plan.yaml, metrics.jsonl (a line a step), model.safetensors (loads into the plain model), and one late
     step's timeline.json, swimlane.html and trace.json (for ui.perfetto.dev); these replace an earlier run's.
@@ -187,7 +193,7 @@ def train(
         clip_norm=clip_norm,
         stop_on_nan=stop_on_nan,
         drop_last=drop_last,
-        rates=rates(batch, scale_lr, base_batch, warmup),
+        rates=rates(batch, optimizer, lr, scale_lr, base_batch, warmup),
         json=json,
     )
 

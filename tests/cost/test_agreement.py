@@ -55,7 +55,8 @@ def test_a_server_in_a_workers_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "elements", "expected"), [(0.1, 30, 3), (0.1, 31, 4), (0.01, 1, 1), (1.0, 7, 7), (1e-9, 10**9, 1), (0.5, 0, 0)]
+    ("fraction", "elements", "expected"),
+    [(0.1, 30, 3), (0.1, 31, 4), (0.01, 1, 1), (1.0, 7, 7), (1e-9, 10**9, 1), (0.5, 0, 0)],
 )
 def test_entries(fraction: float, elements: int, expected: int) -> None:
     assert entries(fraction, elements) == expected

@@ -46,7 +46,6 @@ def test_memory_is_shared_inside_a_host_only(hosts: list[int]) -> None:
         "data=4",
         "data=2,pipeline=2,microbatches=2",
         "data=2,tensor=2",
-        "data=4,shard=gradients",
         "data=4,shard=parameters",
         "data=4,servers=2",
     ],

@@ -271,6 +271,7 @@ def test_a_pass_that_fails_leaves_no_unit_whole() -> None:
 
     def work(job: Job) -> Any:
         job.step(batch(8))
+        job.evaluate(batch(8))  # a first batch is captured as well, and that is where it would fail
         for attempt in (job.evaluate, job.step):
             with pytest.raises(ActionFailed):
                 attempt((torch.full((8, 3), 99), batch(8)[1]))

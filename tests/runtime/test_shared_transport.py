@@ -228,7 +228,7 @@ def test_what_a_thread_had_no_room_for_goes_out_while_another_sleeps(waits: str)
     left, right = hubs(2, timeout=20)
     sleeper, sender = over(left, 2), over(left, 2)
     first, second = over(right, 2), over(right, 2)
-    left.links[1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that the system allows
+    left.links[1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32 << 10)  # a few messages
     came: list[float] = []
     sleeping = threading.Thread(target=lambda: came.append(sleeper.receive((), torch.float32, 1).wait().item()))
     sleeping.start()

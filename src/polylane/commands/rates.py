@@ -1,27 +1,38 @@
-"""What a command line asks for of a recipe's learning rates: that they follow the batch, and a warm-up."""
+"""What a command line asks for of a recipe's optimizer: one for large batches, rates that follow them, a warm-up."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
+    import torch
+
     from polylane.recipe import Recipe
+
+# LARS' rate is for steps that its trust coefficient, 0.001, makes short: plain ones take this part of it.
+PLAIN = 0.005
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What is done with a recipe's learning rates.
+    """What is done with a recipe's optimizer and its learning rates.
 
     Attributes:
+        optimizer: in place of the recipe's, "lars" or "lamb"; None: its own.
+        lr: its rate.
         batch: samples of a step.
         rule: how rates grow with the batch, "linear" or "sqrt"; None: not at all.
         base_batch: that they are meant for.
         warmup: steps in which they rise to what they are.
     """
 
+    optimizer: Literal["lars", "lamb"] | None
+    lr: float | None
     batch: int
     rule: Literal["linear", "sqrt"] | None
     base_batch: int
@@ -31,6 +42,8 @@ class Rates:
         """The recipe with these rates."""
         from polylane.optim import scaled_optimizer, warmed_scheduler
 
+        if self.optimizer is not None and self.lr is not None:
+            recipe = replace(recipe, optimizer=partial(_large_batch, self.optimizer, self.lr))
         if self.rule is not None:
             scaled = scaled_optimizer(recipe.optimizer, self.batch, self.base_batch, self.rule)
             recipe = replace(recipe, optimizer=scaled)
@@ -39,15 +52,38 @@ class Rates:
         return recipe
 
 
-def rates(batch: int, rule: Literal["linear", "sqrt"] | None, base_batch: int | None, warmup: int) -> Rates | None:
-    """What a command line asks for of learning rates; None for nothing.
+def _large_batch(name: str, lr: float, parameters: Any) -> torch.optim.Optimizer:
+    """LARS or LAMB with the settings of their papers; vectors are not decayed and take plain steps."""
+    from polylane.optim import LAMB, LARS, apart
+
+    if name == "lamb":
+        return LAMB(apart(parameters), lr=lr, weight_decay=0.01)
+    return LARS(apart(parameters, lr=lr * PLAIN), lr=lr, weight_decay=1e-4)
+
+
+def rates(
+    batch: int,
+    optimizer: Literal["lars", "lamb"] | None,
+    lr: float | None,
+    rule: Literal["linear", "sqrt"] | None,
+    base_batch: int | None,
+    warmup: int,
+) -> Rates | None:
+    """What a command line asks for of optimizers and rates; None for nothing.
 
     Raises:
-        PolylaneError: one of two options that go together is missing.
+        PolylaneError: one of two options that go together is missing, or a rate is none.
     """
-    if (rule is None) != (base_batch is None):
-        given, missing = ("--scale-lr", "--base-batch") if base_batch is None else ("--base-batch", "--scale-lr")
-        raise PolylaneError(
-            f"{given} goes with {missing}: say which batch the recipe's rates are for, and how they grow"
-        )
-    return Rates(batch, rule, base_batch or batch, warmup) if rule is not None or warmup else None
+    _together("--scale-lr", rule, "--base-batch", base_batch, "say which batch the rates are for, and how they grow")
+    _together("--optimizer", optimizer, "--lr", lr, "a recipe's own optimizer has its own rate")
+    if lr is not None and not 0 < lr < math.inf:
+        raise PolylaneError(f"--lr must be above 0, not {lr:g}")
+    if rule is None and optimizer is None and not warmup:
+        return None
+    return Rates(optimizer, lr, batch, rule, base_batch or batch, warmup)
+
+
+def _together(one: str, first: object, other: str, second: object, why: str) -> None:
+    if (first is None) != (second is None):
+        given, missing = (one, other) if second is None else (other, one)
+        raise PolylaneError(f"{given} goes with {missing}: {why}")

@@ -103,9 +103,7 @@ class Binding:
         """As :meth:`for_training`, in evaluation mode and forward only."""
         return self._for(self._evaluations[name], name, batch, False, False, None)
 
-    def _for(
-        self, lanes: Lanes, name: str, batch: Batch, training: bool, alone: bool, codec: Codec | None
-    ) -> Lane:
+    def _for(self, lanes: Lanes, name: str, batch: Batch, training: bool, alone: bool, codec: Codec | None) -> Lane:
         form, count = signature(batch.leaves, batch.sampled), self.microbatches(batch.samples)
         if (form, count, alone) not in lanes:
             full = self._plan.microbatches

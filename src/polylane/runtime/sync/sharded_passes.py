@@ -114,9 +114,9 @@ class Passes:
         """Around a forward pass."""
         self._begin(sorted(self._uses.values(), key=lambda use: (use.first, use.flat.unit.name)))
         keeps = torch.is_grad_enabled()
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext():
-            with self._letting_go():
-                yield
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext()
+        with self._letting_go(), hooks:
+            yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
