@@ -9,15 +9,17 @@ import argparse
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from polylane.observe import swimlane
+from polylane.observe.timeline import Timeline
 from polylane.recipe import Recipe, load
 from polylane.runtime.launch import Context, fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.sync.server_job import job_of
 from polylane.runtime.sync.server_job import job_of
 from polylane.runtime.world import World
 
@@ -123,6 +125,22 @@ def slowed(recipe: Recipe, plan: str) -> float:
     return sum(samples / seconds for samples, seconds in found[: prepared.plan.workers])
 
 
+def drawn(recipe: Recipe, plan: str, folder: Path) -> Path:
+    """Four steps with stragglers, as a swimlane."""
+    prepared, example = prepared_for(recipe, f"{plan},{STRAGGLERS}")
+
+    def work(context: Context) -> Timeline:
+        with job_of(prepared, World.join(), example=example) as job:
+            for _, batch in zip(range(LEAD + 9), job.batches(recipe.data("train"), BATCH), strict=False):
+                job.step(batch)
+            return job.timeline(steps=4)
+
+    timeline = replace(fork(work, prepared.plan.processes)[0], title=f"{plan}: four steps, with stragglers · measured")
+    file = folder / f"stragglers-{plan.partition(',')[2].replace('=', '-').replace(',', '-') or 'sum'}.svg"
+    file.write_text(swimlane.svg(timeline))
+    return file
+
+
 def measured(recipe: Recipe, plan: str, epochs: int) -> Outcome:
     """One way, trained and slowed."""
     right, rate, sent = trained(recipe, plan, epochs)
@@ -147,9 +165,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description=__doc__)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--only", help="the ways that have this in their plan")
+    parser.add_argument("--lanes", type=Path, metavar="FOLDER", help="draw stragglers instead, three ways")
     options = parser.parse_args()
     torch.set_num_threads(1)  # before anything runs: the workers are forked
     recipe = load("examples/digits.py", {})
+    if options.lanes is not None:
+        for plan in ("data=2", "data=2,every=4", "data=2,servers=2,staleness=2"):
+            print(drawn(recipe, plan, options.lanes), flush=True)
+        return
     chosen = [plan for plan in KINDS if options.only is None or options.only in plan]
     print(table([measured(recipe, plan, options.epochs) for plan in chosen]), flush=True)
 
