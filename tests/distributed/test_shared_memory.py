@@ -329,7 +329,7 @@ def test_if_one_cannot_listen_all_hear_of_it(monkeypatch: pytest.MonkeyPatch):
 
         if context.rank == 1:
             long = SimpleNamespace(token_hex=lambda size: "x" * 200, token_bytes=secrets.token_bytes)
-            rendezvous.secrets = long  # type: ignore[attr-defined]  # no socket has so long a name
+            rendezvous.secrets = long  # type: ignore[attr-defined, assignment]  # no socket has so long a name
         return type(transport_for(context.world)(context.world, [(0, 1)], [(0, 1)]))
 
     assert fork(worker, 3) == [c10d.Transport] * 3

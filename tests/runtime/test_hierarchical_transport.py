@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from polylane.errors import PeerLost
 from polylane.runtime.launch import Context, fork
 from polylane.runtime.transport.hierarchical import Climb, Transport, by_host, hierarchical_for, rings
-from polylane.runtime.transport.in_turn import InTurn
 from polylane.runtime.world import World
 
 torch.set_num_threads(1)
@@ -122,30 +120,3 @@ def test_a_peer_that_dies_while_it_sums_is_seen_at_once(death: str):
         worker.kill()
     assert not late
     assert sorted(heard.get() for _ in range(3)) == [(0, 1), (2, 1), (3, 1)]
-
-
-def test_calls_are_made_in_turn():
-    turns, seen = InTurn("turns"), list[int]()
-    for number in range(100):
-        future = turns.submit(seen.append, number)
-    failing = turns.submit(lambda: seen[1000])  # type: ignore[arg-type]
-    assert future.result() is None and seen == list(range(100))
-    with pytest.raises(IndexError):
-        failing.result()
-    last = turns.submit(seen.append, 100)
-    turns.close()
-    assert last.done() and seen[-1] == 100
-    turns.close()
-    with pytest.raises(RuntimeError, match="it was closed"):
-        turns.submit(seen.append, 101)
-
-
-def test_a_thread_ends_with_who_gives_it_work():
-    turns = InTurn("turns that nobody closes")
-    turns.submit(lambda: None).result()
-    assert any(thread.name == "turns that nobody closes" for thread in threading.enumerate())
-    thread = turns._thread
-    del turns
-    assert thread is not None
-    thread.join(10)
-    assert not thread.is_alive()

@@ -253,8 +253,8 @@ def test_what_a_thread_had_no_room_for_goes_out_while_another_sleeps(waits: str)
     assert came == [8.0] and not left.links[1].behind
 
 
-def test_what_is_queued_behind_goes_out_while_a_second_thread_waits_for_the_first():
-    """Answers that are owed go out, too, although who sleeps went to sleep before they were."""
+def test_a_block_that_was_let_go_of_is_answered_for_while_another_thread_sleeps():
+    """Who sleeps went to sleep before there was anything to answer for."""
     left, right = hubs(2, timeout=20)
     sleeper, waiter = over(left, 2), over(left, 2)
     first, second = over(right, 2), over(right, 2)

@@ -66,7 +66,8 @@ class Blocks:
     """A worker's own blocks: taken for a message, free again once all its readers have answered.
 
     Sizes are powers of two, so that blocks are found again; pages that nobody touched take no memory. What has been
-    touched is kept, because fresh pages cost more than the copy (64 MB: 42 ms, and 7 ms when warm).
+    touched is kept, because fresh pages cost more than the copy (64 MB: 42 ms, and 7 ms when warm). So a worker keeps
+    room for all that it ever had under way at once: of 48 MiB of gradients that it sums in a step, 48 MiB.
 
     Args:
         bound: bytes in use from which on a new block waits for an old one.
