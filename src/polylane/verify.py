@@ -170,12 +170,9 @@ def prove(
     deviations, losses, loss_error = _compare(reference, [w.record for w in workers], prepared)
     worst = max(loss_error, *(max(d.value, d.gradient or 0.0) for d in deviations), 0.0, key=_nan_last)
     replaced = {name for worker in workers for name in worker.replaced}
-    culprit = None
-    if not worst <= tolerance and not prepared.plan.sync.alone:  # so it is for NaN
-        restore = snapshot(prepared.model)
-        wrong = {d.name for d in deviations if d.gradient is not None and not d.gradient <= tolerance}
-        culprit = first_difference(prepared, batches[0], seed, wrong, tolerance)
-        restore()
+    # So it is for NaN; where replicas go apart, no value of theirs is one device's.
+    found = not worst <= tolerance and not sync.alone
+    culprit = _culprit(prepared, batches[0], seed, deviations, tolerance) if found else None
     equal = _same_bits([worker.held for worker in workers])
     return Verdict(
         passed=worst <= tolerance and equal,
@@ -191,8 +188,17 @@ def prove(
         replicas_equal=equal,
         culprit=culprit,
         rounding=tuple(d.name for d in deviations if d.name in replaced),
-        rule=",".join(prepared.plan.sync.words()) if prepared.plan.sync.alone else "",
+        rule=",".join(sync.words()) if sync.alone else "",
     )
+
+
+def _culprit(prepared: Prepared, batch: Any, seed: int, deviations: Sequence[Deviation], tolerance: float) -> str:
+    """Where the two part ways."""
+    restore = snapshot(prepared.model)
+    wrong = {d.name for d in deviations if d.gradient is not None and not d.gradient <= tolerance}
+    culprit = first_difference(prepared, batch, seed, wrong, tolerance)
+    restore()
+    return culprit
 
 
 def _refuse_rounded(plan: Plan) -> None:

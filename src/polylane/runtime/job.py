@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from polylane.program.program import Program
 from polylane.runtime import allocator, clock, data, weights
 from polylane.runtime.accounts import Accounts
 from polylane.runtime.binding import Binding, Lane
-from polylane.runtime.connections import Connect, check_size, connected, replica_of
+from polylane.runtime.connections import Connect, Connections, check_size, connected, replica_of
 from polylane.runtime.division import Batch, Share, counted, shares
 from polylane.runtime.holding import Holders, Holding, holders_of, layout_of
 from polylane.runtime.lane import programs_of
@@ -80,15 +80,7 @@ class Job(Accounts):
         layout = layout_of(prepared, programs)
         self._programs = {name: layout.regrouped(each) for name, each in programs.items()}
         alone = self._lowered(holders, alone=True) if self.plan.sync.alone else {}
-        self._connections = connected(
-            world,
-            self.plan,
-            [*self._programs.values(), *alone.values()],
-            any(partition.graph.code.batch_statistics for partition in prepared.partitions.values()),
-            transport_for(world) if connect is None else connect,
-            [prepared.axes(stage) for stage in range(self.plan.pipeline)],
-            any(layouts.together for layouts in prepared.layouts.values()),
-        )
+        self._connections = self._opened([*self._programs.values(), *alone.values()], connect)
         self._transport = self._connections.transport
         self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
         self._holding = Holding(
@@ -109,17 +101,34 @@ class Job(Accounts):
             name: trainer_of(self._holding, name, optimizers[name], programs, clip_norm)
             for name, programs in self._programs.items()
         }
+        self._bind(form, alone)
+        self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
+        self._reports = Reports()
+        self._traffic = traffic_of(self._connections, self._rule, self._holding, self._programs)
+        self._spans: deque[tuple[Span, ...]] = deque(maxlen=STEPS_KEPT)
+
+    def _opened(self, programs: Sequence[Sequence[Program]], connect: Connect | None) -> Connections:
+        """All that this worker talks by, for all its programs."""
+        prepared, world = self._prepared, self.world
+        return connected(
+            world,
+            self.plan,
+            programs,
+            any(partition.graph.code.batch_statistics for partition in prepared.partitions.values()),
+            transport_for(world) if connect is None else connect,
+            [prepared.axes(stage) for stage in range(self.plan.pipeline)],
+            any(layouts.together for layouts in prepared.layouts.values()),
+        )
+
+    def _bind(self, form: Any, alone: Mapping[str, Sequence[Program]]) -> None:
+        """Make the lanes for batches like the example ready."""
         for name, trainer in self._trainers.items():
-            partition = prepared.partitions[name]
+            partition = self._prepared.partitions[name]
             bound = self._binding.lane(partition, self._programs[name], codec=trainer.codec)
             trainer.lanes[form, self.plan.microbatches, False] = bound
             if name in alone:
                 bound = self._binding.lane(partition, alone[name], True)
                 trainer.lanes[form, self.plan.microbatches, True] = bound
-        self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
-        self._reports = Reports()
-        self._traffic = traffic_of(self._connections, self._rule, self._holding, self._programs)
-        self._spans: deque[tuple[Span, ...]] = deque(maxlen=STEPS_KEPT)
 
     def _lowered(self, holders: Holders, alone: bool) -> dict[str, tuple[Program, ...]]:
         """Every objective's programs, of all workers."""

@@ -27,7 +27,7 @@ from polylane.plan.spec import Spec, parse
 from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
 from polylane.runtime.microbatches import asked_for, fewest_for, samples_meet, with_enough
 from polylane.runtime.optimizer_probe import Untried, whole_parameters
-from polylane.runtime.sync.server_split import shared_out
+from polylane.runtime.sync.fitting import check_sync
 
 Parameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
@@ -230,9 +230,8 @@ def prepare(
     part = few(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
     graphs = {n: _graph_of(model, o, parameters, rebuild(cloned(part)), in_float64) for n, o in objectives.items()}
-    microbatches = with_enough(
-        microbatches, total, fewest_for(spec, graphs.values()), fewer or spec.microbatches is None
-    )
+    fewer = fewer or spec.microbatches is None
+    microbatches = with_enough(microbatches, total, fewest_for(spec, graphs.values()), fewer)
     partitions, seen, meets = _partitions(
         model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
     )
@@ -241,13 +240,7 @@ def prepare(
         name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
         for name, partition in (partitions.items() if evaluation else ())
     }
-    if meets and chosen.data > 1 and not chosen.sync.plain:
-        raise PolylaneError(
-            f"{chosen.title}: sync ({','.join(chosen.sync.words())}) is for losses that are means over samples, and in "
-            "this one samples meet: leave sync out, or split by pipeline or tensor alone"
-        )
-    if chosen.sync.serves:
-        shared_out(partitions, chosen)
+    check_sync(chosen, partitions, meets)
     layouts, whole = dict[str, Layouts](), dict[str, str]()
     if chosen.axes or meets:
         whole = _kept_whole(parameters, objectives, chosen)
