@@ -177,7 +177,7 @@ def prove(
     return Verdict(
         passed=worst <= tolerance and equal,
         plan=prepared.plan.spec,
-        workers=prepared.plan.workers,
+        workers=prepared.plan.processes,
         steps=len(batches),
         tolerance=tolerance,
         reference=_reference(reference, prepared.plan),

@@ -169,7 +169,8 @@ for epoch in range(2):
 state = {name: value.tolist() for name, value in job.state_dict().items()}
 job.save(f"{out}.safetensors")
 assert os.path.exists(f"{out}.safetensors")
-job.close()
+if fault != "stays open":
+    job.close()
 with open(f"{out}.{rank}.json", "w") as file:
     json.dump({"losses": losses, "evaluations": evaluations, "state": state}, file)
 if fault == "own group":
@@ -203,6 +204,12 @@ def test_the_same_script_with_a_dedicated_server(tmp_path: Path) -> None:
         assert worker["evaluations"] == pytest.approx(alone["evaluations"], rel=1e-9)
         for name, value in worker["state"].items():
             torch.testing.assert_close(torch.tensor(value), torch.tensor(alone["state"][name]))
+
+
+@pytest.mark.parametrize("plan", ["data=2,servers=1,dedicated=yes", "data=3,servers=2,staleness=any"])
+def test_a_script_that_never_closes_its_job(plan: str, tmp_path: Path) -> None:
+    done = run(tmp_path, plan, 3, "stays open")
+    assert done.returncode == 0 and "terminate" not in done.stderr, done.stderr[-4000:]
 
 
 def test_a_script_that_raises_ends(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_in_a_file(line: str, tmp_path: Path) -> None:
         ("data=2,servers=1,every=2", "a parameter server does not take it"),
         ("data=2,slow=1", "slow=1 must be RANK:TIMES"),
         ("data=2,slow=1:0.5", "slow=1:0.5 must be RANK:TIMES"),
+        ("data=2,slow=1:2+1:3", "slow=1:2+1:3 names rank 1 twice"),
         ("data=2,slow=1:2@0", "slow=1:2@0 must be RANK:TIMES"),
     ],
 )
@@ -95,13 +96,22 @@ def test_what_is_refused(line: str, says: str) -> None:
     ("said", "says"),
     [
         ({"kind": "all_reduce", "every": 0}, "sync.every must be at least 1, not 0"),
-        ({"kind": "parameter_server", "staleness": -1}, "sync.staleness: must be a whole number of at least 0, or any"),
+        (
+            {"kind": "parameter_server", "staleness": -1},
+            "sync.staleness must be a whole number of at least 0",
+        ),
         ({"kind": "parameter_server", "shard": "optimizer"}, "sync: shard: optimizer and kind: parameter_server"),
         ({"every": 2, "outer": {"rate": 0}}, "sync.outer.rate must be above 0, not 0"),
         ({"every": 2, "outer": {"momentum": 1}}, "sync.outer.momentum must be below 1, not 1"),
         ({"warmup": -1}, "sync.warmup must be at least 0, not -1"),
         ({"compress": {"kind": "zip"}}, "sync.compress must be of a kind that is known: powersgd, top_k"),
         ({"compress": {"kind": "top_k", "fraction": 2}}, "fraction must be at most 1, not 2"),
+        ({"compress": {"rank": 2}}, "sync.compress must be a mapping with the key kind"),
+        ({"every": 2, "outer": {"rate": float("nan")}}, "sync.outer.rate must be a number, not nan"),
+        (
+            {"kind": "parameter_server", "staleness": True},
+            "of at least 0, or any, not True",
+        ),
         ({"evry": 2}, "sync.evry is not a key of a plan"),
         ({"within": 3, "shard": "optimizer"}, "sync.within: 2 replicas of stage 0 cannot be divided into groups of 3"),
     ],

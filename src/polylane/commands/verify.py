@@ -49,7 +49,7 @@ def run(
     chosen = inputs.choose_plan(plan, workers, lambda most: automatic(path, settings, batch, most, seed))
     inputs.positive("--clip-norm", clip_norm)
     _refuse_too_small(batch, chosen)
-    note = f"{path}: {plural(steps, 'step')} in float64, on one worker and on {chosen.workers} ({_line(chosen)})"
+    note = f"{path}: {plural(steps, 'step')} in float64, on one worker and on {chosen.processes} ({_line(chosen)})"
     say = partial(print, note, file=sys.stderr if json else sys.stdout, flush=True)
     verdict = _prove(path, chosen, steps, batch, seed, settings, clip_norm, say)
     if json:

@@ -47,7 +47,7 @@ def sentence(error: ErrorDetails, known: Callable[[Sequence[int | str]], Sequenc
     where, kind = error["loc"], error["type"]
     key = ".".join(str(part) for part in where if part != "[key]")
     if kind in ("placement", "pairs", "sync"):
-        return f"{key}: {error['msg']}"
+        return f"{key}{' ' if error['msg'].startswith('must be') else ': '}{error['msg']}"
     if where[-1] == "[key]" and kind == "literal_error":
         axes = _names(error)
         return f"{key} is no axis; known there are {', '.join(axes)}{_hint(str(where[-2]), axes)}"
@@ -91,6 +91,10 @@ def _wanted(error: ErrorDetails) -> str:
     if bound is not None:
         limit = error["ctx"][_LIMITS[kind]]
         return "at least 1" if (kind, limit) == ("greater_than", 0) and isinstance(limit, int) else f"{bound} {limit:g}"
+    if kind == "finite_number":
+        return "a number"
+    if kind == "union_tag_not_found":
+        return "a mapping with the key kind"
     if kind == "union_tag_invalid":
         return f"of a kind that is known: {str(error['ctx']['expected_tags']).replace(chr(39), '')}"
     if kind.startswith("string") and isinstance(given, (int, float)):

@@ -35,13 +35,15 @@ def of_words(text: str) -> dict[int, Slow]:
     Raises:
         PolylaneError: it is not of that form.
     """
-    found = {}
+    found = dict[int, Slow]()
     for each in text.split("+"):
         rank, colon, rest = each.partition(":")
         times, at, every = rest.partition("@")
         try:
             if not colon or not rank.isdecimal() or (at and not every.isdecimal()):
                 raise ValueError(each)
+            if int(rank) in found:
+                raise PolylaneError(f"slow={text[:60]} names rank {int(rank)} twice")
             found[int(rank)] = Slow(times=float(times), every=int(every) if at else 1)
         except ValueError as error:  # pydantic's own is one
             raise PolylaneError(

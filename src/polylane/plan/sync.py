@@ -45,7 +45,9 @@ class TopK(Strict):
 def _staleness(value: Any) -> Any:
     if value == ANY or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
-    raise PydanticCustomError("sync", "must be a whole number of at least 0, or any, not {value}", {"value": value})
+    raise PydanticCustomError(
+        "sync", "must be a whole number of at least 0, or any, not {value}", {"value": repr(value)}
+    )
 
 
 class Sync(Strict):
@@ -125,12 +127,18 @@ class Sync(Strict):
 
 def _word(value: Any) -> str:
     if isinstance(value, Outer):
-        return f"{value.rate:g}:{value.momentum:g}"
+        return f"{_figure(value.rate)}:{_figure(value.momentum)}"
     if isinstance(value, PowerSGD):
         return f"powersgd:{value.rank}:{value.start}"
     if isinstance(value, TopK):
-        return f"top_k:{value.fraction:g}"
+        return f"top_k:{_figure(value.fraction)}"
     return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def _figure(value: float) -> str:
+    """A number in few digits, if these say it all."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def _contradiction(sync: Sync) -> str | None:

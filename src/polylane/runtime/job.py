@@ -22,6 +22,7 @@ from polylane.runtime.connections import Connect, Connections, check_size, conne
 from polylane.runtime.division import Batch, Share, counted, shares
 from polylane.runtime.holding import Holders, Holding, holders_of, layout_of
 from polylane.runtime.lane import programs_of
+from polylane.runtime.leaving import close_at_exit
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.result import STEPS_KEPT, Reports, StepResult, gathered
 from polylane.runtime.sync.choose import rule_of
@@ -74,7 +75,7 @@ class Job(Accounts):
         self._prepared, self._seed, self._step = prepared, seed, 0
         leaves, rebuild = flatten(example)
         self._sampled = sampled_leaves(leaves)
-        self._compared = False
+        self._compared = self._left = False
         holders = holders_of(prepared)
         programs = self._lowered(holders, alone=False)
         layout = layout_of(prepared, programs)
@@ -106,6 +107,8 @@ class Job(Accounts):
         self._reports = Reports()
         self._traffic = traffic_of(self._connections, self._rule, self._holding, self._programs)
         self._spans: deque[tuple[Span, ...]] = deque(maxlen=STEPS_KEPT)
+        if self.plan.sync.serves:
+            close_at_exit(self)
 
     def _opened(self, programs: Sequence[Sequence[Program]], connect: Connect | None) -> Connections:
         """All that this worker talks by, for all its programs."""
@@ -378,7 +381,10 @@ class Job(Accounts):
         self._rule.told("save", None)
 
     def close(self) -> None:
-        """Wait for all messages and leave the other workers, if this job joined them."""
+        """Wait for all messages and leave the other workers, if this job joined them. Once is enough."""
+        if self._left:
+            return
+        self._left = True
         self._reports.complete()
         self._rule.close()
         self._connections.close()

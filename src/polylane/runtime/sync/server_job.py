@@ -18,6 +18,7 @@ from polylane.runtime.connections import Connect, check_size
 from polylane.runtime.division import Batch, Share
 from polylane.runtime.holding import holders_of
 from polylane.runtime.job import Job
+from polylane.runtime.leaving import close_at_exit
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.result import Report, StepResult, joined, on_one_clock
 from polylane.runtime.sync.rule import Stepping
@@ -71,6 +72,8 @@ class ServerJob(Job):
         self._host = opened(world, prepared, holders_of(prepared), clip_norm)
         self._prepared, self._step, self._closed = prepared, 0, False
         _ = self.server.weights  # that there are any: what is wrong with an optimizer is said here
+        self._left = False
+        close_at_exit(self)
 
     @property
     def server(self) -> Server:
@@ -157,6 +160,9 @@ class ServerJob(Job):
 
     def close(self) -> None:
         """Serve until the others have ended, then leave with them."""
+        if self._left:
+            return
+        self._left = True
         self._told("close")
         self.world.leave()
 
