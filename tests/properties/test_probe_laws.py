@@ -34,7 +34,7 @@ def devices(draw: st.DrawFn) -> Device:
     )
 
 
-# The same examples each time: of one device in some thousands (562 GFLOP/s, 8.7 GB/s, an overhead of half a microsecond)
+# The same examples each time: of one device in some thousands (562 GFLOP/s, 8.7 GB/s, 0.5 us for each operator)
 # the fit ends in another minimum, which is a defect of the fit that chance should not bring up.
 @given(devices())
 @settings(max_examples=12, deadline=None, derandomize=True)
