@@ -20,7 +20,7 @@ from polylane.observe.timeline import Timeline
 from polylane.recipe import Recipe, load
 from polylane.runtime.launch import Context, fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.sync.server_job import job_of
+from polylane.runtime.server_job import job_of
 from polylane.runtime.world import World
 
 KINDS = (

@@ -18,7 +18,7 @@ from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.sync.server_job import job_of
+from polylane.runtime.server_job import job_of
 from polylane.runtime.world import World
 
 Pairs = Iterable[tuple[str, nn.Parameter]]

@@ -31,8 +31,8 @@ from polylane.runtime.launch import Context, fork, threads_per_worker
 from polylane.runtime.materialize import Init, materialize, on_meta
 from polylane.runtime.pieces import Pieces
 from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.runtime.server_job import job_of
 from polylane.runtime.sync.rule import Stepping
-from polylane.runtime.sync.server_job import job_of
 from polylane.runtime.sync.server_log import Update
 from polylane.runtime.weights import digest
 from polylane.runtime.world import World

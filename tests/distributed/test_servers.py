@@ -18,7 +18,7 @@ import torch
 from polylane.errors import WorkerFailed
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
-from polylane.runtime.sync.server_job import ServerJob
+from polylane.runtime.server_job import ServerJob
 from polylane.schedule.action import Kind
 from processes import children
 from training import batch_of, mlp, workers

@@ -17,7 +17,7 @@ from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.sync.server_job import job_of
+from polylane.runtime.server_job import job_of
 from polylane.runtime.sync.server_log import Update, distribution
 from polylane.runtime.world import World
 from training import adamw, assert_state, batch_of, classify, mlp, sgd

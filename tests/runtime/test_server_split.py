@@ -15,7 +15,7 @@ from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.sync.server_job import ServerJob
+from polylane.runtime.server_job import ServerJob
 from polylane.runtime.sync.server_line import Head, Kind
 from polylane.runtime.sync.server_log import Log, Update, distribution
 from polylane.runtime.sync.server_rule import FromServers

@@ -25,7 +25,7 @@ from polylane.runtime.division import Batch
 from polylane.runtime.job import Job
 from polylane.runtime.launch import Context
 from polylane.runtime.prepare import Objective, Prepared, prepare
-from polylane.runtime.sync.server_job import job_of
+from polylane.runtime.server_job import job_of
 from polylane.runtime.sync.server_log import distribution
 from polylane.runtime.world import World
 

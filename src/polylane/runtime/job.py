@@ -295,17 +295,15 @@ class Job(Accounts):
         if batch_size < self.plan.microbatches:
             raise PolylaneError(f"a batch of {batch_size} cannot be divided into {self.plan.microbatches} microbatches")
         for epoch in range(first_epoch, first_epoch + epochs):
-            yield from data.batches(
-                dataset,
-                batch_size,
-                shares=self._shares,
-                epoch=epoch,
-                seed=self._seed,
-                shuffle=shuffle,
-                drop_last=drop_last,
-                collate=collate,
-                workers=workers,
+            yield from self._epoch(
+                dataset, batch_size, epoch, shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers
             )
+
+    def _epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
+        """The batches of one epoch, with this worker's samples in them; ``how`` they are loaded: see :meth:`batches`."""
+        return data.batches(
+            dataset, batch_size, shares=self._shares, epoch=epoch, seed=self._seed, drop_last=drop_last, **how
+        )
 
     def _shares(self, samples: int) -> tuple[Share, ...]:
         """What this worker computes of a batch of so many samples."""

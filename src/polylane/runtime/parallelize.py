@@ -18,7 +18,7 @@ from polylane.runtime.automatic import settled
 from polylane.runtime.job import Job
 from polylane.runtime.materialize import Init
 from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, objectives_of, prepare
-from polylane.runtime.sync.server_job import job_of
+from polylane.runtime.server_job import job_of
 from polylane.runtime.world import World
 
 

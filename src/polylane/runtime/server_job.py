@@ -175,22 +175,9 @@ class ServerJob(Job):
         nothing = torch.full((2,), math.nan, dtype=torch.float64)
         return StepResult(self._step - 1, samples, Report(None, nothing, (), ()))
 
-    def batches(
-        self,
-        dataset: Any,
-        batch_size: int,
-        epochs: int = 1,
-        *,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        collate: data.Collate | None = None,
-        workers: int = 0,
-        first_epoch: int = 0,
-    ) -> Iterator[Batch]:
+    def _epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
         """As many as the others have, of the same sizes, with no samples in them."""
-        for _ in range(epochs):
-            for samples in data.sizes_of(dataset, batch_size, drop_last):
-                yield Batch(samples, [])
+        return (Batch(samples, []) for samples in data.sizes_of(dataset, batch_size, drop_last))
 
     def _shares(self, samples: int) -> tuple[Share, ...]:
         return ()
