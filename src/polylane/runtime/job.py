@@ -300,7 +300,7 @@ class Job(Accounts):
             )
 
     def _epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
-        """The batches of one epoch, with this worker's samples in them; ``how`` they are loaded: see :meth:`batches`."""
+        """The batches of one epoch, with this worker's samples; ``how`` they are loaded: see :meth:`batches`."""
         return data.batches(
             dataset, batch_size, shares=self._shares, epoch=epoch, seed=self._seed, drop_last=drop_last, **how
         )

@@ -131,7 +131,7 @@ class Reducer:
                 self.bytes[each] += self._transport.counters.given - given
         left = self._flights.pop(name)
         summed = left.flight.wait()
-        for name, gradient in zip(left.bucket.parameters, summed.gradients, strict=True):
-            parameter = self._parameters[name]
-            parameter.grad = None if name in summed.dropped else laid_as(gradient, parameter)
+        for each, gradient in zip(left.bucket.parameters, summed.gradients, strict=True):
+            parameter = self._parameters[each]
+            parameter.grad = None if each in summed.dropped else laid_as(gradient, parameter)
         return left.started

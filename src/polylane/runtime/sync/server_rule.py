@@ -32,7 +32,7 @@ class FromServers(Rule):
     """Gradients go to parameter servers, and weights come from them.
 
     The worker's own optimizer never steps. Its options are the servers': what a user changes in them goes along with
-    the next gradients, and its scheduler follows the updates that server 0 has made.
+    the next gradients, and its scheduler follows the server that has made the most updates.
 
     Args:
         plan: how the training is split.
