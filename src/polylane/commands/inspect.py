@@ -119,11 +119,11 @@ def _chosen(plan: str, path: str, settings: Sequence[str], batch: int) -> Spec |
 
 
 def _captured(recipe: Recipe, model: nn.Module, objective: Objective, example: Any) -> Graph:
-    from polylane.graph.capture import capture
     from polylane.runtime.prepare import named_parameters, optimized
+    from polylane.samples.counts import capture_with_counts
 
     trainable = optimized(named_parameters(model, [recipe.loss]), objective.optimizer)
-    return capture(model, recipe.loss, example, trainable=trainable)
+    return capture_with_counts(model, recipe.loss, example, trainable=trainable)
 
 
 def _prepared(

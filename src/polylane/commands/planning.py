@@ -118,11 +118,11 @@ def _without_weights(recipe: Recipe) -> Any:
 
 
 def _captured(recipe: Recipe, model: Any, example: Any) -> Graph:
-    from polylane.graph.capture import capture
     from polylane.runtime.prepare import named_parameters, optimized
+    from polylane.samples.counts import capture_with_counts
 
     trainable = optimized(named_parameters(model, [recipe.loss]), recipe.optimizer)
-    return capture(model, recipe.loss, example, trainable=trainable)
+    return capture_with_counts(model, recipe.loss, example, trainable=trainable)
 
 
 def _tokens(example: Any) -> int:

@@ -225,8 +225,8 @@ def _device() -> Device:
 def _profile(request: _Request, device: Any) -> tuple[Graph, Profile]:
     from polylane.cost.profiling import profiled
     from polylane.graph.batch import cloned, few, flatten, sample_count
-    from polylane.graph.capture import capture
     from polylane.runtime.prepare import named_parameters, optimized
+    from polylane.samples.counts import capture_with_counts
 
     recipe = inputs.open_recipe(request.recipe, request.settings)
     model = inputs.build_model(recipe, seed=0).to(device)
@@ -236,7 +236,7 @@ def _profile(request: _Request, device: Any) -> tuple[Graph, Profile]:
     leaves = [leaf.to(device) if hasattr(leaf, "to") else leaf for leaf in leaves]
     trainable = optimized(named_parameters(model, [recipe.loss]), recipe.optimizer)
     shown = rebuild(cloned(few(leaves, min(EXAMPLE, sample_count(leaves)))))
-    graph = capture(model, recipe.loss, shown, trainable=trainable)
+    graph = capture_with_counts(model, recipe.loss, shown, trainable=trainable)
     if graph.opaque:
         raise PolylaneError(f"{request.recipe}: the model could not be captured, so its operators cannot be measured")
     sizes = sorted({max(1, -(-request.batch // parts)) for parts in PARTS})

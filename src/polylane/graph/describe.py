@@ -125,32 +125,30 @@ def _crossable(val: Any) -> bool:
 
 def describe(graph: fx.Graph, flows: dict[fx.Node, bool], free: set[fx.Node]) -> tuple[Node, ...]:
     """The plain nodes of ``graph``, which :func:`label_nodes` has named."""
-    nodes = []
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        val = node.meta.get("val")
-        reads = node.all_input_nodes
-        roles = [n.meta["role"] for n in reads if n.op == "placeholder"]
-        nodes.append(
-            Node(
-                name=node.meta["name"],
-                id=node.name,
-                op=node.meta["op"],
-                inputs=tuple(n.meta["name"] for n in reads if n.op == "call_function"),
-                shape=work.shape_of(val),
-                batch_dim=batch_dimension(val),
-                dtype=work.DTYPE_NAMES.get(val.dtype, "") if isinstance(val, Tensor) else "",
-                flops=work.flops_of(node, node.meta["op"]),
-                bytes=work.bytes_of(val),
-                parameters=tuple(role[1] for role in roles if role[0] == "parameter"),
-                buffers=tuple(role[1] for role in roles if role[0] == "buffer"),
-                module=node.meta["module"],
-                source=source_of(node),
-                requires_grad=flows[node],
-                free=node in free,
-                crossable=_crossable(val),
-                fixed=tuple(-1 if grows(s) else int(s) for s in val.shape) if isinstance(val, Tensor) else (),
-            )
-        )
-    return tuple(nodes)
+    return tuple(describe_node(n, flows[n], n in free) for n in graph.nodes if n.op == "call_function")
+
+
+def describe_node(node: fx.Node, requires_grad: bool, free: bool) -> Node:
+    """The plain node of an operator that has a name; see :class:`~polylane.graph.graph.Node` for the arguments."""
+    val = node.meta.get("val")
+    reads = node.all_input_nodes
+    roles = [n.meta["role"] for n in reads if n.op == "placeholder"]
+    return Node(
+        name=node.meta["name"],
+        id=node.name,
+        op=node.meta["op"],
+        inputs=tuple(n.meta["name"] for n in reads if n.op == "call_function"),
+        shape=work.shape_of(val),
+        batch_dim=batch_dimension(val),
+        dtype=work.DTYPE_NAMES.get(val.dtype, "") if isinstance(val, Tensor) else "",
+        flops=work.flops_of(node, node.meta["op"]),
+        bytes=work.bytes_of(val),
+        parameters=tuple(role[1] for role in roles if role[0] == "parameter"),
+        buffers=tuple(role[1] for role in roles if role[0] == "buffer"),
+        module=node.meta["module"],
+        source=source_of(node),
+        requires_grad=requires_grad,
+        free=free,
+        crossable=_crossable(val),
+        fixed=tuple(-1 if grows(s) else int(s) for s in val.shape) if isinstance(val, Tensor) else (),
+    )

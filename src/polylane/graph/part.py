@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -49,6 +50,9 @@ class Part:
             nothing, so that every collective inside a forward or backward pass finds all its members.
         sum_replicas: sums a tensor over the replicas of this microbatch, in place; None when there is only one.
         region: of a random value that is cut over ranks: which of its numbers are drawn here; None: all of them.
+        averaged: samples over which the loss is a mean; 0: all of the batch.
+        whole: the value of a statistic over all those samples, by its node's name, given the one of these samples;
+            None where these are all.
     """
 
     samples: int
@@ -60,3 +64,10 @@ class Part:
     weight: int = 1
     sum_replicas: Callable[[Tensor], Tensor] | None = None
     region: Region | None = None
+    averaged: int = 0
+    whole: Callable[[str, Any], Any] | None = None
+
+    @property
+    def all_samples(self) -> int:
+        """Samples over which the loss is a mean."""
+        return self.averaged or self.batch or self.samples

@@ -15,8 +15,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from polylane.graph.batch import is_sampled, sample_count
 
 
-def size_function(expression: Any) -> Callable[[int], Any]:
+def size_function(expression: Any, ragged: bool = False) -> Callable[[int], Any]:
     """A size of the graph (an expression of the batch's symbols) as a function of the number of samples.
+
+    Args:
+        ragged: let a size that depends on data (how many rows a mask selects) stand for as many rows.
 
     Raises:
         ValueError: the size depends on data.
@@ -28,7 +31,7 @@ def size_function(expression: Any) -> Callable[[int], Any]:
     if expr.is_number:
         fixed = int(expr)
         return lambda samples: fixed
-    if free_unbacked_symbols(expr):
+    if free_unbacked_symbols(expr) and not ragged:
         raise ValueError(f"{expr} is known at run time only")
     samples = sympy.Symbol("samples", integer=True)
     single = expr.subs(dict.fromkeys(expr.free_symbols, samples))
@@ -156,10 +159,15 @@ def refused_sizes(graph: fx.Graph, lowest: int, highest: int, most: int) -> list
 
 
 class Numbers:
-    """Sizes of a graph as numbers, at one number of samples; one that depends on data as in the example."""
+    """Sizes of a graph as numbers, at one number of samples; one that depends on data as in the example.
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    Args:
+        samples: in hand.
+        ragged: take a size that depends on data for as many rows as there are samples.
+    """
+
+    def __init__(self, samples: int, ragged: bool = False) -> None:
+        self.samples, self.ragged = samples, ragged
         self._known: dict[object, int] = {}
 
     def __call__(self, size: Any) -> int:
@@ -169,7 +177,7 @@ class Numbers:
         expression = size.node.expr
         if expression not in self._known:
             try:
-                self._known[expression] = int(size_function(size)(self.samples))
+                self._known[expression] = int(size_function(size, self.ragged)(self.samples))
             except ValueError:
                 self._known[expression] = int(size.node.hint) if size.node.hint is not None else 1
         return self._known[expression]

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from polylane.graph.inplace import writes
 from polylane.graph.sizes import Size
+from polylane.graph.whole_batch import BatchSize
 from polylane.placement.call import Call, Edit, Strategy
 from polylane.placement.move import Move
 from polylane.placement.move import name_of as collective
@@ -92,7 +93,7 @@ class _Writer:
 
         def local(value: Any) -> Any:
             if isinstance(value, fx.Node):
-                if isinstance(value.target, Size):
+                if _is_known_size(value):
                     return self.sizes.number(value)
                 if not _is_tensor(value):
                     return self.values[value]
@@ -141,6 +142,11 @@ def _returns(arguments: Mapping[str, Any]) -> int:
     """How many of a call's arguments send their gradients through a collective of their own."""
     moves = [value.target for value in arguments.values() if isinstance(value, fx.Node)]
     return sum(isinstance(m, Move) and bool(collective(gradient(m.target), gradient(m.source))) for m in moves)
+
+
+def _is_known_size(node: fx.Node) -> bool:
+    """Whether a node is a size that follows from the samples in hand alone."""
+    return isinstance(node.target, Size) and not isinstance(node.target, BatchSize)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -236,7 +242,7 @@ def rewrite(
             writer.graph.output(tuple(out))
         elif not is_alias(node):
             writer.values[node] = writer.step(node)
-        elif not isinstance(node.target, Size):
+        elif not _is_known_size(node):
             writer.values[node] = copied = writer.graph.node_copy(node, writer.values.__getitem__)
             copied.meta = dict(node.meta)
         for made in _since(writer.graph, before):

@@ -19,6 +19,7 @@ from polylane.graph.inplace import writes
 from polylane.graph.precision import innermost
 from polylane.graph.rewrite import op_name
 from polylane.graph.sizes import Numbers, Size
+from polylane.graph.whole_batch import WholeSize
 from polylane.placement.call import Call, Place, Value
 from polylane.placement.placement import Cuts
 
@@ -112,7 +113,16 @@ def is_alias(node: fx.Node) -> bool:
 
 
 class Sizes(Numbers):
-    """Shapes and numbers of a graph at one number of samples."""
+    """Shapes and numbers of a graph at one number of samples.
+
+    Args:
+        samples, ragged: as in :class:`Numbers`.
+        batch: samples of the whole batch; default: those in hand.
+    """
+
+    def __init__(self, samples: int, ragged: bool = False, batch: int | None = None) -> None:
+        super().__init__(samples, ragged)
+        self.batch = samples if batch is None else batch
 
     def shape(self, val: Tensor) -> tuple[int, ...]:
         return tuple(self(size) for size in val.shape)
@@ -120,12 +130,22 @@ class Sizes(Numbers):
     def number(self, node: fx.Node) -> Any:
         """What a node that is a size amounts to."""
         target: Any = node.target
-        return target.convert(target.of(self.samples))
+        return target.convert(target.of(self.batch if isinstance(target, WholeSize) else self.samples))
+
+    def of_data(self, node: fx.Node) -> Any:
+        """A number that depends on data: how many rows it stands for, if that is asked for; else the node itself."""
+        size = node.meta.get("val")
+        return self(size) if self.ragged and isinstance(size, torch.SymInt) else node
 
 
-def view(graph: Graph, samples: int, degree: int) -> View:
-    """``graph`` at so many samples, for an axis of ``degree`` ranks."""
-    sizes, code = Sizes(samples), graph.code.fx
+def view(graph: Graph, samples: int, degree: int, *, ragged: bool = False, batch: int | None = None) -> View:
+    """``graph`` at so many samples, for an axis of ``degree`` ranks.
+
+    Args:
+        ragged: let sizes that depend on data be as many rows as samples.
+        batch: samples of the whole batch, where these are a part of it.
+    """
+    sizes, code = Sizes(samples, ragged, batch), graph.code.fx
     described = {node.id: node for node in graph.nodes}
     sources, steps = dict[Key, Source](), list[Step]()
     pinned = _pinned(graph)
@@ -226,7 +246,7 @@ def call_of(
                 return sizes.number(value)
             val = value.meta.get("val")
             if not isinstance(val, Tensor):
-                return value
+                return sizes.of_data(value)
             grad = has_gradient(value) and (val.is_floating_point() or val.is_complex())
             inputs.append(Value(sizes.shape(val), val.dtype, grad, len(inputs)))
             reads.append(key_of(value))

@@ -44,6 +44,7 @@ def from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
         precision=spec.precision,  # type: ignore[arg-type]
         sync=spec.sync,
         slow=dict(spec.slow),
+        per_sample=spec.per_sample,
     )
 
 

@@ -71,6 +71,8 @@ class Plan(Strict):
 
     ``graph`` says which one; a plan that a person writes may leave it out. Names of nodes and parameters that the model
     does not have are refused either way. ``slow`` makes ranks stragglers, to see what that does to the others.
+    ``per_sample`` names modules that run the user's own Python and, the user says, treat each sample by itself;
+    "model" is all of it.
     """
 
     polylane: Literal[1] = 1
@@ -81,6 +83,7 @@ class Plan(Strict):
     sync: Sync = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
     slow: Slowness = pydantic.Field(default={})
+    per_sample: tuple[str, ...] = ()
     _file: str = pydantic.PrivateAttr("")
     # Where every rank stands, and for which stages that was looked up: plans may have very many ranks.
     _found: tuple[tuple[Stage, ...], dict[int, tuple[int, int]]] = pydantic.PrivateAttr(((), {}))
@@ -243,7 +246,8 @@ class Plan(Strict):
     @property
     def spec(self) -> str:
         """The plan in one line; the stages' bounds and their placements are left out."""
-        return line_of(self.meshes, self.schedule, self.microbatches, self.precision, self.sync, self.slow)
+        rules = self.sync, self.slow, self.per_sample
+        return line_of(self.meshes, self.schedule, self.microbatches, self.precision, *rules)
 
 
 def default_microbatches(spec: Spec, batch: int) -> int:
@@ -259,6 +263,8 @@ def dump(plan: Plan) -> str:
     if plan.graph is None:
         del data["graph"]
     del data["slow"]
+    if not plan.per_sample:
+        del data["per_sample"]
     if plan.slow:
         data["slow"] = {rank: slow.model_dump() for rank, slow in plan.slow.items()}
     for stage in data["stages"]:

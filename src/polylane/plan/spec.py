@@ -20,7 +20,7 @@ AUTO = "auto"
 PRECISIONS = ("float32", "bfloat16")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches")
-_KEYS = (*_COUNTS, "schedule", "precision", *syncs.KEYS, "slow")
+_KEYS = (*_COUNTS, "schedule", "precision", *syncs.KEYS, "slow", "per_sample")
 
 # As many workers as a plan may have, and as many microbatches: ten times the largest machines.
 MOST = 2**20
@@ -58,6 +58,8 @@ class Spec:
             the largest degrees. Meshes that are all the same are degrees and nothing else.
         sync: how replicas agree.
         slow: ranks that are made stragglers.
+        per_sample: module paths of what runs the user's own Python and, the user says, treats each sample by itself;
+            "model" for all of it.
 
     Raises:
         PolylaneError: degrees are given beside stages that have others, or there are too many workers.
@@ -73,6 +75,7 @@ class Spec:
     stages: tuple[Degrees, ...] = ()
     sync: Sync = SUM
     slow: tuple[tuple[int, Slow], ...] = ()
+    per_sample: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.stages:
@@ -101,6 +104,7 @@ class Spec:
         precision: str,
         sync: Sync = SUM,
         slow: tuple[tuple[int, Slow], ...] = (),
+        per_sample: tuple[str, ...] = (),
     ) -> Spec:
         """Stages with a mesh each."""
         return cls(
@@ -110,6 +114,7 @@ class Spec:
             stages=tuple(meshes),
             sync=sync,
             slow=slow,
+            per_sample=per_sample,
         )
 
     @property
@@ -154,11 +159,13 @@ def line_of(
     precision: str,
     sync: Sync,
     slow: Mapping[int, Slow],
+    per_sample: Sequence[str] = (),
 ) -> str:
     """A plan in one line."""
     words = [*degrees_of(meshes), f"schedule={schedule}", f"microbatches={microbatches}"]
     words += [] if precision == "float32" else [f"precision={precision}"]
     words += [*sync.words(), *stragglers.words(dict(slow))]
+    words += [f"per_sample={'+'.join(per_sample)}"] if per_sample else []
     return ",".join(words)
 
 
@@ -203,11 +210,31 @@ def _parsed(text: str) -> Spec:
     microbatches = counts.pop("microbatches", None)
     sync = syncs.of_words({key: given[key] for key in syncs.KEYS if key in given})
     slow = tuple(stragglers.of_words(given["slow"]).items()) if "slow" in given else ()
+    per_sample = _paths(given["per_sample"]) if "per_sample" in given else ()
     if opened:
         meshes = [_mesh(stage, number) for number, stage in enumerate(inside.split("|"))]
-        return Spec.of_meshes(meshes, schedule, microbatches, precision, sync, slow)
+        return Spec.of_meshes(meshes, schedule, microbatches, precision, sync, slow, per_sample)
     data, pipeline, sequence, tensor = (counts.get(key, 1) for key in DEGREES)
-    return Spec(data, pipeline, schedule, microbatches, precision, tensor, sequence, sync=sync, slow=slow)
+    return Spec(
+        data=data,
+        pipeline=pipeline,
+        sequence=sequence,
+        tensor=tensor,
+        schedule=schedule,
+        microbatches=microbatches,
+        precision=precision,
+        sync=sync,
+        slow=slow,
+        per_sample=per_sample,
+    )
+
+
+def _paths(text: str) -> tuple[str, ...]:
+    """Module paths: "experts.0+experts.1"."""
+    paths = tuple(path.strip() for path in text.split("+"))
+    if not all(paths):
+        raise PolylaneError(f"per_sample={_shown(text)}: name modules, as in per_sample=experts.0+experts.1, or model")
+    return paths
 
 
 def _mesh(text: str, stage: int) -> Degrees:

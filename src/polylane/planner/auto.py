@@ -15,15 +15,15 @@ from polylane.cost.profiling import profiled
 from polylane.cost.together import together
 from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, cloned, few, part_count, sample_count
-from polylane.graph.capture import capture
 from polylane.graph.export import Loss
 from polylane.graph.fewest import Fewest, fewest_samples
 from polylane.graph.graph import Graph
-from polylane.graph.orders import Order, orders_of, seen_orders
-from polylane.graph.samples import splits_exactly
+from polylane.graph.orders import Order, orders_of
 from polylane.planner import setup
 from polylane.planner.candidate import Candidate
 from polylane.planner.search import Answer, Wish, search
+from polylane.samples.counts import capture_with_counts
+from polylane.samples.derivation import derive, known_orders
 
 # Samples of the graph that shapes are read from.
 EXAMPLE = 4
@@ -73,17 +73,19 @@ def choose(
     """
     most = max(workers)
     leaves = few(subject.leaves, min(EXAMPLE, sample_count(subject.leaves)))
-    graph = capture(subject.model, subject.loss, subject.rebuild(cloned(leaves)), trainable=subject.trainable)
+    graph = capture_with_counts(
+        subject.model, subject.loss, subject.rebuild(cloned(leaves)), trainable=subject.trainable
+    )
     fewest = fewest_samples([graph])
     fewest.check(subject.batch, "a batch", "take larger batches")
     if profile is None and _lies_on(cluster.device(0).type, subject.model):
         profile = measure(graph, subject, most if copies else 1)
-    meets = _samples_meet(graph, subject)
+    meets = _samples_meet(graph)
     job = setup.Job(graph, subject.optimizer, subject.whole, {}, profile)
     basis = setup.basis(job, cluster, Method())
     limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
     wish = Wish(subject.batch, tuple(sorted(workers)), most, (Method(),), limit, whole=meets)
-    estimates = setup.estimates(basis, subject.batch, _staying(graph, subject))
+    estimates = setup.estimates(basis, subject.batch, _staying(graph))
 
     def keep(candidate: Candidate) -> bool:
         return candidate.workers in workers and _enough(subject.batch, candidate, fewest)
@@ -135,21 +137,14 @@ def measure(graph: Graph, subject: Subject, copies: int = 1) -> Profile | None:
     return replace(found, together=together(subject.model, subject.loss, half, subject.rebuild, counts))
 
 
-def _samples_meet(graph: Graph, subject: Subject) -> bool:
+def _samples_meet(graph: Graph) -> bool:
     """Whether the loss of a batch is not made up of its parts' losses, so that it must not be divided."""
-    leaves = cloned(few(subject.leaves, min(sample_count(subject.leaves), 6)))
-    try:
-        return splits_exactly(graph, subject.model, subject.loss, leaves) is not None
-    except PolylaneError:
-        raise
-    except Exception:  # it does not run in float64, where that could be seen
-        return False
+    return not derive(graph).holds
 
 
-def _staying(graph: Graph, subject: Subject) -> list[str]:
+def _staying(graph: Graph) -> list[str]:
     """Values that may not cross between stages with other numbers of replicas."""
-    seen = seen_orders(graph, subject.model, subject.loss, cloned(few(subject.leaves, 6)))
-    return [name for name, order in orders_of(graph, seen).items() if order is Order.OTHER]
+    return [name for name, order in orders_of(graph, known_orders(graph)).items() if order is Order.OTHER]
 
 
 def told(answer: Answer) -> str:

@@ -14,7 +14,7 @@ from polylane.program.program import Program
 from polylane.runtime.connections import Connections
 from polylane.runtime.division import Batch
 from polylane.runtime.holding import Holding
-from polylane.runtime.lane import bind, programs_of
+from polylane.runtime.lane import bind, counts_of, programs_of
 from polylane.runtime.prepare import recaptured
 from polylane.runtime.sync.codec import Codec
 from polylane.runtime.worker import Worker
@@ -65,7 +65,8 @@ class Binding:
             codec: how replicas sum gradients, the same for all lanes of an objective; None: plainly, or not at all.
         """
         stage = self._holding.stage
-        self._holding.tensors.hold({*partition.parameters(stage), *partition.buffers(stage)})
+        counted = counts_of(partition, stage).buffers
+        self._holding.tensors.hold({*partition.parameters(stage), *partition.buffers(stage), *counted})
         layouts, transport = self._prepared.layouts_of(partition), self._connections.transport
         if layouts.distinct and len(set(transport.all_gather_object(layouts.digest))) > 1:
             raise PolylaneError(
@@ -130,7 +131,7 @@ class Binding:
             objective = prepared.objectives[name]
             with self._holding.wholes.in_model(self._holding.materialized):
                 partition = recaptured(prepared.model, objective, main, example, training, prepared.in_float64)
-                prepared.look_at(partition, name, example)
+                prepared.look_at(partition)
         self._refuse_moved(partition)
         layouts = prepared.layouts_of(partition)
         programs = programs_of(partition, self._plan, self._holding.holders, training, layouts, alone)

@@ -13,6 +13,7 @@ from torch import Tensor
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sampled_leaves, signature
 from polylane.graph.partition import Partition
+from polylane.graph.whole_batch import statistics_of
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
 from polylane.runtime import allocator, clock, data, weights
@@ -31,6 +32,12 @@ from polylane.runtime.trainer import optimizer_of, trainer_of
 from polylane.runtime.transport.choose import transport_for
 from polylane.runtime.worker import StepState
 from polylane.runtime.world import World
+
+
+def _shares_statistics(partition: Partition) -> bool:
+    """Whether replicas tell each other of their samples: for batch normalization, or for counts of the whole batch."""
+    code = partition.graph.code
+    return code.batch_statistics or bool(statistics_of(code.fx))
 
 
 class Job(Accounts):
@@ -117,7 +124,7 @@ class Job(Accounts):
             world,
             self.plan,
             programs,
-            any(partition.graph.code.batch_statistics for partition in prepared.partitions.values()),
+            any(_shares_statistics(partition) for partition in prepared.partitions.values()),
             transport_for(world) if connect is None else connect,
             [prepared.axes(stage) for stage in range(self.plan.pipeline)],
             any(layouts.together for layouts in prepared.layouts.values()),

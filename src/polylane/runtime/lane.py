@@ -27,6 +27,7 @@ from polylane.runtime.sync.sharded import Shards
 from polylane.runtime.sync.sharded_lane import sharding
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.worker import Worker
+from polylane.samples.statistics import Statistics
 
 
 @dataclass
@@ -126,7 +127,8 @@ def bind(
         # What this objective does not optimize takes part as a constant: no gradient is computed for it.
         trainable = graph.parameters[name].trainable
         table["parameter", name] = parameters[name] if trainable else shards.constant(name, parameters[name])
-    for name in partition.buffers(program.stage):
+    counts = counts_of(partition, program.stage)
+    for name in {*partition.buffers(program.stage), *counts.buffers}:
         table["buffer", name] = buffers[name]
     table |= {("axis", name): axis for name, axis in mesh.axes.items()}
     autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
@@ -151,4 +153,9 @@ def bind(
     sizes = {name: wire.sizes for name, wire in travelling.items()}
     relays = Relays(program.rank, plan, partition, layouts, sizes, orders)
     shared, slow = None if alone else statistics, plan.slow.get(program.rank)
-    return Worker(program, runner, travelling, relays, transport, shared, reducer, mesh, alone, slow)
+    return Worker(program, runner, travelling, relays, transport, shared, reducer, mesh, alone, slow, counts)
+
+
+def counts_of(partition: Partition, stage: int) -> Statistics:
+    """The statistics of the whole batch that a stage's operators need."""
+    return Statistics(partition.graph.code.fx, {node.name for node in partition.nodes(stage)})

@@ -1,9 +1,9 @@
-"""Into how many microbatches a training divides its batches, and whether their losses make up the whole's."""
+"""Into how many microbatches a training divides its batches."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -60,27 +60,25 @@ def with_enough(asked: int, total: int, fewest: Fewest, fewer: bool) -> int:
     return possible
 
 
-def samples_meet(
-    graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], microbatches: int, in_float64: bool
-) -> bool:
-    """Whether the loss of a batch is not made up of its parts' losses: replicas then have to split the operators.
+def seen_to_split(
+    graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], in_float64: bool
+) -> Callable[[], str | None]:
+    """How to compute an example batch whole and in parts: what differs, as a sentence, or None."""
 
-    Raises:
-        PolylaneError: so it is, and there are microbatches.
-    """
-    try:
-        reason = splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))))
-    except PolylaneError:
-        raise
-    except Exception as error:
-        why = str(error).strip().partition("\n")[0]
-        if in_float64:
-            raise PolylaneError(f"the model does not run in float64, which a proof needs: {why}") from error
-        warnings.warn(
-            f"whether the loss is a mean over samples could not be seen: the model does not run in float64 ({why})",
-            stacklevel=2,
-        )
-        return False
-    if reason is not None and microbatches > 1:
-        raise PolylaneError(f"microbatches={microbatches} would not compute what one device computes: {reason}")
-    return reason is not None
+    def look() -> str | None:
+        try:
+            return splits_exactly(graph, model, loss, cloned(few(leaves, min(sample_count(leaves), 6))))
+        except PolylaneError:
+            raise
+        except Exception as error:
+            why = str(error).strip().partition("\n")[0]
+            if in_float64:
+                raise PolylaneError(f"the model does not run in float64, which a proof needs: {why}") from error
+            warnings.warn(
+                f"whether your own Python treats each sample by itself could not be seen: it does not run in float64 "
+                f"({why})",
+                stacklevel=2,
+            )
+            return None
+
+    return look

@@ -14,20 +14,21 @@ from torch import nn
 from polylane.cost import compute
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cloned, few, flatten, sample_count, sampled_leaves
-from polylane.graph.capture import capture
 from polylane.graph.export import Loss
 from polylane.graph.fewest import Fewest
 from polylane.graph.graph import Graph
 from polylane.graph.orders import Order, Seen, orders_of, why_unknown
 from polylane.graph.partition import Partition, aligned, balanced
-from polylane.placement.rows import known_orders
 from polylane.plan import fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
-from polylane.runtime.microbatches import asked_for, fewest_for, samples_meet, with_enough
+from polylane.runtime.microbatches import asked_for, fewest_for, seen_to_split, with_enough
 from polylane.runtime.optimizer_probe import Untried, whole_parameters
 from polylane.runtime.sync.fitting import check_sync
+from polylane.samples.counts import capture_with_counts
+from polylane.samples.derivation import known_orders
+from polylane.samples.division import samples_meet
 
 Parameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
@@ -111,12 +112,10 @@ class Prepared:
                 raise PolylaneError(f"{self.plan.title}: {told}")
         return orders
 
-    def look_at(self, partition: Partition, objective: str, batch: Any) -> None:
-        """See how the parts of a batch make up the values of one more of the model's graphs, where that matters."""
+    def look_at(self, partition: Partition) -> None:
+        """Derive how the parts of a batch make up the values of one more of the model's graphs, where that matters."""
         if self.plan.redivides:
-            leaves = cloned(few(flatten(batch)[0], 6))
-            seen = known_orders(partition.graph, self.model, self.objectives[objective].loss, leaves)
-            self.seen.append((partition, seen))
+            self.seen.append((partition, known_orders(partition.graph, self.plan.per_sample)))
 
     @cached_property
     def fewest(self) -> Fewest:
@@ -247,8 +246,8 @@ def prepare(
         sampled = sampled_leaves(leaves) if meets else ()
         layouts = _layouts(partitions, chosen, -(-total // microbatches), whole, sampled)
     prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init, whole, seen)
-    for name, partition in evaluations.items():
-        prepared.look_at(partition, name, rebuild(cloned(leaves)))
+    for partition in evaluations.values():
+        prepared.look_at(partition)
     _see_through(prepared)
     return prepared
 
@@ -270,10 +269,11 @@ def _partitions(
     for objective in objectives.values():
         graph = graphs[objective.name]
         if spec.data > 1 or microbatches > 1:
-            meets = samples_meet(graph, model, objective.loss, leaves, microbatches, in_float64) or meets
+            seen_to = seen_to_split(graph, model, objective.loss, leaves, in_float64)
+            meets = samples_meet(graph, microbatches, spec.data, spec.per_sample, seen_to) or meets
         known = Seen()
         if spec.redivides:
-            known = known_orders(graph, model, objective.loss, cloned(few(leaves, 6)))
+            known = known_orders(graph, spec.per_sample)
         main = next(iter(partitions.values()), None)
         partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, main, seconds, known)
         seen.append((partitions[objective.name], known))
@@ -282,7 +282,7 @@ def _partitions(
 
 def _graph_of(model: nn.Module, objective: Objective, parameters: Parameters, batch: Any, in_float64: bool) -> Graph:
     trainable = optimized(parameters, objective.optimizer)
-    return capture(model, objective.loss, batch, trainable=trainable, in_float64=in_float64)
+    return capture_with_counts(model, objective.loss, batch, trainable=trainable, in_float64=in_float64)
 
 
 def _see_through(prepared: Prepared) -> None:
@@ -298,7 +298,9 @@ def recaptured(
 ) -> Partition:
     """Capture an objective in another mode, or for batches of another form, and cut it where ``main`` is cut."""
     trainable = [name for name, info in main.graph.parameters.items() if info.trainable]
-    graph = capture(model, objective.loss, batch, trainable=trainable, training=training, in_float64=in_float64)
+    graph = capture_with_counts(
+        model, objective.loss, batch, trainable=trainable, training=training, in_float64=in_float64
+    )
     return aligned(main, graph)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from polylane.runtime.relays import Relays, place, taken
 from polylane.runtime.stage import StageRunner, Wire, node_at_fault
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.transport.protocol import Pending, Transport
+from polylane.samples.statistics import Replicas, Statistics
 from polylane.schedule.action import Action, Kind
 
 # Compute actions ahead of which receives are posted: gloo moves a message only once its receive is posted.
@@ -75,6 +76,7 @@ class Worker:
         mesh: along which operators are split; the loss of its first worker counts, the others compute the same one.
         alone: the replica takes steps of its own: its gradients are those of the mean over its own samples.
         slow: makes it a straggler.
+        counts: statistics of the whole batch that this stage's operators need; None: none.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Worker:
         mesh: Mesh,
         alone: bool = False,
         slow: Slow | None = None,
+        counts: Statistics | None = None,
     ) -> None:
         self.program = program
         self.runner = runner
@@ -100,6 +103,7 @@ class Worker:
         self.mesh = mesh
         self.alone = alone
         self._slow, self._slowness = slow, 1.0
+        self._counts = counts
         self._horizon = _horizons(program.actions)
 
     def shares(self, batch: int) -> tuple[Share, ...]:
@@ -113,7 +117,7 @@ class Worker:
             ActionFailed: from what an action raised, saying which.
         """
         own = {s.microbatch: s for s in self.shares(batch.samples) if s.weight or not self.alone}
-        parts = {i: self._part(share, batch.samples, step, seed) for i, share in own.items()}
+        parts = self._with_counts(batch, own, self._parts(batch.samples, own, step, seed))
         ends = bounds(batch.samples, self._microbatches())
         self._slowness = 1.0 if self._slow is None else self._slow.at(step, self.program.rank)
         counted = sum(s.samples for s in own.values()) if self.alone else batch.samples
@@ -150,6 +154,28 @@ class Worker:
         for key in list(state.sent):
             state.left(key)
         return state
+
+    def _parts(self, batch: int, own: Mapping[int, Share], step: int, seed: int) -> dict[int, Part]:
+        """What the operators may know of the samples in hand, by microbatch."""
+        averaged = sum(share.samples for share in own.values()) if self.alone else batch
+        return {i: replace(self._part(share, batch, step, seed), averaged=averaged) for i, share in own.items()}
+
+    def _with_counts(self, batch: Batch, own: Mapping[int, Share], parts: dict[int, Part]) -> dict[int, Part]:
+        """The parts with what must be counted over the whole batch before any of them is computed on."""
+        replicas = self.program.replicas
+        apart = self.alone or self._together or len(replicas) == 1
+        if not self._counts or (apart and len(parts) < 2):  # the part is the whole
+            return parts
+        ordered = [parts[i] for i in sorted(parts)]
+        leaves = [batch.of(own[i]) for i in sorted(parts)]
+        others = None if apart else Replicas(self._add_replicas, self.program.replica, len(replicas))
+        found = self._counts.count(ordered, leaves, self.runner.tensors, others)
+        return {i: replace(part, whole=lambda key, _: found[key]) for i, part in parts.items()}
+
+    def _add_replicas(self, tensor: Tensor) -> Tensor:
+        if self.statistics is not None:
+            return self.statistics(tensor)
+        return self.transport.all_reduce(tensor, self.program.replicas).wait()
 
     def _part(self, share: Share, batch: int, step: int, seed: int) -> Part:
         """What the operators may know of the samples in hand."""

@@ -1,0 +1,313 @@
+"""Means over counts, made exact on parts of a batch: totals that add up, over counts of the whole batch.
+
+A loss that is a mean over what counts in a batch (tokens that are not ignored, rows that a mask selects, weights) is no
+mean over samples. It is a total over a count: the total is a sum over samples, and the count, where it depends on the
+inputs alone, can be known of the whole batch before the first pass. Here a captured graph is written so:
+
+    cross_entropy(x, y)     ->  cross_entropy(x, y, sum) / whole_batch(sum(y != ignored))
+    x[mask].mean()          ->  sum(x[mask]) / whole_batch(sum(mask))
+    total / mask.sum()      ->  total / whole_batch(mask.sum())
+
+and a sum beside a mean is multiplied by how many times as many samples the whole batch has as the part, so that the
+loss is a mean over samples whatever it is made of. Whatever cannot be written so stays as it was captured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from polylane.graph.capture import capture
+from polylane.graph.describe import describe_node
+from polylane.graph.export import Loss
+from polylane.graph.graph import Code, Graph, Node
+from polylane.graph.precision import innermost
+from polylane.graph.rewrite import op_name
+from polylane.graph.sizes import Size
+from polylane.graph.whole_batch import BatchShare, Combine, WholeBatch, WholeSize
+from polylane.placement.rules.vocabulary import MEAN, NONE, SUM
+from polylane.placement.view import bound, op_of
+from polylane.samples.derivation import Derivation, Rescale, Statistic, derive, given_by_inputs
+
+aten = torch.ops.aten
+
+# Everything that a user may say of what runs own Python: the graph is the same whatever a plan says.
+ALL = ("model",)
+
+_OF_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+
+
+def capture_with_counts(model: nn.Module, loss: Loss, batch: Any, **how: Any) -> Graph:
+    """As :func:`polylane.graph.capture.capture`; with means over counts as totals over counts of the whole batch."""
+    return count_whole_batch(capture(model, loss, batch, **how))
+
+
+def count_whole_batch(graph: Graph) -> Graph:
+    """A graph whose loss is a mean over samples, of the same value on a whole batch; the graph itself if there is none.
+
+    Args:
+        graph: as captured; is not changed.
+    """
+    if graph.opaque:
+        return graph
+    draft = _Draft.of(graph)
+    draft.split_means()
+    derived = derive(draft.graph(), ALL)
+    if not derived.holds:
+        # What stands in the way may be what was split: a mean that is split is no worse than one that is not.
+        return graph
+    if not derived.statistics and not derived.rescaled:
+        return graph if not draft.made else draft.graph()
+    made = draft.with_statistics(derived)
+    return made if _is_done(derive(made, ALL)) else graph
+
+
+def _is_done(derived: Derivation) -> bool:
+    return derived.holds and not derived.statistics and not derived.rescaled
+
+
+@dataclass
+class _Draft:
+    """A copy of a graph's code to which operators are added.
+
+    Attributes:
+        source: the graph.
+        code: its code, copied.
+        described: by the copy's nodes, what is known of the source's.
+        names: all that are taken.
+        made: the nodes that are new, in no order.
+    """
+
+    source: Graph
+    code: fx.Graph
+    described: dict[fx.Node, Node]
+    names: set[str]
+    made: list[fx.Node] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, graph: Graph) -> _Draft:
+        """A copy of a graph."""
+        code, values = fx.Graph(), dict[fx.Node, fx.Node]()
+        code.output(code.graph_copy(graph.code.fx, values))
+        for old, new in values.items():
+            new.meta = dict(old.meta)
+        known = {node.id: node for node in graph.nodes}
+        described = {new: known[old.name] for old, new in values.items() if old.name in known}
+        return cls(graph, code, described, {node.name for node in graph.nodes})
+
+    @property
+    def part(self) -> fx.Node:
+        """The placeholder of the samples in hand."""
+        placeholder: fx.Node = next(node for node in self.code.nodes if node.op == "placeholder")
+        return placeholder
+
+    # ---- means as totals over counts ----
+
+    def split_means(self) -> None:
+        """Write every mean over a number that the inputs decide as a sum over that number."""
+        given, origins = given_by_inputs(self.code), _origins(self.code)
+        for node in [n for n in self.code.nodes if n.op == "call_function" and op_of(n).startswith("aten.")]:
+            base = op_of(node).split(".")[1]
+            arguments = bound(node, node.args, node.kwargs)[1]
+            if base in _OF_CLASSES:
+                self._split_class_loss(node, arguments, given)
+            elif base == "mean" or arguments.get("reduction") == MEAN:
+                self._split_ragged(node, base, arguments, origins, given)
+
+    def _split_class_loss(self, node: fx.Node, arguments: dict[str, Any], given: set[fx.Node]) -> None:
+        scores, target, weight = arguments["self"], arguments["target"], arguments["weight"]
+        if arguments["reduction"] != MEAN or target not in given or (weight is not None and weight not in given):
+            return
+        if target.meta["val"].is_floating_point() or scores.meta["val"].dim() < 2:
+            return
+        counts = self.before(node, aten.ne.Scalar, target, arguments["ignore_index"])
+        if weight is not None:
+            ignored = self.before(node, aten.logical_not.default, counts)
+            classes = self.before(node, aten.masked_fill.Scalar, target, ignored, 0)
+            weights = self.before(node, aten.index.Tensor, weight, [classes])
+            counts = self.before(node, aten.masked_fill.Scalar, weights, ignored, 0)
+        self._divide(node, self.before(node, aten.sum.default, counts))
+
+    def _split_ragged(
+        self, node: fx.Node, base: str, arguments: dict[str, Any], origins: dict[Any, fx.Node], given: set[fx.Node]
+    ) -> None:
+        """A mean over rows that a mask selects."""
+        symbols = {s for n in node.all_input_nodes for s in _data_sizes(n.meta.get("val"))}
+        if len(symbols) != 1 or node.meta["val"].dim():
+            return
+        mask = origins.get(next(iter(symbols)))
+        if mask is None or mask not in given:
+            return
+        each = self._losses(node, base, arguments)
+        if each is None:
+            return
+        counts = self.before(node, aten.sum.default, mask)
+        if each > 1:
+            counts = self.before(node, aten.mul.Scalar, counts, each)
+        self._divide(node, counts)
+
+    def _losses(self, node: fx.Node, base: str, arguments: dict[str, Any]) -> int | None:
+        """Over how many numbers of each row a mean is taken; None where that is not a fixed number."""
+        if base == "mean":
+            sizes = [*arguments["self"].meta["val"].shape]
+        else:
+            with node.meta["val"].fake_mode:
+                whole = {**arguments, "reduction": NONE}
+                given = {k: v.meta["val"] if isinstance(v, fx.Node) else v for k, v in whole.items()}
+                try:
+                    target: Any = innermost(node.target)
+                    sizes = [*target(**given).shape]
+                except Exception:  # an operator that cannot be asked for its losses
+                    return None
+        ragged = [size for size in sizes if not isinstance(size, int)]
+        return math.prod(size for size in sizes if isinstance(size, int)) if len(ragged) == 1 else None
+
+    def _divide(self, node: fx.Node, counts: fx.Node) -> None:
+        """Let an operator that gives a mean give the sum, over counts."""
+        val = node.meta["val"]
+        if op_of(node).split(".")[1] == "mean":
+            dtype = bound(node, node.args, node.kwargs)[1].get("dtype")
+            node.target, node.args, node.kwargs = aten.sum.default, (node.args[0],), {"dtype": dtype} if dtype else {}
+            node.meta["op"] = op_name(node)
+        else:
+            _set_argument(node, "reduction", SUM)
+        with self.code.inserting_after(node):
+            quotient = self.code.call_function(aten.div.Tensor, (node, counts))
+        node.replace_all_uses_with(quotient, delete_user_cb=lambda user: user is not quotient)
+        self._label(quotient, node, val)
+
+    # ---- statistics and shares ----
+
+    def with_statistics(self, derived: Derivation) -> Graph:
+        """With all that a derivation asks for; it was derived of :meth:`graph`, whose nodes these are."""
+        done: dict[tuple[fx.Node, Any], fx.Node] = {}
+        for statistic in derived.statistics:
+            key = statistic.value, statistic.combine
+            if key not in done:
+                done[key] = self._whole(statistic)
+            statistic.user.replace_input_with(statistic.value, done[key])
+        for rescale in derived.rescaled:
+            self._rescale(rescale)
+        return self.graph()
+
+    def _whole(self, statistic: Statistic) -> fx.Node:
+        value = statistic.value
+        if statistic.combine is None:
+            size: Any = value.target
+            whole = WholeSize(size.of, value.meta["val"])
+            with self.code.inserting_after(value):
+                made = self.code.call_function(whole, (self.part,))
+            self._label(made, value, value.meta["val"])
+            return made
+        counted = WholeBatch(Combine(statistic.combine))
+        with self.code.inserting_after(value):
+            made = self.code.call_function(counted, (self.part, value))
+        self._label(made, statistic.user if value.op == "placeholder" else value, value.meta["val"])
+        counted.key = made.meta["name"]
+        return made
+
+    def _rescale(self, rescale: Rescale) -> None:
+        value = rescale.value
+        with self.code.inserting_before(rescale.user):
+            share = self.code.call_function(BatchShare(rescale.power), (self.part,))
+            made = self.code.call_function(aten.mul.Scalar, (value, share))
+        self._label(share, value, 1.0)
+        self._label(made, value, value.meta["val"])
+        rescale.user.replace_input_with(value, made)
+
+    # ---- bookkeeping ----
+
+    def before(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """A new operator before a node, of the same line of the user's."""
+        with self.code.inserting_before(node):
+            made = self.code.call_function(target, args)
+        mode = node.meta["val"].fake_mode
+        with mode:
+            val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        self._label(made, node, val)
+        return made
+
+    def _label(self, made: fx.Node, like: fx.Node, val: Any) -> None:
+        """Name a new operator after the module of another one."""
+        made.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack", "module") if key in like.meta}
+        made.meta |= {"val": val, "op": op_name(made)}
+        operation = made.meta["op"].removeprefix("aten.").split(".")[0]
+        base = f"{made.meta['module']}/{operation}" if made.meta["module"] else operation
+        numbers = (base if n == 1 else f"{base}#{n}" for n in range(1, len(self.names) + 2))
+        made.meta["name"] = next(name for name in numbers if name not in self.names)
+        self.names.add(made.meta["name"])
+        self.made.append(made)
+
+    def graph(self) -> Graph:
+        """The graph as it is now."""
+        source, results = self.source, self.code.output_node().args[0]
+        flows: dict[str, bool] = {node.name: node.requires_grad for node in source.nodes}
+        nodes = []
+        for node in self.code.nodes:
+            if node.op != "call_function":
+                continue
+            name = str(node.meta["name"])
+            if name not in flows:
+                floating = isinstance(val := node.meta["val"], Tensor) and val.is_floating_point()
+                flows[name] = floating and any(flows.get(str(n.meta.get("name")), False) for n in node.all_input_nodes)
+            free = self.described[node].free if node in self.described else isinstance(node.target, Size)
+            nodes.append(describe_node(node, flows[name], free))
+        position = {node.name: i for i, node in enumerate(nodes)}
+        uncut = [tuple(position[source.nodes[i].name] for i in pair) for pair in source.uncut]
+        code = source.code
+        return replace(
+            source,
+            nodes=tuple(nodes),
+            uncut=tuple((first, last) for first, last in uncut),
+            code=Code(self.code, code.constants, code.leaves, code.random, code.batch_statistics),
+            outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),  # type: ignore[union-attr]
+        )
+
+
+def _set_argument(node: fx.Node, name: str, value: Any) -> None:
+    target: Any = innermost(node.target)
+    names = [a.name for a in target._schema.arguments]
+    place = names.index(name)
+    if place < len(node.args):
+        node.args = (*node.args[:place], value, *node.args[place + 1 :])
+    else:
+        node.kwargs = {**node.kwargs, name: value}
+
+
+def _data_sizes(val: Any) -> Iterator[Any]:
+    """The symbols of a tensor's sizes that depend on data."""
+    for size in val.shape if isinstance(val, Tensor) else ():
+        if isinstance(size, torch.SymInt):
+            yield from free_unbacked_symbols(size.node.expr)
+
+
+def _origins(code: fx.Graph) -> dict[Any, fx.Node]:
+    """Symbol of a size that depends on data -> the mask whose truths it counts."""
+    found: dict[Any, fx.Node] = {}
+    for node in code.nodes:
+        for symbol in _new(_data_sizes(node.meta.get("val")), found):
+            mask = _mask_of(node)
+            if mask is not None:
+                found[symbol] = mask
+    return found
+
+
+def _new(symbols: Iterable[Any], known: dict[Any, fx.Node]) -> Sequence[Any]:
+    return [symbol for symbol in symbols if symbol not in known]
+
+
+def _mask_of(node: fx.Node) -> fx.Node | None:
+    """The mask by which an operator selects rows."""
+    base = op_of(node).split(".")[1] if op_of(node).startswith("aten.") else ""
+    arguments = bound(node, node.args, node.kwargs)[1]
+    if base == "masked_select":
+        return arguments["mask"]  # type: ignore[no-any-return]
+    indices = [i for i in arguments.get("indices", ()) if i is not None] if base == "index" else []
+    one = indices[0] if len(indices) == 1 and isinstance(indices[0], fx.Node) else None
+    return one if one is not None and one.meta["val"].dtype is torch.bool else None

@@ -1,0 +1,113 @@
+"""May a batch be divided? Decided by what is derived of the graph; never by how one batch happens to look.
+
+Three answers: its parts' losses make up its loss (replicas and microbatches compute what one device computes); samples
+meet (replicas then split the operators, and hold the microbatch as one); or it is refused, in a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from polylane.errors import PolylaneError
+from polylane.graph.export import at
+from polylane.graph.graph import Graph, Node
+from polylane.samples.derivation import Derivation, derive
+
+OWN_PYTHON = ("leaf", "function")
+
+
+def samples_meet(
+    graph: Graph,
+    microbatches: int,
+    replicas: int,
+    per_sample: Collection[str] = (),
+    seen: Callable[[], str | None] = lambda: None,
+) -> bool:
+    """Whether a batch must be computed on as a whole: replicas then have to split the operators.
+
+    Args:
+        graph: captured, with counts of the whole batch (:func:`polylane.samples.counts.count_whole_batch`).
+        microbatches, replicas: into how many parts batches are divided.
+        per_sample: modules that run the user's own Python and treat each sample by itself, as the user says.
+        seen: computes a batch whole and in parts, and says what differs, or None; asked only about the user's own
+            Python, to refuse what the user says wrongly.
+
+    Raises:
+        PolylaneError: so it is, and there are microbatches; or a model without a graph is to be divided.
+    """
+    if microbatches == 1 and replicas == 1:
+        return False
+    check_names(graph, per_sample)
+    derived = derive(graph, per_sample)
+    if derived.holds and derived.unproven:
+        told = seen()
+        if told is not None:
+            raise PolylaneError(f"per_sample={'+'.join(per_sample)} does not hold: {told}")
+    reason = None if derived.holds else why_not(graph, derived)
+    if reason is not None and (microbatches > 1 or graph.opaque):
+        parts = f"microbatches={microbatches}" if microbatches > 1 else f"data={replicas}"
+        raise PolylaneError(f"{parts} would not compute what one device computes: {reason}; {_remedy(graph, derived)}")
+    if microbatches > 1 and derived.counters:
+        name, node = derived.counters[0]
+        raise PolylaneError(
+            f"microbatches={microbatches} would not compute what one device computes: {node.name} writes the buffer "
+            f"{name} once for each microbatch{at(node.source)}, and the loss depends on it; use microbatches=1"
+        )
+    return reason is not None
+
+
+def check_names(graph: Graph, per_sample: Collection[str]) -> None:
+    """Refuse names of modules that run none of the user's own Python.
+
+    Raises:
+        PolylaneError: with those that do.
+    """
+    own = sorted({node.module or "model" for node in graph.nodes if node.op in OWN_PYTHON})
+    for name in per_sample:
+        inside = [path for path in own if name == "model" or path == name or path.startswith(f"{name}.")]
+        if not inside:
+            which = f"these do: {', '.join(own)}" if own else "nothing does: leave per_sample out"
+            raise PolylaneError(f"per_sample={name}: no module of that name is kept as your own Python; {which}")
+
+
+def why_not(graph: Graph, derived: Derivation) -> str:
+    """Why the parts of a batch do not make up its loss, as a sentence without its end."""
+    if derived.culprit is None:
+        assert derived.buffer is not None
+        name, node = derived.buffer
+        return (
+            f"the buffer {name} depends on how the samples are divided: {node.name} writes it{at(node.source)}, and "
+            "replicas would disagree"
+        )
+    node = derived.culprit
+    where = f"{_where(node)}{at(node.source)}"
+    if node.op in OWN_PYTHON:
+        return f"{node.name} {where} runs your own Python, and nothing shows that it treats each sample by itself"
+    if derived.why == "fixed":
+        return f"the model holds for one number of samples alone: {node.name} {where}"
+    if not node.shape:
+        return (
+            f"the loss is not a mean over samples: {node.name} {where} does not add up over the parts of a batch, and "
+            "what it counts does not follow from the inputs alone"
+        )
+    return (
+        f"the loss is not a mean over samples: {node.name} {where} makes each sample depend on the others of its batch"
+    )
+
+
+def _where(node: Node) -> str:
+    if node.module in ("", "loss"):
+        return "in the loss" if node.module else "in the model"
+    return f"in {node.module}"
+
+
+def _remedy(graph: Graph, derived: Derivation) -> str:
+    """What the user can do."""
+    node = derived.culprit
+    if node is not None and node.op in OWN_PYTHON:
+        name = node.module or "model"
+        alone = "data=1 and microbatches=1" if graph.opaque else "microbatches=1"
+        return f"if it does, say so with per_sample={name} in the plan, and it is watched; else use {alone}"
+    if node is not None and not node.shape:
+        return "return a mean over the samples or polylane.Mean(total, count) from loss, or use microbatches=1"
+    return "use microbatches=1"

@@ -1,0 +1,153 @@
+"""Statistics of the whole batch, counted from the inputs before a step's first pass.
+
+Each worker counts over its own samples of every microbatch; replicas then add up what they have. A statistic that needs
+another one (weights that are divided by their own sum, and summed again) waits for that one: they are counted level by
+level, with one exchange between replicas for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.graph.part import Part
+from polylane.graph.whole_batch import Combine, WholeBatch, statistics_of
+
+# What a placeholder of the graph stands for, by its role, given the leaves of a part.
+Role = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas that share a batch.
+
+    Attributes:
+        add: sums a tensor over all of them, in place.
+        index, count: of this one, and of all.
+    """
+
+    add: Callable[[Tensor], Tensor]
+    index: int
+    count: int
+
+
+class Statistics:
+    """What must be counted of a batch for some operators of a graph.
+
+    Args:
+        code: the whole graph.
+        names: of the operators for which it is counted; default: all.
+    """
+
+    def __init__(self, code: fx.Graph, names: Collection[str] | None = None) -> None:
+        wanted = [n for n in statistics_of(code) if names is None or n.meta["name"] in names]
+        needed = _ancestors(wanted)
+        self._order = [node for node in code.nodes if node in needed]
+        self.buffers = {n.meta["role"][1] for n in needed if n.op == "placeholder" and n.meta["role"][0] == "buffer"}
+        depth: dict[fx.Node, int] = {}
+        for node in self._order:
+            before = max((depth[n] for n in node.all_input_nodes), default=0)
+            depth[node] = before + isinstance(node.target, WholeBatch)
+        self._levels = [[n for n in self._order if depth[n] == level and isinstance(n.target, WholeBatch)]
+                        for level in range(1, max(depth.values(), default=0) + 1)]  # fmt: skip
+
+    def __bool__(self) -> bool:
+        return bool(self._levels)
+
+    @torch.no_grad()
+    def count(
+        self,
+        parts: Sequence[Part],
+        leaves: Sequence[Sequence[Any]],
+        tensors: Mapping[Role, Tensor],
+        replicas: Replicas | None = None,
+    ) -> Mapping[str, Any]:
+        """The value of every statistic over the whole batch, by node name.
+
+        Args:
+            parts: the samples in hand, microbatch by microbatch; those of weight 0 are another replica's.
+            leaves: of each part, the leaves of the batch.
+            tensors: buffers and constants by role.
+            replicas: who has the rest of the batch; None: nobody.
+        """
+        values: list[dict[fx.Node, Any]] = [{} for _ in parts]
+        found: dict[str, Any] = {}
+        for level in self._levels:
+            own = [self._of_part(level, p, x, tensors, v, found) for p, x, v in zip(parts, leaves, values, strict=True)]
+            combined = [_combined(n, [each[i] for each in own], parts) for i, n in enumerate(level)]
+            if replicas is not None:
+                combined = _exchanged(level, combined, replicas)
+            for i, node in enumerate(level):
+                found[str(node.meta["name"])] = combined[i].to(own[0][i].dtype)
+        return found
+
+    def _of_part(
+        self,
+        level: Sequence[fx.Node],
+        part: Part,
+        leaves: Sequence[Any],
+        tensors: Mapping[Role, Tensor],
+        values: dict[fx.Node, Any],
+        found: Mapping[str, Any],
+    ) -> list[Tensor]:
+        """What is to be combined, of one part."""
+        part = replace(part, whole=lambda key, own: found[key])
+        wanted = {node.args[1] for node in level}
+        for node in self._order:
+            if node in values or not _ready(node, values):
+                continue
+            if node.op == "placeholder":
+                kind, key = node.meta["role"]
+                values[node] = part if kind == "part" else leaves[key] if kind == "input" else tensors[kind, key]
+            elif not isinstance(node.target, WholeBatch) or node.meta["name"] in found:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+        assert all(node in values for node in wanted)
+        return [torch.as_tensor(values[node.args[1]]) for node in level]  # type: ignore[index]
+
+
+def _ready(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    return all(other in values for other in node.all_input_nodes)
+
+
+def _combined(node: fx.Node, own: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
+    """A statistic over the parts in hand: a sum, a share of a mean, or an extreme; in float64."""
+    combine = node.target.combine  # type: ignore[union-attr]
+    stacked = torch.stack([each.double() for each in own])
+    if combine is Combine.MAX:
+        return stacked.amax(0)
+    if combine is Combine.MIN:
+        return stacked.amin(0)
+    result = torch.zeros_like(stacked[0])
+    for part, each in zip(parts, stacked, strict=True):
+        if part.weight:
+            result += each * (part.samples / part.all_samples) if combine is Combine.MEAN else each
+    return result
+
+
+def _exchanged(level: Sequence[fx.Node], own: Sequence[Tensor], replicas: Replicas) -> list[Tensor]:
+    """The same over all replicas: one sum of a vector in which every replica has a place of its own."""
+    flat = torch.cat([each.flatten() for each in own])
+    places = flat.new_zeros(replicas.count, flat.numel())
+    places[replicas.index] = flat
+    every = replicas.add(places.flatten()).view_as(places).split([each.numel() for each in own], 1)
+    result = []
+    for node, each, mine in zip(level, every, own, strict=True):
+        combine = node.target.combine  # type: ignore[union-attr]
+        whole = each.amax(0) if combine is Combine.MAX else each.amin(0) if combine is Combine.MIN else each.sum(0)
+        result.append(whole.view_as(mine))
+    return result
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    found, left = set[fx.Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
