@@ -15,7 +15,7 @@ from polylane.graph.graph import Graph
 from polylane.graph.orders import Order, Seen, digest, orders_of, seen_orders, why_unknown
 from polylane.graph.partition import Partition
 from polylane.graph.samples import splits_exactly
-from polylane.placement.rows import proven_orders
+from polylane.samples.derivation import proven_orders
 
 R, A, M, S, X = Order.ROWS, Order.ALIKE, Order.MEAN, Order.SUM, Order.OTHER
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture import capture
-from polylane.graph.orders import Order, Seen, seen_orders
-from polylane.placement.rows import known_orders, proven_orders
+from polylane.graph.orders import Order, seen_orders
+from polylane.samples.derivation import proven_orders
 
 
 class Own(nn.Module):
@@ -128,11 +128,3 @@ def test_from_what_is_seen_it_is_proven_further() -> None:
     assert proven_orders(graph, {after: Order.ALIKE}).keys() >= {"fc/linear"}
     keeping = capture(Own(KEEPING["dropped"]), models.classify, batch)
     assert "head/linear" not in proven_orders(keeping, {"dropout": Order.OTHER})
-
-
-def test_what_is_seen_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = Own(KEEPING["dropped"]), models.vectors(6, 0)
-    graph = capture(model, models.classify, batch)
-    everything = Seen(dict.fromkeys((node.name for node in graph.nodes), Order.OTHER), "")
-    monkeypatch.setattr("polylane.placement.rows.seen_orders", lambda *_: everything)
-    assert known_orders(graph, model, models.classify, flatten(batch)[0]) is everything

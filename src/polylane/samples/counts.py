@@ -58,7 +58,7 @@ def count_whole_batch(graph: Graph) -> Graph:
         return graph
     draft = _Draft.of(graph)
     draft.split_means()
-    derived = derive(draft.graph(), ALL)
+    derived = derive(draft.graph(), ALL, counting=True)
     if not derived.holds:
         # What stands in the way may be what was split: a mean that is split is no worse than one that is not.
         return graph

@@ -75,7 +75,7 @@ _FILLED = {"full", "ones", "zeros"}
 _ADDING = {"add", "sub", "subtract", "rsub"}
 _MULTIPLYING = {"mul", "multiply"}
 _DIVIDING = {"div", "divide", "true_divide"}
-_CASTING = {"to", "_to_copy", "type_as"}
+_COPYING = {"to", "_to_copy", "type_as", "alias", "clone", "contiguous", "detach", "lift_fresh_copy"}
 # They reduce to an element of what they take, or to whether there is one.
 _EXTREMES = {"max": Combine.MAX, "amax": Combine.MAX, "any": Combine.MAX}
 _EXTREMES |= {"min": Combine.MIN, "amin": Combine.MIN, "all": Combine.MIN}
@@ -179,7 +179,13 @@ def known_orders(graph: Graph, per_sample: Collection[str] = ()) -> Seen:
     return Seen(derive(graph, per_sample).orders, "")
 
 
-def derive(graph: Graph, per_sample: Collection[str] = (), known: Mapping[str, Order] | None = None) -> Derivation:
+def derive(
+    graph: Graph,
+    per_sample: Collection[str] = (),
+    known: Mapping[str, Order] | None = None,
+    *,
+    counting: bool = False,
+) -> Derivation:
     """How the parts of a batch make up the values of a graph, and its loss.
 
     Args:
@@ -187,6 +193,7 @@ def derive(graph: Graph, per_sample: Collection[str] = (), known: Mapping[str, O
         per_sample: module paths of what runs the user's own Python and, as the user says, treats every sample by
             itself; "model" for all of it.
         known: how parts make up some of its values, by node name, where that is known otherwise.
+        counting: whether statistics of the whole batch, and shares of it, may be added to the graph: they are told.
     """
     nodes = graph.code.fx.nodes
     inputs = [n.meta["val"] for n in nodes if n.op == "placeholder" and n.meta["role"][0] == "input"]
@@ -202,7 +209,7 @@ def derive(graph: Graph, per_sample: Collection[str] = (), known: Mapping[str, O
         own = view(graph, OWN, REPLICAS, ragged=True, batch=WHOLE)
     except PolylaneError:  # not for these numbers of samples
         return nothing
-    walk = _Walk(graph, per_sample, known or {}, whole)
+    walk = _Walk(graph, per_sample, known or {}, whole, counting)
     for step, part in zip(whole.steps, own.steps, strict=True):
         walk.take(step, part.call)
     return walk.conclude()
@@ -265,6 +272,7 @@ class _Walk:
         per_sample: see :func:`derive`.
         known: of some tensors, how the parts of a batch make them up.
         view: the graph at the samples of both replicas.
+        counting: see :func:`derive`.
         states: what is known so far.
         lies: of all tensors, how they are placed on two replicas if they are in order; None where they cannot be.
         numbers: those that have in each row the row's own number, which in a part is another one than in the whole.
@@ -274,6 +282,7 @@ class _Walk:
     per_sample: Collection[str]
     known: Mapping[str, Order]
     view: View
+    counting: bool
     states: dict[Key, State] = field(default_factory=dict)
     lies: dict[Key, Placement | None] = field(default_factory=dict)
     numbers: set[Key] = field(default_factory=set)
@@ -322,7 +331,10 @@ class _Walk:
             return None
         if any(key not in self.states for key in step.reads) or _has_nodes(step.call.arguments):
             return None
-        return self._proven(step, own, node) or self._with_statistics(step, own, node)
+        found = self._proven(step, own, node)
+        if found is not None and not (writes(node) and any(state != REPLICATE for state in found)):
+            return found
+        return self._with_statistics(step, own, node) or found
 
     def _proven(self, step: Step, own: Call, node: fx.Node) -> Sequence[State | None] | None:
         states = [self.states[key] for key in step.reads]
@@ -496,6 +508,8 @@ class _Walk:
             return None
         if powers[0] == powers[1]:
             return [Additive(powers[0] or 0)]
+        if not self.counting:
+            return None
         # A sum beside a mean: what is not a mean is made one.
         arguments = bound(node, node.args, node.kwargs)[1]
         for name, power in zip(("self", "other"), powers, strict=True):
@@ -511,7 +525,7 @@ class _Walk:
         if step.call.arguments.keys() != own.arguments.keys() or not _same_numbers(step.call, own):
             return None
         states = [self.states[key] for key in step.reads]
-        if base_is_cast(step.call) and len(states) >= 1:
+        if _copies(step.call):
             return [states[0]]
         for power in {p for s in states if s != REPLICATE and (p := power_of_additive(s)) is not None}:
             exact = [PARTIAL if s != REPLICATE and power_of_additive(s) == power else s for s in states]
@@ -536,6 +550,8 @@ class _Walk:
 
     def _with_statistics(self, step: Step, own: Call, node: fx.Node) -> Sequence[State | None] | None:
         """The operator's values if what stands in the way, and depends on inputs alone, is of the whole batch."""
+        if not self.counting:
+            return None
         extreme = self._extreme(step, node)
         if extreme is not None:
             return extreme
@@ -620,7 +636,7 @@ class _Walk:
         culprit: Node | None = None
         for result in results:
             power = power_of_additive(self.states.get(self._key(result)))
-            if power is None:
+            if power is None or (power != wanted and not self.counting):
                 culprit = culprit or self._first_unknown(result)
             elif power != wanted:
                 self.rescaled[output, result] = Rescale(output, result, wanted - power)
@@ -723,9 +739,9 @@ def _base(node: Any) -> str:
     return op_of(node).split(".")[1] if isinstance(node, fx.Node) and op_of(node).startswith("aten.") else ""
 
 
-def base_is_cast(call: Call) -> bool:
-    """Whether an operator gives the same numbers in another type that holds them: linear in sums of whole numbers."""
-    if call.base not in _CASTING or not call.inputs:
+def _copies(call: Call) -> bool:
+    """Whether an operator gives the same numbers, in a type that holds them: whole numbers add up as others do."""
+    if call.base not in _COPYING or not call.inputs or call.written:
         return False
     to, of = call.outputs[0].dtype, call.inputs[0].dtype
     return to.is_floating_point or to.is_complex or to == of or (of is torch.bool and not to.is_floating_point)
