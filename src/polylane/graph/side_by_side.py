@@ -22,6 +22,7 @@ from polylane.graph.part import Part
 from polylane.graph.precision import PROMOTED, Promoted, innermost
 from polylane.graph.statistics import batch_norm, whole_batch_norm
 from polylane.graph.twins import is_unfilled
+from polylane.graph.whole_batch import WholeBatch
 
 # Of an example batch; fewer than the fewest cannot be split unequally.
 FEWEST, MOST = 5, 32
@@ -118,6 +119,10 @@ def _interpreted(graph: Graph, runs: list[Run], look: Look) -> list[list[Tensor]
 def _run_node(node: fx.Node, runs: list[Run], described: Node) -> None:
     whole, *parts = runs
     whole.values[node] = _call(node, whole)
+    if isinstance(node.target, WholeBatch):  # counted of the whole batch before any part is computed on
+        for run in parts:
+            run.values[node] = whole.values[node]
+        return
     try:
         if innermost(node.target) is batch_norm:
             _normalize_together(node, parts)
@@ -141,7 +146,7 @@ def _call(node: fx.Node, run: Run) -> Any:
         return target(*args, **kwargs).zero_()
     if not isinstance(target, AsPart):
         return target(*args, **kwargs)
-    with _Still():  # which numbers the user's own Python draws is no question of samples
+    with Still():  # which numbers the user's own Python draws is no question of samples
         return target(*args, **kwargs)
 
 
@@ -174,7 +179,7 @@ def _as_replicas(node: fx.Node, parts: list[Run]) -> None:
 
     def work(i: int) -> Any:
         try:
-            with torch.no_grad(), Promoted(), _Still():
+            with torch.no_grad(), Promoted(), Still():
                 args, kwargs = parts[i].arguments(node)
                 part = dataclasses.replace(parts[i].part, sum_replicas=sums(i))
                 return copies[i](*(part if isinstance(arg, Part) else arg for arg in args), **kwargs)
@@ -190,7 +195,7 @@ def _as_replicas(node: fx.Node, parts: list[Run]) -> None:
         run.values[node] = value
 
 
-class _Still(TorchFunctionMode):
+class Still(TorchFunctionMode):
     """Dropout that drops nothing, and random numbers that are all the same."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

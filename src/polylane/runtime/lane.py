@@ -153,7 +153,9 @@ def bind(
     sizes = {name: wire.sizes for name, wire in travelling.items()}
     relays = Relays(program.rank, plan, partition, layouts, sizes, orders)
     shared, slow = None if alone else statistics, plan.slow.get(program.rank)
-    return Worker(program, runner, travelling, relays, transport, shared, reducer, mesh, alone, slow, counts)
+    return Worker(
+        program, runner, travelling, relays, transport, shared, reducer, mesh, alone, slow, counts, plan.per_sample
+    )
 
 
 def counts_of(partition: Partition, stage: int) -> Statistics:

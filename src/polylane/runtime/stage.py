@@ -19,6 +19,7 @@ from polylane.graph.sizes import size_function
 from polylane.placement.overlap import overlap
 from polylane.placement.rewrite import rewrite
 from polylane.planner.layout import Layout
+from polylane.runtime.sample_witness import Record
 
 _NUMBERS = itertools.count()
 
@@ -42,13 +43,14 @@ class Wire:
 
 
 class Watch:
-    """Which of the nodes that run the user's own Python is in its backward pass.
+    """What the nodes that run the user's own Python do: which is in its backward pass, and what they were given.
 
     Autograd's traceback does not say it: no frame of the stage's code is on the stack in a backward pass.
     """
 
     def __init__(self) -> None:
         self.current: Node | None = None
+        self.records: list[Record] | None = None  # of the forward passes of a step that has a witness
 
     def begins(self, node: Node) -> Callable[[Any], None]:
         """What to call before the backward pass of ``node``."""
@@ -78,6 +80,9 @@ class Watched:
         self.__name__ = str(getattr(target, "__name__", "watched"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.watch.records is not None:
+            part, tensors = args
+            self.watch.records.append(Record(self.node, part, tuple(t.detach().clone() for t in tensors)))
         result = self.target(*args, **kwargs)
         fx.node.map_aggregate(result, self._hooker(self.watch.begins(self.node)))
         fx.node.map_aggregate((args, kwargs), self._hooker(self.watch.has_ended(self.node)))

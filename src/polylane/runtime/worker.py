@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +20,7 @@ from polylane.program.relay import Box, shape_of
 from polylane.runtime.division import Batch, Share, shares
 from polylane.runtime.mesh import Mesh
 from polylane.runtime.relays import Relays, place, taken
+from polylane.runtime.sample_witness import is_watched, witness
 from polylane.runtime.stage import StageRunner, Wire, node_at_fault
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.transport.protocol import Pending, Transport
@@ -77,6 +78,7 @@ class Worker:
         alone: the replica takes steps of its own: its gradients are those of the mean over its own samples.
         slow: makes it a straggler.
         counts: statistics of the whole batch that this stage's operators need; None: none.
+        per_sample: modules that treat each sample by itself, as the plan says: they are watched.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Worker:
         alone: bool = False,
         slow: Slow | None = None,
         counts: Statistics | None = None,
+        per_sample: Sequence[str] = (),
     ) -> None:
         self.program = program
         self.runner = runner
@@ -103,7 +106,7 @@ class Worker:
         self.mesh = mesh
         self.alone = alone
         self._slow, self._slowness = slow, 1.0
-        self._counts = counts
+        self._counts, self._per_sample = counts, per_sample
         self._horizon = _horizons(program.actions)
 
     def shares(self, batch: int) -> tuple[Share, ...]:
@@ -126,6 +129,8 @@ class Worker:
             (i for i, a in enumerate(self.program.actions) if a.kind is Kind.BACKWARD and a.microbatch in own),
             default=-1,
         )
+        watch = self.runner.code.watch
+        watch.records = [] if self._has_witness(step, len(own)) else None
         posted = 0
         for index, action in enumerate(self.program.actions):
             if action.microbatch is not None and action.microbatch not in own:
@@ -171,6 +176,29 @@ class Worker:
         others = None if apart else Replicas(self._add_replicas, self.program.replica, len(replicas))
         found = self._counts.count(ordered, leaves, self.runner.tensors, others)
         return {i: replace(part, whole=lambda key, _: found[key]) for i, part in parts.items()}
+
+    def _has_witness(self, step: int, microbatches: int) -> bool:
+        """Whether what the plan says of the user's own Python is held against the whole batch in a step."""
+        one = microbatches < 2 and (self.alone or len(self.program.replicas) == 1)
+        trains = any(action.kind is Kind.STEP for action in self.program.actions)
+        return bool(self._per_sample) and trains and is_watched(step) and not (one or self._together)
+
+    def _call_witness(self) -> None:
+        records = self.runner.code.watch.records
+        if records:
+            graph = self.program.partition.graph
+            named = "+".join(self._per_sample)
+            witness(graph.code.fx, records, self._gather, graph.mean or not graph.opaque, named)
+        self.runner.code.watch.records = None
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor of one dimension of every replica."""
+        replicas = self.program.replicas
+        if self.alone or len(replicas) == 1:
+            return [tensor]
+        own = torch.tensor([tensor.numel()], device=tensor.device)
+        sizes = self.transport.all_gather(own, replicas).wait().tolist()
+        return list(self.transport.all_gather(tensor.flatten(), replicas, sizes).wait().split(sizes))
 
     def _add_replicas(self, tensor: Tensor) -> Tensor:
         if self.statistics is not None:
@@ -242,6 +270,7 @@ class Worker:
             start = self.reducer.wait(action.value)
             waits.bytes = self.reducer.bytes[action.value]
         else:
+            self._call_witness()
             before = self.transport.counters.given
             finish(state)
             waits.bytes += self.transport.counters.given - before
