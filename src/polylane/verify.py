@@ -247,7 +247,7 @@ class _Proof:
     def stepwise(self) -> _Found:
         """Every step from the reference's state, judged; and all of them freely, told."""
         prepared, batches, tolerance = self.prepared, self.batches, self.tolerance
-        how = {"clip_norm": self.clip_norm, "seed": self.seed, "tolerance": tolerance}
+        how: dict[str, Any] = {"clip_norm": self.clip_norm, "seed": self.seed, "tolerance": tolerance}
         run: Any = replicated_run if prepared.plan.sync.alone else reference_run
         reference = self._alone(lambda: run(prepared, batches, **how))
         workers = self._together(lambda job: train_stepwise(job, prepared, batches, reference))
