@@ -16,15 +16,16 @@ from polylane.graph.batch import cloned, flatten, promoted, sample_count
 from polylane.graph.export import snapshot
 from polylane.graph.part import Part
 from polylane.graph.precision import to_float64
+from polylane.graph.rounding import apart, nudge, size
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.proof.culprit import Wrong, first_difference
 from polylane.proof.judgement import Judgement, judge, wrong_steps
 from polylane.proof.reference import Record, Reference, measured_again, reference_run, run_whole
-from polylane.proof.relative import apart, determined, over, relative_error, scale_of, size
+from polylane.proof.relative import determined, over, relative_error, scale_of
 from polylane.proof.replay import replay
 from polylane.proof.replicated import replicated_run
-from polylane.proof.rounding import Pass, measure, nudge
+from polylane.proof.rounding import Pass, measure
 from polylane.proof.state import put
 from polylane.proof.stepwise import Kind, train_stepwise
 from polylane.runtime.job import Job

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from polylane.proof.relative import MARGIN, determined, over, scale_of
+from polylane.graph.rounding import MARGIN
+from polylane.proof.relative import determined, over, scale_of
 from polylane.proof.rounding import Floors, Pass, measure
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import Objective, Prepared, prepare

@@ -6,8 +6,9 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from polylane.graph.rounding import size
 from polylane.proof.reference import Reference, Step
-from polylane.proof.relative import determined, over, scale_of, size
+from polylane.proof.relative import determined, over, scale_of
 from polylane.proof.rounding import Floors
 from polylane.proof.state import memory_sizes
 from polylane.proof.stepwise import Distances, Kind, What

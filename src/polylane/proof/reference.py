@@ -15,7 +15,8 @@ from polylane.graph.export import Loss, Whole, snapshot
 from polylane.graph.graph import Code
 from polylane.graph.part import Part
 from polylane.graph.precision import Promoted
-from polylane.proof.rounding import TRIES, TRIES_MORE, Floors, Pass, measure, nudge
+from polylane.graph.rounding import TRIES, nudge
+from polylane.proof.rounding import TRIES_MORE, Floors, Pass, measure
 from polylane.proof.state import State, put, read
 from polylane.runtime.lane import Tensors
 from polylane.runtime.prepare import Prepared, named_parameters

@@ -4,41 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
-# How much further a plan's sums may be apart from one device's than one device is from itself in a few tries. On
-# transformers, convolutions and LSTMs it was 6 times at most. Gradients that are not zero were more than 1e14 times
-# larger than what one device was apart from itself, those that are zero 4 times at most.
-MARGIN = 100.0
+from polylane.graph.rounding import MARGIN, apart, size
 
 # A value whose first digit one device does not get twice is not determined by it.
 DIGIT = 10
-
-
-def apart(expected: Tensor, got: Tensor) -> float:
-    """The largest difference of two tensors' elements; nan and other shapes count as inf."""
-    if expected.shape != got.shape:
-        return math.inf
-    if expected.numel() == 0:
-        return 0.0
-    a, b = _wide(expected), _wide(got)
-    if torch.equal(a, b):
-        return 0.0
-    difference = float(torch.where(a == b, 0.0, (a - b).abs()).max())  # infinities of a mask are equal
-    return difference if difference == difference else math.inf
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def size(tensor: Tensor) -> float:
-    """Its largest element; infinities are no size."""
-    if tensor.numel() == 0:
-        return 0.0
-    sizes = _wide(tensor).abs()
-    return float(torch.where(sizes.isinf(), 0.0, sizes).max())
 
 
 def relative_error(expected: Tensor, got: Tensor, scale: float = 0.0) -> float:

@@ -7,15 +7,14 @@ the same way. How large such numbers may be is measured, not assumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from polylane.proof.relative import apart, over, size
+from polylane.graph.rounding import TRIES, floor, size
+from polylane.proof.relative import over
 
-TRIES = 2  # a tensor of few elements may come out equal by chance
 TRIES_MORE = 16  # where an error is found that rounding might have made
 
 
@@ -67,8 +66,8 @@ Again = Callable[[int, bool], Pass]
 def measure(once: Pass, again: Again, tolerance: float, permutes: bool, tries: Sequence[int] = range(TRIES)) -> Floors:
     """The largest difference over some tries, for the loss and every gradient and buffer.
 
-    In each try weights are moved by one unit in the last place (:func:`nudge`) and, where that is the same function,
-    samples change places within their microbatches.
+    In each try weights are moved by one unit in the last place (:func:`polylane.graph.rounding.nudge`) and, where that
+    is the same function, samples change places within their microbatches.
 
     Args:
         once: what the reference computed.
@@ -104,15 +103,4 @@ def _between(once: Pass, other: Pass) -> Floors:
 
 
 def _distances(once: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """What is no number has no floor."""
-    found = {name: apart(value, other[name]) for name, value in once.items() if name in other}
-    return {name: distance if distance < float("inf") else 0.0 for name, distance in found.items()}
-
-
-def nudge(parameters: Iterable[Tensor], seed: int) -> None:
-    """Move every weight by one unit in the last place, up or down."""
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in (p for p in parameters if p.is_floating_point() or p.is_complex()):
-            signs = 2 * torch.randint(0, 2, parameter.shape, generator=random, dtype=torch.float64) - 1
-            parameter *= 1 + torch.finfo(parameter.dtype).eps * signs
+    return {name: floor(value, [other[name]]) for name, value in once.items() if name in other}

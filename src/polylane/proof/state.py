@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.proof.relative import apart, size
+from polylane.graph.rounding import apart, size
 
 # What a worker has of a tensor in the shape of a whole parameter or buffer, by its name; None for nothing of it.
 Cut = Callable[[str, Tensor], Tensor | None]
