@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,27 +16,32 @@ from polylane.graph.batch import cloned, flatten, promoted, sample_count
 from polylane.graph.export import snapshot
 from polylane.graph.part import Part
 from polylane.graph.precision import to_float64
+from polylane.graph.rounding import apart, nudge, size
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
-from polylane.proof.culprit import first_difference
-from polylane.proof.reference import Record, Reference, reference_run, run_whole
-from polylane.proof.relative import FLOOR, relative_error
+from polylane.proof.culprit import Wrong, first_difference
+from polylane.proof.judgement import Judgement, judge, wrong_steps
+from polylane.proof.reference import Record, Reference, measured_again, reference_run, run_whole
+from polylane.proof.relative import determined, over, relative_error, scale_of
 from polylane.proof.replay import replay
 from polylane.proof.replicated import replicated_run
-from polylane.proof.rounding import Rounding, give
+from polylane.proof.rounding import Pass, measure
+from polylane.proof.state import put
+from polylane.proof.stepwise import Kind, train_stepwise
 from polylane.runtime.job import Job
 from polylane.runtime.lane import Tensors
 from polylane.runtime.launch import Context, fork, threads_per_worker
 from polylane.runtime.materialize import Init, materialize, on_meta
-from polylane.runtime.pieces import Pieces
-from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.runtime.prepare import Objective, Prepared, named_parameters, prepare
 from polylane.runtime.server_job import job_of
-from polylane.runtime.sync.rule import Stepping
 from polylane.runtime.sync.server_log import Update
 from polylane.runtime.weights import digest
 from polylane.runtime.world import World
 
 TOLERANCE = 1e-9
+
+_T = TypeVar("_T")
+_LOSSES = ""  # no parameter or buffer has that name
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,37 @@ class Deviation:
 
     Attributes:
         name: the parameter or buffer.
-        gradient: worst relative error of its gradient in step 1, None where it has none.
-        value: worst relative error of the tensor itself after the last step.
+        gradient: worst relative error of its gradient in any step, None where it has none.
+        value: worst relative error of the tensor itself after any step, each begun where the reference began it.
+        memory: worst relative error of its optimizer's state after any step, None where it has none.
     """
 
     name: str
     gradient: float | None
     value: float
+    memory: float | None = None
+
+    @property
+    def worst(self) -> float:
+        """The largest; nan counts as inf."""
+        return max(map(_nan_last, (self.value, self.gradient or 0.0, self.memory or 0.0)))
+
+
+@dataclass(frozen=True)
+class Free:
+    """All steps run once more, each from where the plan's own last one had ended. Told, not judged.
+
+    What an optimizer makes of gradients that are zero but for rounding goes on from step to step here.
+
+    Attributes:
+        loss_error: worst relative error of a loss.
+        worst: largest error of a weight or buffer after the last step, relative to its own size.
+        name: of that weight or buffer; "" where there is no difference.
+    """
+
+    loss_error: float
+    worst: float
+    name: str
 
 
 @dataclass(frozen=True)
@@ -68,8 +96,10 @@ class Verdict:
         worst: the largest relative error of all.
         replicas_equal: whether all workers that hold a weight or buffer hold the same bits.
         culprit: where the two part ways: the first node in graph order whose value differs, or None.
-        rounding: parameters whose gradients are zero up to rounding, in whole or in part, and of which the plan's
-            optimizer was given the reference's rounding in place of its own.
+        undetermined: gradients and buffers that are rounding and nothing else: the reference itself, with its sums in
+            another order, does not find them again. They are neither equal nor unequal, unless the plan's are far
+            outside of what rounding makes of them.
+        free: the steps run freely, or None where that is what was judged.
         rule: by which replicas agree, where that is not the numbers of one device: the reference follows it as well.
     """
 
@@ -85,7 +115,8 @@ class Verdict:
     worst: float
     replicas_equal: bool
     culprit: str | None
-    rounding: tuple[str, ...] = ()
+    undetermined: tuple[str, ...] = ()
+    free: Free | None = None
     rule: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,61 +175,228 @@ def prove(
     batches = [in_float64(batch) for batch in batches]
     shortest = min(sample_count(flatten(batch)[0]) for batch in batches)
     prepared.fewest.check(shortest, "the shortest batch", "verify fewer steps, or take another batch size")
-    threads = threads_per_worker(prepared.plan.workers)
-
-    def alone(context: Context) -> Reference:
-        torch.set_num_threads(threads)  # as each of the plan's; more of them slow down a small model
-        run = replicated_run if prepared.plan.sync.alone else reference_run
-        return run(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
-
-    def together(context: Context) -> _Trained:
-        job = job_of(prepared, World.join(), example=batches[0], clip_norm=clip_norm, seed=seed)
-        return _train(job, batches, _pieces_of(rounding, prepared, context.rank))
-
-    def again(context: Context) -> Reference:
-        return replay(prepared, batches, workers[0].updates, clip_norm=clip_norm, seed=seed)
-
+    sync = prepared.plan.sync
+    proof = _Proof(prepared, batches, clip_norm, seed, tolerance)
     # All are forked: what they do to the model stays with them, and they start from the same weights.
-    sync, rounding = prepared.plan.sync, list[list[dict[str, Rounding]]]()
-    if sync.serves and sync.alone:  # in which order, only the servers know
-        workers = fork(together, prepared.plan.processes)[: prepared.plan.workers]
-        (reference,) = fork(again, 1)
-    else:
-        (reference,) = fork(alone, 1)
-        rounding = reference.rounding
-        workers = fork(together, prepared.plan.processes)[: prepared.plan.workers]
-    deviations, losses, loss_error = _compare(reference, [w.record for w in workers], prepared)
-    worst = max(loss_error, *(max(d.value, d.gradient or 0.0) for d in deviations), 0.0, key=_nan_last)
-    replaced = {name for worker in workers for name in worker.replaced}
-    # So it is for NaN; where replicas go apart, no value of theirs is one device's.
-    found = not worst <= tolerance and not sync.alone
-    culprit = _culprit(prepared, batches[0], seed, deviations, tolerance) if found else None
-    equal = _same_bits([worker.held for worker in workers])
+    found = proof.replayed() if sync.serves and sync.alone else proof.stepwise()
+    equal = _same_bits(found.held)
     return Verdict(
-        passed=worst <= tolerance and equal,
+        passed=found.worst <= tolerance and equal,
         plan=prepared.plan.spec,
         workers=prepared.plan.processes,
         steps=len(batches),
         tolerance=tolerance,
-        reference=_reference(reference, prepared.plan),
-        losses=losses,
-        loss_error=loss_error,
-        deviations=deviations,
-        worst=worst,
+        reference=_reference(found.reference, prepared.plan),
+        losses=tuple(zip(found.reference.losses, found.losses, strict=True)),
+        loss_error=found.loss_error,
+        deviations=found.deviations,
+        worst=found.worst,
         replicas_equal=equal,
-        culprit=culprit,
-        rounding=tuple(d.name for d in deviations if d.name in replaced),
+        culprit=found.culprit,
+        undetermined=found.undetermined,
+        free=found.free,
         rule=",".join(sync.words()) if sync.alone else "",
     )
 
 
-def _culprit(prepared: Prepared, batch: Any, seed: int, deviations: Sequence[Deviation], tolerance: float) -> str:
-    """Where the two part ways."""
-    restore = snapshot(prepared.model)
-    wrong = {d.name for d in deviations if d.gradient is not None and not d.gradient <= tolerance}
-    culprit = first_difference(prepared, batch, seed, wrong, tolerance)
-    restore()
-    return culprit
+@dataclass(frozen=True)
+class _Found:
+    """What a proof came to; see :class:`Verdict`."""
+
+    reference: Reference
+    losses: Sequence[float]
+    loss_error: float
+    deviations: tuple[Deviation, ...]
+    held: Sequence[Mapping[str, str]]
+    worst: float
+    culprit: str | None = None
+    undetermined: tuple[str, ...] = ()
+    free: Free | None = None
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """Runs of both sides, each in processes of its own."""
+
+    prepared: Prepared
+    batches: Sequence[Any]
+    clip_norm: float | None
+    seed: int
+    tolerance: float
+
+    def _alone(self, run: Callable[[], _T]) -> _T:
+        """In one process, with as many threads as each of the plan's: more of them slow down a small model."""
+        threads = threads_per_worker(self.prepared.plan.workers)
+
+        def alone(context: Context) -> _T:
+            torch.set_num_threads(threads)
+            return run()
+
+        return fork(alone, 1)[0]
+
+    def _together(self, run: Callable[[Job], _T]) -> list[_T]:
+        """On every process of the plan."""
+
+        def together(context: Context) -> _T:
+            job = job_of(self.prepared, World.join(), example=self.batches[0], clip_norm=self.clip_norm, seed=self.seed)
+            result = run(job)
+            job.close()
+            return result
+
+        return fork(together, self.prepared.plan.processes)
+
+    def stepwise(self) -> _Found:
+        """Every step from the reference's state, judged; and all of them freely, told."""
+        prepared, batches, tolerance = self.prepared, self.batches, self.tolerance
+        how: dict[str, Any] = {"clip_norm": self.clip_norm, "seed": self.seed, "tolerance": tolerance}
+        run: Any = replicated_run if prepared.plan.sync.alone else reference_run
+        reference = self._alone(lambda: run(prepared, batches, **how))
+        workers = self._together(lambda job: train_stepwise(job, prepared, batches, reference))
+        losses = [total / count for total, count in workers[0].losses]
+        parameters = {name for name, _ in named_parameters(prepared.model, _losses(prepared))}
+        judgement = judge(reference, losses, workers, parameters, tolerance)
+        if where := wrong_steps(reference, workers, judgement, tolerance):
+            more = self._alone(lambda: measured_again(prepared, batches, reference, where, **how))
+            judgement = judge(reference, losses, workers, parameters, tolerance, more)
+        free = self._together(lambda job: _train(job, batches))
+        names = [name for name in reference.state if reference.state[name].numel()]
+        undetermined = [
+            f"{'gradient of' if kind is Kind.GRADIENT else 'buffer'} {name}"
+            for name in names
+            for kind in Kind
+            if (kind, name) in judgement.undetermined
+        ]
+        return _Found(
+            reference,
+            losses,
+            max(judgement.losses),
+            _deviations(prepared, names, judgement),
+            [worker.held for worker in free],
+            judgement.worst,
+            self._culprit(reference, judgement, parameters),
+            tuple(undetermined),
+            _free(reference, free[0]),
+        )
+
+    def _culprit(self, reference: Reference, judgement: Judgement, parameters: Collection[str]) -> str | None:
+        """Where the two part ways in the first step in which they do; None where they do not.
+
+        Where replicas go apart, no value of theirs is one device's.
+        """
+        prepared, tolerance = self.prepared, self.tolerance
+        number = judgement.first_wrong(tolerance)
+        if prepared.plan.sync.alone or (number is None and judgement.worst <= tolerance):
+            return None
+        number = len(self.batches) - 1 if number is None else number
+        restore = snapshot(prepared.model)
+        model = Tensors(prepared.model, _losses(prepared), torch.device("cpu"))
+        put(reference.at(number, 0).before, {**model.parameters(), **model.buffers()}, lambda name, whole: whole)
+        wrong = _wrong(judgement, number, parameters, tolerance)
+        culprit = first_difference(prepared, self.batches[number], self.seed, wrong, tolerance)
+        restore()
+        return culprit
+
+    def replayed(self) -> _Found:
+        """All steps freely, and what servers recorded of them again: in which order, only they know."""
+        prepared, batches = self.prepared, self.batches
+        workers = self._together(lambda job: _train(job, batches))[: prepared.plan.workers]
+
+        def run() -> Reference:
+            return replay(prepared, batches, workers[0].updates, clip_norm=self.clip_norm, seed=self.seed)
+
+        def again(attempt: int, permuted: bool) -> Pass:
+            restore = snapshot(prepared.model)
+            nudge(prepared.model.parameters(), attempt)
+            try:
+                return _as_pass(run())
+            finally:
+                restore()
+
+        def measured() -> Reference:
+            once = run()
+            return replace(once, floors=measure(_as_pass(once), again, self.tolerance, permutes=False))
+
+        return _held_against(self._alone(measured), workers, prepared, self.tolerance)
+
+
+def _as_pass(run: Record) -> Pass:
+    """A whole run in the place of a step: gradients are of the first one, losses of all of them a tensor."""
+    gradients = {name: gradient for name, gradient in run.gradients.items() if gradient is not None}
+    return Pass(0.0, gradients, {**run.state, _LOSSES: torch.tensor(run.losses, dtype=torch.float64)})
+
+
+def _held_against(reference: Reference, workers: Sequence[_Trained], prepared: Prepared, tolerance: float) -> _Found:
+    """A whole run against a whole run."""
+    floors, first = reference.floors, workers[0].record
+    scales = [scale_of(abs(loss), floors.buffers.get(_LOSSES, 0.0), tolerance) for loss in reference.losses]
+    pairs = (zip(reference.losses, worker.record.losses, scales, strict=True) for worker in workers)
+    loss_error = max(over(_nan_last(abs(a - b)), scale) for each in pairs for a, b, scale in each)
+    deviations, undetermined = list[Deviation](), list[str]()
+    for name, value in reference.state.items():
+        if name in prepared.main.graph.tied or not value.numel():
+            continue
+        error, expected, got = None, reference.gradients.get(name), first.gradients.get(name)
+        if expected is not None or got is not None:
+            own, other = (torch.zeros_like(value) if each is None else each for each in (expected, got))
+            floor = floors.gradients.get(name, 0.0)
+            error = over(apart(own, other), scale_of(size(own), floor, tolerance))
+            undetermined += [] if determined(size(own), floor) else [f"gradient of {name}"]
+        floor = floors.buffers.get(name, 0.0)
+        scale = scale_of(size(value), floor, tolerance)
+        deviations.append(Deviation(name, error, over(apart(value, first.state[name]), scale)))
+        undetermined += [] if determined(size(value), floor) else [name]
+    return _Found(
+        reference=reference,
+        losses=first.losses,
+        loss_error=loss_error,
+        deviations=tuple(deviations),
+        held=[worker.held for worker in workers],
+        worst=max((loss_error, *(each.worst for each in deviations))),
+        undetermined=tuple(undetermined),
+    )
+
+
+def _deviations(prepared: Prepared, names: Sequence[str], judgement: Judgement) -> tuple[Deviation, ...]:
+    """Per parameter and buffer; tensors of a loss module, which are compared as well, come last."""
+    of = judgement.of
+    compared = [name for errors in judgement.errors for kind, name, _ in errors if kind is Kind.VALUE]
+    every = [name for name in dict.fromkeys([*names, *compared]) if name not in prepared.main.graph.tied]
+    return tuple(
+        Deviation(
+            name,
+            of(Kind.GRADIENT, name),
+            max(of(Kind.VALUE, name) or 0.0, judgement.state.get(name, 0.0)),
+            of(Kind.MEMORY, name),
+        )
+        for name in every
+    )
+
+
+def _free(reference: Reference, trained: _Trained) -> Free:
+    pairs = zip(reference.losses, trained.record.losses, strict=True)
+    loss_error = max(over(_nan_last(abs(a - b)), abs(a)) for a, b in pairs)
+    errors = {name: relative_error(value, trained.record.state[name]) for name, value in reference.state.items()}
+    name = max(errors, key=lambda each: errors[each], default="")
+    worst = errors.get(name, 0.0)
+    return Free(loss_error, worst, name if worst else "")
+
+
+def _wrong(judgement: Judgement, number: int, parameters: Collection[str], tolerance: float) -> Wrong:
+    """What of a step differs."""
+    wrong = {what for what, error in judgement.errors[number].items() if not error <= tolerance}
+    values = {name for kind, name, _ in wrong if kind is Kind.VALUE}
+    return Wrong(
+        number,
+        {name for kind, name, _ in wrong if kind is Kind.GRADIENT},
+        values - set(parameters),
+        values & set(parameters),
+        {name: key for kind, name, key in wrong if kind is Kind.MEMORY},
+        not judgement.losses[number] <= tolerance,
+    )
+
+
+def _losses(prepared: Prepared) -> list[Any]:
+    return [objective.loss for objective in prepared.objectives.values()]
 
 
 def _refuse_rounded(plan: Plan) -> None:
@@ -270,37 +468,16 @@ class _Trained:
 
     Attributes:
         held: a digest of every part of a weight or buffer that it holds.
-        replaced: parameters in whose place the optimizer was given the reference's rounding.
         updates: of every parameter server.
     """
 
     record: Record
     held: dict[str, str]
-    replaced: set[str]
     updates: tuple[tuple[Update, ...], ...]
 
 
-def _pieces_of(
-    rounding: Sequence[Sequence[Mapping[str, Rounding]]], prepared: Prepared, rank: int
-) -> Sequence[Mapping[str, Rounding]]:
-    """Of every step, the reference's gradients of a worker's replica in the shapes that it holds; whole on servers."""
-    if prepared.plan.sync.serves:
-        return [each[0] for each in rounding]
-    stage, replica = prepared.plan.place(rank)
-    pieces = Pieces(prepared, stage, prepared.plan.coordinates(rank))
-    own = []
-    for step in (each[replica % len(each)] for each in rounding):
-        cut = pieces.of({name: each.gradient for name, each in step.items()})
-        own.append({name: replace(each, gradient=cut.get(name, each.gradient)) for name, each in step.items()})
-    return own
-
-
-def _train(job: Job, batches: Sequence[Any], rounding: Sequence[Mapping[str, Rounding]]) -> _Trained:
-    sums, gradients, replaced = list[tuple[float, float]](), dict[str, Tensor | None](), set[str]()
-    rounding = [_cut(job, step) for step in rounding]
-    for each in job.stepping() if rounding else ():
-        _give_rounding(each, rounding, replaced)
-    job.gathered(None)  # servers wait for that, too
+def _train(job: Job, batches: Sequence[Any]) -> _Trained:
+    sums, gradients = list[tuple[float, float]](), dict[str, Tensor | None]()
     for batch in batches:
         sums.append(job.step(batch).sums)
         if len(sums) == 1:
@@ -310,27 +487,8 @@ def _train(job: Job, batches: Sequence[Any], rounding: Sequence[Mapping[str, Rou
     own = f" of replica {job.plan.place(job.world.rank)[1]}" if job.plan.sync.alone and trains else ""
     held = {name + job.part_of(name) + own: digest(tensor) for name, tensor in job.held().items()}
     losses = _whole_losses(job, sums)
-    trained = _Trained(Record(losses, gradients, job.state_dict()), held, replaced, job.updates())
-    job.close()
-    return trained
-
-
-def _cut(job: Job, rounding: Mapping[str, Rounding]) -> dict[str, Rounding]:
-    """Of a step's gradients the parts that this worker's optimizer has, where replicas hold parts."""
-    parts = {name: job.shard_of(name, each.gradient) for name, each in rounding.items()}
-    return {name: replace(rounding[name], gradient=part) for name, part in parts.items() if part is not None}
-
-
-def _give_rounding(each: Stepping, rounding: Sequence[Mapping[str, Rounding]], replaced: set[str]) -> None:
-    plain = each.optimizer.step
-
-    @functools.wraps(plain)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        with give(rounding[each.updates()], each.gradients()) as given:
-            replaced.update(given)
-            return plain(*args, **kwargs)
-
-    each.optimizer.step = step  # type: ignore[method-assign]  # its hooks are not there where it calls no base class
+    state = job.state_dict()
+    return _Trained(Record(losses, gradients, state if job.world.rank == 0 else {}), held, job.updates())
 
 
 def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
@@ -342,30 +500,6 @@ def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
     ranks = {plan.place(rank)[1]: rank for rank in range(plan.workers)}.values()
     each = [zip(*(every[rank][step] for rank in ranks), strict=True) for step in range(len(sums))]
     return [sum(totals) / sum(counts) for totals, counts in each]
-
-
-def _compare(
-    reference: Record, plan: Sequence[Record], prepared: Prepared
-) -> tuple[tuple[Deviation, ...], tuple[tuple[float, float], ...], float]:
-    """How far every tensor is from the reference; per step the losses of both; and the worst error of a loss."""
-    gradients = plan[0].gradients
-    every = [pair for record in plan for pair in zip(reference.losses, record.losses, strict=True)]
-    loss_error = max((abs(a - b) / max(abs(a), 1e-12) for a, b in every), key=_nan_last)
-    tied, parameters = prepared.main.graph.tied, set(prepared.main.graph.parameters)
-    names = [name for name in reference.state if name not in tied and reference.state[name].numel()]
-    grads = {name: g for name in names if (g := reference.gradients.get(name)) is not None}
-    grad_floor = FLOOR * max((float(g.abs().max()) for g in grads.values()), default=0.0)
-    largest = max((float(reference.state[n].abs().max()) for n in names if n in parameters), default=0.0)
-    deviations = []
-    for name in names:
-        grad = gradients.get(name)
-        error = None
-        if name in grads or grad is not None:
-            zero = torch.zeros_like(reference.state[name])
-            error = relative_error(grads.get(name, zero), zero if grad is None else grad, grad_floor)
-        floor = FLOOR * largest if name in parameters else 0.0
-        deviations.append(Deviation(name, error, relative_error(reference.state[name], plan[0].state[name], floor)))
-    return tuple(deviations), tuple(zip(reference.losses, plan[0].losses, strict=True)), loss_error
 
 
 def _nan_last(error: float) -> float:

@@ -68,7 +68,10 @@ def test_experts_are_those_of_one_device(plan: str) -> None:
     ("plan", "told"),
     [
         ("pipeline=2,microbatches=3", "say so with per_sample=experts in the plan"),
-        ("data=2,per_sample=first", "per_sample=first: no module of that name is kept as your own Python; these do: ex"),
+        (
+            "data=2,per_sample=first",
+            "per_sample=first: no module of that name is kept as your own Python; these do: ex",
+        ),
     ],
 )
 def test_what_nothing_shows_is_asked_for_by_name(plan: str, told: str) -> None:

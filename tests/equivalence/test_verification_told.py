@@ -1,4 +1,4 @@
-"""What ``polylane verify`` says: of gradients that are zero up to rounding, and of batches that are too small."""
+"""What ``polylane verify`` says: of what is undetermined, of steps run freely, and of batches that are too small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from polylane import verify as verification
 from polylane.commands import verify as command
 from polylane.errors import PolylaneError
-from polylane.verify import Deviation, Verdict
+from polylane.verify import Deviation, Free, Verdict
 
 RECIPE = """
 import torch
@@ -50,7 +50,7 @@ def test_a_batch_that_is_too_small_is_refused_before_a_model_is_built(
         tell(tmp_path / "recipe.py", plan, batch)
 
 
-def verdict(rounding: tuple[str, ...]) -> Verdict:
+def verdict(undetermined: tuple[str, ...]) -> Verdict:
     return Verdict(
         passed=True,
         plan="data=2",
@@ -64,25 +64,29 @@ def verdict(rounding: tuple[str, ...]) -> Verdict:
         worst=1e-16,
         replicas_equal=True,
         culprit=None,
-        rounding=rounding,
+        undetermined=undetermined,
+        free=Free(1e-15, 1.8, "layers.0.key.bias"),
     )
 
 
 @pytest.mark.parametrize("biases", [0, 1, 4, 6])
-def test_rounding_is_told_in_a_line(
+def test_what_is_undetermined_is_told_in_a_line(
     biases: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = tuple(f"layers.{i}.key.bias" for i in range(biases))
+    names = tuple(f"gradient of layers.{i}.key.bias" for i in range(biases))
     monkeypatch.setattr(command.inputs, "build_model", lambda *_: None)
     monkeypatch.setattr(command.inputs, "rehearse_optimizer", lambda *_: None)
     monkeypatch.setattr(command.inputs, "whole_batches", lambda *_: [])
     monkeypatch.setattr(verification, "verify", lambda *_, **__: verdict(names))
     (tmp_path / "recipe.py").write_text(RECIPE)
     assert tell(tmp_path / "recipe.py", "data=2")
-    lines = [line for line in capsys.readouterr().out.splitlines() if "zero up to rounding" in line]
+    out = capsys.readouterr().out
+    assert "after 1 step run freely, which is not judged: worst difference 1.8e+00 in layers.0.key.bias" in out
+    lines = [line for line in out.splitlines() if line.startswith("undetermined")]
     assert len(lines) == (biases > 0)
     if lines:
         assert ("and 2 more" in lines[0]) == (biases == 6)
         assert all(name in lines[0] for name in names[:4])
     assert tell(tmp_path / "recipe.py", "data=2", as_json=True)
-    assert tuple(json.loads(capsys.readouterr().out)["rounding"]) == names
+    told = json.loads(capsys.readouterr().out)
+    assert tuple(told["undetermined"]) == names and told["free"]["worst"] == 1.8

@@ -166,6 +166,29 @@ def test_buffers_that_replicas_would_disagree_on() -> None:
     assert "test_samples.py:" in told
 
 
+def test_a_buffer_of_rounding_depends_on_nothing() -> None:
+    """The mean of what is normalized already is zero; what is computed differs with every number of samples."""
+
+    class Twice(nn.Module):
+        def __init__(self, shift: float = 0.0) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(512, 16), nn.BatchNorm1d(16)
+            self.scale, self.again = nn.Parameter(torch.randn(16)), nn.BatchNorm1d(16)
+            self.head, self.shift = nn.Linear(16, 4), shift
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.first(x)) * self.scale
+            with torch.no_grad():
+                self.again.running_mean += self.shift * len(x)
+            logits: Tensor = self.head(self.again(x).relu())
+            return logits
+
+    torch.manual_seed(0)
+    assert verdict(Twice(), models.classify, models.vectors(6, 0, size=512)) is None
+    told = verdict(Twice(1e-12), models.classify, models.vectors(6, 0, size=512))
+    assert told is not None and "the buffer again.running_mean depends on how the samples are divided" in told
+
+
 def test_an_opaque_model_with_dropout_splits() -> None:
     class Ways(nn.Module):
         def __init__(self) -> None:

@@ -20,10 +20,10 @@ from polylane.plan.spec import degrees_of
 if TYPE_CHECKING:
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
-    from polylane.verify import Deviation, Verdict
+    from polylane.verify import Free, Verdict
 
 ROWS = 20  # of the table; --json has all
-NAMED = 4  # parameters in a line; --json has all
+NAMED = 4  # tensors in a line; --json has all
 
 
 def run(
@@ -98,15 +98,17 @@ def _prove(
 
 def _show(verdict: Verdict) -> None:
     out = console()
-    worst_first = sorted(verdict.deviations, key=_error, reverse=True)
+    worst_first = sorted(verdict.deviations, key=lambda deviation: deviation.worst, reverse=True)
     table = Table("parameter or buffer", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("gradient, step 1", justify="right")
-    table.add_column(f"value, step {verdict.steps}", justify="right")
+    for column in ("gradient", "value", "optimizer's state"):
+        table.add_column(column, justify="right")
     for deviation in worst_first[:ROWS]:
-        gradient = "" if deviation.gradient is None else _number(deviation.gradient)
-        style = "" if _error(deviation) <= verdict.tolerance else "red"
-        table.add_row(deviation.name, gradient, _number(deviation.value), style=style)
-    out.print("Relative errors, the worst first", style="bold")
+        gradient = _cell(deviation.gradient, f"gradient of {deviation.name}", verdict)
+        value = _cell(deviation.value, f"buffer {deviation.name}", verdict)
+        style = "" if deviation.worst <= verdict.tolerance else "red"
+        table.add_row(deviation.name, gradient, value, _cell(deviation.memory, "", verdict), style=style)
+    steps = "" if verdict.steps == 1 else " of any step"
+    out.print(f"Relative errors{steps}, the worst first", style="bold")
     out.print(table)
     if len(worst_first) > ROWS:
         print(f"... and {len(worst_first) - ROWS} more, no worse than these (--json has all)")
@@ -114,24 +116,34 @@ def _show(verdict: Verdict) -> None:
         print(f"loss of step {step}: {reference:.12g} {'in one process' if verdict.rule else 'on one worker'}, "
               f"{plan:.12g} by the plan")  # fmt: skip
     print(f"the reference: {verdict.reference}, with the plan's microbatches")
-    if verdict.rounding:
-        print(_rounding(verdict.rounding))
+    if verdict.undetermined:
+        print(_undetermined(verdict.undetermined))
+    if verdict.free is not None:
+        print(_freely(verdict.free, verdict.steps))
     out.print(_sentence(verdict), style="bold green" if verdict.passed else "bold red", soft_wrap=True, markup=False)
 
 
-def _rounding(names: Sequence[str]) -> str:
+def _cell(error: float | None, what: str, verdict: Verdict) -> str:
+    if error is None:
+        return ""
+    return "undetermined" if what in verdict.undetermined and error <= verdict.tolerance else _number(error)
+
+
+def _undetermined(names: Sequence[str]) -> str:
     more = len(names) - NAMED
     listed = ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
     return (
-        f"the gradient of {listed} is zero up to rounding, in whole or in part: there the plan's optimizer was given "
-        "the reference's rounding in place of its own"
+        f"undetermined, {len(names)}: {listed}; one worker itself finds other numbers with its sums in another order, "
+        "and rounding may make of them what the plan has"
     )
 
 
-def _error(deviation: Deviation) -> float:
-    """The larger of both; NaN counts as the worst of all."""
-    errors = (deviation.value, deviation.gradient or 0.0)
-    return max(float("inf") if error != error else error for error in errors)
+def _freely(free: Free, steps: int) -> str:
+    where = f" in {free.name}" if free.name else ""
+    return (
+        f"after {plural(steps, 'step')} run freely, which is not judged: worst difference "
+        f"{_number(free.worst)}{where}, of a loss {_number(free.loss_error)}"
+    )
 
 
 def _number(error: float) -> str:

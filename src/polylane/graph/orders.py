@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 from polylane.graph.export import Loss, Whole, at, reason_of
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition
-from polylane.graph.side_by_side import PartFails, equal, mean_of, side_by_side, three_runs
+from polylane.graph.rounding import TRIES
+from polylane.graph.side_by_side import Floor, PartFails, equal, mean_of, side_by_side, three_runs
 
 NOISE = 0.1  # in every parameter, for values that are not the start's
 
@@ -63,8 +64,8 @@ def seen_orders(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any
 
 
 def _seen(graph: Graph, whole: Whole, leaves: Sequence[Any], noise: float) -> Seen:
-    runs = three_runs(graph, whole, leaves, odd=noise > 0)
-    for run in runs if noise else ():
+    runs = three_runs(graph, whole, leaves, odd=noise > 0, again=TRIES)
+    for run in (*runs, *runs[0].again) if noise else ():
         random = torch.Generator().manual_seed(0)
         for value in (*run.table["parameter"].values(), *run.table["buffer"].values()):
             if value.is_floating_point():
@@ -72,13 +73,13 @@ def _seen(graph: Graph, whole: Whole, leaves: Sequence[Any], noise: float) -> Se
     sizes = [run.part.samples for run in runs[1:]]
     looked, orders, why = 0, dict[str, Order](), ""
 
-    def look(node: Node, value: Any, parts: list[Any]) -> None:
+    def look(node: Node, value: Any, parts: list[Any], reach: Floor) -> None:
         nonlocal looked, why
         looked += 1
         if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
             why = why or f"{node.name}{at(node.source)} gives what is not a number"
         elif isinstance(value, Tensor):
-            orders[node.name] = _order(node, value, parts, sizes)
+            orders[node.name] = _order(node, value, parts, sizes, reach)
 
     try:
         side_by_side(graph, runs, look)
@@ -96,27 +97,27 @@ def _agreed(own: Order, nearby: Order) -> Order:
     return own if own is nearby else nearby if own is Order.ALIKE else Order.OTHER
 
 
-def _order(node: Node, value: Tensor, parts: list[Tensor], sizes: list[int]) -> Order:
+def _order(node: Node, value: Tensor, parts: list[Tensor], sizes: list[int], reach: Floor) -> Order:
     dim = node.batch_dim
     if dim is not None:
-        return Order.ROWS if _in_rows(value, parts, dim, sizes) else Order.OTHER
+        return Order.ROWS if _in_rows(value, parts, dim, sizes, reach) else Order.OTHER
     if any(part.shape != value.shape for part in parts):
         return Order.OTHER
-    if all(equal(value, part) for part in parts):
+    if all(equal(value, part, reach) for part in parts):
         return Order.ALIKE
     if not (value.is_floating_point() or value.is_complex()):
         return Order.OTHER
-    if equal(value, mean_of(parts, sizes)):
+    if equal(value, mean_of(parts, sizes), reach):
         return Order.MEAN
-    return Order.SUM if equal(value, sum(parts)) else Order.OTHER
+    return Order.SUM if equal(value, sum(parts), reach) else Order.OTHER
 
 
-def _in_rows(value: Tensor, parts: list[Tensor], dim: int, sizes: list[int]) -> bool:
+def _in_rows(value: Tensor, parts: list[Tensor], dim: int, sizes: list[int], reach: Floor) -> bool:
     """Whether parts follow each other, each sample with as many rows as every other one."""
     rest = {tuple(n for d, n in enumerate(t.shape) if d != dim) for t in (value, *parts)}
     rows, left = divmod(value.shape[dim], sum(sizes))
     alike = not left and all(part.shape[dim] == rows * n for part, n in zip(parts, sizes, strict=True))
-    return len(rest) == 1 and alike and equal(value, torch.cat(parts, dim))
+    return len(rest) == 1 and alike and equal(value, torch.cat(parts, dim), reach)
 
 
 def orders_of(graph: Graph, seen: Seen) -> dict[str, Order]:

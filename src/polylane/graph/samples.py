@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from polylane.graph.export import Loss, Whole, at
 from polylane.graph.graph import Graph, Node
-from polylane.graph.side_by_side import PartFails, equal, mean_of, side_by_side, three_runs
+from polylane.graph.rounding import TRIES
+from polylane.graph.side_by_side import Floor, PartFails, Run, equal, floor_of, mean_of, side_by_side, three_runs
 
 
 def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> str | None:
@@ -29,12 +30,19 @@ def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[
     whole = Whole(model, loss, lambda flat: flat)
     if any(parameter.is_meta for parameter in whole.parameters()):
         return None
-    runs = three_runs(graph, whole, leaves)
+    if _difference(graph, three_runs(graph, whole, leaves)) is None:
+        return None
+    # What differs may be rounding and nothing else: the mean of what is normalized already, say.
+    return _difference(graph, three_runs(graph, whole, leaves, again=TRIES))
+
+
+def _difference(graph: Graph, runs: list[Run]) -> str | None:
+    """What differs between the whole of a batch and its parts, for the user."""
     sizes = [run.part.samples for run in runs[1:]]
     differing: list[Node] = []
 
-    def look(node: Node, value: Any, parts: list[Any]) -> None:
-        if not _related(value, parts, sizes):
+    def look(node: Node, value: Any, parts: list[Any], reach: Floor) -> None:
+        if not _related(value, parts, sizes, reach):
             differing.append(node)
 
     try:
@@ -44,7 +52,8 @@ def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[
     if not _makes_up(graph.mean, outputs, sizes):
         return _not_a_mean(graph, next((n for n in differing if not n.free), (differing or [graph.nodes[-1]])[0]))
     for name, buffer in runs[0].table["buffer"].items():
-        if not all(equal(buffer, run.table["buffer"][name]) for run in runs[1:]):
+        reach = floor_of(buffer, [run.table["buffer"][name] for run in runs[0].again])
+        if not all(equal(buffer, run.table["buffer"][name], reach) for run in runs[1:]):
             writer = next((n for n in reversed(graph.nodes) if name in n.buffers), graph.nodes[-1])
             return (
                 f"the buffer {name} depends on how the samples are divided: {writer.name} writes it"
@@ -61,22 +70,23 @@ def _makes_up(mean: bool, outputs: list[list[Tensor]], sizes: list[int]) -> bool
     return equal(total / count, sum(part[0] for part in parts) / sum(part[1] for part in parts))
 
 
-def _related(value: Any, parts: list[Any], sizes: list[int]) -> bool:
+def _related(value: Any, parts: list[Any], sizes: list[int], reach: Floor) -> bool:
     """Whether parts make up the whole: one after another, all alike, in sum, in mean, or in another order."""
     if isinstance(value, (list, tuple)):
-        return all(_related(v, list(each), sizes) for v, *each in zip(value, *parts, strict=False))
+        reaches = reach if isinstance(reach, list) else [reach] * len(value)
+        return all(_related(v, list(each), sizes, r) for v, r, *each in zip(value, reaches, *parts, strict=False))
     if not isinstance(value, Tensor) or not all(isinstance(part, Tensor) for part in parts):
         return True
     if all(part.shape == value.shape for part in parts):
         number = value.dtype != torch.bool
         return (
-            all(equal(value, part) for part in parts)
-            or (number and equal(value, sum(parts)))
-            or (number and equal(value, mean_of(parts, sizes)))
+            all(equal(value, part, reach) for part in parts)
+            or (number and equal(value, sum(parts), reach))
+            or (number and equal(value, mean_of(parts, sizes), reach))
         )
     along = [d for d in range(value.dim()) if any(p.shape[d] != value.shape[d] for p in parts)]
     if len(along) == 1 and sum(p.shape[along[0]] for p in parts) == value.shape[along[0]]:
-        return equal(value, torch.cat(parts, along[0])) or _same_elements(value, parts)
+        return equal(value, torch.cat(parts, along[0]), reach) or _same_elements(value, parts)
     return False
 
 

@@ -20,6 +20,7 @@ from polylane.graph.graph import Graph, Node
 from polylane.graph.keying import AsPart
 from polylane.graph.part import Part
 from polylane.graph.precision import PROMOTED, Promoted, innermost
+from polylane.graph.rounding import MARGIN, floor, nudge, nudge_fractions, size
 from polylane.graph.statistics import batch_norm, whole_batch_norm
 from polylane.graph.twins import is_unfilled
 from polylane.graph.whole_batch import WholeBatch
@@ -28,17 +29,23 @@ from polylane.graph.whole_batch import WholeBatch
 FEWEST, MOST = 5, 32
 TOLERANCE = 1e-9
 
-# Told of every node: what it gives of the whole, and of the parts.
-Look = Callable[[Node, Any, list[Any]], None]
+# Told of every node: what it gives of the whole, and of the parts; and how far rounding reaches in the whole.
+Look = Callable[[Node, Any, list[Any], "Floor"], None]
+Floor = float | list[Any]  # of a value, or of each of several
 
 
 @dataclass
 class Run:
-    """One of three runs: the whole batch, or one of its two parts."""
+    """One of three runs: the whole batch, or one of its two parts.
+
+    Attributes:
+        again: the whole batch once more, from numbers that differ by one unit in the last place.
+    """
 
     part: Part
     table: Tables
     values: dict[fx.Node, Any] = field(default_factory=dict)
+    again: list[Run] = field(default_factory=list)
 
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a node is called with."""
@@ -50,21 +57,38 @@ class PartFails(Exception):
     """A node that computes on the whole does not on a part of it; one sentence for the user."""
 
 
-def three_runs(graph: Graph, whole: Whole, leaves: Sequence[Any], odd: bool = False) -> list[Run]:
+def three_runs(graph: Graph, whole: Whole, leaves: Sequence[Any], odd: bool = False, again: int = 0) -> list[Run]:
     """The whole of an example batch, and its two parts, ready to be run; each with tensors of its own.
 
     Args:
         odd: let there be an odd number of samples, and of those in the first part: what is made of pairs of them shows.
+        again: how many times the whole is run once more, to see how far rounding reaches.
     """
     count = min(max(sample_count(leaves), FEWEST), MOST)
     count -= odd and not count % 2
     at_sample = count // 2 + 1
     at_sample -= odd and not at_sample % 2
     batch = promoted(resized(leaves, count), torch.float64)
-    return [
-        Run(Part(stop - start, first=start, batch=count), _in_float64(whole, graph, take(batch, start, stop)))
-        for start, stop in ((0, count), (0, at_sample), (at_sample, count))
-    ]
+
+    def run(start: int, stop: int) -> Run:
+        return Run(Part(stop - start, first=start, batch=count), _in_float64(whole, graph, take(batch, start, stop)))
+
+    runs = [run(start, stop) for start, stop in ((0, count), (0, at_sample), (at_sample, count))]
+    for attempt in range(again):
+        runs[0].again.append(run(0, count))
+        table = runs[0].again[-1].table
+        nudge({id(tensor): tensor for tensor in table["parameter"].values()}.values(), attempt)
+        nudge_fractions((leaf for leaf in table["input"] if isinstance(leaf, Tensor)), attempt)
+    return runs
+
+
+def floor_of(value: Any, again: Sequence[Any]) -> Floor:
+    """How far rounding reaches in a value that was computed several times."""
+    if isinstance(value, Tensor):
+        return floor(value, again)
+    if isinstance(value, (list, tuple)):
+        return [floor_of(each, others) for each, *others in zip(value, *again, strict=False)]
+    return 0.0
 
 
 def _in_float64(whole: Whole, graph: Graph, leaves: Sequence[Any]) -> Tables:
@@ -98,9 +122,10 @@ def side_by_side(graph: Graph, runs: list[Run], look: Look) -> list[list[Tensor]
 def _interpreted(graph: Graph, runs: list[Run], look: Look) -> list[list[Tensor]]:
     code, nodes = graph.code.fx, {node.id: node for node in graph.nodes}
     last_use = {used: node for node in code.nodes for used in node.all_input_nodes}
+    again = runs[0].again
     for node in code.nodes:
         if node.op == "placeholder":
-            for run in runs:
+            for run in (*runs, *again):
                 run.values[node] = bound(node, run.table, run.part)
         elif node.op == "output":
             return [[run.values[value] for value in node.args[0]] for run in runs]
@@ -108,17 +133,37 @@ def _interpreted(graph: Graph, runs: list[Run], look: Look) -> list[list[Tensor]
             described = nodes[node.name]
             _run_node(node, runs, described)
             value, *parts = (run.values[node] for run in runs)
-            look(described, value, parts)
+            look(described, value, parts, _reach(node, runs[0]) if again else 0.0)
             for used in node.all_input_nodes:
                 if last_use[used] is node:
-                    for run in runs:
+                    for run in (*runs, *again):
                         del run.values[used]
     raise AssertionError("code without an output")
 
 
+def _reach(node: fx.Node, whole: Run) -> Floor:
+    """How far rounding reaches in a node's value: no further than to a tiny share of what it is made of.
+
+    What moves more between two runs is no rounding: a choice between values that are nearly the same, say.
+    """
+    most = max((_size(whole.values[used]) for used in node.all_input_nodes), default=0.0) * TOLERANCE / MARGIN
+    return _capped(floor_of(whole.values[node], [run.values[node] for run in whole.again]), most)
+
+
+def _capped(reach: Floor, most: float) -> Floor:
+    return min(reach, most) if isinstance(reach, float) else [_capped(each, most) for each in reach]
+
+
+def _size(value: Any) -> float:
+    if isinstance(value, Tensor):
+        return size(value)
+    return max(map(_size, value), default=0.0) if isinstance(value, (list, tuple)) else 0.0
+
+
 def _run_node(node: fx.Node, runs: list[Run], described: Node) -> None:
     whole, *parts = runs
-    whole.values[node] = _call(node, whole)
+    for run in (whole, *whole.again):
+        run.values[node] = _call(node, run)
     if isinstance(node.target, WholeBatch):  # counted of the whole batch before any part is computed on
         for run in parts:
             run.values[node] = whole.values[node]
@@ -208,8 +253,12 @@ class Still(TorchFunctionMode):
         return result.fill_(0.0) if name in ("randn", "randn_like", "normal_") else result
 
 
-def equal(a: Tensor, b: Any) -> bool:
-    """Whether two values are one up to the rounding of float64."""
+def equal(a: Tensor, b: Any, reach: Floor = 0.0) -> bool:
+    """Whether two values are one up to the rounding of float64.
+
+    Args:
+        reach: how far rounding reaches in ``a``, as :func:`floor_of` tells.
+    """
     b = torch.as_tensor(b)
     if a.shape != b.shape:
         return False
@@ -218,7 +267,8 @@ def equal(a: Tensor, b: Any) -> bool:
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)  # what the caller's promotion makes of one it may not make of the other
     scale = float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if a.numel() else 0.0
-    return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * max(scale, 1e-30), equal_nan=True)
+    most = MARGIN * reach if isinstance(reach, float) else 0.0
+    return torch.allclose(a, b, rtol=TOLERANCE, atol=max(TOLERANCE * max(scale, 1e-30), most), equal_nan=True)
 
 
 def mean_of(parts: Sequence[Tensor], sizes: Sequence[int]) -> Any:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import bounds, cloned, flatten, part_count, sample_count, sampled_leaves, take
+from polylane.graph.batch import bounds, cloned, flatten, is_sampled, part_count, sample_count, sampled_leaves, take
 from polylane.graph.export import Loss, Whole, snapshot
 from polylane.graph.graph import Code
 from polylane.graph.part import Part
 from polylane.graph.precision import Promoted
-from polylane.proof.rounding import Rounding, nudge, zero_up_to_rounding
+from polylane.graph.rounding import TRIES, nudge
+from polylane.proof.rounding import TRIES_MORE, Floors, Pass, measure
+from polylane.proof.state import State, put, read
 from polylane.runtime.lane import Tensors
 from polylane.runtime.prepare import Prepared, named_parameters
+from polylane.samples.statistics import Statistics, counts_samples
 
 
 @dataclass(frozen=True)
@@ -36,45 +39,151 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One step of one device, or of one replica that trains apart from the others.
+
+    Attributes:
+        loss: of its samples.
+        before, after: with what it began, and what it left.
+        gradients: as its optimizer took them, by parameter.
+        floors: how far the step is from itself, where its sums are rounded otherwise.
+    """
+
+    loss: float
+    before: State
+    after: State
+    gradients: Mapping[str, Tensor]
+    floors: Floors
+
+
+@dataclass(frozen=True)
 class Reference(Record):
     """What one worker leaves behind.
 
     Attributes:
-        rounding: of every step, the gradients that are zero up to rounding: of each replica, or once for all of them.
+        steps: of every step what each replica did, or once what all of them did; empty where steps have no order.
         eager: whether the model itself was run: so it is unless it draws random numbers, which only its graph draws by
             key, or has a kernel that knows no float64.
+        floors: of the whole run, where it was done again from weights that were nudged.
     """
 
-    rounding: list[list[dict[str, Rounding]]]
+    steps: list[tuple[Step, ...]]
     eager: bool
+    floors: Floors = field(default_factory=Floors)
+
+    def at(self, step: int, replica: int) -> Step:
+        """What a replica did in a step."""
+        each = self.steps[step]
+        return each[replica % len(each)]
 
 
 def reference_run(
     prepared: Prepared, batches: Sequence[Any], *, clip_norm: float | None, seed: int, tolerance: float
 ) -> Reference:
     """Train the model of a prepared training, in this process. The model itself is trained."""
-    objective = next(iter(prepared.objectives.values()))
-    named = named_parameters(prepared.model, [objective.loss])
-    optimizer = objective.optimizer(list(named))
-    scheduler = objective.scheduler(optimizer) if objective.scheduler else None
-    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    loop = Loop(prepared, batches[0], {name: p for name, p in named if id(p) in taken}, clip_norm, seed)
-    losses: list[float] = []
-    first: dict[str, Tensor] = {}
-    rounding: list[list[dict[str, Rounding]]] = []
-    for step, batch in enumerate(batches):
+    one = Trained(prepared, batches[0], clip_norm, seed)
+    steps = list[tuple[Step, ...]]()
+    before = one.state()
+    for number, batch in enumerate(batches):
+        (total, count), gradients, floors = one.passes(batch, number, tolerance)
+        one.update()
+        steps.append((Step(total / count, before, one.state(), gradients, floors),))
+        before = steps[-1][0].after
+    state = {name: value.detach().clone() for name, value in prepared.model.state_dict().items()}
+    losses = [step.loss for (step,) in steps]
+    return Reference(losses, steps[0][0].gradients, state, steps, one.loop.eager)
+
+
+def measured_again(
+    prepared: Prepared,
+    batches: Sequence[Any],
+    reference: Reference,
+    where: Collection[tuple[int, int]],
+    *,
+    clip_norm: float | None,
+    seed: int,
+    tolerance: float,
+) -> dict[tuple[int, int], Floors]:
+    """The floors of some steps of some replicas, over more tries; in this process, whose model is changed."""
+    found = {}
+    for number, replica in where:
+        step, apart = reference.at(number, replica), len(reference.steps[number])
+        one = Trained(prepared, batches[0], clip_norm, seed, replica if apart > 1 else 0, apart)
+        put(step.before, one.tensors(), lambda name, whole: whole)
+        found[number, replica] = one.passes(batches[number], number, tolerance, range(TRIES_MORE))[2]
+    return found
+
+
+class Trained:
+    """A model and its optimizer on one device.
+
+    Args:
+        prepared: whose model is trained, by its first objective.
+        example: a batch, for its form.
+        clip_norm, seed: as in training.
+        replica, replicas: of each microbatch, only the samples of this one of so many.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        example: Any,
+        clip_norm: float | None,
+        seed: int,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        objective = next(iter(prepared.objectives.values()))
+        named = named_parameters(prepared.model, [objective.loss])
+        self.optimizer = objective.optimizer(list(named))
+        self.scheduler = objective.scheduler(self.optimizer) if objective.scheduler else None
+        taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.trained = {name: p for name, p in named if id(p) in taken}
+        self.loop = Loop(prepared, example, self.trained, clip_norm, seed, replica, replicas)
+        self.whole = Loop(prepared, example, self.trained, clip_norm, seed) if replicas > 1 else self.loop
+        self._names = {id(p): name for name, p in named}
+        self._model = Tensors(prepared.model, [objective.loss], torch.device("cpu"))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and buffers, by name."""
+        return {**self._model.parameters(), **self._model.buffers()}
+
+    def state(self) -> State:
+        """A copy of all that the next step begins with."""
+        return read(self.tensors(), self.optimizer, self._names)
+
+    def passes(
+        self, batch: Any, step: int, tolerance: float, tries: Sequence[int] = range(TRIES), together: bool = False
+    ) -> tuple[tuple[float, float], dict[str, Tensor], Floors]:
+        """Leave gradients in the parameters; the loss as (total, count), the gradients, and their floors."""
+        loop = self.whole if together else self.loop
         restore = snapshot(loop.modules)
         total, count = loop.backward(batch, step)
-        losses.append(total / count)
-        gradients = loop.gradients()
-        if step == 0:
-            first = {name: g.clone() for name, g in gradients.items()}
-        rounding.append([zero_up_to_rounding(gradients, loop.again(batch, step, restore), tolerance)])
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    state = {name: value.detach().clone() for name, value in prepared.model.state_dict().items()}
-    return Reference(losses, first, state, rounding, loop.eager)
+        once = self._passed(total, count, loop)
+
+        def again(attempt: int, permuted: bool) -> Pass:
+            after = snapshot(loop.modules)
+            restore()
+            nudge(loop.modules.parameters(), attempt)
+            try:
+                return self._passed(*loop.backward(batch, step, attempt if permuted else None), loop)
+            finally:
+                after()
+
+        floors = measure(once, again, tolerance, loop.permutes, tries) if count else Floors()
+        return (total, count), dict(once.gradients), floors
+
+    def _passed(self, total: float, count: float, loop: Loop) -> Pass:
+        gradients = {name: gradient.clone() for name, gradient in loop.gradients().items()}
+        buffers = {name: buffer.detach().clone() for name, buffer in self._model.buffers().items()}
+        return Pass(total / count if count else 0.0, gradients, buffers)
+
+    def update(self, samples: bool = True) -> None:
+        """The optimizer's step, where there were samples, and the scheduler's."""
+        if samples:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
 
 Run = Callable[[Sequence[Any], Part], tuple[Tensor, ...]]
@@ -93,6 +202,7 @@ class Loop:
     Attributes:
         modules: all that a step may change.
         eager: whether the model itself is run.
+        permutes: whether samples may change places: no random number is drawn by where they are.
     """
 
     def __init__(
@@ -112,16 +222,18 @@ class Loop:
         self._sampled = sampled_leaves(flatten(example)[0])
         loss = next(iter(prepared.objectives.values())).loss
         self.modules = nn.ModuleList([prepared.model, *([loss] if isinstance(loss, nn.Module) else [])])
+        self._counts = Statistics(self._graph.code.fx)
+        self._tensors = Tensors(prepared.model, [loss], torch.device("cpu"))
         self._run, self.eager = self._loss(prepared.model, loss, example)
+        self.permutes = not self._graph.code.random
 
     def _loss(self, model: nn.Module, loss: Loss, example: Any) -> tuple[Run, bool]:
         """How a loss is computed, and whether that is by the model itself."""
         leaves, rebuild = flatten(example)
         whole = Whole(model, loss, rebuild)
-        tensors = Tensors(model, [loss], torch.device("cpu"))
 
         def by_graph(leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
-            return run_whole(self._graph.code, tensors, leaves, part)[0]
+            return run_whole(self._graph.code, self._tensors, leaves, part)[0]
 
         def by_model(leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
             with Promoted():
@@ -130,14 +242,24 @@ class Loop:
 
         if self._graph.code.random:  # which only the graph draws by key
             return by_graph, False
+        if counts_samples(self._graph.code.fx) and self._microbatches * self._replicas > 1:
+            # Parts of the model itself cannot be told what the whole batch counts: it takes the batch as one, or, where
+            # batch normalization sees a microbatch at a time, its graph takes the parts.
+            if self._graph.code.batch_statistics or self._replicas > 1:
+                return by_graph, False
+            self._microbatches = 1
         part = Part(sample_count(leaves))
         plain = _runs(self.modules, lambda: by_model(cloned(leaves), part))
         return (by_model, True) if plain else (by_graph, False)
 
-    def backward(self, batch: Any, step: int) -> tuple[float, float]:
-        """Leave the gradients of the mean over a batch in the parameters, clipped; its value, as (total, count)."""
+    def backward(self, batch: Any, step: int, permuted: int | None = None) -> tuple[float, float]:
+        """Leave the gradients of the mean over a batch in the parameters, clipped; its value, as (total, count).
+
+        Args:
+            permuted: seed of the order of the samples within their microbatch; None: as they are.
+        """
         self.modules.zero_grad()
-        sums = self._accumulate(batch, step)
+        sums = self._accumulate(batch, step, permuted)
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(self._optimized.values()), self._clip_norm)
         return sums
@@ -156,16 +278,18 @@ class Loop:
             found.append((microbatch, begin + start, begin + stop))
         return [share for share in found if share[1] < share[2]]
 
-    def _accumulate(self, batch: Any, step: int) -> tuple[float, float]:
+    def _accumulate(self, batch: Any, step: int, permuted: int | None) -> tuple[float, float]:
         leaves = cloned(flatten(batch)[0])  # a model may write into its batch
         samples, sampled = sample_count(leaves), self._sampled if len(self._sampled) == len(leaves) else None
         shares = self._shares(samples)
         own = sum(stop - start for _, start, stop in shares)
         total, count = 0.0, 0.0
-        for microbatch, start, stop in shares:
-            part = Part(stop - start, start, samples, microbatch, step, self._seed)
+        each = [_shuffled(take(leaves, start, stop, sampled), stop - start, permuted) for _, start, stop in shares]
+        parts = [Part(stop - start, start, samples, i, step, self._seed, averaged=own) for i, start, stop in shares]
+        parts = with_counts(self._counts, self._graph.code, self._tensors, parts, each)
+        for (microbatch, start, stop), part, given in zip(shares, parts, each, strict=True):
             try:
-                result = self._run(take(leaves, start, stop, sampled), part)
+                result = self._run(given, part)
             except Exception as error:
                 why = str(error).strip().partition("\n")[0]
                 raise PolylaneError(
@@ -187,23 +311,24 @@ class Loop:
         """Of the parameters that are optimized and have one."""
         return {name: p.grad for name, p in self._optimized.items() if p.grad is not None}
 
-    def again(self, batch: Any, step: int, before: Callable[[], None]) -> Callable[[int], dict[str, Tensor]]:
-        """How to compute a step's gradients once more, from nudged weights, and leave no trace.
 
-        Args:
-            before: brings back all that belongs to the model as it was before the step.
-        """
+def with_counts(
+    counts: Statistics, code: Code, tensors: Tensors, parts: Sequence[Part], leaves: Sequence[Sequence[Any]]
+) -> list[Part]:
+    """Parts that know what the whole batch counts; ``leaves`` are those of each."""
+    if not counts or len(parts) < 2:
+        return list(parts)
+    given = {**{("buffer", n): t for n, t in tensors.buffers().items()}}
+    found = counts.count(parts, leaves, {**given, **{("constant", n): t for n, t in code.constants.items()}})
+    return [replace(part, whole=lambda key, own: found[key]) for part in parts]
 
-        def nudged(attempt: int) -> dict[str, Tensor]:
-            after = snapshot(self.modules)
-            before()
-            nudge(self.modules.parameters(), attempt)
-            self.backward(batch, step)
-            gradients = self.gradients()
-            after()
-            return gradients
 
-        return nudged
+def _shuffled(leaves: Sequence[Any], samples: int, seed: int | None) -> Sequence[Any]:
+    """The samples in another order; leaves of the batch as a whole stay as they are."""
+    if seed is None or samples == 1:
+        return leaves
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    return [leaf[order] if is_sampled(leaf, samples) else leaf for leaf in leaves]
 
 
 def _runs(modules: nn.Module, loss: Callable[[], Any]) -> bool:

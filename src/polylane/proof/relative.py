@@ -1,24 +1,43 @@
-"""Relative errors, as proofs take them."""
+"""Errors, as proofs take them: relative to a tensor's size, and to what rounding in the reference can make of it."""
 
 from __future__ import annotations
 
-import torch
+import math
+
 from torch import Tensor
 
-# A gradient that is zero in truth (a convolution's bias before BatchNorm, a key's bias before softmax) is rounding
-# noise in any order of summation: errors are taken relative to a tensor's largest entry, but at least to this share of
-# the largest entry of all tensors of its kind.
-FLOOR = 1e-3
+from polylane.graph.rounding import MARGIN, apart, size
+
+# A value whose first digit one device does not get twice is not determined by it.
+DIGIT = 10
 
 
-def relative_error(expected: Tensor, got: Tensor, floor: float = 0.0) -> float:
-    """Largest difference over the largest entry of ``expected``, or over ``floor`` if larger; nan counts as inf."""
-    if expected.numel() == 0:
+def relative_error(expected: Tensor, got: Tensor, scale: float = 0.0) -> float:
+    """Largest difference over the largest entry of ``expected``, or over ``scale`` if larger; nan counts as inf."""
+    return over(apart(expected, got), max(size(expected), scale))
+
+
+def over(difference: float, scale: float) -> float:
+    """A difference as a share of a scale; nan counts as inf."""
+    if difference == 0.0:
         return 0.0
-    a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (expected, got))
-    if torch.equal(a, b):
-        return 0.0
-    apart = torch.where(a == b, 0.0, (a - b).abs())  # a mask's infinities are equal, their difference is not a number
-    largest = torch.where(a.abs().isinf(), 0.0, a.abs()).max()
-    difference, scale = float(apart.max()), max(float(largest), floor)
-    return difference / scale if difference == difference and scale > 0 else float("inf")
+    return difference / scale if scale > 0 and difference == difference else math.inf
+
+
+def scale_of(size: float, floor: float, tolerance: float) -> float:
+    """What an error is relative to: a tensor's size, or what rounding makes of it, whichever is larger.
+
+    A difference is then within the tolerance if it is so small a share of the size, or within ``MARGIN`` times the
+    floor.
+
+    Args:
+        size: of the tensor, and of what it was made of.
+        floor: how far the reference is from itself, summed in another order.
+        tolerance: largest relative error that counts as rounding.
+    """
+    return max(size, MARGIN * floor / tolerance)
+
+
+def determined(size: float, floor: float) -> bool:
+    """Whether the reference itself knows a tensor: all of it may be rounding otherwise."""
+    return floor == 0.0 or size > DIGIT * floor

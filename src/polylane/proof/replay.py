@@ -69,7 +69,7 @@ def replay(
             raise ValueError("each server's next update waits for another one's: no training has had this order")
     parts = [[losses[r, step] for r in range(count) if (r, step) in losses] for step in range(len(batches))]
     means = [sum(total for total, _ in each) / sum(n for _, n in each) for each in parts]
-    first, eager = gradients.get((0, 0), {}), replicas[0].share.eager
+    first, eager = gradients.get((0, 0), {}), replicas[0].loop.eager
     return Reference(means, first, _state(prepared, replicas, servers, batches), [], eager)
 
 
@@ -127,14 +127,14 @@ def _taken(
         for server, version in zip(servers, read, strict=True):
             for name, value in server.kept[version].items():
                 replica.trained[name].copy_(value)
-    sums = replica.share.backward(batches[update.step], update.step)
-    return sums, {name: gradient.clone() for name, gradient in replica.share.gradients().items()}
+    sums = replica.loop.backward(batches[update.step], update.step)
+    return sums, {name: gradient.clone() for name, gradient in replica.loop.gradients().items()}
 
 
 def _state(
     prepared: Prepared, replicas: Sequence[Replica], servers: Sequence[_Server], batches: Sequence[Any]
 ) -> dict[str, Tensor]:
-    seen = [sum(replica.share.samples(batch) for batch in batches) for replica in replicas]
+    seen = [sum(replica.loop.samples(batch) for batch in batches) for replica in replicas]
     every = [replica.model.state_dict() for replica in replicas]
     means = {
         name: sum((n / sum(seen) * state[name] for n, state in zip(seen, every, strict=True)), torch.zeros(()))

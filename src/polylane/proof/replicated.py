@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from polylane.graph.export import snapshot
 from polylane.plan.sync import Outer, Sync
-from polylane.proof.reference import Loop, Reference
-from polylane.proof.rounding import Rounding, zero_up_to_rounding
-from polylane.runtime.prepare import Prepared, named_parameters
+from polylane.proof.reference import Reference, Step, Trained
+from polylane.runtime.prepare import Prepared
 
 
-class Replica:
+class Replica(Trained):
     """One replica's model, optimizer and scheduler, apart from all others.
 
     Args:
@@ -31,32 +29,18 @@ class Replica:
         self, prepared: Prepared, example: Any, number: int, count: int, clip_norm: float | None, seed: int
     ) -> None:
         objective = next(iter(prepared.objectives.values()))
-        model, loss = copy.deepcopy((prepared.model, objective.loss))
-        own = replace(prepared, model=model, objectives={objective.name: replace(objective, loss=loss)})
-        named = named_parameters(model, [loss])
-        self.model, self.optimizer = model, objective.optimizer(list(named))
-        self.scheduler = objective.scheduler(self.optimizer) if objective.scheduler else None
-        taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        optimized = {name: p for name, p in named if id(p) in taken}
-        self.share = Loop(own, example, optimized, clip_norm, seed, number, count)
-        self.whole = Loop(own, example, optimized, clip_norm, seed)
-        self.trained: dict[str, nn.Parameter] = optimized
+        self.model, loss = copy.deepcopy((prepared.model, objective.loss))
+        own = replace(prepared, model=self.model, objectives={objective.name: replace(objective, loss=loss)})
+        super().__init__(own, example, clip_norm, seed, number, count)
 
-    def step(self, samples: bool = True) -> None:
-        """The optimizer's step, where there were samples, and the scheduler's."""
-        if samples:
-            self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-
-    def tensors(self) -> dict[str, Tensor]:
+    def agreed(self) -> dict[str, Tensor]:
         """What replicas agree on: trained parameters and running statistics, by name."""
-        buffers = {f"buffer {name}": b for name, b in self.share.modules.named_buffers() if b.is_floating_point()}
+        buffers = {f"buffer {name}": b for name, b in self.loop.modules.named_buffers() if b.is_floating_point()}
         return {**self.trained, **buffers}
 
     def follow(self, other: Replica) -> None:
         """Be as another one is, its optimizer's memory included."""
-        self.share.modules.load_state_dict(other.share.modules.state_dict())
+        self.loop.modules.load_state_dict(other.loop.modules.state_dict())
         self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
         if self.scheduler is not None and other.scheduler is not None:
             self.scheduler.load_state_dict(copy.deepcopy(other.scheduler.state_dict()))
@@ -69,31 +53,32 @@ def replicated_run(
     plan = prepared.plan
     replicas = [Replica(prepared, batches[0], r, plan.data, clip_norm, seed) for r in range(plan.data)]
     average = _Average(plan.sync, replicas)
-    losses, rounding = list[float](), list[list[dict[str, Rounding]]]()
-    first: dict[str, Tensor] = {}
-    for step, batch in enumerate(batches):
-        together = step < plan.sync.warmup
-        sums, zeros = list[tuple[float, float]](), list[dict[str, Rounding]]()
+    losses, steps, before = list[float](), list[tuple[Step, ...]](), [replica.state() for replica in replicas]
+    for number, batch in enumerate(batches):
+        together = number < plan.sync.warmup
+        passed = []
         for replica in replicas[:1] if together else replicas:
-            loop = replica.whole if together else replica.share
-            restore = snapshot(loop.modules)
-            sums.append(loop.backward(batch, step))
-            gradients = loop.gradients()
-            if step == 0 and replica is replicas[0]:
-                first = {name: g.clone() for name, g in gradients.items()}
-            zeros.append(zero_up_to_rounding(gradients, loop.again(batch, step, restore), tolerance))
-            replica.step(bool(loop.samples(batch)))
-        losses.append(sum(total for total, _ in sums) / sum(count for _, count in sums))
-        rounding.append(zeros)
+            passed.append(replica.passes(batch, number, tolerance, together=together))
+            replica.update(bool((replica.whole if together else replica.loop).samples(batch)))
+        losses.append(sum(total for (total, _), *_ in passed) / sum(count for (_, count), *_ in passed))
         if together:
             for other in replicas[1:]:
                 other.follow(replicas[0])
             average.restart()
         else:
-            average.after(batch, step)
+            average.after(batch, number)
+        after = [replica.state() for replica in replicas]
+        each = zip(passed, before, after, strict=False)  # of what they did together, there is one
+        steps.append(
+            tuple(
+                Step(total / count if count else 0.0, earlier, later, gradients, floors)
+                for ((total, count), gradients, floors), earlier, later in each
+            )
+        )
+        before = after
     average.settle()
     state = {name: value.detach().clone() for name, value in replicas[0].model.state_dict().items()}
-    return Reference(losses, first, state, rounding, replicas[0].share.eager)
+    return Reference(losses, steps[0][0].gradients, state, steps, replicas[0].loop.eager)
 
 
 class _Average:
@@ -113,7 +98,7 @@ class _Average:
     def after(self, batch: Any, step: int) -> None:
         """A step was taken apart."""
         for number, replica in enumerate(self._replicas):
-            self._seen[number] += replica.share.samples(batch)
+            self._seen[number] += replica.loop.samples(batch)
         if (step + 1 - self._sync.warmup) % self._sync.every == 0:
             means = self._means()
             if self._sync.outer is not None:
@@ -127,7 +112,7 @@ class _Average:
             self._set(self._means())
 
     def _means(self) -> dict[str, Tensor]:
-        total, every = sum(self._seen), [replica.tensors() for replica in self._replicas]
+        total, every = sum(self._seen), [replica.agreed() for replica in self._replicas]
         weighted = [(seen / total, tensors) for seen, tensors in zip(self._seen, every, strict=True)]
         return {name: sum((w * t[name].detach() for w, t in weighted), torch.zeros(())) for name in every[0]}
 
@@ -142,6 +127,6 @@ class _Average:
     def _set(self, means: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for replica in self._replicas:
-                for name, tensor in replica.tensors().items():
+                for name, tensor in replica.agreed().items():
                     tensor.copy_(means[name])
         self._seen = [0] * len(self._replicas)

@@ -1,111 +1,106 @@
-"""Gradients that are zero up to rounding: how they are known, and what a plan's optimizer is given in their place."""
+"""What rounding can make of a step: one device is run again with its sums in another order, and held against itself.
+
+A key's bias before softmax and a bias before BatchNorm change no loss: their gradients are zero, and what is computed
+is the rounding of sums, another number in every order of summation. The mean of what is normalized already is zero in
+the same way. How large such numbers may be is measured, not assumed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from polylane.proof.relative import FLOOR
+from polylane.graph.rounding import TRIES, floor, size
+from polylane.proof.relative import over
 
-# A key's bias before softmax and a bias before BatchNorm change no loss: their gradients are zero, and what is computed
-# is the rounding of sums, another number in every order of summation. An optimizer that divides by a gradient's size
-# (Adam; Kingma and Ba, 2015) makes whole steps of it, so that two exact runs drift apart.
-
-# How much further two orders of summation may be apart than one device is from itself, at weights that differ by one
-# unit in the last place. On transformers, convolutions and LSTMs it was 6 times at most; gradients that are not zero
-# were more than 1e14 times larger than what one device was apart from itself, those that are zero 4 times at most.
-MARGIN = 1e3
-
-TRIES = 2  # a tensor of few elements may come out equal by chance
+TRIES_MORE = 16  # where an error is found that rounding might have made
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """The reference's gradient of one parameter in one step, some of whose elements are zero up to rounding.
+class Pass:
+    """What a forward and backward pass over a batch gives.
 
     Attributes:
-        gradient: whole, as the reference's optimizer took it.
-        bound: what is no larger is zero up to rounding.
+        loss: its mean over the batch.
+        gradients: as the optimizer takes them, by parameter.
+        buffers: after the pass, by name.
     """
 
-    gradient: Tensor
-    bound: float
+    loss: float
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
 
 
-def zero_up_to_rounding(
-    gradients: Mapping[str, Tensor], again: Callable[[int], Mapping[str, Tensor]], tolerance: float
-) -> dict[str, Rounding]:
-    """The gradients of a step that are zero up to rounding, in whole or in part, on one device.
+@dataclass(frozen=True)
+class Floors:
+    """How far one device's pass is from itself, where its sums are rounded otherwise: absolute, at most.
 
-    Such an element is no larger than ``MARGIN`` times what the device is apart from itself on its tensor; and so small
-    that the proof takes any two gradients of that size for equal.
+    Attributes:
+        loss: of the loss.
+        gradients, buffers: by name; 0 where nothing is told.
+    """
+
+    loss: float = 0.0
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    buffers: Mapping[str, float] = field(default_factory=dict)
+
+    def max(self, other: Floors) -> Floors:
+        """The larger of both, everywhere."""
+        return Floors(
+            max(self.loss, other.loss),
+            _larger(self.gradients, other.gradients),
+            _larger(self.buffers, other.buffers),
+        )
+
+
+def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(a.get(name, 0.0), b.get(name, 0.0)) for name in a.keys() | b.keys()}
+
+
+# Computes a pass again from the same state; takes the number of the try, and whether samples change places.
+Again = Callable[[int, bool], Pass]
+
+
+def measure(once: Pass, again: Again, tolerance: float, permutes: bool, tries: Sequence[int] = range(TRIES)) -> Floors:
+    """The largest difference over some tries, for the loss and every gradient and buffer.
+
+    In each try weights are moved by one unit in the last place (:func:`polylane.graph.rounding.nudge`) and, where that
+    is the same function, samples change places within their microbatches.
 
     Args:
-        gradients: of the reference.
-        again: computes the same once more, from weights that were nudged (:func:`nudge`); takes the number of the try.
+        once: what the reference computed.
+        again: computes it once more.
         tolerance: of the proof.
+        permutes: whether a sample's place may be without meaning: no random number is drawn by it.
+        tries: their numbers.
     """
-    sizes = {name: float(g.abs().max()) for name, g in gradients.items() if g.numel()}
-    floor = FLOOR * max(sizes.values(), default=0.0)
-    equal = {name: tolerance / 2 * max(size, floor) for name, size in sizes.items()}
-    apart = {name: 0.0 for name in sizes if _smallest(gradients[name]) <= equal[name]}
-    for attempt in range(TRIES):
-        still = [name for name in apart if not apart[name]]
-        if not still:
-            break
-        other = again(attempt)
-        for name in still:
-            apart[name] = float((gradients[name] - other.get(name, gradients[name])).abs().max())
-    bounds = {name: min(MARGIN * apart[name], equal[name]) for name in apart if apart[name]}
-    return {
-        name: Rounding(gradients[name].clone(), bound)
-        for name, bound in bounds.items()
-        if _smallest(gradients[name]) <= bound
-    }
+    floors = Floors()
+    for attempt in tries:
+        other = again(attempt, permutes)
+        if permutes and not _same_function(once, other, tolerance):
+            permutes, other = False, again(attempt, False)
+        floors = floors.max(_between(once, other))
+    return floors
 
 
-def _smallest(gradient: Tensor) -> float:
-    """The smallest size of an element that is not zero: zeros are what a unit that is off has on every device."""
-    sizes = gradient[gradient != 0].abs()
-    return float(sizes.min()) if sizes.numel() else 0.0
+def _same_function(once: Pass, other: Pass, tolerance: float) -> bool:
+    """Whether samples that change places leave the loss and the gradient, taken as one vector, as they are."""
+    largest = max(map(size, once.gradients.values()), default=0.0)
+    found = _between(once, other)
+    differences = (over(found.loss, abs(once.loss)), *(over(each, largest) for each in found.gradients.values()))
+    return all(difference <= tolerance for difference in differences)
 
 
-def nudge(parameters: Iterable[Tensor], seed: int) -> None:
-    """Move every weight by one unit in the last place, up or down."""
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in (p for p in parameters if p.is_floating_point() or p.is_complex()):
-            signs = 2 * torch.randint(0, 2, parameter.shape, generator=random, dtype=torch.float64) - 1
-            parameter *= 1 + torch.finfo(parameter.dtype).eps * signs
+def _between(once: Pass, other: Pass) -> Floors:
+    loss = abs(once.loss - other.loss)
+    return Floors(
+        loss if loss == loss else 0.0,
+        _distances(once.gradients, other.gradients),
+        _distances(once.buffers, other.buffers),
+    )
 
 
-@contextmanager
-def give(rounding: Mapping[str, Rounding], gradients: Mapping[str, Tensor | None]) -> Iterator[set[str]]:
-    """For a while, put the reference's gradients in place of a plan's where both are zero up to rounding.
-
-    Args:
-        rounding: of this step, in the shape that this worker holds.
-        gradients: the plan's; each comes back at the end.
-
-    Yields:
-        The names of those that were changed.
-    """
-    changed: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, gradient in gradients.items():
-        if gradient is None or name not in rounding:
-            continue
-        reference, bound = rounding[name].gradient.to(gradient.device), rounding[name].bound
-        both = (reference.abs() <= bound) & (gradient.abs() <= bound)
-        given = torch.where(both, reference, gradient)
-        if not torch.equal(given, gradient):
-            changed[name] = gradient, gradient.clone()
-            gradient.copy_(given)
-    try:
-        yield set(changed)
-    finally:
-        for gradient, own in changed.values():
-            gradient.copy_(own)
+def _distances(once: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: floor(value, [other[name]]) for name, value in once.items() if name in other}

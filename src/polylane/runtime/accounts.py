@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from polylane.runtime.result import joined, on_one_clock
 from polylane.runtime.sync.rule import Rule, Stepping
 from polylane.runtime.sync.server_log import Update
 from polylane.runtime.traffic import Traffic
+from polylane.runtime.trainer import Trainer
 from polylane.runtime.transport.protocol import Counters
 
 
@@ -28,6 +30,7 @@ class Accounts:
     plan: Plan
     _connections: Connections
     _rule: Rule
+    _trainers: Mapping[str, Trainer]
     _traffic: Traffic
     _spans: deque[tuple[Span, ...]]
     _ahead: float
@@ -44,7 +47,8 @@ class Accounts:
 
     def stepping(self) -> list[Stepping]:
         """The first objective's optimizers that step in this process: this worker's, or those of parameter servers."""
-        return self._rule.stepping() or [Stepping(self.optimizer, self.gradients, lambda: self._step)]
+        trainer = next(iter(self._trainers.values()))
+        return self._rule.stepping() or [Stepping(trainer.optimizer, trainer.held, lambda: self._step)]
 
     @property
     def staleness(self) -> int:

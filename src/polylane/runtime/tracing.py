@@ -43,8 +43,8 @@ class _Tracer(StageRunner):
         return Live({}, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
 
 
-def trace(prepared: Prepared, world: World, batch: Any, seed: int) -> Trace:
-    """A forward pass in training mode over one whole batch, on every worker of the plan."""
+def trace(prepared: Prepared, world: World, batch: Any, seed: int, step: int = 0) -> Trace:
+    """A forward pass in training mode over one whole batch, that of a step, on every worker of the plan."""
     job = Job(prepared, world, example=batch, seed=seed)
     programs = lower_evaluation(prepared.main, prepared.plan)
     worker = job.lane(prepared.main, programs).worker
@@ -53,6 +53,6 @@ def trace(prepared: Prepared, world: World, batch: Any, seed: int) -> Trace:
     tracer.trace = Trace(0 if "data" in worker.mesh.axes else worker.program.replica, worker.mesh.coordinates)
     worker.runner = tracer
     with torch.no_grad():
-        worker.run(Batch.whole(batch), 0, seed, lambda state: None)
+        worker.run(Batch.whole(batch), step, seed, lambda state: None)
     job.close()
     return tracer.trace

@@ -143,7 +143,7 @@ class Derivation:
         culprit: the operator at which the loss stops being made up of the parts' losses; None where it never does.
         why: in a few words, what that operator does.
         buffer: a buffer that replicas would disagree on, with the operator that writes it.
-        counters: buffers that something else than a batch normalization writes and that the loss depends on.
+        counters: buffers that something else than a batch normalization writes, once for each part.
         unproven: nodes that run the user's own Python on samples, about which only the user knows.
     """
 
@@ -682,13 +682,19 @@ class _Walk:
         return "own Python" if node.op in ("leaf", "function") else "" if node.shape else "scalar"
 
     def _counters(self, results: Sequence[fx.Node]) -> Iterator[tuple[str, Node]]:
-        """Buffers that the loss depends on and that are written once for each part."""
+        """Buffers that are written once for each part, and by nothing that moves microbatch by microbatch anyhow.
+
+        Where batch statistics move running averages, numbers that count the passes move with them.
+        """
         needed = _ancestors(results)
         for node in self.graph.code.fx.nodes:
             for written in writes(node) if op_of(node).startswith("aten.") else ():
                 memory = self._memory[written]
-                is_buffer = memory.op == "placeholder" and memory.meta["role"][0] == "buffer"
-                if is_buffer and any(n in needed for n, of in self._memory.items() if of is memory):
+                if memory.op != "placeholder" or memory.meta["role"][0] != "buffer":
+                    continue
+                matters = any(n in needed for n, of in self._memory.items() if of is memory)
+                counts_passes = self.graph.code.batch_statistics and not memory.meta["val"].is_floating_point()
+                if matters or not counts_passes:
                     yield str(memory.meta["role"][1]), self._described[str(node.meta["name"])]
 
 

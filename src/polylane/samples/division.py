@@ -51,7 +51,7 @@ def samples_meet(
         name, node = derived.counters[0]
         raise PolylaneError(
             f"microbatches={microbatches} would not compute what one device computes: {node.name} writes the buffer "
-            f"{name} once for each microbatch{at(node.source)}, and the loss depends on it; use microbatches=1"
+            f"{name} once for each microbatch{at(node.source)}, and not once for a batch; use microbatches=1"
         )
     return reason is not None
 

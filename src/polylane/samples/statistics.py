@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from polylane.graph.part import Part
-from polylane.graph.whole_batch import Combine, WholeBatch, statistics_of
+from polylane.graph.whole_batch import BatchSize, Combine, WholeBatch, statistics_of
 
 # What a placeholder of the graph stands for, by its role, given the leaves of a part.
 Role = tuple[str, Any]
@@ -108,6 +108,11 @@ class Statistics:
                 values[node] = node.target(*args, **kwargs)
         assert all(node in values for node in wanted)
         return [torch.as_tensor(values[node.args[1]]) for node in level]  # type: ignore[index]
+
+
+def counts_samples(code: fx.Graph) -> bool:
+    """Whether a graph needs to know more of the whole batch than the samples in hand."""
+    return any(isinstance(node.target, (WholeBatch, BatchSize)) for node in code.nodes)
 
 
 def _ready(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:

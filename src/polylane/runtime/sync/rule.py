@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 if TYPE_CHECKING:
     from polylane.runtime.sync.server_log import Update
@@ -22,12 +22,12 @@ class Stepping:
 
     Attributes:
         optimizer: of the first objective.
-        gradients: those that it takes next, by name.
+        parameters: that it trains, by name: this worker's parts of them, or whole ones on a parameter server.
         updates: how many it has made.
     """
 
     optimizer: torch.optim.Optimizer
-    gradients: Callable[[], Mapping[str, Tensor | None]]
+    parameters: Mapping[str, nn.Parameter]
     updates: Callable[[], int]
 
 

@@ -25,7 +25,7 @@ from polylane.runtime.sync.server_line import Line, Wire, inside
 from polylane.runtime.sync.server_log import Update
 from polylane.runtime.sync.server_share import Trade, trades
 from polylane.runtime.sync.server_split import host_of, shared_out
-from polylane.runtime.sync.server_weights import Course, Weights
+from polylane.runtime.sync.server_weights import Weights
 from polylane.runtime.transport import c10d
 from polylane.runtime.transport.protocol import Counters, Pending, Transport
 from polylane.runtime.world import World
@@ -76,10 +76,7 @@ class Host:
     def stepping(self) -> list[Stepping]:
         """The optimizers of the servers that live here, of the first objective."""
         courses = [next(iter(server.weights.courses.values())) for server in self.servers]
-        return [
-            Stepping(course.optimizer, partial(_gradients, course), partial(getattr, course, "updates"))
-            for course in courses
-        ]
+        return [Stepping(course.optimizer, course.held, partial(getattr, course, "updates")) for course in courses]
 
     def updates(self) -> tuple[tuple[Update, ...], ...]:
         """What every server did, by number; all processes must ask for it."""
@@ -167,10 +164,6 @@ def _between(world: World, servers: int, hosts: Sequence[int], host: Host) -> di
         found.setdefault(0, []).append(ends[0])
         found[other] = [ends[1]]
     return found
-
-
-def _gradients(course: Course) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in course.held.items()}
 
 
 def _begun(
