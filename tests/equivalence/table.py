@@ -92,6 +92,8 @@ latents         | 8 5 3 | sequence=2,tensor=2 | 1f1b 3 sgd
 ONLY_DATA = ("branching",)
 # A loss that is not made up of its samples' losses: there can be no microbatches.
 WHOLE_BATCHES = ("towers",)
+# The user's own Python, of which nothing can be derived: the plan says that it treats each sample by itself.
+PER_SAMPLE = ("moe", "custom_function", "branching")
 # Vectors through the user's own Python, which runs whole on every rank: there is no sequence to cut.
 UNSPLIT = (("custom_function", "sequence"),)
 
@@ -110,7 +112,8 @@ class Row:
     @property
     def spec(self) -> str:
         """The plan in one line."""
-        return f"{self.plan},schedule={self.schedule},microbatches={self.microbatches}"
+        named = ",per_sample=model" if self.model in PER_SAMPLE else ""
+        return f"{self.plan},schedule={self.schedule},microbatches={self.microbatches}{named}"
 
     def __str__(self) -> str:
         sizes = "-".join(map(str, self.batches))
