@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trainings import PLANS, TRAININGS, Training, sgd
+from trainings import BY_PASS, PLANS, TRAININGS, Training, sgd
 
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.graph.batch import bounds, cloned, flatten, part_count, sample_count, take
@@ -31,7 +32,7 @@ from polylane.runtime.world import World
 TOLERANCE = 1e-9
 SMALLEST = 1e-6  # below which a tensor's own size is no scale for an error
 
-EQUAL, REFUSED, DIFFERENT, FAILED = "equal", "refused", "DIFFERENT", "FAILED"
+EQUAL, REFUSED, DIFFERENT, FAILED, FROZEN = "equal", "refused", "DIFFERENT", "FAILED", "FROZEN"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Outcome:
     """What came of a training by a plan.
 
     Attributes:
-        kind: EQUAL, REFUSED, DIFFERENT, or FAILED: it ended otherwise than by a sentence for the user.
+        kind: EQUAL, REFUSED, DIFFERENT, or FAILED: it ended otherwise than by a sentence for the user; or FROZEN: it is
+            equal to one worker, but there no random number is drawn.
         error: the worst relative error of a loss, weight or buffer, where there is one.
         told: what was said, where it did not end.
     """
@@ -57,7 +59,9 @@ class Outcome:
     told: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.error:.1e}" if self.kind == DIFFERENT else self.kind
+        if self.kind != DIFFERENT:
+            return self.kind
+        return f"{self.kind} {self.error:.1e}" if math.isfinite(self.error) else f"{self.kind} NaN"
 
 
 # The plan -------------------------------------------------------------------------------------------------------------
@@ -117,6 +121,8 @@ def by_loop(training: Training, parts: int = 1, fewest: int = 1, steps: int | No
         optimizer.zero_grad()
         losses.append(_backward(training, model, loss, batch, parts, fewest))
         optimizer.step()
+    if training.before is not None:
+        training.before(model, 0)  # what it changes beside the model is as it was
     return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
 
 
@@ -153,7 +159,7 @@ def judged(training: Training, plan: str) -> Outcome:
     try:
         prepared = prepared_for(training, plan)
         trained = by_plan(training, prepared)
-        reference = _reference(training, prepared)
+        reference, drawn = _reference(training, prepared)
     except PolylaneError as refusal:
         return Outcome(REFUSED, told=str(refusal))
     except WorkerFailed as failure:
@@ -161,14 +167,20 @@ def judged(training: Training, plan: str) -> Outcome:
     except Exception as error:  # a refusal is a sentence: all else is a fault, to be shown with the others
         return Outcome(FAILED, told=f"{type(error).__name__}: {error}")
     error = distance(trained, reference)
-    return Outcome(EQUAL if error <= TOLERANCE else DIFFERENT, error)
+    if error > TOLERANCE:
+        return Outcome(DIFFERENT, error)
+    return Outcome(EQUAL if drawn else FROZEN, error)
 
 
-def _reference(training: Training, prepared: Prepared) -> Trained:
+def _reference(training: Training, prepared: Prepared) -> tuple[Trained, bool]:
+    """What one device makes of it; and whether it draws the random numbers that it should."""
     parts = prepared.plan.microbatches
-    if training.draws:
-        return by_plan(training, prepared_for(training, f"data=1,microbatches={parts}"))
-    return by_loop(training, parts, prepared.fewest.samples) if training.in_turn else by_loop(training)
+    if not training.draws:
+        parts, fewest = (parts, prepared.fewest.samples) if training.in_turn else (1, 1)
+        return by_loop(training, parts, fewest), True
+    alone = prepared_for(training, f"data=1,microbatches={parts if training.draws == BY_PASS else 1}")
+    reference = by_plan(training, alone)
+    return reference, distance(by_plan(training, alone, seed=1), reference) > 1e-3
 
 
 def distance(trained: Trained, reference: Trained) -> float:

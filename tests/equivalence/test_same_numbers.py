@@ -6,10 +6,8 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from same_numbers import TOLERANCE, accepted, by_loop, by_plan, distance, judged, prepared_for
+from same_numbers import TOLERANCE, accepted, by_loop, distance, judged
 from trainings import AT_ONCE, LATER, PLANS, RIGHT, STATE, TRAININGS, Training
-
-from polylane.errors import PolylaneError
 
 EVERY = [(name, plan) for name in TRAININGS for plan in PLANS]
 # Two plans for each, another two for the next.
@@ -61,16 +59,3 @@ def test_what_the_script_changes_matters(name: str) -> None:
     assert change is not None
     frozen = replace(training, before=lambda model, step: change(model, 0))
     assert distance(by_loop(frozen), by_loop(training)) > 1e-3
-
-
-@pytest.mark.parametrize("name", [name for name in TRAININGS if training_of(name).draws])
-def test_random_numbers_are_drawn(name: str) -> None:
-    """Being equal to one worker says something only where one worker draws: another seed gives other numbers."""
-    training = training_of(name)
-    try:
-        prepared = prepared_for(training, "data=1")
-        error = distance(by_plan(training, prepared, seed=1), by_plan(training, prepared, seed=0))
-    except PolylaneError:
-        assert "data=2" in training.refusable
-    else:
-        assert error > 1e-3

@@ -42,6 +42,8 @@ LATER = "wrong later"  # the same on the first batch, other numbers after
 AT_ONCE = "wrong at once"  # other numbers on the first batch
 STATE = "state"  # the division is not the point: Python state, random numbers, attributes that change
 
+BY_SAMPLE, BY_PASS = "by sample", "by pass"
+
 SIZES = (7, 9, 8, 7, 3)
 IGNORED = -100
 
@@ -59,7 +61,8 @@ class Training:
         optimizer: plain SGD unless said: noise is not amplified.
         before: (model, step), what the user's script does to the model before a step.
         promoted: casts to lower types inside keep float64, on both sides.
-        draws: it draws random numbers, which workers draw by key: held against one worker, not against a loop.
+        draws: it draws random numbers, which workers draw by key, so that it is held against one worker and not against
+            a loop: BY_SAMPLE, whatever the microbatches; or BY_PASS, by the user's own Python, once for each of them.
         in_turn: its forward pass moves state of its own (batch statistics, a counter): held against a loop over the
             plan's microbatches, which are what passes forward there.
         counted: how much a batch counts in such a loop; default: its samples.
@@ -73,7 +76,7 @@ class Training:
     optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None
     before: Callable[[Any, int], None] | None = None
     promoted: bool = False
-    draws: bool = False
+    draws: str = ""
     in_turn: bool = False
     counted: Callable[[Any], float] | None = None
 
@@ -429,6 +432,32 @@ def smoothed_over_tokens() -> Training:
 
 
 @training
+def tagging_other_lengths() -> Training:
+    """Each batch is as long as its longest sequence: later ones have another form than the first."""
+
+    def batches() -> list[tuple[Tensor, Tensor]]:
+        return [padded_text(step, samples, (5, 4, 7, 5, 4)[step]) for step, samples in enumerate(SIZES)]
+
+    return Training(seeded(Tagger), tag, batches)
+
+
+@training
+def mask_appears() -> Training:
+    """Batches have a mask only where one is needed."""
+
+    def batches() -> list[dict[str, Tensor]]:
+        found = [dict(zip(("inputs", "labels", "mask"), batch, strict=True)) for batch in weighted_batches()]
+        del found[0]["mask"], found[4]["mask"]
+        return found
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(model(batch["inputs"]), batch["labels"], reduction="none")
+        return (losses * batch["mask"]).sum() / batch["mask"].sum() if "mask" in batch else losses.mean()
+
+    return Training(perceptron(), loss, batches, refusable=PLANS)
+
+
+@training
 def mean_of_times() -> Training:
     """At every time the mean over those that are still there, then the mean over times: a count for each time."""
 
@@ -600,7 +629,7 @@ def ctc() -> Training:
     def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         return F.ctc_loss(model(batch[0]).log_softmax(-1).transpose(0, 1), batch[1], batch[2], batch[3])
 
-    return Training(perceptron(5), loss, lambda: [batch(step, n) for step, n in enumerate(SIZES)], RIGHT)
+    return Training(perceptron(5), loss, lambda: [batch(step, n) for step, n in enumerate(SIZES)], RIGHT, DIVIDED)
 
 
 class Student(nn.Module):
@@ -830,7 +859,7 @@ def mixed_up() -> Training:
         logits = model(0.7 * batch[0] + 0.3 * batch[0][order])
         return 0.7 * F.cross_entropy(logits, batch[1]) + 0.3 * F.cross_entropy(logits, batch[1][order])
 
-    return Training(perceptron(), loss, plain_batches, STATE, refusable=DIVIDED, draws=True)
+    return Training(perceptron(), loss, plain_batches, STATE, refusable=DIVIDED, draws=BY_SAMPLE)
 
 
 class Rescaled(torch.autograd.Function):
@@ -1098,6 +1127,23 @@ def tempered() -> Training:
     return Training(seeded(Tempered), classify, plain_batches, STATE, refusable=PLANS, before=before)
 
 
+SETTINGS = {"penalty": 0.0}
+
+
+@training
+def penalty_in_a_global() -> Training:
+    """The script raises a factor of the loss, which is in a dictionary of its module."""
+
+    def before(model: Any, step: int) -> None:
+        SETTINGS["penalty"] = 0.2 * step
+
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]) + SETTINGS["penalty"] * logits.square().mean()
+
+    return Training(perceptron(), loss, plain_batches, STATE, refusable=PLANS, before=before)
+
+
 @training
 def unfrozen() -> Training:
     """A part is trained from the third step on only."""
@@ -1131,7 +1177,7 @@ def dropout_switched_on() -> Training:
     def before(model: Any, step: int) -> None:
         model[2].p = 0.0 if step < 2 else 0.4
 
-    return Training(seeded(model), classify, plain_batches, STATE, PLANS, before=before, draws=True)
+    return Training(seeded(model), classify, plain_batches, STATE, PLANS, before=before, draws=BY_SAMPLE)
 
 
 # Random numbers -------------------------------------------------------------------------------------------------------
@@ -1142,7 +1188,7 @@ def dropout() -> Training:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 4))
 
-    return Training(seeded(model), classify, partly_ignored, STATE, draws=True)
+    return Training(seeded(model), classify, partly_ignored, STATE, draws=BY_SAMPLE)
 
 
 class Drops(nn.Module):
@@ -1164,7 +1210,7 @@ class Drops(nn.Module):
 
 @training
 def dropped_layers() -> Training:
-    return Training(seeded(Drops), classify, plain_batches, STATE, refusable=PLANS, draws=True)
+    return Training(seeded(Drops), classify, plain_batches, STATE, refusable=PLANS, draws=BY_PASS)
 
 
 class Noisy(nn.Module):
@@ -1181,7 +1227,7 @@ class Noisy(nn.Module):
 
 @training
 def noise_by_numpy() -> Training:
-    return Training(seeded(Noisy), classify, plain_batches, STATE, refusable=PLANS, draws=True)
+    return Training(seeded(Noisy), classify, plain_batches, STATE, refusable=PLANS, draws=BY_PASS)
 
 
 # Hugging Face ---------------------------------------------------------------------------------------------------------
