@@ -208,6 +208,8 @@ def _worst(verdict: Verdict) -> str:
     gradient = max(verdict.deviations, key=lambda d: d.gradient or 0.0)
     value = max(verdict.deviations, key=lambda d: d.value)
     told = f"loss {verdict.loss_error:.0e}, gradient {gradient.gradient or 0.0:.0e}, value {value.value:.0e}"
+    if undetermined := getattr(verdict, "undetermined", ()):
+        told += f"; {len(undetermined)} of {len(verdict.deviations)} tensors have what rounding alone makes"
     if verdict.passed:
         return told
     unequal = "" if verdict.replicas_equal else ", replicas disagree"
@@ -216,9 +218,9 @@ def _worst(verdict: Verdict) -> str:
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     """Every network by every plan and optimizer, at varying numbers of steps."""
-    steps = itertools.cycle(options.steps)
-    for network, optimizer, plan in itertools.product(options.only, options.optimizers, options.plans):
-        yield prove_one(network, plan, optimizer, next(steps))
+    every = [list(enumerate(of)) for of in (options.only, options.optimizers, options.plans)]
+    for (n, network), (o, optimizer), (p, plan) in itertools.product(*every):
+        yield prove_one(network, plan, optimizer, options.steps[(n + o + p) % len(options.steps)])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -33,7 +33,7 @@ PLANS = (
     "tensor=2",
 )
 MICROBATCHES = tuple(plan for plan in PLANS if "microbatches" in plan)
-IN_TURN = (*MICROBATCHES, "data=2,shard=parameters")  # those that a buffer of the whole batch may be refused on
+MEETING = (*MICROBATCHES, "data=2,shard=parameters")  # those that are for losses in which no samples meet
 DIVIDED = tuple(plan for plan in PLANS if plan != "tensor=2")  # those that divide a batch
 
 # What averaging over parts makes of a training:
@@ -466,7 +466,7 @@ def mean_of_times() -> Training:
         there = (batch[1] != IGNORED).double()
         return (losses.sum(0) / there.sum(0).clamp(min=1)).mean()
 
-    return Training(seeded(Tagger), loss, padded_batches, refusable=MICROBATCHES)
+    return Training(seeded(Tagger), loss, padded_batches, refusable=MEETING)
 
 
 @training
@@ -478,7 +478,7 @@ def over_the_longest() -> Training:
         lengths = (batch[1] != IGNORED).sum(1)
         return losses.sum() / (lengths.max() * len(lengths))
 
-    return Training(seeded(Tagger), loss, padded_batches, refusable=MICROBATCHES)
+    return Training(seeded(Tagger), loss, padded_batches, refusable=MEETING)
 
 
 @training
@@ -704,15 +704,15 @@ def sum_undivided() -> Training:
     def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         return 0.1 * each(model, batch).sum()
 
-    return Training(perceptron(), loss, plain_batches, AT_ONCE, refusable=DIVIDED)
+    return Training(perceptron(), loss, plain_batches, AT_ONCE, refusable=MEETING)
 
 
 # Losses in which samples meet -----------------------------------------------------------------------------------------
 
 
-def meeting(loss: Callable[[Any, Any], Tensor], naive: str = AT_ONCE, batches: Any = plain_batches) -> Training:
-    """A perceptron under a loss in which samples meet: equal or refused wherever a batch is divided."""
-    return Training(perceptron(), loss, batches, naive, refusable=DIVIDED)
+def meeting(loss: Callable[[Any, Any], Tensor]) -> Training:
+    """A perceptron under a loss in which samples meet: replicas split its operators; there are no microbatches."""
+    return Training(perceptron(), loss, plain_batches, AT_ONCE, refusable=MEETING)
 
 
 @training
@@ -747,7 +747,7 @@ def hard_above_threshold() -> Training:
         logits = perceptron()()(found[0][0])
         return [(found[0][0], logits.argmin(1)), *found[1:]]
 
-    return meeting(loss, LATER, batches)
+    return Training(perceptron(), loss, batches, refusable=DIVIDED)
 
 
 @training
@@ -1010,7 +1010,7 @@ def moving_centre() -> Training:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), Centre(), nn.Tanh(), nn.Linear(8, 4))
 
-    return Training(seeded(model), classify, plain_batches, STATE, refusable=IN_TURN, in_turn=True)
+    return Training(seeded(model), classify, plain_batches, STATE, refusable=MEETING, in_turn=True)
 
 
 class Counter(nn.Module):
@@ -1030,7 +1030,7 @@ def counter_in_buffer() -> Training:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), Counter(), nn.Tanh(), nn.Linear(8, 4))
 
-    return Training(seeded(model), classify, plain_batches, STATE, refusable=IN_TURN, in_turn=True)
+    return Training(seeded(model), classify, plain_batches, STATE, refusable=MEETING, in_turn=True)
 
 
 @training
