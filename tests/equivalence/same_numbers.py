@@ -187,7 +187,8 @@ def distance(trained: Trained, reference: Trained) -> float:
     """The worst relative error of a loss, a weight or a buffer; infinite where one has what the other lacks."""
     if list(trained.state) != list(reference.state) or len(trained.losses) != len(reference.losses):
         return float("inf")
-    pairs = [(torch.tensor(trained.losses), torch.tensor(reference.losses))]
+    losses = torch.tensor([trained.losses, reference.losses], dtype=torch.float64)
+    pairs = list(zip(*losses, strict=True))
     pairs += [(trained.state[name], value) for name, value in reference.state.items()]
     errors = [_error(value.double(), truth.double()) for value, truth in pairs if truth.numel()]
     return max(float("inf") if error != error else error for error in errors)

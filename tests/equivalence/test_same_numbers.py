@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -59,3 +60,16 @@ def test_what_the_script_changes_matters(name: str) -> None:
     assert change is not None
     frozen = replace(training, before=lambda model, step: change(model, 0))
     assert distance(by_loop(frozen), by_loop(training)) > 1e-3
+
+
+def test_the_judge_tells_apart() -> None:
+    """An error of 1e-8 in one entry of one tensor, a loss that is off, NaN, and a tensor that is missing."""
+    truth = by_loop(training_of("weights_in_loss"))
+    assert distance(truth, truth) == 0
+    for name, value in truth.state.items():
+        off = value.clone()
+        off.view(-1)[-1] += 1e-8 * value.abs().max()
+        assert distance(replace(truth, state={**truth.state, name: off}), truth) > TOLERANCE
+        assert distance(replace(truth, state={**truth.state, name: off * math.nan}), truth) == math.inf
+    assert distance(replace(truth, losses=[*truth.losses[:-1], truth.losses[-1] * (1 + 1e-8)]), truth) > TOLERANCE
+    assert distance(replace(truth, state=dict(list(truth.state.items())[1:])), truth) == math.inf

@@ -194,6 +194,18 @@ def ignored_halves() -> Training:
 
 
 @training
+def ignored_once() -> Training:
+    """A single label of the third batch."""
+
+    def batches() -> list[tuple[Tensor, Tensor]]:
+        found = plain_batches()
+        found[2][1][0] = IGNORED
+        return found
+
+    return Training(perceptron(), classify, batches)
+
+
+@training
 def ignored_labels_adamw() -> Training:
     return Training(perceptron(), classify, partly_ignored, optimizer=adamw)
 
@@ -402,6 +414,19 @@ def explicit_mean() -> Training:
         return Mean((each(model, batch) * batch[2]).sum(), batch[2].sum())
 
     return Training(perceptron(), loss, weighted_batches)
+
+
+@training
+def counted_by_loader() -> Training:
+    """How much counts comes with the batch, as a number of Python's."""
+
+    def batches() -> list[tuple[Tensor, Tensor, Tensor, float]]:
+        return [(*batch, batch[2].sum().item()) for batch in weighted_batches()]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return (each(model, batch) * batch[2]).sum() / batch[3]
+
+    return Training(perceptron(), loss, batches, AT_ONCE)
 
 
 @training
@@ -929,6 +954,14 @@ def function_that_sees_batch() -> Training:
 # Branches on the batch ------------------------------------------------------------------------------------------------
 
 
+def once_large() -> list[tuple[Tensor, Tensor]]:
+    """As the above, but for a single batch, the third: before and after it nothing is to be seen."""
+    batches, ordinary = growing_batches(), plain_batches()
+    for step in (1, 3, 4):
+        batches[step] = ordinary[step][0].clamp(-1, 1), ordinary[step][1]
+    return batches
+
+
 class Branching(nn.Module):
     """Looks at all of the batch, and doubles what is large."""
 
@@ -946,6 +979,11 @@ class Branching(nn.Module):
 @training
 def branch_on_batch() -> Training:
     return Training(seeded(Branching), classify, growing_batches, refusable=DIVIDED)
+
+
+@training
+def branch_taken_once() -> Training:
+    return Training(seeded(Branching), classify, once_large, refusable=DIVIDED)
 
 
 class Dormant(nn.Module):
@@ -967,6 +1005,14 @@ def dormant_leaf() -> Training:
         return nn.Sequential(nn.Linear(6, 8), Dormant(), nn.Tanh(), nn.Linear(8, 4))
 
     return Training(seeded(model), classify, growing_batches, refusable=DIVIDED)
+
+
+@training
+def dormant_leaf_once() -> Training:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), Dormant(), nn.Tanh(), nn.Linear(8, 4))
+
+    return Training(seeded(model), classify, once_large, refusable=DIVIDED)
 
 
 @training
