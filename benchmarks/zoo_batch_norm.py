@@ -102,11 +102,20 @@ def thin_densenet() -> nn.Module:
     return DenseNet(8, (2, 3, 2), 16, num_classes=CLASSES)
 
 
+def thin_convmixer() -> nn.Module:
+    from timm.models.convmixer import ConvMixer
+
+    made: nn.Module = ConvMixer(32, 6, kernel_size=5, patch_size=4, num_classes=CLASSES)
+    return made
+
+
+THIN = {"layers": (1, 1, 1, 1), "channels": (16, 32, 64, 64)}  # of timm's residual networks
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mobilenet_v2": from_torchvision("mobilenet_v2", width_mult=0.35),
     "mobilenet_v3_small": from_torchvision("mobilenet_v3_small"),
     "efficientnet_b0": from_torchvision("efficientnet_b0"),
-    "resnet18": from_torchvision("resnet18"),
+    "resnet18 (thin)": thin_resnet("BasicBlock", (2, 2, 1, 1), width_per_group=64),
     "resnet50 (thin)": thin_resnet("Bottleneck", (1, 2, 2, 1), width_per_group=32),
     "resnext (thin)": thin_resnet("Bottleneck", (1, 1, 1, 1), groups=4, width_per_group=8),
     "densenet (thin)": thin_densenet,
@@ -115,12 +124,12 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mnasnet": from_torchvision("mnasnet0_5"),
     "regnet_y": from_torchvision("regnet_y_400mf"),
     "ghostnet": from_timm("ghostnet_050"),
-    "seresnet18": from_timm("legacy_seresnet18"),
-    "skresnet18": from_timm("skresnet18"),
-    "ecaresnet": from_timm("ecaresnet26t"),
-    "resnet10t": from_timm("resnet10t"),
-    "res2net": from_timm("res2net50_14w_8s"),
-    "cspresnet": from_timm("cspresnet50"),
+    "seresnet (thin)": from_timm("seresnet50", **THIN),
+    "skresnet (thin)": from_timm("skresnet18", **THIN),
+    "ecaresnet (thin)": from_timm("ecaresnet26t", **THIN),
+    "resnetblur (thin)": from_timm("resnetblur18", **THIN),
+    "res2net (thin)": from_timm("res2net50_14w_8s", **THIN),
+    "convmixer (thin)": thin_convmixer,
     "lcnet": from_timm("lcnet_050"),
     "tinynet": from_timm("tinynet_e"),
     "mixnet": from_timm("mixnet_s"),
@@ -130,9 +139,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "rexnet": from_timm("rexnet_100"),
     "dla": from_timm("dla46_c"),
     "vovnet": from_timm("ese_vovnet19b_slim_dw"),
-    "selecsls": from_timm("selecsls42b"),
     "hrnet": from_timm("hrnet_w18_small"),
-    "convmixer": from_timm("convmixer_768_32"),
     "levit": from_timm("levit_128s", img_size=SIDE),
     "mobilevit": from_timm("mobilevit_xxs"),
     "mobilevitv2": from_timm("mobilevitv2_050"),
