@@ -161,7 +161,8 @@ def judged(training: Training, plan: str) -> Outcome:
         trained = by_plan(training, prepared)
         reference, drawn = _reference(training, prepared)
     except PolylaneError as refusal:
-        return Outcome(REFUSED, told=str(refusal))
+        one_sentence = len(str(refusal).splitlines()) == 1
+        return Outcome(REFUSED if one_sentence else FAILED, told=str(refusal))
     except WorkerFailed as failure:
         return Outcome(FAILED, told=str(failure))
     except Exception as error:  # a refusal is a sentence: all else is a fault, to be shown with the others
