@@ -11,7 +11,7 @@ EPOCHS ?= 4
 WORKERS := tests/distributed tests/equivalence tests/runtime tests/optim
 
 .PHONY: install test test-workers test-alone test-all check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
-	bench-transport bench-sync bench-sharded clean
+	bench-transport bench-sync bench-sharded trainings zoo-batchnorm clean
 
 install: $(INSTALLED)
 
@@ -77,6 +77,16 @@ bench-scale: $(INSTALLED)
 # any with such columns: `make bench-published FILE=other.csv`.
 bench-published: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER))
+
+# Every training of tests/equivalence/trainings.py by every plan, against a plain loop on one device: the table of
+# docs/exactness.md. Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
+trainings: $(INSTALLED)
+	@$(BIN)/python tests/equivalence/same_numbers.py --told $(if $(ONLY),--only $(ONLY))
+
+# Networks of torchvision and timm with batch normalization, held by verify against one device.
+zoo-batchnorm: $(INSTALLED)
+	@$(PIP) -c constraints.txt -e '.[zoo]'
+	@$(BIN)/python -m benchmarks.zoo_batch_norm $(if $(ONLY),--only $(ONLY))
 
 # Everything that is made; the virtual environment too.
 clean:

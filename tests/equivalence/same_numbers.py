@@ -1,0 +1,242 @@
+"""The judge of the trainings: does a plan compute what the user's plain loop computes on one device?
+
+``python tests/equivalence/same_numbers.py`` writes the table of all trainings and plans; ``--only`` some of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trainings import BY_PASS, PLANS, TRAININGS, Training, sgd
+
+from polylane.errors import PolylaneError, WorkerFailed
+from polylane.graph.batch import bounds, cloned, flatten, part_count, sample_count, take
+from polylane.graph.graph import Graph
+from polylane.graph.precision import Promoted
+from polylane.recipe import Mean
+from polylane.runtime.launch import fork
+from polylane.runtime.prepare import Prepared, objectives_of, prepare
+from polylane.runtime.server_job import job_of
+from polylane.runtime.world import World
+
+TOLERANCE = 1e-9
+SMALLEST = 1e-6  # below which a tensor's own size is no scale for an error
+
+EQUAL, REFUSED, DIFFERENT, FAILED, FROZEN = "equal", "refused", "DIFFERENT", "FAILED", "FROZEN"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training leaves behind: the loss of every step, weights and buffers after the last."""
+
+    losses: list[float]
+    state: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a training by a plan.
+
+    Attributes:
+        kind: EQUAL, REFUSED, DIFFERENT, or FAILED: it ended otherwise than by a sentence for the user; or FROZEN: it is
+            equal to one worker, but there no random number is drawn.
+        error: the worst relative error of a loss, weight or buffer, where there is one.
+        told: what was said, where it did not end.
+    """
+
+    kind: str
+    error: float = 0.0
+    told: str = ""
+
+    def __str__(self) -> str:
+        if self.kind != DIFFERENT:
+            return self.kind
+        return f"{self.kind} {self.error:.1e}" if math.isfinite(self.error) else f"{self.kind} NaN"
+
+
+# The plan -------------------------------------------------------------------------------------------------------------
+
+
+def by_work(graph: Graph, *_: object) -> tuple[float, ...]:
+    """In place of measured times, so that the cuts are the same in every run."""
+    return tuple(1e3 + node.flops + node.bytes for node in graph.nodes)
+
+
+def prepared_for(training: Training, plan: str) -> Prepared:
+    """As ``train`` and ``parallelize`` prepare it: with the first batch as the example."""
+    objectives = objectives_of(copy.deepcopy(training.loss), training.optimizer or sgd, None)
+    example = training.batches()[0]
+    return prepare(training.model(), objectives, example, plan, in_float64=training.promoted, seconds=by_work)
+
+
+def by_plan(training: Training, prepared: Prepared, seed: int = 0) -> Trained:
+    """Train by a plan on forked workers.
+
+    Raises:
+        PolylaneError: at a step.
+        WorkerFailed: a worker raised otherwise, or died.
+    """
+    batches = training.batches()
+
+    def run(_: Any) -> Trained:
+        losses = []
+        with job_of(prepared, World.join(), example=batches[0], seed=seed) as job:
+            for step, batch in enumerate(batches):
+                if training.before is not None:
+                    training.before(prepared.model, step)
+                losses.append(job.step(batch).loss)
+            return Trained(losses, job.state_dict())
+
+    trained: Trained = fork(run, prepared.plan.processes)[0]
+    return trained
+
+
+# The loop -------------------------------------------------------------------------------------------------------------
+
+
+def by_loop(training: Training, parts: int = 1, fewest: int = 1, steps: int | None = None) -> Trained:
+    """Train in a plain loop on one device.
+
+    Args:
+        parts: how many microbatches pass forward one after another, their losses averaged as the training counts them.
+        fewest: samples that each of them needs.
+        steps: only the first so many.
+    """
+    model, loss = training.model(), copy.deepcopy(training.loss)
+    optimizer = (training.optimizer or sgd)(model.named_parameters())
+    losses = []
+    for step, batch in enumerate(training.batches()[:steps]):
+        if training.before is not None:
+            training.before(model, step)
+        optimizer.zero_grad()
+        losses.append(_backward(training, model, loss, batch, parts, fewest))
+        optimizer.step()
+    if training.before is not None:
+        training.before(model, 0)  # what it changes beside the model is as it was
+    return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+def _backward(training: Training, model: nn.Module, loss: Any, batch: Any, parts: int, fewest: int) -> float:
+    leaves, rebuild = flatten(batch)
+    samples, total = sample_count(leaves), 0.0
+    pieces = [
+        rebuild(cloned(take(leaves, start, stop)))
+        for start, stop in bounds(samples, part_count(samples, parts, fewest))
+        if start < stop
+    ]
+    counts = [_count(training, piece) for piece in pieces]
+    for piece, count in zip(pieces, counts, strict=True):
+        if count:
+            with Promoted() if training.promoted else nullcontext():
+                value = loss(model, piece)
+            value = (value.value if isinstance(value, Mean) else value) * (count / sum(counts))
+            value.backward()
+            total += value.item()
+        else:  # nothing counts, but the forward pass moves the model's state
+            loss(model, piece)
+    return total
+
+
+def _count(training: Training, batch: Any) -> float:
+    return training.counted(batch) if training.counted is not None else float(sample_count(flatten(batch)[0]))
+
+
+# The judge ------------------------------------------------------------------------------------------------------------
+
+
+def judged(training: Training, plan: str) -> Outcome:
+    """What comes of a training by a plan, held against one device."""
+    try:
+        prepared = prepared_for(training, plan)
+        trained = by_plan(training, prepared)
+        reference, drawn = _reference(training, prepared)
+    except PolylaneError as refusal:
+        one_sentence = len(str(refusal).splitlines()) == 1
+        return Outcome(REFUSED if one_sentence else FAILED, told=str(refusal))
+    except WorkerFailed as failure:
+        return Outcome(FAILED, told=str(failure))
+    except Exception as error:  # a refusal is a sentence: all else is a fault, to be shown with the others
+        return Outcome(FAILED, told=f"{type(error).__name__}: {error}")
+    error = distance(trained, reference)
+    if error > TOLERANCE:
+        return Outcome(DIFFERENT, error)
+    return Outcome(EQUAL if drawn else FROZEN, error)
+
+
+def _reference(training: Training, prepared: Prepared) -> tuple[Trained, bool]:
+    """What one device makes of it; and whether it draws the random numbers that it should."""
+    parts = prepared.plan.microbatches
+    if not training.draws:
+        parts, fewest = (parts, prepared.fewest.samples) if training.in_turn else (1, 1)
+        return by_loop(training, parts, fewest), True
+    alone = prepared_for(training, f"data=1,microbatches={parts if training.draws == BY_PASS else 1}")
+    reference = by_plan(training, alone)
+    return reference, distance(by_plan(training, alone, seed=1), reference) > 1e-3
+
+
+def distance(trained: Trained, reference: Trained) -> float:
+    """The worst relative error of a loss, a weight or a buffer; infinite where one has what the other lacks."""
+    if list(trained.state) != list(reference.state) or len(trained.losses) != len(reference.losses):
+        return float("inf")
+    losses = torch.tensor([trained.losses, reference.losses], dtype=torch.float64)
+    pairs = list(zip(*losses, strict=True))
+    pairs += [(trained.state[name], value) for name, value in reference.state.items()]
+    errors = [_error(value.double(), truth.double()) for value, truth in pairs if truth.numel()]
+    return max(float("inf") if error != error else error for error in errors)
+
+
+def _error(value: Tensor, truth: Tensor) -> float:
+    if value.shape != truth.shape:
+        return float("inf")
+    return float((value - truth).abs().max() / truth.abs().max().clamp(min=SMALLEST))
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the table as it is found; 1 if any training is different, or failed, or is refused where it must not be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=list(TRAININGS), choices=list(TRAININGS))
+    parser.add_argument("--plans", nargs="+", metavar="PLAN", default=list(PLANS), choices=list(PLANS))
+    parser.add_argument("--told", action="store_true", help="show what was said of what was refused or failed")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    began, wrong = time.monotonic(), 0
+    print(f"| training | {' | '.join(options.plans)} |\n|---{'|---' * len(options.plans)}|", flush=True)
+    told: list[str] = []
+    for name in options.only:
+        training = TRAININGS[name]()
+        outcomes = {plan: judged(training, plan) for plan in options.plans}
+        wrong += sum(not accepted(training, plan, outcome) for plan, outcome in outcomes.items())
+        cells = [f"{o}{'' if accepted(training, plan, o) else ' (!)'}" for plan, o in outcomes.items()]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        told += [f"{name}, {plan}: {o.kind}: {_short(o.told)}" for plan, o in outcomes.items() if o.told]
+    if options.told:
+        print("\n" + "\n".join(told))
+    print(f"\n{wrong} wrong (!), {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return min(wrong, 1)
+
+
+def accepted(training: Training, plan: str, outcome: Outcome) -> bool:
+    """Whether the table allows that."""
+    return outcome.kind == EQUAL or (outcome.kind == REFUSED and plan in training.refusable)
+
+
+def _short(told: str) -> str:
+    lines = told.strip().splitlines()
+    return lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,75 @@
+"""No training is silently different: by every plan it computes what the user's loop computes, or it is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from same_numbers import TOLERANCE, accepted, by_loop, distance, judged
+from trainings import AT_ONCE, LATER, PLANS, RIGHT, STATE, TRAININGS, Training
+
+EVERY = [(name, plan) for name in TRAININGS for plan in PLANS]
+# Two plans for each, another two for the next.
+COVERING = [(name, PLANS[(row + shift) % len(PLANS)]) for row, name in enumerate(TRAININGS) for shift in range(2)]
+
+
+@cache
+def training_of(name: str) -> Training:
+    return TRAININGS[name]()
+
+
+def check(name: str, plan: str) -> None:
+    outcome = judged(training_of(name), plan)
+    assert accepted(training_of(name), plan, outcome), f"{name} by {plan}: {outcome} {outcome.told}"
+
+
+@pytest.mark.parametrize(("name", "plan"), COVERING)
+def test_covering(name: str, plan: str) -> None:
+    check(name, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "plan"), [each for each in EVERY if each not in COVERING])
+def test_all_others(name: str, plan: str) -> None:
+    check(name, plan)
+
+
+def test_the_selection_covers() -> None:
+    assert {plan for _, plan in COVERING} == set(PLANS)
+    assert {name for name, _ in COVERING} == set(TRAININGS) and len(TRAININGS) >= 30
+
+
+@pytest.mark.parametrize("name", [name for name in TRAININGS if training_of(name).naive != STATE])
+def test_what_a_naive_division_makes_of_it(name: str) -> None:
+    """The table bites: a look at the first batch shows nothing, and who believes it gets other numbers."""
+    training = replace(training_of(name), counted=None)  # parts count by their samples
+    first = distance(by_loop(training, parts=2, fewest=2, steps=1), by_loop(training, steps=1))
+    error = distance(by_loop(training, parts=2, fewest=2), by_loop(training))
+    right = {RIGHT: (True, True), LATER: (True, False), AT_ONCE: (False, False)}[training.naive]
+    assert (first <= TOLERANCE, error <= TOLERANCE) == right, f"{first:.1e} on the first batch, {error:.1e} in the end"
+    assert error <= TOLERANCE or error > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in TRAININGS if training_of(name).before is not None])
+def test_what_the_script_changes_matters(name: str) -> None:
+    """Who takes it as it is at the first step for ever gets other numbers."""
+    training = training_of(name)
+    change = training.before
+    assert change is not None
+    frozen = replace(training, before=lambda model, step: change(model, 0))
+    assert distance(by_loop(frozen), by_loop(training)) > 1e-3
+
+
+def test_the_judge_tells_apart() -> None:
+    """An error of 1e-8 in one entry of one tensor, a loss that is off, NaN, and a tensor that is missing."""
+    truth = by_loop(training_of("weights_in_loss"))
+    assert distance(truth, truth) == 0
+    for name, value in truth.state.items():
+        off = value.clone()
+        off.view(-1)[-1] += 1e-8 * value.abs().max()
+        assert distance(replace(truth, state={**truth.state, name: off}), truth) > TOLERANCE
+        assert distance(replace(truth, state={**truth.state, name: off * math.nan}), truth) == math.inf
+    assert distance(replace(truth, losses=[*truth.losses[:-1], truth.losses[-1] * (1 + 1e-8)]), truth) > TOLERANCE
+    assert distance(replace(truth, state=dict(list(truth.state.items())[1:])), truth) == math.inf
