@@ -57,7 +57,7 @@ UNET = stages(
 ENCODER_DECODER = stages(
     (["encoder", "encoder"], {"data": 2}),
     (["new_zeros", "decoder.block.0.layer.0"], {"sequence": 2}),
-    (["decoder.block.0.layer.1", "cross_entropy_loss"], {"tensor": 2}),
+    (["decoder.block.0.layer.1", "mul#2"], {"tensor": 2}),
 )
 
 

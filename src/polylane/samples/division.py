@@ -6,6 +6,7 @@ meet (replicas then split the operators, and hold the microbatch as one); or it 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 
 from polylane.errors import PolylaneError
@@ -33,7 +34,7 @@ def samples_meet(
             Python, to refuse what the user says wrongly.
 
     Raises:
-        PolylaneError: so it is, and there are microbatches; or a model without a graph is to be divided.
+        PolylaneError: so it is, and there are microbatches.
     """
     if microbatches == 1 and replicas == 1:
         return False
@@ -44,9 +45,12 @@ def samples_meet(
         if told is not None:
             raise PolylaneError(f"per_sample={'+'.join(per_sample)} does not hold: {told}")
     reason = None if derived.holds else why_not(graph, derived)
-    if reason is not None and (microbatches > 1 or graph.opaque):
-        parts = f"microbatches={microbatches}" if microbatches > 1 else f"data={replicas}"
-        raise PolylaneError(f"{parts} would not compute what one device computes: {reason}; {_remedy(graph, derived)}")
+    if reason is not None and microbatches > 1:
+        parts = f"microbatches={microbatches}"
+        raise PolylaneError(f"{parts} would not compute what one device computes: {reason}; {_remedy(derived)}")
+    if reason is not None and derived.culprit is not None and derived.culprit.op in OWN_PYTHON:
+        name = derived.culprit.module or "model"
+        warnings.warn(f"each replica computes {name} on the whole batch: {reason}; {_if_it_does(name)}", stacklevel=2)
     if microbatches > 1 and derived.counters:
         name, node = derived.counters[0]
         raise PolylaneError(
@@ -101,13 +105,15 @@ def _where(node: Node) -> str:
     return f"in {node.module}"
 
 
-def _remedy(graph: Graph, derived: Derivation) -> str:
+def _if_it_does(name: str) -> str:
+    return f"if it does, say so with per_sample={name} in the plan, and it is divided, and watched"
+
+
+def _remedy(derived: Derivation) -> str:
     """What the user can do."""
     node = derived.culprit
     if node is not None and node.op in OWN_PYTHON:
-        name = node.module or "model"
-        alone = "data=1 and microbatches=1" if graph.opaque else "microbatches=1"
-        return f"if it does, say so with per_sample={name} in the plan, and it is watched; else use {alone}"
+        return f"{_if_it_does(node.module or 'model')}; else use microbatches=1"
     if node is not None and not node.shape:
         return "return a mean over the samples or polylane.Mean(total, count) from loss, or use microbatches=1"
     return "use microbatches=1"
