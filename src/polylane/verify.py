@@ -288,7 +288,8 @@ class _Proof:
         if prepared.plan.sync.alone or (number is None and judgement.worst <= tolerance):
             return None
         number = len(self.batches) - 1 if number is None else number
-        restore = snapshot(prepared.model)
+        modules = [prepared.model, *(loss for loss in _losses(prepared) if isinstance(loss, nn.Module))]
+        restore = snapshot(nn.ModuleList(modules))
         model = Tensors(prepared.model, _losses(prepared), torch.device("cpu"))
         put(reference.at(number, 0).before, {**model.parameters(), **model.buffers()}, lambda name, whole: whole)
         wrong = _wrong(judgement, number, parameters, tolerance)

@@ -22,7 +22,7 @@ from polylane.runtime import worker
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import Objective, Prepared, prepare
 from polylane.runtime.sync.all_reduce import Reducer
-from polylane.verify import Verdict, in_float64, prove
+from polylane.verify import Verdict, in_float64, prove, verify
 
 SIDE, CLASSES = 16, 5
 
@@ -275,3 +275,32 @@ def test_a_start_that_is_not_the_same(monkeypatch: pytest.MonkeyPatch, network: 
 
     monkeypatch.setattr(Job, "__init__", spoiled)
     fails(network, "data=2", "head/linear")
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self.scale * model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_parameters_of_a_loss(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    finish = Job._finish
+
+    def spoiled(self: Job, objective: str, *rest: Any) -> None:
+        finish(self, objective, *rest)
+        with torch.no_grad():
+            self.held()["loss.scale"].add_(1e-6)
+
+    if wrong:
+        monkeypatch.setattr(Job, "_finish", spoiled)
+    torch.manual_seed(0)
+    result = verify(nn.Linear(16, 4), Objective("loss", Scaled(), models.adamw), [models.vectors(7, 0)] * 2, "data=2")
+    assert result.passed != wrong
+    assert {d.name for d in result.deviations if d.worst > result.tolerance} == ({"loss.scale"} if wrong else set())
+    assert not wrong or (result.culprit is not None and "an update, first that of loss.scale" in result.culprit)
