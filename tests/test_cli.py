@@ -53,11 +53,11 @@ class Net(nn.Module):
 def model(width=8, depth=3, fault=""):
     if fault == "model":
         raise ValueError("no model\\ntoday")
-    return 3 if fault == "no module" else Net(width, depth, fault)
+    return 3 if fault == "no module" else Net(width, depth, fault).requires_grad_(fault != "frozen")
 
-def loss(model, batch):
+def loss(model, batch, fault=""):
     x, y = batch
-    return F.cross_entropy(model(x), y)
+    return F.cross_entropy(model(x), y) if fault != "argmax" else model(x).argmax(1).float().mean()
 
 def optimizer(parameters, lr=0.1, fault=""):
     if fault == "optimizer":
@@ -67,7 +67,7 @@ def optimizer(parameters, lr=0.1, fault=""):
 def scheduler(optimizer, decay=0.9, fault=""):
     if fault == "scheduler":
         raise RuntimeError("no schedule")
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+    return decay if fault == "rate" else torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
 
 def collate(samples, fault=""):
     if fault == "collate":
@@ -296,12 +296,16 @@ def test_a_folder_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyP
         ("no data", "data('train') must return a dataset"),
         ("empty", "data('train') has no samples"),
         ("forward", "forward is broken"),
+        ("argmax", "the loss does not depend on any parameter that requires a gradient"),
+        ("frozen", "no parameter of the model requires a gradient, so that there is nothing to train"),
+        ("rate", "scheduler(optimizer) must return a learning-rate scheduler, with a step(), not a float"),
     ],
 )
 def test_bad_recipes(here: Path, command: str, fault: str, sentence: str) -> None:
+    told = {("verify", "forward"), ("verify", "argmax"), ("verify", "frozen")}
     result = call(command, "tiny.py", "--set", f"fault={fault}")
     assert result.exit_code == 2, result.exception
-    assert (result.stdout == "") or (command, fault) == ("verify", "forward")  # it has said what it is about to do
+    assert (result.stdout == "") or (command, fault) in told  # it has said what it is about to do
     assert result.stderr.startswith("polylane: ")
     assert result.stderr.count("\n") == 1
     assert sentence in result.stderr

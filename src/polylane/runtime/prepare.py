@@ -142,12 +142,13 @@ def optimized(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
     """Names of the parameters that an optimizer factory takes out of those it is given, without the frozen ones.
 
     Raises:
-        PolylaneError: the factory fails, or takes a parameter that is not the model's.
+        PolylaneError: the factory fails, or takes a parameter that is not the model's; or nothing is there to train.
     """
     names = {id(parameter): name for name, parameter in parameters}
     try:
         optimizer = factory(list(parameters))
     except Exception as error:
+        refuse_untrainable(parameters)  # torch's optimizers fail of an empty list
         raise PolylaneError(f"optimizer(parameters) fails: {type(error).__name__}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PolylaneError(
@@ -160,7 +161,30 @@ def optimized(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
     taken = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in taken):
         raise PolylaneError("optimizer(parameters) must optimize the parameters it is given, not copies of them")
-    return {names[id(parameter)] for parameter in taken if parameter.requires_grad}
+    refuse_untrainable(parameters)
+    found = {names[id(parameter)] for parameter in taken if parameter.requires_grad}
+    if not found:
+        raise PolylaneError("the optimizer takes no parameter that requires a gradient, so that it would train nothing")
+    return found
+
+
+def refuse_untrainable(parameters: Parameters) -> None:
+    """See that there is something to train.
+
+    Raises:
+        PolylaneError: no parameter requires a gradient, or none has any elements.
+    """
+    if not parameters:
+        raise PolylaneError("the model has no parameters, so that there is nothing to train: see what model() returns")
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise PolylaneError(
+            "no parameter of the model requires a gradient, so that there is nothing to train: unfreeze some"
+        )
+    if not any(parameter.requires_grad and parameter.numel() for _, parameter in parameters):
+        raise PolylaneError(
+            "no parameter of the model that requires a gradient has any elements, so that there is nothing to train: "
+            "give it a width"
+        )
 
 
 def objectives_of(
