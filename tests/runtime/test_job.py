@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,34 @@ def test_alone_it_is_a_plain_loop_bit_by_bit(microbatches: int) -> None:
 
 def test_alone_a_plan_for_many_keeps_its_microbatches() -> None:
     """BatchNorm sees microbatches, so the reference for a plan has the same ones."""
-    job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan="data=2,pipeline=2")
-    assert job.plan.workers == 1 and job.plan.microbatches == 4
-    job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan="data=2,pipeline=2", batch_size=64)
-    assert job.plan.microbatches == 8
-    job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan="pipeline=2,microbatches=3")
-    assert job.plan.microbatches == 3
+
+    def job(plan: str, **options: Any) -> Job:
+        return polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan=plan, alone=True, **options)
+
+    assert job("data=2,pipeline=2").plan.workers == 1 and job("data=2,pipeline=2").plan.microbatches == 4
+    assert job("data=2,pipeline=2", batch_size=64).plan.microbatches == 8
+    assert job("pipeline=2,microbatches=3").plan.microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("plan", "workers"),
+    [("data=4,pipeline=2", 8), ("tensor=2", 2), ("[data=2 | 1]", 3), ("data=2,servers=2,dedicated=yes", 4)],
+)
+def test_one_process_is_refused_a_plan_for_several(
+    plan: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(dump(prepare(regular(), objectives_of(classify, sgd, None), BATCHES[0], plan).plan))
+    monkeypatch.setattr(sys, "argv", ["examples/train.py"])
+    for asked in (plan, load(file)):
+        with pytest.raises(PolylaneError) as caught:
+            polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan=asked)
+        assert str(caught.value) == (
+            f"the plan takes {workers} workers, and this is one process: start it with torchrun --nproc-per-node "
+            f"{workers} train.py, or pass alone=True to train the same microbatches on one worker"
+        )
+        job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan=asked, alone=True)
+        assert job.plan.processes == 1
 
 
 # Results
