@@ -77,6 +77,8 @@ def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool) -> DryRun:
         dry = DryRun(tuple(each.detach() for each in results), drawn, normalizing.values, whole.mean, len(leaves))
     except BadLoss as error:
         raise BadLoss(f"{error}{at(line_of(whole.loss_function))}") from None
+    except PolylaneError:
+        raise
     except Exception as error:
         fault = NotCaptured.of(whole, error)
         where = "on the meta device " if abstract else ""
