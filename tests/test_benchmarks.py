@@ -38,6 +38,7 @@ def test_races_are_of_the_tasks_that_are_named_or_the_usual_ones(
     raced = list[int]()
     monkeypatch.setattr(main, "race", lambda entries, rounds, steps: raced.append(steps))
     monkeypatch.setattr(main, "table", lambda entries, by: "")
+    monkeypatch.setattr(main, "field", lambda task, more: [])
     main.main([])
     assert raced == ([2, 8] if module == "benchmarks.__main__" else [2])
     main.main(["mlp"])

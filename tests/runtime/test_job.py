@@ -538,6 +538,29 @@ def test_batches_that_differ_between_workers_are_noticed() -> None:
             assert "same whole batch" in said and "job.batches" in said
 
 
+def test_a_batch_that_fails_in_mid_training_is_not_called_the_example() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs = batch[0]
+        if inputs.dim() == 3:
+            raise ValueError("too deep")
+        return classify(model, (inputs, batch[1]))
+
+    job = polylane.parallelize(mlp(6, 4), loss, sgd, example=BATCHES[0])
+    job.step(BATCHES[0])
+    deep = BATCHES[0][0].unsqueeze(1), BATCHES[0][1]
+    with pytest.raises(PolylaneError, match="fails on a batch of another form than the example's: ValueError"):
+        job.step(deep)
+    with pytest.raises(PolylaneError, match="on a batch of another form than the example's in evaluation mode: Value"):
+        job.evaluate(deep)
+
+
+def test_what_is_no_scheduler_is_refused() -> None:
+    with pytest.raises(PolylaneError, match=r"must return a learning-rate scheduler, .* not a float"):
+        polylane.parallelize(mlp(6, 4), classify, sgd, example=BATCHES[0], scheduler=lambda optimizer: 0.5)
+    job = polylane.parallelize(mlp(6, 4), classify, sgd, example=BATCHES[0], scheduler=lambda optimizer: None)
+    job.step(BATCHES[0])
+
+
 def test_a_scheduler_that_wants_a_metric_is_refused() -> None:
     with pytest.raises(PolylaneError, match="ReduceLROnPlateau"):
         polylane.parallelize(

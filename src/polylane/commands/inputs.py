@@ -186,8 +186,11 @@ def open_data(recipe: Recipe, split: str) -> Any:
     Raises:
         PolylaneError: data(split) raised, or what it returned is no dataset.
     """
+    from polylane.runtime.data import refuse_loader
+
     with blamed_on(recipe, f"data({split!r})"):
         dataset = recipe.data(split)
+    refuse_loader(dataset, f"data({split!r})")
     if split != "train" and (dataset is None or (hasattr(dataset, "__len__") and len(dataset) == 0)):
         return None
     if not is_mapped(dataset) and not isinstance(dataset, Iterable):

@@ -54,7 +54,7 @@ class DryRun:
     leaves: int
 
 
-def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool) -> DryRun:
+def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
     """Run the loss once as it is. A loss that fails by itself is the user's error, not a limit of capture.
 
     Raises:
@@ -84,7 +84,7 @@ def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool) -> DryRun:
         where = "on the meta device " if abstract else ""
         within = f" in {fault.path}" if fault.path else ""
         raise PolylaneError(
-            f"loss(model, batch) fails {where}on the example batch{within}: {reason_of(error)}{at(fault.line)}"
+            f"loss(model, batch) fails {where}on {which}{within}: {reason_of(error)}{at(fault.line)}"
         ) from error
     finally:
         restore()

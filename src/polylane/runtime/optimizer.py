@@ -33,7 +33,7 @@ def build(
 
 
 def scheduler_of(factory: SchedulerFactory | None, optimizer: torch.optim.Optimizer) -> Any:
-    """What the user's factory makes of an optimizer; None without a factory.
+    """What the user's factory makes of an optimizer; None where it makes none, or without a factory.
 
     Raises:
         PolylaneError: it is no scheduler, or one that wants to know a metric.
@@ -46,7 +46,7 @@ def scheduler_of(factory: SchedulerFactory | None, optimizer: torch.optim.Optimi
             "scheduler(optimizer): ReduceLROnPlateau steps on a metric, not on steps: leave it out here, make it "
             "of job.optimizer, and step it after each evaluation"
         )
-    if not callable(getattr(scheduler, "step", None)):
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise PolylaneError(
             f"scheduler(optimizer) must return a learning-rate scheduler, with a step(), not a "
             f"{type(scheduler).__name__}: torch.optim.lr_scheduler.LambdaLR makes one of a function of the step"

@@ -318,11 +318,19 @@ def _see_through(prepared: Prepared) -> None:
 
 
 def recaptured(
-    model: nn.Module, objective: Objective, main: Partition, batch: Any, training: bool, in_float64: bool
+    model: nn.Module,
+    objective: Objective,
+    main: Partition,
+    batch: Any,
+    training: bool,
+    in_float64: bool,
+    which: str = "the example batch",
 ) -> Partition:
     """Capture an objective in another mode, or for batches of another form, and cut it where ``main`` is cut."""
     trainable = [name for name, info in main.graph.parameters.items() if info.trainable]
-    graph = capture(model, objective.loss, batch, trainable=trainable, training=training, in_float64=in_float64)
+    graph = capture(
+        model, objective.loss, batch, trainable=trainable, training=training, in_float64=in_float64, which=which
+    )
     return aligned(main, graph)
 
 
