@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
@@ -30,16 +31,16 @@ def field(task: contenders.Task, microbatches: list[int]) -> list[contenders.Con
     return entries
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the races and print their tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("tasks", nargs="*", default=["gpt", "mlp"], choices=["gpt", "mlp"])
+    contenders.add_tasks(parser, ("gpt", "mlp"))
     parser.add_argument("--rounds", type=int, default=7, help="turns that each contender has (default 7)")
     parser.add_argument("--microbatches", type=int, nargs="*", default=[2, 4, 8])
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # before anything runs: the contenders are forked
     for name in options.tasks:
-        task = {"gpt": contenders.gpt, "mlp": contenders.mlp}[name]()
+        task = contenders.TASKS[name]()
         entries = field(task, options.microbatches)
         race(entries, options.rounds, steps=2 if name == "gpt" else 8)
         print(f"\n{task.name}\n\n{table(entries, 'plain loop, 1 thread')}", flush=True)

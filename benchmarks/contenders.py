@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,3 +158,18 @@ def mlp() -> Task:
         return F.mse_loss(model(batch[0]), batch[1])
 
     return Task("MLP, 10 layers of 1024, batch 128", model, loss, F.mse_loss, batch, lambda m: (m[:10], m[10:]))
+
+
+TASKS: dict[str, Callable[[], Task]] = {"gpt": gpt, "mlp": mlp}
+
+
+def add_tasks(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    """Let a command line name tasks; ``choices`` would refuse the default of a list before Python 3.12."""
+
+    def task(name: str) -> str:
+        if name not in TASKS:
+            raise argparse.ArgumentTypeError(f"there is no task {name!r}: choose from {', '.join(TASKS)}")
+        return name
+
+    said = f"of {', '.join(TASKS)} (default: {' '.join(default)})"
+    parser.add_argument("tasks", nargs="*", type=task, metavar="TASK", default=list(default), help=said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,16 +83,16 @@ def field(task: contenders.Task, gloo: bool) -> list[Contender]:
     return [*theirs, *(polylane(task, shard, each) for shard in SHARDS for each in both)]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the races and print their tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=__doc__)
-    parser.add_argument("tasks", nargs="*", default=["gpt"], choices=["gpt", "mlp"])
+    contenders.add_tasks(parser, ("gpt",))
     parser.add_argument("--rounds", type=int, default=7, help="turns that each contender has (default 7)")
     parser.add_argument("--gloo", action="store_true", help="this library over gloo too")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # before anything runs: the contenders are forked
     for name in options.tasks:
-        task = {"gpt": contenders.gpt, "mlp": contenders.mlp}[name]()
+        task = contenders.TASKS[name]()
         entries = field(task, options.gloo)
         race(entries, options.rounds, steps=2 if name == "gpt" else 8)
         print(f"\n{task.name}\n\n{table(entries, 'torch fully_shard, ZeRO-3')}", flush=True)

@@ -155,6 +155,7 @@ def copied(tensors: Any) -> Tensors:
 KINDS: dict[str, Callable[[], Codec]] = {
     "plain": Plain,
     "bfloat16": lambda: Wire(torch.bfloat16),
+    "float16": lambda: Wire(torch.float16),
     "powersgd": lambda: PowerSGD(2),
     "top_k": lambda: TopK(0.1),
 }

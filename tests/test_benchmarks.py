@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,24 @@ def test_control_groups_of_either_version(tmp_path: Path) -> None:
     assert cores.find(tmp_path) == cores.Groups(tmp_path / "cpu", 1)
     one = cores.Groups(tmp_path / "cpu", 1).limits(0.45)
     assert one == {"cpu.cfs_period_us": "4000", "cpu.cfs_quota_us": "1800"}
+
+
+@pytest.mark.parametrize("module", ["benchmarks.__main__", "benchmarks.sharded"])
+def test_races_are_of_the_tasks_that_are_named_or_the_usual_ones(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main: Any = importlib.import_module(module)
+    raced = list[int]()
+    monkeypatch.setattr(main, "race", lambda entries, rounds, steps: raced.append(steps))
+    monkeypatch.setattr(main, "table", lambda entries, by: "")
+    monkeypatch.setattr(main, "field", lambda task, more: [])
+    main.main([])
+    assert raced == ([2, 8] if module == "benchmarks.__main__" else [2])
+    main.main(["mlp"])
+    assert raced[-1] == 8
+    with pytest.raises(SystemExit):
+        main.main(["gtp"])
+    assert "there is no task 'gtp': choose from gpt, mlp" in capsys.readouterr().err
 
 
 def passes_of(times: tuple[float, ...], plan: list[int], waited: float) -> Timeline:

@@ -53,11 +53,11 @@ class Net(nn.Module):
 def model(width=8, depth=3, fault=""):
     if fault == "model":
         raise ValueError("no model\\ntoday")
-    return 3 if fault == "no module" else Net(width, depth, fault)
+    return 3 if fault == "no module" else Net(width, depth, fault).requires_grad_(fault != "frozen")
 
-def loss(model, batch):
+def loss(model, batch, fault=""):
     x, y = batch
-    return F.cross_entropy(model(x), y)
+    return F.cross_entropy(model(x), y) if fault != "argmax" else model(x).argmax(1).float().mean()
 
 def optimizer(parameters, lr=0.1, fault=""):
     if fault == "optimizer":
@@ -67,7 +67,7 @@ def optimizer(parameters, lr=0.1, fault=""):
 def scheduler(optimizer, decay=0.9, fault=""):
     if fault == "scheduler":
         raise RuntimeError("no schedule")
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+    return decay if fault == "rate" else torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
 
 def collate(samples, fault=""):
     if fault == "collate":
@@ -96,6 +96,8 @@ def data(split, samples=22, fault=""):
         rows = Samples((row * float("nan") if i == 3 else row, y) for i, (row, y) in enumerate(rows))
     if split == "train" and fault == "sample":
         rows.broken = samples - 1
+    if fault == "loader":
+        return torch.utils.data.DataLoader(rows, batch_size=4)
     return iter(rows) if fault == "iterator" else rows
 """
 FILES = {"plan.yaml", "metrics.jsonl", "timeline.json", "swimlane.html", "trace.json", "model.safetensors"}
@@ -296,12 +298,17 @@ def test_a_folder_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyP
         ("no data", "data('train') must return a dataset"),
         ("empty", "data('train') has no samples"),
         ("forward", "forward is broken"),
+        ("loader", "data('train'): a DataLoader makes batches already, and a dataset of samples is wanted"),
+        ("argmax", "the loss does not depend on any parameter that requires a gradient"),
+        ("frozen", "no parameter of the model requires a gradient, so that there is nothing to train"),
+        ("rate", "scheduler(optimizer) must return a learning-rate scheduler, with a step(), not a float"),
     ],
 )
 def test_bad_recipes(here: Path, command: str, fault: str, sentence: str) -> None:
+    told = {("verify", "forward"), ("verify", "argmax"), ("verify", "frozen")}
     result = call(command, "tiny.py", "--set", f"fault={fault}")
     assert result.exit_code == 2, result.exception
-    assert (result.stdout == "") or (command, fault) == ("verify", "forward")  # it has said what it is about to do
+    assert (result.stdout == "") or (command, fault) in told  # it has said what it is about to do
     assert result.stderr.startswith("polylane: ")
     assert result.stderr.count("\n") == 1
     assert sentence in result.stderr
@@ -682,6 +689,13 @@ def test_a_last_batch_that_cannot_be_trained_on(folder: Path) -> None:
         assert (result["steps"], result["samples"]) == (steps, samples)
     short = execute(folder, "train normed.py --set samples=5 --batch 8 --drop-last --plan data=1", code=2)[1]
     assert "the dataset has 5 samples, no batch of 8, and a shorter one is to be dropped" in short
+
+
+def test_a_batch_larger_than_the_data_is_remarked_on(folder: Path) -> None:
+    _, told = execute(folder, "train tiny.py --steps 1 --batch 1000 --json")
+    assert "--batch 1000: data('train') has 22 samples, so that an epoch is one batch of 22" in " ".join(told.split())
+    _, told = execute(folder, "train tiny.py --steps 1 --batch 22 --json")
+    assert "--batch" not in told
 
 
 def test_stop_on_nan(folder: Path) -> None:

@@ -54,6 +54,7 @@ def test_a_single_device_needs_no_link() -> None:
         ("1048576x8:cpu", "1048576 hosts of 8 devices are more than 1,048,576 devices, the most there can be"),
         ("8:a100-80", "there is no device 'a100-80', known are "),
         ("8:a100-80", "did you mean a100-80g?"),
+        ("64:h100", "did you mean h100-80g or h100-96g-500w?"),
         ("2x2x8:a100-80g", "sites is missing: say what links the sites, as in sites=internet-1g"),
         ("2x2x8:a100-80g,sites=internet", "sites: there is no preset 'internet', known are "),
         ("0x2x8:a100-80g", "sites must be from 1 to 1,048,576, not '0'"),

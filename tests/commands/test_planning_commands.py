@@ -159,6 +159,43 @@ def test_plan_ranks_explains_and_writes(recipe: Path) -> None:
     assert verified.exit_code == 0, verified.output
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+def test_the_plan_that_is_written_is_the_one_that_was_priced(recipe: Path, shard: str, dtype: str) -> None:
+    what = ["layers.py", "--cluster", "4:a100-80g", "--batch", "65536", "--set", "width=1024", "--json"]
+    planned = call("plan", *what, "--shard", shard, "--dtype", dtype, "-o", "plan.yaml")
+    assert planned.exit_code == 0, planned.output
+    first, plan = json.loads(planned.stdout)["plans"][0], load("plan.yaml")
+    assert plan.data > 1 and plan.sync.shard == shard and plan.precision == dtype
+    assert plan.spec == first["plan"]
+    simulated = call("simulate", *what, "--plan", "plan.yaml")
+    assert simulated.exit_code == 0, simulated.output
+    found = json.loads(simulated.stdout)
+    assert found["plan"] == first["plan"]
+    assert max(stage["memory"]["total"] for stage in found["stages"]) == first["memory"]
+    assert found["step_seconds"] == pytest.approx(first["step_seconds"], rel=1e-9)
+
+
+def test_a_plan_that_is_written_with_parts_instead_of_copies_is_trained_so(recipe: Path) -> None:
+    what = [
+        "layers.py",
+        "--cluster",
+        "2:a100-80g",
+        "--batch",
+        "65536",
+        "--set",
+        "width=1024",
+        "--shard",
+        "parameters",
+        "-o",
+        "plan.yaml",
+    ]
+    assert call("plan", *what).exit_code == 0
+    result = call("inspect", "layers.py", "--plan", "plan.yaml", "--set", "width=1024", "--batch", "8")
+    assert result.exit_code == 0, result.output
+    assert "shard=parameters" in result.stdout
+
+
 def test_plan_auto(recipe: Path) -> None:
     result = call("inspect", "layers.py", "--plan", "auto", "--json", "--batch", "16")
     assert result.exit_code == 0, result.output
@@ -243,6 +280,9 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         ("simulate layers.py --cluster 2:a100-80g --plan auto --chunks 2", "what auto finds cannot be divided further"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 0", "--every must be at least 1, not 0"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 2 --shard gradients", "replicas that are"),
+        ("plan layers.py --cluster 2:a100-80g --recompute full -o plan.yaml", "leave out --recompute, or -o"),
+        ("plan layers.py --cluster 2:a100-80g --recompute selective -o plan.yaml", "leave out --recompute, or -o"),
+        ("plan layers.py --cluster 2:a100-80g --dtype float16 -o plan.yaml", "leave out --dtype, or -o"),
         ("plan layers.py --cluster 2:a100-80g --workers 3", "--workers 3: the cluster has 2 devices"),
         ("plan layers.py --cluster 2:a100-80g --memory lots", "--memory takes a size"),
         ("plan layers.py --cluster 2:a100-80g --memory 10kB", "nothing fits on 2 workers"),

@@ -158,7 +158,7 @@ def loss(model, batch):
 def optimizer(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
-job = polylane.parallelize(model, loss, optimizer, example=example, plan=plan, clip_norm=0.5)
+job = polylane.parallelize(model, loss, optimizer, example=example, plan=plan, clip_norm=0.5, alone=True)
 losses, evaluations = [], []
 for epoch in range(2):
     for batch in job.batches(dataset, 8, first_epoch=epoch):

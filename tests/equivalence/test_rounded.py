@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
 from polylane.runtime.prepare import Objective
@@ -35,6 +37,23 @@ def test_near_one_device(plan: str, words: str, far: float) -> None:
     exact = far <= 1e-9
     other = max(float((workers[0].state[name] - value).abs().max()) for name, value in reference.state.items())
     assert exact or other > 1e-12  # something was rounded
+
+
+@pytest.mark.parametrize("scale", [1e8, 1e-12])
+@pytest.mark.parametrize("plan", ["data=2", "data=3"])
+def test_the_size_of_gradients_does_not_matter_to_float16(plan: str, scale: float) -> None:
+    """Of a loss that is so many times as large, with a rate that is as many times smaller: the same weights."""
+
+    def scaled(model: nn.Module, batch: Any) -> Tensor:
+        return classify(model, batch) * scale
+
+    def as_slow(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in parameters], lr=0.1 / scale)
+
+    reference = plainly(mlp(6, 8, 4), BATCHES, loss=scaled, optimizer=as_slow)
+    for worker in trained(mlp(6, 8, 4), f"{plan},wire=float16", BATCHES, loss=scaled, optimizer=as_slow):
+        for name, value in reference.state.items():
+            assert float((worker.state[name] - value).abs().max() / value.abs().max()) < 1e-3
 
 
 def test_error_feedback_comes_back_through_a_job() -> None:

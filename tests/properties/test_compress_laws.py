@@ -120,14 +120,26 @@ def test_powersgd_depends_on_the_sum_alone(rank: int, ranks: int, seed: int) -> 
 @law
 @given(trainings(), st.sampled_from([torch.bfloat16, torch.float16]))
 def test_a_wire_errs_by_a_unit_in_the_last_place(steps: list[Shares], dtype: torch.dtype) -> None:
-    tiny = [[[share.clamp(-1e4, 1e4) for share in shares] for shares in step] for step in steps]
-    found = summed(lambda: Wire(dtype), tiny)[0][0]
+    found = summed(lambda: Wire(dtype), steps)[0][0]
     finfo = torch.finfo(dtype)
-    for sums, step in zip(found, tiny, strict=True):
+    for sums, step in zip(found, steps, strict=True):
+        # float16 is scaled: what is 2^40 times smaller than the largest of the bucket is nothing beside it.
+        largest = sum(max((float(share.abs().max()) for share in each if share.numel()), default=0.0) for each in step)
+        least = 2**-39 * largest if dtype == torch.float16 else finfo.smallest_normal * finfo.eps
         for total, shares in zip(sums, step, strict=True):
             size = sum(share.abs() for share in shares)
-            bound = finfo.eps * (1 + finfo.eps) * size + len(shares) * finfo.smallest_normal * finfo.eps
+            bound = finfo.eps * (1 + finfo.eps) * size + len(shares) * least
             assert bool(((total - sum(shares)).abs() <= bound).all())
+
+
+@law
+@given(trainings(), st.integers(-120, 120))
+def test_a_power_of_two_passes_through_a_scaled_wire(steps: list[Shares], power: int) -> None:
+    scaled = [[[share * 2.0**power for share in shares] for shares in step] for step in steps]
+    plain, other = (summed(lambda: Wire(torch.float16), each)[0][0] for each in (steps, scaled))
+    for sums, others in zip(plain, other, strict=True):
+        for a, b in zip(sums, others, strict=True):
+            assert torch.equal(a * 2.0**power, b)
 
 
 @law

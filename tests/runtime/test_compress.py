@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from math import ceil, frexp, ldexp
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from compressing import KINDS, Tensors, assert_alike, assert_close, by_hand, drawn, entries, matrix_sums, trained
+from compressing import (
+    KINDS,
+    TOGETHER,
+    Tensors,
+    assert_alike,
+    assert_close,
+    by_hand,
+    drawn,
+    entries,
+    matrix_sums,
+    trained,
+)
 from polylane.runtime.sync.codec import Codec, Plain
 from polylane.runtime.sync.powersgd import PowerSGD, pays
 from polylane.runtime.sync.top_k import TopK, picked
@@ -88,16 +101,30 @@ class TopKByHand:
 
 
 def rounded(dtype: torch.dtype) -> Callable[[list[Tensors]], Tensors]:
+    """Each share rounded, and sums of more than two; in float16 scaled by a power of two for each message."""
+    once = scaled_and_rounded if dtype == torch.float16 else lambda numbers: numbers.to(dtype).to(numbers.dtype)
+
     def rule(shares: list[Tensors]) -> Tensors:
         found: Tensors = {}
-        for name in shares[0]:
-            total = torch.zeros_like(shares[0][name])
-            for share in shares:
-                total += share[name].to(dtype).double()
-            found[name] = total.to(dtype).double() if len(shares) > 2 else total
+        for names in TOGETHER if "w" not in shares[0] else [("w",)]:
+            vectors = [torch.cat([share[name].flatten() for name in names]) for share in shares]
+            part = ceil(len(vectors[0]) / len(shares)) if len(shares) > 2 else len(vectors[0])
+            sums = [sum(map(once, pieces)) for pieces in zip(*(vector.split(part) for vector in vectors), strict=True)]
+            total = torch.cat([once(each) for each in sums] if len(shares) > 2 else sums)
+            sizes = [shares[0][name].numel() for name in names]
+            for name, piece in zip(names, total.split(sizes), strict=True):
+                found[name] = piece.view(shares[0][name].shape)
         return found
 
     return rule
+
+
+def scaled_and_rounded(numbers: Tensor) -> Tensor:
+    """As IEEE's half precision would round them if it had room: the largest finite one is brought to 2^14 to 2^15."""
+    sizes = numbers[numbers.isfinite()].abs().tolist()
+    power = 15 - frexp(max(sizes))[1] if sizes else 0
+    half = torch.tensor([ldexp(number, power) for number in numbers.tolist()], dtype=numbers.dtype).half()
+    return torch.tensor([ldexp(number, -power) for number in half.tolist()], dtype=numbers.dtype)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -132,6 +159,49 @@ def test_a_wire_rounds_every_share_and_the_sums_of_more_than_two(dtype: torch.dt
     runs = trained(lambda: Wire(dtype), ranks, STEPS)
     assert_close(runs[0].sums, by_hand(rounded(dtype), ranks, STEPS))
     assert_alike(runs)
+
+
+WIDE = {
+    "far beyond the range": lambda x: x * 1e6,
+    "far below it": lambda x: x * 1e-8,
+    "mixed": lambda x: torch.where(torch.arange(x.numel()).view(x.shape) % 3 == 0, x * 1e6, x * 1e-2),
+    "unlike": lambda x: x * 10 ** torch.linspace(-12, 12, x.numel(), dtype=torch.float64).view(x.shape).to(x.dtype),
+    "at the end of float32": lambda x: x.clamp(-1, 1) * 1e38,
+    "smaller than any normal number": lambda x: x * 1e-42,
+    "zeros": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", WIDE)
+def test_float16_is_scaled_so_that_no_size_of_gradients_is_lost(kind: str, dtype: torch.dtype, ranks: int) -> None:
+    shares = [WIDE[kind](drawn(rank, 9, 12).to(dtype)) for rank in range(ranks)]
+    expected = rounded(torch.float16)([{"w": share.double()} for share in shares])["w"].to(dtype)
+    runs = matrix_sums(lambda: Wire(torch.float16), [shares])
+    for run in runs:
+        assert torch.equal(run.sums[0]["w"], runs[0].sums[0]["w"])
+        found = run.sums[0]["w"]
+        assert found.isfinite().all()
+        peak = float(expected.double().abs().max())
+        torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=1e-7 * peak)
+        total, size = sum(shares).double(), sum(share.double().abs() for share in shares)
+        bound = 2**-11 * (1 + 2**-11) * size * (2 if ranks > 2 else 1) + ranks * 2**-39 * float(size.max()) + 1e-44
+        assert bool(((found.double() - total).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("trouble", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_so_on_a_wire_and_touches_nothing_else(trouble: float, ranks: int) -> None:
+    fine = [1e6 * drawn(rank, 9, 12).float() for rank in range(ranks)]
+    wrong = [fine[0].clone(), *fine[1:]]
+    wrong[0][4, 5] = trouble
+    for run in matrix_sums(lambda: Wire(torch.float16), [fine, wrong]):
+        before, after = (seen["w"] for seen in run.sums)
+        assert torch.equal(after[4, 5].isnan(), torch.tensor(trouble != trouble))
+        assert not after[4, 5].isfinite() and (trouble != trouble or after[4, 5] == trouble)
+        after[4, 5] = before[4, 5]
+        torch.testing.assert_close(after, before, rtol=2**-10, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from polylane.errors import PolylaneError
 from polylane.runtime.data import batches, order
@@ -236,3 +236,10 @@ def test_no_dataset() -> None:
         PolylaneError, match="data must be a dataset, map-style or iterable, or a list of samples, not a int"
     ):
         list(batches(7, 4, shares=own(1, 1, 0)))
+
+
+def test_a_loader_is_no_dataset() -> None:
+    with pytest.raises(PolylaneError, match=r"a DataLoader makes batches already, .*loader.dataset"):
+        next(batches(DataLoader(Counting(8), batch_size=4), 4, shares=own(1, 1, 0)))
+    samples = DataLoader(Counting(8), batch_size=None)  # which makes none
+    assert [batch.samples for batch in batches(samples, 4, shares=own(1, 1, 0))] == [4, 4]

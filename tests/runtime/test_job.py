@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,34 @@ def test_alone_it_is_a_plain_loop_bit_by_bit(microbatches: int) -> None:
 
 def test_alone_a_plan_for_many_keeps_its_microbatches() -> None:
     """BatchNorm sees microbatches, so the reference for a plan has the same ones."""
-    job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan="data=2,pipeline=2")
-    assert job.plan.workers == 1 and job.plan.microbatches == 4
-    job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan="data=2,pipeline=2", batch_size=64)
-    assert job.plan.microbatches == 8
-    job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan="pipeline=2,microbatches=3")
-    assert job.plan.microbatches == 3
+
+    def job(plan: str, **options: Any) -> Job:
+        return polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan=plan, alone=True, **options)
+
+    assert job("data=2,pipeline=2").plan.workers == 1 and job("data=2,pipeline=2").plan.microbatches == 4
+    assert job("data=2,pipeline=2", batch_size=64).plan.microbatches == 8
+    assert job("pipeline=2,microbatches=3").plan.microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("plan", "workers"),
+    [("data=4,pipeline=2", 8), ("tensor=2", 2), ("[data=2 | 1]", 3), ("data=2,servers=2,dedicated=yes", 4)],
+)
+def test_one_process_is_refused_a_plan_for_several(
+    plan: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(dump(prepare(regular(), objectives_of(classify, sgd, None), BATCHES[0], plan).plan))
+    monkeypatch.setattr(sys, "argv", ["examples/train.py"])
+    for asked in (plan, load(file)):
+        with pytest.raises(PolylaneError) as caught:
+            polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan=asked)
+        assert str(caught.value) == (
+            f"the plan takes {workers} workers, and this is one process: start it with torchrun --nproc-per-node "
+            f"{workers} train.py, or pass alone=True to train the same microbatches on one worker"
+        )
+        job = polylane.parallelize(regular(), classify, sgd, example=BATCHES[0], plan=asked, alone=True)
+        assert job.plan.processes == 1
 
 
 # Results
@@ -513,6 +536,29 @@ def test_batches_that_differ_between_workers_are_noticed() -> None:
     for plan in PLANS:
         for said in workers(work, mlp(6, 8, 8, 4), plan):
             assert "same whole batch" in said and "job.batches" in said
+
+
+def test_a_batch_that_fails_in_mid_training_is_not_called_the_example() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs = batch[0]
+        if inputs.dim() == 3:
+            raise ValueError("too deep")
+        return classify(model, (inputs, batch[1]))
+
+    job = polylane.parallelize(mlp(6, 4), loss, sgd, example=BATCHES[0])
+    job.step(BATCHES[0])
+    deep = BATCHES[0][0].unsqueeze(1), BATCHES[0][1]
+    with pytest.raises(PolylaneError, match="fails on a batch of another form than the example's: ValueError"):
+        job.step(deep)
+    with pytest.raises(PolylaneError, match="on a batch of another form than the example's in evaluation mode: Value"):
+        job.evaluate(deep)
+
+
+def test_what_is_no_scheduler_is_refused() -> None:
+    with pytest.raises(PolylaneError, match=r"must return a learning-rate scheduler, .* not a float"):
+        polylane.parallelize(mlp(6, 4), classify, sgd, example=BATCHES[0], scheduler=lambda optimizer: 0.5)
+    job = polylane.parallelize(mlp(6, 4), classify, sgd, example=BATCHES[0], scheduler=lambda optimizer: None)
+    job.step(BATCHES[0])
 
 
 def test_a_scheduler_that_wants_a_metric_is_refused() -> None:

@@ -217,6 +217,6 @@ def test_alone_there_is_nobody_to_agree_with(words: str, monkeypatch: pytest.Mon
     monkeypatch.delenv("RANK", raising=False)
     expected = plainly(mlp(6, 8, 4), BATCHES[:3])
     model = mlp(6, 8, 4)
-    with parallelize(model, classify, sgd, example=BATCHES[0], plan=f"data=4,{words}") as job:
+    with parallelize(model, classify, sgd, example=BATCHES[0], plan=f"data=4,{words}", alone=True) as job:
         losses = [job.step(batch).loss for batch in BATCHES[:3]]
         assert_same(Trained(losses, job.state_dict()), expected)

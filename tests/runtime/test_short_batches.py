@@ -94,7 +94,7 @@ def test_a_plan_that_leaves_too_few_in_every_batch() -> None:
     with pytest.raises(PolylaneError, match=r"a batch has 1 sample, but 1/batch_norm"):
         prepared("data=1", 1)
     assert prepared("pipeline=2,microbatches=3", 6) == prepared("pipeline=2", 6) == prepared("pipeline=2", 7) == 3
-    alone = polylane.parallelize(normed(), classify, sgd, example=batch_of(6), plan="pipeline=2")
+    alone = polylane.parallelize(normed(), classify, sgd, example=batch_of(6), plan="pipeline=2", alone=True)
     assert alone.plan.microbatches == 3
 
 

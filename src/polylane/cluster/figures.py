@@ -69,6 +69,9 @@ def wanted(*keys: str) -> str:
 
 def hint(name: str, known: Sequence[str]) -> str:
     """ "; did you mean ...?", where something is near."""
+    begun = sorted(each for each in known if name and each.startswith(f"{name}-"))
+    if begun:  # a family: all that there are of it
+        return f"; did you mean {' or '.join(begun)}?"
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]}?" if close else ""
 

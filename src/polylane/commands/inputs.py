@@ -163,13 +163,18 @@ def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
     """Make an optimizer and a scheduler once and forget them: what is wrong with them is told before any worker starts.
 
     Raises:
-        RecipeError: one of them raised.
+        PolylaneError: one of them raised, the scheduler is none, or there is nothing to train.
     """
-    from polylane.runtime.prepare import named_parameters
+    from polylane.runtime.optimizer import scheduler_of
+    from polylane.runtime.prepare import named_parameters, refuse_untrainable
 
-    optimizer = recipe.optimizer(named_parameters(model, [recipe.loss]))
-    if recipe.scheduler is not None:
-        recipe.scheduler(optimizer)
+    parameters = named_parameters(model, [recipe.loss])
+    try:
+        optimizer = recipe.optimizer(parameters)
+    except RecipeError:
+        refuse_untrainable(parameters)  # torch's optimizers fail of an empty list
+        raise
+    scheduler_of(recipe.scheduler, optimizer)
 
 
 # The data ------------------------------------------------------------------------------------------------------------
@@ -181,8 +186,11 @@ def open_data(recipe: Recipe, split: str) -> Any:
     Raises:
         PolylaneError: data(split) raised, or what it returned is no dataset.
     """
+    from polylane.runtime.data import refuse_loader
+
     with blamed_on(recipe, f"data({split!r})"):
         dataset = recipe.data(split)
+    refuse_loader(dataset, f"data({split!r})")
     if split != "train" and (dataset is None or (hasattr(dataset, "__len__") and len(dataset) == 0)):
         return None
     if not is_mapped(dataset) and not isinstance(dataset, Iterable):

@@ -50,6 +50,8 @@ def run(
     from polylane.plan.plan import dump
     from polylane.planner import advice
 
+    if output is not None:
+        _see_that_a_plan_says(method)
     bound = None if memory is None else _bytes(memory)
     scene = planning.scene(path, settings, cluster, batch, {}, profile)
     searched = search_for(scene, method, workers=workers, memory=bound, top=top)
@@ -64,6 +66,20 @@ def run(
     _show(answer, scene, words)
     if output is not None:
         console().print(f"The best plan is in {output}: polylane train {path} --plan {output}")
+
+
+def _see_that_a_plan_says(method: Method) -> None:
+    """A plan that is written is the one that was priced, or none is.
+
+    Raises:
+        PolylaneError: the prices would rest on what no plan says, for the runtime does not do it.
+    """
+    for option, value in (("recompute", method.recompute), ("dtype", method.dtype)):
+        if value in ("selective", "full", "float16"):
+            raise PolylaneError(
+                f"--{option} {value} is priced, but the runtime does not do it, and no plan says it: leave out "
+                f"--{option}, or -o"
+            )
 
 
 @dataclass(frozen=True)
@@ -118,7 +134,24 @@ def search_for(
     if not found.answer.found:
         enough = partial(advice.enough, weigh, wish, estimates, found.on, MOST)
         raise PolylaneError(_nothing(found.answer, wish, enough))
-    return found
+    return replace(found, answer=_first_exactly(basis, scene.batch, found.answer))
+
+
+def _first_exactly(basis: Basis, batch: int, answer: Answer) -> Answer:
+    """The answer with the memory of its first plan as ``simulate`` has it, of the samples in hand.
+
+    That of the others is in proportion to a batch of the example's size, and so at most what they need: what does not
+    grow with the samples is counted for each of them. A first plan that turns out not to fit is left out.
+    """
+    from polylane.cost.predict import predict
+
+    for index, found in enumerate(answer.found):
+        own = replace(basis, method=found.candidate.method)
+        prediction = predict(own, found.partition, found.plan, batch)
+        if max(stage.memory.total for stage in prediction.stages) <= found.candidate.limit:
+            first = replace(found, prediction=prediction)
+            return replace(answer, found=(first, *answer.found[index + 1 :]))
+    return answer
 
 
 def worthwhile(most: int) -> tuple[int, ...]:
@@ -185,12 +218,13 @@ def _show(answer: Answer, scene: planning.Scene, words: Sequence[str]) -> None:
         grid.add_column(name, justify="right")
     for found in answer.found:
         row = _row(found, scene)
+        bound = "" if found is answer.found[0] else "≤ "
         grid.add_row(
             Text(row["plan"]),
             str(row["workers"]),
             planning.duration(row["step_seconds"]),
             f"{row['samples_per_second']:,.1f}",
-            count(row["memory"], "B"),
+            bound + count(row["memory"], "B"),
             f"{row['utilization']:.0%}",
             f"{row['exposed_communication']:.0%}",
             f"{row['price']:.2g}" if row["price"] else "",

@@ -220,7 +220,7 @@ def _begin(job: Job, request: Request, materials: Materials, prepared: Prepared)
         "device": str(job.world.device.type),
         "steps": total,
         "epochs": request.epochs or (-(-total // in_epoch) if total and in_epoch else None),
-        "notes": [*prepared.main.graph.notes, *_own_rule(prepared.plan)],
+        "notes": [*prepared.main.graph.notes, *_own_rule(prepared.plan), *_short_epoch(request, materials)],
     }
 
 
@@ -229,6 +229,14 @@ def _own_rule(plan: Plan) -> list[str]:
     if plan.sync.exact or plan.data == 1:
         return []
     return [f"{','.join(plan.sync.words())}: the numbers are those of this rule, not those of one device"]
+
+
+def _short_epoch(request: Request, materials: Materials) -> list[str]:
+    """A note where there are fewer samples than a batch was to have."""
+    samples = sum(_sizes(request, materials))
+    if not 0 < samples < request.batch:
+        return []
+    return [f"--batch {request.batch}: data('train') has {samples} samples, so that an epoch is one batch of {samples}"]
 
 
 def _epoch(job: Job, request: Request, materials: Materials, epoch: int) -> Iterator[Batch]:

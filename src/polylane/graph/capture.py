@@ -30,6 +30,7 @@ def capture(
     trainable: Collection[str] | None = None,
     training: bool = True,
     in_float64: bool = False,
+    which: str = "the example batch",
 ) -> Graph:
     """Capture ``loss(model, batch)`` as one flat graph that holds for any number of samples.
 
@@ -40,6 +41,7 @@ def capture(
         trainable: names of the parameters to differentiate; default: all that require a gradient.
         training: capture the training or the evaluation mode.
         in_float64: let casts to a lower floating type inside keep float64; ``model`` and ``batch`` are float64 already.
+        which: what errors call the batch.
 
     Raises:
         PolylaneError: the loss itself fails, or does not return what it should.
@@ -55,7 +57,7 @@ def capture(
             if in_float64:  # as the user's code expects it; the graph is promoted afterwards
                 stack.enter_context(cast(whole, torch.float32))
                 leaves = promoted(leaves, torch.float32)
-            dry = dry_run(whole, leaves, abstract)
+            dry = dry_run(whole, leaves, abstract, which)
             draft, notes = draft_with_leaves(whole, leaves, dry, abstract)
         return _finish(whole, draft, dry, notes, sample_count(leaves), trainable, in_float64)
 

@@ -86,7 +86,7 @@ def first_difference(
     code = fx.GraphModule(nn.Module(), graph)
     found = None
     first = few(leaves, FEW)
-    if sample_count(first) < sample_count(leaves) and not _runs(whole, first):
+    if sample_count(first) < sample_count(leaves) and not runs_without_gradients(whole, first):
         first = list(leaves)
     runs = [[first, other_batch(first)], *([resized(leaves, size)] for size in sizes)]
     for batches in runs:
@@ -98,7 +98,8 @@ def first_difference(
     return None
 
 
-def _runs(whole: Whole, batch: Sequence[Any]) -> bool:
+def runs_without_gradients(whole: Whole, batch: Sequence[Any]) -> bool:
+    """Whether the loss of a batch does not fail under ``torch.no_grad()``; the model is as before afterwards."""
     restore = snapshot(whole)
     try:
         with torch.no_grad():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from polylane.errors import PolylaneError
 from polylane.graph import rewrite
 from polylane.graph.batch import few, sample_count
-from polylane.graph.check import FEW, Difference, first_difference, other_batch, resized
+from polylane.graph.check import FEW, Difference, first_difference, other_batch, resized, runs_without_gradients
 from polylane.graph.export import BadLoss, NotCaptured, Whole, at, export, reason_of, snapshot
 from polylane.graph.inplace import values_not_places
 from polylane.graph.leaf import Normalizing, leaves_kept, line_of, observe, opaque_call
@@ -54,27 +54,74 @@ class DryRun:
     leaves: int
 
 
-def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool) -> DryRun:
-    """Run the loss once as it is. A loss that fails by itself is the user's error, not a limit of capture."""
+def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
+    """Run the loss once as it is. A loss that fails by itself is the user's error, not a limit of capture.
+
+    Raises:
+        BadLoss: it returns something else than a loss; in training, one that has no gradient; or it takes gradients.
+        PolylaneError: it fails.
+    """
     restore = snapshot(whole)
     before = torch.get_rng_state()
     try:
-        with torch.no_grad(), Normalizing() as normalizing:
+        with torch.enable_grad(), Normalizing() as normalizing, _gradients_noted() as taken:
             results = whole(*leaves)
         drawn = not torch.equal(before, torch.get_rng_state())
-        dry = DryRun(results, drawn, normalizing.values, whole.mean, len(leaves))
+        if taken and not runs_without_gradients(whole, leaves):
+            raise BadLoss(
+                "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty does), "
+                "which cannot be captured: leave them out of the loss"
+            )
+        if whole.training:
+            _refuse_without_gradient(whole, results[0])
+        dry = DryRun(tuple(each.detach() for each in results), drawn, normalizing.values, whole.mean, len(leaves))
     except BadLoss as error:
         raise BadLoss(f"{error}{at(line_of(whole.loss_function))}") from None
+    except PolylaneError:
+        raise
     except Exception as error:
         fault = NotCaptured.of(whole, error)
         where = "on the meta device " if abstract else ""
         within = f" in {fault.path}" if fault.path else ""
         raise PolylaneError(
-            f"loss(model, batch) fails {where}on the example batch{within}: {reason_of(error)}{at(fault.line)}"
+            f"loss(model, batch) fails {where}on {which}{within}: {reason_of(error)}{at(fault.line)}"
         ) from error
     finally:
         restore()
     return dry
+
+
+@contextmanager
+def _gradients_noted() -> Iterator[list[bool]]:
+    """Notice whether autograd runs backwards meanwhile: the list has something in it then."""
+    own: Any = torch.autograd
+    backwards, noted = own._engine_run_backward, list[bool]()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        noted.append(True)
+        return backwards(*args, **kwargs)
+
+    own._engine_run_backward = run
+    try:
+        yield noted
+    finally:
+        own._engine_run_backward = backwards
+
+
+def _refuse_without_gradient(whole: Whole, loss: Tensor) -> None:
+    """What plain PyTorch's backward() raises on.
+
+    Raises:
+        BadLoss: nothing would be trained.
+    """
+    if loss.requires_grad:
+        return
+    if not any(parameter.requires_grad for parameter in whole.parameters()):
+        raise BadLoss("no parameter of the model requires a gradient, so that there is nothing to train: unfreeze some")
+    raise BadLoss(
+        "the loss does not depend on any parameter that requires a gradient, so that nothing would be trained: return "
+        "one that is differentiable, without argmax, detach() or no_grad() on the way"
+    )
 
 
 def draft_with_leaves(whole: Whole, leaves: Sequence[Any], dry: DryRun, abstract: bool) -> tuple[Draft, list[str]]:
@@ -105,7 +152,10 @@ def draft_with_leaves(whole: Whole, leaves: Sequence[Any], dry: DryRun, abstract
 def _notes(whole: Whole, kept: dict[str, str]) -> list[str]:
     lines = ", ".join(sorted(whole.tracing.recomputed))
     recomputed = f"torch.utils.checkpoint has no effect: all activations are kept ({lines})"
-    return [*kept.values(), *([recomputed] if lines else [])]
+    parameters = whole.named_tensors("parameters")
+    empty = ", ".join(name for name, tensor in parameters if tensor.requires_grad and not tensor.numel())
+    nothing = f"nothing is trained of parameters without elements (a width of 0?): {empty}"
+    return [*kept.values(), *([recomputed] if lines else []), *([nothing] if empty else [])]
 
 
 def _difference(whole: Whole, draft: Draft, leaves: Sequence[Any]) -> Difference | None:

@@ -52,6 +52,7 @@ class Whole(nn.Module):
         if isinstance(result, Mean):
             self.mean = False
             if isinstance(result.total, Tensor) and result.total.dim() == 0:
+                _refuse_complex(result.total, "polylane.Mean(total, count) takes")
                 count = result.count
                 if not isinstance(count, Tensor):  # a number of samples stays one under capture, not the example's
                     return result.total, result.total.detach().new_ones(()) * count
@@ -62,6 +63,7 @@ class Whole(nn.Module):
             shaped = isinstance(result, Tensor)
             form = f"a tensor of shape {tuple(result.shape)}" if shaped else f"a {type(result).__name__}"
             raise BadLoss(f"loss(model, batch) must return a scalar tensor or polylane.Mean(total, count), not {form}")
+        _refuse_complex(result, "loss(model, batch) must return")
         return (result,)
 
     @property
@@ -87,6 +89,16 @@ class Whole(nn.Module):
 
 class BadLoss(PolylaneError):
     """The loss returns something else than a loss."""
+
+
+def _refuse_complex(loss: Tensor, what: str) -> None:
+    """Of complex numbers none is the smallest.
+
+    Raises:
+        BadLoss: it is one.
+    """
+    if loss.is_complex():
+        raise BadLoss(f"{what} a real number, not a complex one ({loss.dtype}): take .abs() or .real of it")
 
 
 class NotCaptured(Exception):

@@ -13,6 +13,7 @@ from polylane.graph.partition import Partition
 from polylane.plan import fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import PRECISIONS, Spec
+from polylane.plan.sync import SUM, Sync
 from polylane.planner.branches import branched
 from polylane.planner.candidate import Candidate, Uniform, estimated, floor, uniforms
 from polylane.planner.estimate import Estimates
@@ -261,5 +262,7 @@ def plan_of(partition: Partition, candidate: Candidate) -> Plan:
     """A candidate's plan, its workers ranked so that a host is filled with ranks that talk the most."""
     dtype = candidate.method.dtype
     precision = dtype if dtype in PRECISIONS else PRECISIONS[0]
-    spec = Spec.of_meshes(candidate.meshes, candidate.schedule, candidate.microbatches, precision)
+    shared = any(degrees.data > 1 for degrees in candidate.meshes)
+    sync = Sync(shard=candidate.method.shard) if shared else SUM
+    spec = Spec.of_meshes(candidate.meshes, candidate.schedule, candidate.microbatches, precision, sync)
     return fit.from_partition(partition, spec, candidate.microbatches)

@@ -129,8 +129,10 @@ class Binding:
         if partition is None:
             example, main = self._rebuild(few(batch.leaves, 4, batch.sampled)), prepared.partitions[name]
             objective = prepared.objectives[name]
+            which = "a batch like the example" if form == self._form else "a batch of another form than the example's"
+            which += "" if training else " in evaluation mode"
             with self._holding.wholes.in_model(self._holding.materialized):
-                partition = recaptured(prepared.model, objective, main, example, training, prepared.in_float64)
+                partition = recaptured(prepared.model, objective, main, example, training, prepared.in_float64, which)
                 prepared.look_at(partition)
         self._refuse_moved(partition)
         layouts = prepared.layouts_of(partition)

@@ -42,8 +42,10 @@ def batches(
         workers: processes that load ahead, as in torch's DataLoader.
 
     Raises:
-        PolylaneError: the dataset is neither, or has no samples, or too few for a single batch with ``drop_last``.
+        PolylaneError: the dataset is neither, or makes batches already, or has no samples, or too few for a single
+        batch with ``drop_last``.
     """
+    refuse_loader(dataset, "batches(dataset, ...)")
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         sizes = batch_sizes(len(dataset), batch_size, drop_last)
         indices = order(len(dataset), epoch, seed) if shuffle else list(range(len(dataset)))
@@ -54,6 +56,23 @@ def batches(
     else:
         raise PolylaneError(
             f"data must be a dataset, map-style or iterable, or a list of samples, not a {type(dataset).__name__}"
+        )
+
+
+def refuse_loader(dataset: Any, what: str) -> None:
+    """See that a dataset is one of samples.
+
+    Args:
+        dataset: whatever stands in its place.
+        what: where, to begin a sentence with.
+
+    Raises:
+        PolylaneError: it is a loader, whose batches would be taken for samples.
+    """
+    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
+        raise PolylaneError(
+            f"{what}: a DataLoader makes batches already, and a dataset of samples is wanted: give its dataset "
+            "(loader.dataset), and its collate_fn as collate; how many samples a batch has is said apart"
         )
 
 

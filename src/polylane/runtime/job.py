@@ -26,6 +26,7 @@ from polylane.runtime.lane import programs_of
 from polylane.runtime.leaving import close_at_exit
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.result import STEPS_KEPT, Reports, StepResult, gathered
+from polylane.runtime.stale import own_calls, stale_of
 from polylane.runtime.sync.choose import rule_of
 from polylane.runtime.traffic_of import traffic_of
 from polylane.runtime.trainer import optimizer_of, trainer_of
@@ -48,8 +49,8 @@ class Job(Accounts):
     Attributes:
         plan: how the training is split.
         world: which worker this is.
-        model: the user's model; after training, this worker's own part of it is up to date. For the whole see
-            :meth:`state_dict`.
+        model: the user's model, of which this worker's own part is up to date. Where that is not all of it a call of
+            the model is refused, until the whole weights of :meth:`state_dict` are loaded into it.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Job(Accounts):
         }
         self._bind(form, alone)
         self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
+        self._stale = stale_of(self._holding)
         self._reports = Reports()
         self._traffic = traffic_of(self._connections, self._rule, self._holding, self._programs)
         self._spans: deque[tuple[Span, ...]] = deque(maxlen=STEPS_KEPT)
@@ -175,7 +177,7 @@ class Job(Accounts):
         trainer = self._trainers[name]
         own = self._own(batch)
         self._refuse_short(own)
-        with self._rule.watch():
+        with own_calls(), self._rule.watch():
             lane = self._binding.for_training(trainer.lanes, name, own, self._rule.alone(name), trainer.codec)
             self._reports.make_room(self._rule.slack)
             trainer.zero_grad()
@@ -187,6 +189,7 @@ class Job(Accounts):
             report = gathered(
                 lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.together
             )
+        self._stale.stepped(self._rule.differs)
         self._reports.add(report)
         self._spans.append(tuple(state.spans))
         self._step += 1
@@ -252,9 +255,10 @@ class Job(Accounts):
         """As :meth:`evaluate`, the loss as (total, count): to add up over a data set."""
         name = self._objective(objective)
         own = self._own(batch)
-        lane = self._binding.for_evaluation(name, own)
+        with own_calls():
+            lane = self._binding.for_evaluation(name, own)
         self._holding.buffers.fetch(lane.partition)
-        with torch.no_grad(), self._rule.agreed():
+        with torch.no_grad(), own_calls(), self._rule.agreed():
             state = lane.worker.run(own, 0, self._seed, lambda state: None)
         sums: tuple[float, float] = self._rule.told("evaluate", self._summed(state, range(self.world.size)))
         return sums
@@ -390,6 +394,7 @@ class Job(Accounts):
         if self._left:
             return
         self._left = True
+        self._stale.close()
         self._reports.complete()
         self._rule.close()
         self._connections.close()

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.runtime.prepare import Objective
+from polylane.errors import PolylaneError
+from polylane.runtime.prepare import Objective, SchedulerFactory
 
 
 def build(
@@ -29,6 +30,28 @@ def build(
     for parameter in [p for p in optimizer.state if id(p) not in mine]:
         del optimizer.state[parameter]  # some optimizers make their state at once
     return optimizer
+
+
+def scheduler_of(factory: SchedulerFactory | None, optimizer: torch.optim.Optimizer) -> Any:
+    """What the user's factory makes of an optimizer; None where it makes none, or without a factory.
+
+    Raises:
+        PolylaneError: it is no scheduler, or one that wants to know a metric.
+    """
+    if factory is None:
+        return None
+    scheduler = factory(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise PolylaneError(
+            "scheduler(optimizer): ReduceLROnPlateau steps on a metric, not on steps: leave it out here, make it "
+            "of job.optimizer, and step it after each evaluation"
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise PolylaneError(
+            f"scheduler(optimizer) must return a learning-rate scheduler, with a step(), not a "
+            f"{type(scheduler).__name__}: torch.optim.lr_scheduler.LambdaLR makes one of a function of the step"
+        )
+    return scheduler
 
 
 class PartSums:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.export import Loss
 from polylane.plan.plan import Plan, default_microbatches
@@ -34,10 +37,11 @@ def parallelize(
     clip_norm: float | None = None,
     seed: int = 0,
     init: Init | None = None,
+    alone: bool = False,
 ) -> Job:
     """Split the training of a plain model over the workers that torchrun started.
 
-    Alone, without torchrun, the same training runs on one worker, with the plan's microbatches.
+    A process that nothing started others beside is refused a plan for several, unless it may train alone.
 
     Args:
         model: an ordinary ``nn.Module``. If workers built it with different weights, those of rank 0 count.
@@ -55,6 +59,8 @@ def parallelize(
         init: for a model built on the meta device: ``init(module)`` fills the tensors that the module itself owns;
         default: its ``reset_parameters()``. The weights are those of ``torch.manual_seed(seed);
         model.to_empty(device=...); model.apply(init)``, and no worker holds more of them than its part and one module.
+        alone: where this process is the only worker (``python script.py``), train the plan's microbatches on it, the
+        reference of what the plan computes; where there are others it changes nothing.
 
     Raises:
         PolylaneError: the plan does not fit the workers or the model, or there is none that does; one sentence says
@@ -64,6 +70,8 @@ def parallelize(
     objectives = objectives_of(loss, optimizer, scheduler)
     spec = settled(world, model, objectives, example, plan, batch_size)
     if world.size == 1:
+        if not alone:
+            _refuse_alone(spec)
         samples = batch_size or sample_count(flatten(example)[0])
         chosen = prepare(
             model,
@@ -77,6 +85,22 @@ def parallelize(
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
     together = prepare_together(world, model, objectives, example, spec, batch_size, init)
     return job_of(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
+
+
+def _refuse_alone(spec: Spec | Plan) -> None:
+    """One process does not do what a plan for several says, however well it computes the same.
+
+    Raises:
+        PolylaneError: the plan takes more than one.
+    """
+    if spec.processes == 1:
+        return
+    script = Path(sys.argv[0]).name
+    script = script if script.endswith(".py") else "script.py"
+    raise PolylaneError(
+        f"the plan takes {spec.processes:,} workers, and this is one process: start it with torchrun --nproc-per-node "
+        f"{spec.processes} {script}, or pass alone=True to train the same microbatches on one worker"
+    )
 
 
 def _alone(spec: Spec | Plan, samples: int) -> Spec:

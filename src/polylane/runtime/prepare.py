@@ -141,12 +141,13 @@ def optimized(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
     """Names of the parameters that an optimizer factory takes out of those it is given, without the frozen ones.
 
     Raises:
-        PolylaneError: the factory fails, or takes a parameter that is not the model's.
+        PolylaneError: the factory fails, or takes a parameter that is not the model's; or nothing is there to train.
     """
     names = {id(parameter): name for name, parameter in parameters}
     try:
         optimizer = factory(list(parameters))
     except Exception as error:
+        refuse_untrainable(parameters)  # torch's optimizers fail of an empty list
         raise PolylaneError(f"optimizer(parameters) fails: {type(error).__name__}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PolylaneError(
@@ -159,7 +160,30 @@ def optimized(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
     taken = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in taken):
         raise PolylaneError("optimizer(parameters) must optimize the parameters it is given, not copies of them")
-    return {names[id(parameter)] for parameter in taken if parameter.requires_grad}
+    refuse_untrainable(parameters)
+    found = {names[id(parameter)] for parameter in taken if parameter.requires_grad}
+    if not found:
+        raise PolylaneError("the optimizer takes no parameter that requires a gradient, so that it would train nothing")
+    return found
+
+
+def refuse_untrainable(parameters: Parameters) -> None:
+    """See that there is something to train.
+
+    Raises:
+        PolylaneError: no parameter requires a gradient, or none has any elements.
+    """
+    if not parameters:
+        raise PolylaneError("the model has no parameters, so that there is nothing to train: see what model() returns")
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise PolylaneError(
+            "no parameter of the model requires a gradient, so that there is nothing to train: unfreeze some"
+        )
+    if not any(parameter.requires_grad and parameter.numel() for _, parameter in parameters):
+        raise PolylaneError(
+            "no parameter of the model that requires a gradient has any elements, so that there is nothing to train: "
+            "give it a width"
+        )
 
 
 def objectives_of(
@@ -294,12 +318,18 @@ def _see_through(prepared: Prepared) -> None:
 
 
 def recaptured(
-    model: nn.Module, objective: Objective, main: Partition, batch: Any, training: bool, in_float64: bool
+    model: nn.Module,
+    objective: Objective,
+    main: Partition,
+    batch: Any,
+    training: bool,
+    in_float64: bool,
+    which: str = "the example batch",
 ) -> Partition:
     """Capture an objective in another mode, or for batches of another form, and cut it where ``main`` is cut."""
     trainable = [name for name, info in main.graph.parameters.items() if info.trainable]
     graph = capture_with_counts(
-        model, objective.loss, batch, trainable=trainable, training=training, in_float64=in_float64
+        model, objective.loss, batch, trainable=trainable, training=training, in_float64=in_float64, which=which
     )
     return aligned(main, graph)
 

@@ -21,6 +21,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.leaving import close_at_exit
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.result import Report, StepResult, joined, on_one_clock
+from polylane.runtime.stale import stale_of_server
 from polylane.runtime.sync.rule import Stepping
 from polylane.runtime.sync.server import Server
 from polylane.runtime.sync.server_host import opened
@@ -71,6 +72,7 @@ class ServerJob(Job):
         world.first(prepared.plan.workers)
         self._host = opened(world, prepared, holders_of(prepared), clip_norm)
         self._prepared, self._step, self._closed = prepared, 0, False
+        self._stale = stale_of_server(prepared, world.rank)
         _ = self.server.weights  # that there are any: what is wrong with an optimizer is said here
         self._left = False
         close_at_exit(self)
@@ -172,6 +174,7 @@ class ServerJob(Job):
         """Return at once."""
         samples = batch.samples if isinstance(batch, Batch) else sample_count(flatten(batch)[0])
         self._step += 1
+        self._stale.stepped()
         nothing = torch.full((2,), math.nan, dtype=torch.float64)
         return StepResult(self._step - 1, samples, Report(None, nothing, (), ()))
 

@@ -15,6 +15,7 @@ from polylane.runtime.division import Batch
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.stage import Live, StageRunner, values_of
+from polylane.runtime.stale import own_calls
 from polylane.runtime.world import World
 
 
@@ -52,7 +53,7 @@ def trace(prepared: Prepared, world: World, batch: Any, seed: int, step: int = 0
     tracer = _Tracer(runner.code, runner.tensors, runner.gradients, runner.device, runner.autocast, runner.local)
     tracer.trace = Trace(0 if "data" in worker.mesh.axes else worker.program.replica, worker.mesh.coordinates)
     worker.runner = tracer
-    with torch.no_grad():
+    with torch.no_grad(), own_calls():
         worker.run(Batch.whole(batch), step, seed, lambda state: None)
     job.close()
     return tracer.trace

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.errors import PolylaneError
 from polylane.optim.trust import bind
 from polylane.program.program import Program
 from polylane.runtime import optimizer
 from polylane.runtime.binding import Lanes
 from polylane.runtime.connections import replica_of
 from polylane.runtime.holding import Holding
-from polylane.runtime.optimizer import Clipper, PartSums
-from polylane.runtime.prepare import Objective, named_parameters
+from polylane.runtime.optimizer import Clipper, PartSums, scheduler_of
+from polylane.runtime.prepare import named_parameters
 from polylane.runtime.sync.codec import Codec
 from polylane.runtime.sync.compress import codec_of
 from polylane.runtime.sync.sharded import Shards
@@ -97,14 +96,14 @@ def trainer_of(
         clip_norm: bound on the gradients' 2-norm, or None.
 
     Raises:
-        PolylaneError: its scheduler wants to know a metric; or gradients cannot travel as the plan says.
+        PolylaneError: its scheduler is none, or wants to know a metric; or gradients cannot travel as the plan says.
     """
     order, whole = _optimized(holding, name)
     held = holding.shards.updated(whole)
     if holding.prepared.layouts or holding.layout.units:
         bind(built, _part_sums(holding, order, held))
     clipper = None if clip_norm is None else _clipper(holding, order, held, programs, clip_norm)
-    scheduler = _scheduler(holding.prepared.objectives[name], built)
+    scheduler = scheduler_of(holding.prepared.objectives[name].scheduler, built)
     codec = codec_of(holding.prepared.plan.sync, whole)
     return Trainer(built, scheduler, order, held, clipper, holding.shards, whole, codec)
 
@@ -155,13 +154,3 @@ def _sum_replica(holding: Holding) -> Callable[[Tensor], Tensor]:
     plan = holding.prepared.plan
     together = range(plan.workers) if holding.layout.units else replica_of(plan, holding.world.rank)
     return lambda values: holding.transport.all_reduce(values, together).wait()
-
-
-def _scheduler(objective: Objective, built: torch.optim.Optimizer) -> Any:
-    scheduler = objective.scheduler(built) if objective.scheduler is not None else None
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise PolylaneError(
-            "scheduler(optimizer): ReduceLROnPlateau steps on a metric, not on steps: leave it out here, make it "
-            "of job.optimizer, and step it after each evaluation"
-        )
-    return scheduler

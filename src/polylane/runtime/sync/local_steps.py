@@ -76,6 +76,11 @@ class LocalSteps(Rule):
         apart = any(course.steps > self._sync.warmup for course in self._courses.values())
         return min(self._sync.every, MOST_APART) if apart else 1
 
+    @property
+    def differs(self) -> bool:  # type: ignore[override]
+        """See :class:`Rule`."""
+        return any(course.seen for course in self._courses.values())
+
     def alone(self, objective: str) -> bool:
         """See :meth:`Rule.alone`."""
         return self._courses[objective].steps >= self._sync.warmup

@@ -41,9 +41,11 @@ class Rule:
         slack: steps by which replicas may be apart: as many reports of steps may be under way.
         together: ranks whose losses make up that of a step, where those of others are not waited for; None: all.
         staleness: updates by others between reading the weights of this worker's last step and its own update.
+        differs: whether this worker's weights may be others than those of its stage's other replicas now.
     """
 
     slack = 1
+    differs = False
     together: Sequence[int] | None = None
     staleness = 0
     _transport: Transport

@@ -85,6 +85,11 @@ class FromServers(Rule):
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
+    @property
+    def differs(self) -> bool:  # type: ignore[override]
+        """See :class:`Rule`."""
+        return self._sync.alone and self._steps > 0
+
     def alone(self, objective: str) -> bool:
         """See :meth:`Rule.alone`."""
         return self._sync.alone

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polylane.runtime.sync.codec import Flight, Plain, Shares, Summed, joined, parted
+from polylane.runtime.sync.codec import Flight, Plain, Shares, Summed, cut, joined
 from polylane.runtime.transport.protocol import Transport
 
 
@@ -23,14 +24,19 @@ class Wire:
     whatever the number of ranks.
 
     Since no partial sum is rounded, nothing needs to be divided by the number of ranks first, as it does for an
-    all-reduce in float16; and what comes in are shares of the global mean already. float16 ends at 65504 and has only
-    zero below 3e-8, bfloat16 has the range of float32. What is beyond the end becomes infinite, and what is infinite or
-    no number stays so: it arrives at all ranks alike, where clipping, or a check of the user's own, sees it as on one
-    device. A bucket of a dtype that is no wider than the wire's is summed plainly.
+    all-reduce in float16; and what comes in are shares of the global mean already. bfloat16 has the range of float32.
+    float16 has 40 binades and ends at 65504, so each message is scaled as block floating point is: by the power of two
+    that brings its largest finite number to 2^14 or more, below 2^15. The power travels with the message, so that ranks
+    need not agree on one, and no step is skipped. A power of two loses no bits: a number is rounded to float16's 11
+    bits as long as it is at most 2^29 times smaller than the largest of its message, and is 0 from 2^40 times on. What
+    is infinite or no number stays so: it arrives at all ranks alike, where clipping, or a check of the user's own, sees
+    it as on one device, and it does not touch the others. A bucket of a dtype that is no wider than the wire's is
+    summed plainly.
 
-    Bytes of a bucket of n elements and flags handed over by each of p ranks: 2 n where p is 2, else 2 c p with
-    c = ceil(n / p): parts for the p - 1 others, and the sum of its own. Leaving a rank: 2 n, or 4 c (p - 1), half of an
-    all-reduce in float32.
+    Bytes of a bucket of n elements and f flags handed over by each of p ranks, where a message has s = 1 power of two
+    in float16, else s = 0: 2 (n + f + s) where p is 2, else 2 p (c + s) + 2 f with c = ceil(n / p): parts for the p - 1
+    others, and the sum of its own. Leaving a rank: 2 (n + f + s), or (p - 1) (4 (c + s) + 2 f), half of an all-reduce
+    in float32 but for the flags and powers.
 
     Args:
         dtype: float16 or bfloat16.
@@ -47,7 +53,8 @@ class Wire:
         """See :meth:`.codec.Codec.launch`."""
         if shares.flags.dtype.itemsize <= self.dtype.itemsize:
             return self._plain.launch(shares, transport)
-        return (_Swap if len(shares.ranks) == 2 else _Parts)(shares, joined(shares), self.dtype, transport)
+        vector = joined(replace(shares, optional=(), flags=shares.flags[:0]))
+        return (_Swap if len(shares.ranks) == 2 else _Parts)(shares, vector, Form(self.dtype), transport)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing is remembered."""
@@ -57,46 +64,111 @@ class Wire:
         """Nothing is remembered."""
 
 
+# Of a dtype's bits: as which whole numbers, where the exponent begins, what is added to it.
+_EXPONENT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How numbers lie in a message: rounded, behind them flags, and where they are scaled the power of two.
+
+    Attributes:
+        dtype: of the message.
+    """
+
+    dtype: torch.dtype
+
+    @property
+    def scaled(self) -> int:
+        """1 where the dtype's range is less than float32's, so that the power of two is one more number; else 0."""
+        return int(torch.finfo(self.dtype).tiny > torch.finfo(torch.float32).tiny)
+
+    def packed(self, numbers: Tensor, flags: Tensor) -> Tensor:
+        """A message of numbers of one dimension, and of flags, which are 0 or 1 and never scaled."""
+        if not self.scaled:
+            return torch.cat([numbers.to(self.dtype), flags.to(self.dtype)]) if len(flags) else numbers.to(self.dtype)
+        power = _power(numbers)
+        small = (numbers * _two_to(power, numbers.dtype)).to(self.dtype)
+        return torch.cat([small, flags.to(self.dtype), power.to(torch.int16).view(self.dtype)])
+
+    def flags(self, message: Tensor, count: int) -> Tensor:
+        """The flags of a message of so many numbers."""
+        return message[count : len(message) - self.scaled]
+
+    def added(self, messages: Sequence[Tensor], total: Tensor) -> Tensor:
+        """The sum of the messages' numbers, one after the other, written over a vector of the gradients' dtype."""
+        for i, message in enumerate(messages):
+            numbers = message[: len(total)]
+            if self.scaled:
+                back = -message[-1:].view(torch.int16).to(torch.int32)
+                numbers = numbers.to(total.dtype).mul_(_two_to(back, total.dtype))
+            if i:
+                total += numbers  # widened as it is added
+            else:
+                total.copy_(numbers)
+        return total
+
+
+def _power(numbers: Tensor) -> Tensor:
+    """Of which power of two numbers are multiplied; a tensor, so that no device is waited for."""
+    if not len(numbers):
+        return numbers.new_zeros(1, dtype=torch.int32)
+    finite = torch.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0)
+    exponent = torch.frexp(torch.linalg.vector_norm(finite, torch.inf)).exponent.view(1)
+    most = _EXPONENT[numbers.dtype][2] - 1  # of a power that has a normal reciprocal
+    return (15 - exponent).clamp(-most, most)
+
+
+def _two_to(power: Tensor, dtype: torch.dtype) -> Tensor:
+    """Exact powers of two, made of their bits: pow() may round."""
+    whole, start, bias = _EXPONENT[dtype]
+    return ((power.to(whole) + bias) << start).view(dtype)
+
+
 class _Swap:
     """Every rank gets all vectors whole; see :class:`.codec.Flight`."""
 
-    def __init__(self, shares: Shares, vector: Tensor, dtype: torch.dtype, transport: Transport) -> None:
-        self._shares, self._vector = shares, vector
-        self._pending = transport.all_gather(vector.to(dtype), shares.ranks)
+    def __init__(self, shares: Shares, vector: Tensor, form: Form, transport: Transport) -> None:
+        self._shares, self._vector, self._form = shares, vector, form
+        self._pending = transport.all_gather(form.packed(vector, shares.flags), shares.ranks)
 
     def advance(self) -> None:
         """There is one round."""
 
     def wait(self) -> Summed:
         """See :meth:`.codec.Flight.wait`."""
-        vectors = self._pending.wait().view(len(self._shares.ranks), len(self._vector))
-        return parted(self._shares, _added(vectors.unbind(), self._vector))
+        messages = self._pending.wait().view(len(self._shares.ranks), -1).unbind()
+        flags = [self._form.flags(message, len(self._vector)) for message in messages]
+        return _summed(self._shares, self._form.added(messages, self._vector), flags)
 
 
 class _Parts:
     """Every rank adds up its part of the vectors, and all get the sums; see :class:`.codec.Flight`."""
 
-    def __init__(self, shares: Shares, vector: Tensor, dtype: torch.dtype, transport: Transport) -> None:
-        self._shares, self._vector, self._transport = shares, vector, transport
-        ranks = len(shares.ranks)
-        part = -(-len(vector) // ranks)
-        pieces = F.pad(vector.to(dtype), (0, part * ranks - len(vector))).view(ranks, part).unbind()
-        self._parts = transport.all_to_all(pieces, [(part,)] * ranks, shares.ranks)
+    def __init__(self, shares: Shares, vector: Tensor, form: Form, transport: Transport) -> None:
+        self._shares, self._vector, self._form, self._transport = shares, vector, form, transport
+        ranks, none = len(shares.ranks), shares.flags[:0]
+        self._part = part = -(-len(vector) // ranks)
+        rest = part * ranks - len(vector)
+        pieces = (F.pad(vector, (0, rest)) if rest else vector).view(ranks, part)
+        messages = [form.packed(piece, none) for piece in pieces]
+        self._parts = transport.all_to_all(messages, [messages[0].shape] * ranks, shares.ranks)
 
     def advance(self) -> None:
         """The second round; see :meth:`.codec.Flight.advance`."""
-        parts = self._parts.wait()
-        total = _added(parts, torch.empty_like(parts[0], dtype=self._vector.dtype))
-        self._sums = self._transport.all_gather(total.to(parts[0].dtype), self._shares.ranks)
+        total = self._form.added(self._parts.wait(), self._vector.new_empty(self._part))
+        self._sums = self._transport.all_gather(self._form.packed(total, self._shares.flags), self._shares.ranks)
 
     def wait(self) -> Summed:
         """See :meth:`.codec.Flight.wait`."""
-        return parted(self._shares, self._vector.copy_(self._sums.wait()[: len(self._vector)]))
+        messages = self._sums.wait().view(len(self._shares.ranks), -1).unbind()
+        for i, message in enumerate(messages):
+            own = self._vector[i * self._part : (i + 1) * self._part]
+            self._form.added([message], own)
+        return _summed(self._shares, self._vector, [self._form.flags(message, self._part) for message in messages])
 
 
-def _added(vectors: Sequence[Tensor], total: Tensor) -> Tensor:
-    """The sum, one after the other, written over a vector of a wider dtype."""
-    total.copy_(vectors[0])
-    for vector in vectors[1:]:
-        total += vector  # widened as it is added
-    return total
+def _summed(shares: Shares, vector: Tensor, flags: Sequence[Tensor]) -> Summed:
+    """The sums that a vector as :func:`joined` makes it holds, and who had gradients by everybody's flags."""
+    gradients = cut(vector, [gradient.shape for gradient in shares.gradients])
+    return Summed(tuple(gradients), shares.dropped(sum(flags[1:], flags[0])))
