@@ -14,6 +14,7 @@ from typing import Any
 from polylane.observe.timeline import Timeline
 from polylane.runtime.job import Job
 from polylane.runtime.result import StepResult
+from polylane.values import travels
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -57,6 +58,7 @@ class Outcome:
     servers: int = 0
 
 
+@travels
 @dataclass(frozen=True)
 class Own:
     """What one worker knows of an epoch: its losses as (total, count), its time, and when a loss was no number."""

@@ -15,18 +15,18 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from polylane.errors import PolylaneError
 from polylane.runtime.transport.blocks import bound
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.world import TIMEOUT, World
+from polylane.values import travels
 
 CONNECT_SECONDS = 5.0  # for a peer that is there to connect; only waited for where one could not
 _HELLO = struct.Struct("=I16s")  # the rank, and what only the workers know of each other
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 
 
+@travels
 @dataclass(frozen=True)
 class Card:
     """What a worker tells all others of itself before they connect.
@@ -70,9 +70,7 @@ class Meeting:
         if unable is None:
             listener, unable = _listening(name, 2 * world.size)
         card = Card(host(), os.getuid(), _cores(), name, secrets.token_bytes(16), unable, asked)
-        cards: list[Card] = [card] * world.size
-        dist.all_gather_object(cards, card, group=world.group)
-        return cls(listener, tuple(cards))
+        return cls(listener, tuple(world.exchange(card)))
 
     def end(self) -> None:
         """Take nobody in any more."""
@@ -161,8 +159,7 @@ def met_again(world: World, hosts: Sequence[Hashable]) -> Hub:
 
 def _agreed(world: World, trouble: str | None) -> str | None:
     """The first trouble that any worker had."""
-    troubles: list[str | None] = [trouble] * world.size
-    dist.all_gather_object(troubles, trouble, group=world.group)
+    troubles: list[str | None] = world.exchange(trouble)
     return next((f"rank {rank}: {each}" for rank, each in enumerate(troubles) if each is not None), None)
 
 
