@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import socket
 import stat
 import struct
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,47 +45,53 @@ class Bomb:
 
 
 @contextmanager
-def stranger(trace: Path, attack: Callable[[Path, int], None]) -> Iterator[None]:
-    """Another process, another user's where this one may become one, that attacks until the end."""
+def stranger(attack: Callable[[set[int], set[str]], None]) -> Iterator[None]:
+    """Attack every socket at which a process of this one's listens, as another user where this one may become one."""
+    ours = os.getpid()
     pid = os.fork()
     if pid == 0:
-        try:
-            if os.getuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            while True:
-                with suppress(Exception):
-                    attack(trace, os.getppid())
-        finally:
-            os._exit(0)
+        os.setpgid(0, 0)
+        seen = set[str]()
+        while True:
+            ports, names = listening(ours, but=os.getpid())
+            if new := {str(port) for port in ports} - seen | names:
+                seen |= new
+                if os.fork() == 0:  # it goes on while the next one looks for what listens by then
+                    with suppress(BaseException):
+                        _become_nobody()
+                        attack(ports, names)
+                    os._exit(0)
+            time.sleep(0.001)
     try:
         yield
     finally:
-        os.kill(pid, 9)
+        os.killpg(pid, 9)
         os.waitpid(pid, 0)
 
 
-def tcp_ports() -> set[int]:
-    """Every port of this host at which somebody listens who is not the stranger."""
-    found = set[int]()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[7]) != NOBODY:
-                found.add(int(fields[1].rpartition(":")[2], 16))
-    return found
+def _become_nobody() -> None:
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
 
 
-def unix_names() -> set[str]:
-    """Every name under which a local socket listens."""
-    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
-    listening = (line.split() for line in lines if int(line.split()[3], 16) & 0x10000)
-    return {fields[7] for fields in listening if len(fields) > 7}
-
-
-BEFORE = (tcp_ports(), unix_names())
-TRIED: set[int] = set()
+def listening(root: int, but: int | None = None) -> tuple[set[int], set[str]]:
+    """Ports and names at which a process or those that it started listen; those of others are no business of ours."""
+    found, todo, inodes = set[int](), [root], set[str]()
+    while todo:
+        found.add(parent := todo.pop())
+        with suppress(OSError):
+            for fd in os.listdir(f"/proc/{parent}/fd"):
+                with suppress(OSError):
+                    inodes.add(os.readlink(f"/proc/{parent}/fd/{fd}"))
+            for each in Path(f"/proc/{parent}/task").glob("*/children"):
+                todo += [pid for pid in map(int, each.read_text().split()) if pid != but]
+    tables = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    ports = {int(f[1].rpartition(":")[2], 16) for f in tables if f[3] == "0A" and f"socket:[{f[9]}]" in inodes}
+    local = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    names = {f[7] for f in local if len(f) > 7 and int(f[3], 16) & 0x10000 and f"socket:[{f[6]}]" in inodes}
+    return ports, names
 
 
 def payloads(trace: Path) -> list[bytes]:
@@ -98,13 +104,13 @@ def payloads(trace: Path) -> list[bytes]:
     return [*framed, *places, struct.pack("=BI", 1, 0x3C85F7CE) + put, b"\xff" * 256, b""]
 
 
-def knock(trace: Path, _: int) -> None:
-    """Connect to whatever listens that did not before, and send everything there is."""
-    for port in tcp_ports() - BEFORE[0]:
+def knock(trace: Path, ports: set[int], names: set[str]) -> None:
+    """Connect to all that listens, and send everything there is."""
+    for port in ports:
         for data in payloads(trace):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2) as line:
                 line.sendall(data)
-    for name in unix_names() - BEFORE[1]:
+    for name in names:
         for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
             for data in payloads(trace):
                 with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as line:
@@ -113,20 +119,18 @@ def knock(trace: Path, _: int) -> None:
                     line.sendall(data)
 
 
-def join_as_rank_1(trace: Path, _: int) -> None:
+def join_as_rank_1(trace: Path, ports: set[int], names: set[str]) -> None:
     """Come before rank 1 to the store that the workers meet at, if it is at a port, and gather a pickle with rank 0."""
-    for port in tcp_ports() - BEFORE[0] - TRIED:
-        TRIED.add(port)
-        if os.fork() == 0:  # it goes on while others knock at what listens next
-            try:
+    for port in ports:
+        if os.fork() == 0:
+            with suppress(BaseException):
                 patience = timedelta(seconds=2)
                 store: Any = dist.TCPStore("127.0.0.1", port, 2, False, patience, False)  # type: ignore[attr-defined]
                 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
                 met = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
                 dist.init_process_group("gloo", store=met, rank=1, world_size=2, timeout=patience)
                 dist.all_gather_object([None, None], Bomb(trace))
-            finally:
-                os._exit(0)
+            os._exit(0)
 
 
 def together(context: Context) -> float:
@@ -143,7 +147,7 @@ def together(context: Context) -> float:
 
 @pytest.mark.parametrize("attack", [knock, join_as_rank_1])
 def test_the_stranger_is_turned_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path, int], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path, set[int], set[str]], None]
 ):
     """20 jobs, of which every one has to be right, and none may run what he sends."""
     whole = launch.attempt
@@ -155,7 +159,7 @@ def test_the_stranger_is_turned_away(
     monkeypatch.setattr(launch, "attempt", late)
     trace = tmp_path / "ran"
     right = 0
-    with stranger(trace, attack):
+    with stranger(partial(attack, trace)):
         for _ in range(TRIES):
             right += fork(together, 2) == [12.0, 12.0]
     assert right == TRIES
@@ -166,23 +170,15 @@ def test_a_forked_job_listens_at_no_port_and_nobody_else_may_reach_its_sockets()
     def worker(context: Context) -> tuple[set[int], list[int]]:
         transport = transport_for(context.world)(context.world, [], [range(context.world.size)])
         transport.barrier()
-        listening = own_ports()
+        ports = listening(os.getpid())[0]
         transport.barrier()
         transport.close()
-        return listening, [stat.S_IMODE(os.stat(f"/proc/self/fd/{fd}").st_mode) for fd in memory_files()]
+        return ports, [stat.S_IMODE(os.stat(f"/proc/self/fd/{fd}").st_mode) for fd in memory_files()]
 
     for ports, modes in fork(worker, 3):
         assert not ports
         assert modes
         assert all(not mode & 0o077 for mode in modes)
-
-
-def own_ports() -> set[int]:
-    """Ports at which this process listens."""
-    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)]
-    inodes = {found[1] for link in links if (found := re.fullmatch(r"socket:\[(\d+)\]", link))}
-    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-    return {int(f[1].rpartition(":")[2], 16) for f in lines[1:] if len(f) > 9 and f[3] == "0A" and f[9] in inodes}
 
 
 def memory_files() -> list[str]:
