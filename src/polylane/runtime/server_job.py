@@ -72,7 +72,7 @@ class ServerJob(Job):
         self._host = opened(world, prepared, holders_of(prepared), clip_norm)
         self._prepared, self._step, self._closed = prepared, 0, False
         _ = self.server.weights  # that there are any: what is wrong with an optimizer is said here
-        self._left = False
+        self._left, self.anomalies = False, None
         close_at_exit(self)
 
     @property
