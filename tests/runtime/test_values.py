@@ -167,3 +167,25 @@ def test_bad_forms_are_refused(text: str):
 def test_a_class_that_refuses_its_fields_is_refused():
     with pytest.raises(PolylaneError, match="not this one"):
         decode(encode(Pair("refuses", 1)).replace(b"refuses", b"refused"))
+
+
+SOURCES = sorted(Path(agreement.__file__).parents[1].rglob("*.py"))
+
+# Between a worker and the process that started it: a pipe that both inherited, or a socket that the secret was said at.
+PICKLE = {"launch.py", "elastic.py", "failure.py"}
+
+
+def test_pickles_are_read_nowhere_else():
+    reads = (
+        "pickle.load",
+        "torch.load(",
+        "all_gather_object(",
+        "gather_object(",
+        "broadcast_object_list(",
+        "recv_object",
+    )
+    for file in SOURCES:
+        for line in file.read_text().splitlines():
+            code = line.strip()
+            if any(f"dist.{name}" in code for name in reads) or any(name in code for name in reads[:2]):
+                assert file.name in PICKLE, f"{file}: {code}"
