@@ -140,9 +140,11 @@ def train(
     seed: Seed = 0,
     set_: Set = None,
     clip_norm: ClipNorm = None,
-    stop_on_nan: Annotated[
-        bool, typer.Option("--stop-on-nan", help="Stop, with exit code 2, when the loss is not a finite number.")
-    ] = False,
+    on_nan: Annotated[
+        Literal["stop", "warn"],
+        typer.Option("--on-nan", help="Of a loss that is not finite: stop, naming the first operator; or go on."),
+    ] = "stop",
+    stop_on_nan: Annotated[bool, typer.Option("--stop-on-nan", help="The same as --on-nan stop.", hidden=True)] = False,
     drop_last: Annotated[
         bool, typer.Option("--drop-last", help="Leave out a last batch that is shorter than the others.")
     ] = False,
@@ -169,7 +171,8 @@ def train(
     LARS and LAMB: You et al. 2017 and 2020.
 
     DIR gets plan.yaml, metrics.jsonl (a line a step), model.safetensors (loads into the plain model), and one late
-    step's timeline.json, swimlane.html and trace.json (for ui.perfetto.dev); these replace an earlier run's.
+    step's timeline.json, swimlane.html and trace.json (for ui.perfetto.dev). An earlier run's are replaced when this
+    one has ended well, and until then it writes into DIR/unfinished; weights that are no numbers are never saved.
 
     \b
     Examples:
@@ -191,7 +194,7 @@ def train(
         seed=seed,
         settings=set_ or [],
         clip_norm=clip_norm,
-        stop_on_nan=stop_on_nan,
+        on_nan="stop" if stop_on_nan else on_nan,
         drop_last=drop_last,
         rates=rates(batch, optimizer, lr, scale_lr, base_batch, warmup),
         json=json,

@@ -13,6 +13,10 @@ class PolylaneError(Exception):
     """
 
 
+class NotFinite(PolylaneError):
+    """Weights hold NaN or infinity, and so are not saved."""
+
+
 class WorkerFailed(Exception):
     """A worker of this job raised, or died: the one error of the whole job, raised where the job was started.
 

@@ -17,6 +17,7 @@ from polylane.runtime.launch import Context
 def add_up(context: Context) -> torch.Tensor:
     context.message({"from": context.rank})
     value = torch.tensor(float(context.rank + 1))
+    context.world.connect()
     dist.all_reduce(value)
     return value
 
@@ -24,12 +25,14 @@ def add_up(context: Context) -> torch.Tensor:
 def raise_on_one(context: Context) -> None:
     if context.rank == 1:
         raise ValueError("the model is wrong")
+    context.world.connect()
     dist.barrier()
 
 
 def die_on_one(context: Context) -> None:
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    context.world.connect()
     dist.barrier()
 
 

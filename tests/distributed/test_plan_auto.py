@@ -132,12 +132,12 @@ def test_the_others_wait_as_long_as_it_takes_and_sleep() -> None:
     def work(context: Context) -> tuple[str, float]:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = [listener.getsockname()[1] if context.rank == 0 else 0]
-        dist.broadcast_object_list(port, src=0)
+        port = context.world.exchange(port)[0]
         context.world.leave()
-        os.environ.update(MASTER_PORT=str(port[0]), TORCHELASTIC_USE_AGENT_STORE="False")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]), TORCHELASTIC_USE_AGENT_STORE="False")
         world = World.join(timedelta(seconds=1))
         before = time.process_time()
-        found = found_by_first(lambda: (time.sleep(2.5), f"of rank {context.rank}")[1])
+        found = found_by_first(world, lambda: (time.sleep(2.5), f"of rank {context.rank}")[1])
         spent = time.process_time() - before
         dist.barrier()
         world.leave()

@@ -30,14 +30,33 @@ def test_alone():
 
 
 def test_a_forked_worker_joins_what_is_there():
-    def worker(context: Context) -> tuple[World, bool]:
-        again = World.join()
+    def worker(context: Context) -> tuple[bool, int, int, str | None, bool, bool]:
+        before = dist.is_initialized()
+        again = World.join().connect()
         again.leave()  # the group is not this one's to end
-        return again, dist.is_initialized()
+        return before, again.rank, again.size, again.backend, again.joined, dist.is_initialized()
 
-    (first, alive), (second, _) = fork(worker, 2)
-    assert alive
-    assert (first.rank, second.rank, first.size, first.backend, first.joined) == (0, 1, 2, "gloo", False)
+    assert fork(worker, 2) == [(False, rank, 2, "gloo", False, True) for rank in range(2)]
+
+
+def test_workers_tell_one_another_without_a_group():
+    def worker(context: Context) -> tuple[list[object], list[object], bool]:
+        told = context.world.exchange({"rank": context.rank})
+        return told, context.world.exchange(None), dist.is_initialized()
+
+    assert fork(worker, 3) == [([{"rank": 0}, {"rank": 1}, {"rank": 2}], [None] * 3, False)] * 3
+
+
+def test_a_forked_job_stays_on_loopback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+
+    def worker(context: Context) -> float:
+        context.world.connect()
+        value = torch.tensor(1.0)
+        dist.all_reduce(value)
+        return value.item()
+
+    assert fork(worker, 2) == [2.0, 2.0]
 
 
 def test_the_environment_of_torchrun():
@@ -46,7 +65,7 @@ def test_the_environment_of_torchrun():
     def worker(context: Context) -> tuple[int, int, float]:
         port = context_port(context)
         context.world.leave()
-        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
         world = World.join()
         value = torch.tensor(1.0)
         dist.all_reduce(value)
@@ -62,8 +81,8 @@ def context_port(context: Context) -> int:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ports: list[int] = [listener.getsockname()[1] if context.rank == 0 else 0]
-    dist.broadcast_object_list(ports, src=0)
-    return ports[0]
+    first: list[int] = context.world.exchange(ports)[0]
+    return first[0]
 
 
 @pytest.mark.parametrize(

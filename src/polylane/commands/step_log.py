@@ -14,6 +14,7 @@ from typing import Any
 from polylane.observe.timeline import Timeline
 from polylane.runtime.job import Job
 from polylane.runtime.result import StepResult
+from polylane.values import travels
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -38,6 +39,10 @@ class Outcome:
         timeline: of a representative late step.
         staleness: how many updates of parameter servers were how stale; None where they are synchronous, or are none.
         stopped: the step and the epoch at which the loss was no number and training stopped.
+        not_finite: the same, whether or not training stopped.
+        bad_loss: of that step.
+        cause: where that began, as far as is known.
+        saved: whether the weights were: not where they are no numbers.
         traffic: bytes that every worker sent in a step, see :meth:`polylane.Job.traffic`.
         servers: of the workers, how many only serve parameters: the last ones.
     """
@@ -55,8 +60,13 @@ class Outcome:
     stopped: tuple[int, int] | None
     traffic: tuple[Mapping[str, float], ...] = ()
     servers: int = 0
+    not_finite: tuple[int, int] | None = None
+    bad_loss: float = math.nan
+    cause: str = ""
+    saved: bool = True
 
 
+@travels
 @dataclass(frozen=True)
 class Own:
     """What one worker knows of an epoch: its losses as (total, count), its time, and when a loss was no number."""
@@ -86,6 +96,7 @@ class Log:
         self.seconds = 0.0
         self.loss = math.nan
         self.stopped: tuple[int, int] | None = None
+        self.bad_loss = math.nan
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -148,7 +159,7 @@ class Log:
         self._sum += total
         self._count += count
         if self.stopped is None and not math.isfinite(self.loss):
-            self.stopped = (step, epoch)
+            self.stopped, self.bad_loss = (step, epoch), self.loss
         self._tell(
             {
                 "kind": "step",
@@ -183,6 +194,8 @@ class Log:
             timeline=_representative(self._late),
             staleness=None,
             stopped=self.stopped if stopped else None,
+            not_finite=self.stopped,
+            bad_loss=self.bad_loss,
         )
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,13 +17,13 @@ from polylane.commands.automatic import automatic
 from polylane.commands.output import count, plural, print_json, seconds
 from polylane.commands.progress import display
 from polylane.commands.rates import Rates
-from polylane.commands.run_folder import MODEL, RunFolder, unused
+from polylane.commands.run_folder import RunFolder
 from polylane.errors import PolylaneError
 from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
     from polylane.commands.step_log import Outcome
-    from polylane.commands.training import Request
+    from polylane.commands.training import OnNan, Request
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
 
@@ -39,7 +40,7 @@ def run(
     seed: int,
     settings: Sequence[str],
     clip_norm: float | None,
-    stop_on_nan: bool,
+    on_nan: OnNan,
     drop_last: bool,
     rates: Rates | None,
     json: bool,
@@ -47,7 +48,7 @@ def run(
     """Train, and print how it ended.
 
     Raises:
-        PolylaneError: what was given is wrong, or the loss is no number and ``stop_on_nan`` is set.
+        PolylaneError: what was given is wrong, or the loss is no finite number and ``on_nan`` is stop.
         WorkerFailed: a worker raised.
     """
     if epochs is not None and steps is not None:
@@ -55,34 +56,39 @@ def run(
     inputs.positive("--clip-norm", clip_norm)
     chosen = _chosen(plan, workers, lambda most: automatic(path, settings, batch, most, seed))
     inputs.open_recipe(path, settings)  # before torch is imported, where the recipe itself does not
-    place = RunFolder(folder or unused(Path("run") / _name(path)))
+    place = RunFolder(folder or Path("run") / _name(path), given=folder is not None)
     place.check()
-    from polylane.commands.training import Request
+    with place.claimed(os.environ.get("RANK", "0") == "0"):  # of torchrun's workers the first one writes
+        from polylane.commands.training import Request
 
-    request = Request(
-        recipe=path,
-        settings=tuple(settings),
-        plan=chosen,
-        batch=batch,
-        epochs=epochs if steps is not None or epochs is not None else 1,
-        steps=steps,
-        seed=seed,
-        clip_norm=clip_norm,
-        stop_on_nan=stop_on_nan,
-        drop_last=drop_last,
-        rates=rates,
-        model_path=place.path / MODEL,
-    )
+        request = Request(
+            recipe=path,
+            settings=tuple(settings),
+            plan=chosen,
+            batch=batch,
+            epochs=epochs if steps is not None or epochs is not None else 1,
+            steps=steps,
+            seed=seed,
+            clip_norm=clip_norm,
+            on_nan=on_nan,
+            drop_last=drop_last,
+            rates=rates,
+            model_path=place.model,
+        )
+        _train(request, place, json)
+
+
+def _train(request: Request, place: RunFolder, json: bool) -> None:
     if "RANK" in os.environ:
         _under_torchrun(request, place, json)
         return
-    assert not isinstance(chosen, str)
+    assert not isinstance(request.plan, str)
     try:
         with _Reporter(place, to_stderr=json) as reporter:
-            outcome = _start(request, chosen.processes, reporter)
+            outcome = _start(request, request.plan.processes, reporter)
     except KeyboardInterrupt:
-        if place.path.exists():
-            print(f"{place.path}/ keeps what was written so far", file=sys.stderr)
+        if (kept := place.kept()) is not None:
+            print(f"{kept}/ keeps what was written so far", file=sys.stderr)
         raise
     _finish(request, place, outcome, json)
 
@@ -112,7 +118,7 @@ class _Reporter:
     def __call__(self, rank: int, message: dict[str, Any]) -> None:
         content = {key: value for key, value in message.items() if key != "kind"}
         if message["kind"] == "begin":
-            self._place.make()
+            self._place.begin()
             self._place.plan(message["plan"])
             self._display.begin(message)
         elif message["kind"] == "testing":
@@ -129,7 +135,11 @@ class _Reporter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._display.close()
-        self._place.close()
+        if error is None:
+            self._place.close()
+        else:
+            with suppress(PolylaneError):  # what ended the run is told already
+                self._place.close()
 
 
 # Three ways to start -------------------------------------------------------------------------------------------------
@@ -167,7 +177,7 @@ def _under_torchrun(request: Request, place: RunFolder, json: bool) -> None:
     try:
         if world.rank != 0:
             outcome = apart(request, world, lambda message: None)
-            _refuse_stopped(request, place, outcome)
+            _refuse_stopped(place, outcome)
             return
         with _Reporter(place, to_stderr=json) as reporter:
             outcome = apart(request, world, partial(reporter, 0))
@@ -186,18 +196,30 @@ def _under_torchrun(request: Request, place: RunFolder, json: bool) -> None:
 # The end -------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_stopped(request: Request, place: RunFolder, outcome: Outcome) -> None:
+def _refuse_stopped(place: RunFolder, outcome: Outcome) -> None:
     if outcome.stopped is not None:
-        step, epoch = outcome.stopped
+        cause = f"{outcome.cause}; " if outcome.cause else ""
         raise PolylaneError(
-            f"the loss was {outcome.loss} at step {step} (epoch {epoch}): training stopped, and no weights were saved; "
-            f"the metrics are in {place.path / 'metrics.jsonl'}"
+            f"{_said(outcome, outcome.stopped)}: training stopped, and no weights were saved; {cause}the metrics are "
+            f"in {place.metrics}, and --on-nan warn goes on instead"
         )
+
+
+def _said(outcome: Outcome, at: tuple[int, int]) -> str:
+    return f"the loss was {outcome.bad_loss} at step {at[0]} (epoch {at[1]})"
 
 
 def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) -> None:
     place.timeline(outcome.timeline)
-    _refuse_stopped(request, place, outcome)
+    _refuse_stopped(place, outcome)
+    if not outcome.saved:
+        raise PolylaneError(
+            f"the weights were not saved after {plural(outcome.steps, 'step')}: {outcome.cause}; "
+            f"what else there is of the run is in {place.metrics.parent}"
+        )
+    if outcome.not_finite is not None:
+        print(f"polylane: {_said(outcome, outcome.not_finite)}, and training went on", file=sys.stderr)
+    place.finish()
     files = place.files()
     summary = {
         "recipe": request.recipe,

@@ -14,6 +14,7 @@ from torch import nn
 from polylane.commands import inputs
 from polylane.commands.rates import Rates
 from polylane.commands.step_log import Log, Outcome, Tell, last_steps
+from polylane.errors import NotFinite
 from polylane.plan import plan as plans
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
@@ -22,12 +23,15 @@ from polylane.runtime import data
 from polylane.runtime.agreement import prepare_together
 from polylane.runtime.automatic import settled
 from polylane.runtime.division import Batch
+from polylane.runtime.finite import Anomalies, Fault, first_of
 from polylane.runtime.job import Job
 from polylane.runtime.launch import Context
 from polylane.runtime.prepare import Objective, Prepared, prepare
 from polylane.runtime.server_job import job_of
 from polylane.runtime.sync.server_log import distribution
 from polylane.runtime.world import World
+
+OnNan = Literal["stop", "warn"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Request:
         plan: one line, read, or a plan file; "auto" where workers are to find it when they are together.
         batch: samples in a batch, over all workers.
         epochs, steps: how long; one of them is None.
+        on_nan: what is done about a loss that is not finite: stop, or say so and go on.
         drop_last: leave out an epoch's last batch where it is shorter than the others.
         rates: what is done with the recipe's learning rates; None: nothing.
         model_path: where the weights go.
@@ -52,7 +57,7 @@ class Request:
     steps: int | None
     seed: int
     clip_norm: float | None
-    stop_on_nan: bool
+    on_nan: OnNan
     drop_last: bool
     rates: Rates | None
     model_path: Path
@@ -175,19 +180,20 @@ def train(job: Job, request: Request, materials: Materials, prepared: Prepared, 
     What is told: one "begin", a "step" for each, a "testing" and an "epoch" after each epoch.
     """
     tell(_begin(job, request, materials, prepared))
-    log = Log(tell, lambda: job.slack)
+    log, stops = Log(tell, lambda: job.slack), request.on_nan == "stop"
+    job.anomalies = Anomalies() if stops else None  # it runs a pass again, which a run that goes on must not
     test_loss = None
     for epoch in itertools.count(1) if request.epochs is None else range(1, request.epochs + 1):
         log.begin_epoch()
         for batch in _epoch(job, request, materials, epoch):
             rate = _learning_rate(job)
             log.add(job.step(batch), epoch, rate, job.staleness if job.apart else None)
-            if (request.stop_on_nan and log.stopped and not job.apart) or log.launched == request.steps:
+            if (stops and log.stopped and not job.apart) or log.launched == request.steps:
                 break
         log.complete()
         if job.plan.sync.serves:  # a worker may know the losses of its own replica only, and one that serves none
             log.agree(job.gathered(log.own()))
-        if request.stop_on_nan and log.stopped:
+        if stops and log.stopped:
             break
         if materials.test is not None:
             tell({"kind": "testing", "epoch": epoch})
@@ -195,15 +201,34 @@ def train(job: Job, request: Request, materials: Materials, prepared: Prepared, 
         tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), "test_loss": test_loss})
         if log.launched == request.steps:
             break
-    outcome = log.outcome(prepared.plan.spec, test_loss, stopped=request.stop_on_nan)
+    outcome = log.outcome(prepared.plan.spec, test_loss, stopped=stops)
     servers = prepared.plan.processes - prepared.plan.workers
     outcome = replace(outcome, traffic=tuple(job.traffic()), servers=servers)
     if job.apart:
         staleness = distribution(update for server in job.updates() for update in server)
         outcome = replace(outcome, timeline=last_steps(job, log.launched), staleness=staleness)
     if outcome.stopped is None:
-        job.save(request.model_path)
+        outcome = _saved(job, request, outcome)
+    else:
+        fault = first_of(job.gathered(None if job.anomalies is None else job.anomalies.fault))
+        outcome = replace(outcome, cause="" if fault is None else _caused(fault, outcome))
     job.close()
+    return outcome
+
+
+def _caused(fault: Fault, outcome: Outcome) -> str:
+    """Where it began; the step is said where it is not the one whose loss was seen."""
+    step = fault.at[0] + 1
+    when = "" if outcome.stopped is not None and outcome.stopped[0] == step else f" of step {step}"
+    return f"{fault.said}{when}, on stage {fault.at[2]}"
+
+
+def _saved(job: Job, request: Request, outcome: Outcome) -> Outcome:
+    """Save the weights, where they are numbers."""
+    try:
+        job.save(request.model_path)
+    except NotFinite as error:
+        return replace(outcome, saved=False, cause=str(error))
     return outcome
 
 

@@ -71,7 +71,11 @@ class Accounts:
         return self._rule.updates()
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every worker's picklable value, by rank; all must call it."""
+        """Every worker's value, by rank; all must call it.
+
+        Args:
+            value: plain: numbers, text, tensors, None, and lists, tuples, sets, dicts of these.
+        """
         return self._rule.gathered(value)
 
     def traffic(self) -> list[dict[str, float]]:

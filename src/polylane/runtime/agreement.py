@@ -15,45 +15,64 @@ from polylane.plan.spec import Spec
 from polylane.runtime.failure import Failure
 from polylane.runtime.materialize import Init
 from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.runtime.transport import objects
 from polylane.runtime.world import World
+from polylane.values import register
 
 T = TypeVar("T")
 
 # What rank 0 finds out may take it long, and the others have nothing else to do. One that dies is noticed at once.
 PATIENCE = timedelta(days=1)
 
+register(
+    Plan,
+    lambda plan: [plan.model_dump_json(), plan._file],
+    lambda content: Plan.model_validate_json(content[0], context={"file": content[1]}),
+)
 
-def found_by_first(find: Callable[[], T]) -> T:
+
+def found_by_first(world: World, find: Callable[[], T]) -> T:
     """What rank 0 finds out, on every rank; the others sleep meanwhile.
 
     Args:
-        find: called on rank 0 alone; its result must be picklable.
+        world: of all workers, more than one.
+        find: called on rank 0 alone; its result must be plain, see :mod:`polylane.values`.
 
     Raises:
         PolylaneError: on every rank, where rank 0 raised it.
         PeerLost: on the others, where rank 0 raised anything else.
     """
     # A group of its own: of gloo, which sleeps while it waits where NCCL spins, and with a time limit of its own.
+    world.connect()
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     assert group is not None
-    box: list[Any] = [None, None]
+    world.introduce(group)
+    found: Any = None  # (value, the user's mistake, another failure): one of them
     cause: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            box[0] = find()
+            found = (find(), None, None)
         except Exception as error:
-            box[1], cause = Failure.of_exception(0, error), error
-    dist.broadcast_object_list(box, src=0, group=group)
+            found, cause = (None, *_told(error)), error
+    value, refusal, reason = objects.broadcast(found, 0, group)
     dist.barrier(group=group)
     dist.destroy_process_group(group)
-    value, failure = box
     if cause is not None:
         raise cause
-    if failure is not None:
-        refusal, reason = failure.error(), f"{failure.error_type}: {failure.error_message}"
-        raise refusal if isinstance(refusal, PolylaneError) else PeerLost(0, "waiting for its plan", reason)
-    found: T = value
-    return found
+    if refusal is not None:
+        raise PolylaneError(refusal)
+    if reason is not None:
+        raise PeerLost(0, "waiting for its plan", reason)
+    first: T = value
+    return first
+
+
+def _told(error: Exception) -> tuple[str | None, str | None]:
+    """What the others are told of an exception: the sentence of a user's mistake, or what failed."""
+    failure = Failure.of_exception(0, error)
+    if failure.bad_input is not None:
+        return failure.error_message, None
+    return None, f"{failure.error_type}: {failure.error_message}"
 
 
 def prepare_together(
@@ -74,16 +93,15 @@ def prepare_together(
         raise PolylaneError(f"the plan takes {spec.processes} workers, torchrun started {world.size}")
     if world.rank == 0:
         prepared, refusal = _attempt(model, objectives, example, spec, batch_size, init)
-        _broadcast(refusal if prepared is None else prepared.plan)
+        world.exchange((None if prepared is None else prepared.plan, None if refusal is None else str(refusal)))
         if refusal is not None:
             raise refusal
     else:
-        decision = _broadcast(None)
-        if isinstance(decision, PolylaneError):
-            raise decision
+        decision, refused = world.exchange(None)[0]
+        if refused is not None:
+            raise PolylaneError(refused)
         prepared, refusal = _attempt(model, objectives, example, decision, batch_size, init)
-    refusals: list[Any] = [None] * world.size
-    dist.all_gather_object(refusals, None if refusal is None else str(refusal))
+    refusals: list[str | None] = world.exchange(None if refusal is None else str(refusal))
     for rank, reason in enumerate(refusals):
         if reason is not None:
             raise PolylaneError(reason if rank == 0 else f"on rank {rank}: {reason}")
@@ -103,9 +121,3 @@ def _attempt(
         return prepare(model, objectives, example, plan, batch_size=batch_size, init=init), None
     except PolylaneError as error:
         return None, error
-
-
-def _broadcast(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import nn
 
 from polylane.errors import PolylaneError
@@ -56,15 +55,12 @@ def settled(
     def find() -> Plan:
         return _best(world, model, objective, example, batch_size)
 
-    return find() if world.size == 1 else found_by_first(find)
+    return find() if world.size == 1 else found_by_first(world, find)
 
 
 def _check_one_host(world: World) -> None:
     """Refuse several hosts: nothing that rank 0 could measure alone says how they are linked."""
-    hosts: list[Any] = [host()] * world.size
-    if world.size > 1:
-        dist.all_gather_object(hosts, host())
-    count = len(set(hosts))
+    count = len(set(world.exchange(host())))
     if count > 1:
         raise PolylaneError(
             f"plan auto knows one host, and these {world.size} workers are on {count}: describe the hosts and their "

@@ -8,6 +8,7 @@ import pickle
 import secrets
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -17,16 +18,27 @@ from multiprocessing import connection
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from polylane.errors import PolylaneError
+from polylane.runtime.board import Place
 from polylane.runtime.failure import Failure, root_cause
 from polylane.runtime.launch import ECHO_GRACE_SECONDS, Context, Line, Listener, attempt, die_with, threads_per_worker
 
 T = TypeVar("T")
+
+INTRODUCTION_SECONDS = 10.0  # for who connects to say who it is: a worker does so at once
 
 
 def spawn(worker: Callable[[Context], T], workers: int, on_message: Listener | None = None) -> list[T]:
@@ -49,14 +61,14 @@ def spawn(worker: Callable[[Context], T], workers: int, on_message: Listener | N
         max_nodes=1,
         nproc_per_node=workers,
         run_id=secrets.token_hex(8),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=_Alone.name,
         local_addr="localhost",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
-    office: _Office[T] = _Office(on_message)
-    arguments = (worker, office.port, office.key, os.getpid(), threads_per_worker(workers))
+    place = Place.of_folder()
+    office: _Office[T] = _Office(place, on_message)
+    arguments = (worker, office.address, place.file, place.secret, os.getpid(), threads_per_worker(workers))
     try:
         with _as_it_was():
             elastic_launch(config, _run)(*arguments)
@@ -68,20 +80,71 @@ def spawn(worker: Callable[[Context], T], workers: int, on_message: Listener | N
             raise KeyboardInterrupt from None
         raise
     finally:
-        office.close()
+        try:
+            office.close()
+        finally:
+            place.end()
     return [office.lines[rank].result[0] for rank in range(workers)]
 
 
-class _Office(Generic[T]):
-    """Where the workers' reports come in, read by a thread of its own until it is closed."""
+class _Alone(RendezvousHandler):
+    """The meeting of one agent with itself. torch's own listens on a port, and unpickles what is left there."""
 
-    def __init__(self, on_message: Listener | None) -> None:
-        self.key = secrets.token_bytes(32)  # what a connection must say first, or it is a stranger's
+    name = "polylane"
+
+    def __init__(self, run: str) -> None:
+        self._run, self._store = run, dist.HashStore()  # type: ignore[attr-defined]
+
+    def get_backend(self) -> str:
+        return self.name
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # Workers are told of a place of their own: no address is used.
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _alone(parameters: RendezvousParameters) -> RendezvousHandler:
+    return _Alone(parameters.run_id)
+
+
+rendezvous_handler_registry.register(_Alone.name, _alone)
+
+
+class _Office(Generic[T]):
+    """Where the workers' reports come in, read by a thread of its own until it is closed.
+
+    Reports are pickles. So it is a socket in a folder that only this user may enter, and who connects must say the
+    secret of the place before anything else is read.
+    """
+
+    def __init__(self, place: Place, on_message: Listener | None) -> None:
+        self._key = place.secret
         self.lines: dict[int, Line[T]] = {}
         self._failures: list[Failure] = []  # in the order of arrival
         self._on_message = on_message
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._server.getsockname()[1]
+        self.address = str(place.folder / "office")
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(self.address)
+        self._server.listen()
         self._closing, self._close = os.pipe()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._read, name="polylane-office", daemon=True)
@@ -121,10 +184,13 @@ class _Office(Generic[T]):
                 return
 
     def _admit(self) -> None:
-        reports = connection.Connection(self._server.accept()[0].detach())
-        with suppress(EOFError, OSError):
-            if secrets.compare_digest(reports.recv_bytes(len(self.key)), self.key):
-                rank = int(reports.recv_bytes())
+        connected = self._server.accept()[0]
+        _wait_at_most(connected, INTRODUCTION_SECONDS)
+        reports = connection.Connection(os.dup(connected.fileno()))
+        with suppress(EOFError, OSError, ValueError), connected:
+            if secrets.compare_digest(reports.recv_bytes(len(self._key)), self._key):
+                rank = int(reports.recv_bytes(20))
+                _wait_at_most(connected, 0)
                 self.lines[rank] = Line(rank, reports)
                 return
         reports.close()
@@ -138,15 +204,24 @@ class _Office(Generic[T]):
             self._failures.append(line.failure)
 
 
-def _run(worker: Callable[[Context], object], port: int, key: bytes, parent: int, threads: int) -> None:
+def _wait_at_most(connected: socket.socket, seconds: float) -> None:
+    """Let reads of a connection end after so long; 0: never."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds), 0))
+
+
+def _run(
+    worker: Callable[[Context], object], address: str, file: str, secret: bytes, parent: int, threads: int
+) -> None:
     """What a new process does, whole."""
     die_with(parent)
     torch.set_num_threads(threads)
     rank = int(os.environ["RANK"])
-    reports = connection.Connection(socket.create_connection(("127.0.0.1", port)).detach())
-    reports.send_bytes(key)
+    office = socket.socket(socket.AF_UNIX)
+    office.connect(address)
+    reports = connection.Connection(office.detach())
+    reports.send_bytes(secret)
     reports.send_bytes(str(rank).encode())
-    failure = attempt(worker, rank, reports)
+    failure = attempt(worker, rank, int(os.environ["WORLD_SIZE"]), file, secret, reports)
     if failure is not None:
         if failure.echo:
             time.sleep(ECHO_GRACE_SECONDS)  # the agent ends all others as soon as one exits: let the cause speak first

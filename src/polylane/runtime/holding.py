@@ -197,8 +197,13 @@ class Holding:
             return self.wholes.state_dict(self.holders, self.buffers.owner)
 
     def save(self, path: Path) -> None:
-        """Write the whole model's weights as safetensors."""
+        """Write the whole model's weights as safetensors.
+
+        Raises:
+            NotFinite: on every worker, where they are no numbers; a file of before is as it was.
+        """
         state = self.state_dict()
+        weights.require_finite(state, self.tensors.parameters(), path)
         if self.world.rank == 0:
             weights.save(state, path)
         self.transport.barrier()

@@ -21,6 +21,7 @@ from polylane.runtime.accounts import Accounts
 from polylane.runtime.binding import Binding, Lane
 from polylane.runtime.connections import Connect, Connections, check_size, connected, replica_of
 from polylane.runtime.division import Batch, Share, counted, shares
+from polylane.runtime.finite import Anomalies
 from polylane.runtime.holding import Holders, Holding, holders_of, layout_of
 from polylane.runtime.lane import programs_of
 from polylane.runtime.leaving import close_at_exit
@@ -51,6 +52,7 @@ class Job(Accounts):
         world: which worker this is.
         model: the user's model, of which this worker's own part is up to date. Where that is not all of it a call of
             the model is refused, until the whole weights of :meth:`state_dict` are loaded into it.
+        anomalies: looks at the forward passes of this worker, for where a value stops being finite; None: nobody does.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Job(Accounts):
         self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
         self._stale = stale_of(self._holding)
         self._reports = Reports()
+        self.anomalies: Anomalies | None = None
         self._traffic = traffic_of(self._connections, self._rule, self._holding, self._programs)
         self._spans: deque[tuple[Span, ...]] = deque(maxlen=STEPS_KEPT)
         if self.plan.sync.serves:
@@ -182,6 +185,7 @@ class Job(Accounts):
             self._reports.make_room(self._rule.slack)
             trainer.zero_grad()
             self._holding.buffers.fetch(lane.partition)
+            lane.worker.anomalies = self.anomalies
             passes = min(self._binding.microbatches(own.samples), own.samples)
             with self._traffic.counted(name, passes):
                 state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(name, lane, own, state))
@@ -384,10 +388,19 @@ class Job(Accounts):
         return state
 
     def save(self, path: str | Path) -> None:
-        """Write the whole model's weights as safetensors, loadable into the plain model; all workers must call it."""
-        with self._rule.agreed():
-            self._holding.save(Path(path))
-        self._rule.told("save", None)
+        """Write the whole model's weights as safetensors, loadable into the plain model; all workers must call it.
+
+        A file that is there is replaced once the new one is whole.
+
+        Raises:
+            NotFinite: on every worker alike, where a weight is NaN or infinite; a file that is there stays.
+            PolylaneError: on rank 0, where the file cannot be written.
+        """
+        try:
+            with self._rule.agreed():
+                self._holding.save(Path(path))
+        finally:
+            self._rule.told("save", None)
 
     def close(self) -> None:
         """Wait for all messages and leave the other workers, if this job joined them. Once is enough."""

@@ -16,14 +16,12 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.context import ForkProcess
 from typing import Any, Generic, TypeVar
@@ -32,8 +30,9 @@ import torch
 import torch.distributed as dist
 
 from polylane.errors import PolylaneError
+from polylane.runtime.board import Board, Place
 from polylane.runtime.failure import Failure, root_cause
-from polylane.runtime.world import World
+from polylane.runtime.world import TIMEOUT, World
 
 T = TypeVar("T")
 Listener = Callable[[int, dict[str, Any]], None]  # called with a worker's rank and the content of its message
@@ -48,13 +47,16 @@ PIPE_BYTES = 1 << 20  # so that a worker seldom waits for a parent that draws
 
 _PR_SET_PDEATHSIG = 1
 
+# Where other workers meet, of whom this process may be one.
+_OTHERS_MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
 
 @dataclass(frozen=True)
 class Context:
     """What a worker knows of the job.
 
     Attributes:
-        world: all workers, and this one among them; the process group is ready.
+        world: all workers, and this one among them; without a process group until :meth:`World.connect`.
     """
 
     world: World
@@ -87,11 +89,12 @@ def fork(
 ) -> list[T]:
     """Run ``worker(context)`` in forked processes of this host, as many as ``workers``; return their results by rank.
 
-    Each worker has torchrun's environment (RANK, WORLD_SIZE, ...), an initialised process group, and this process's
-    random number generators as they are now. The function need not be picklable; its result must be, and its tensors
-    arrive on the CPU. ``on_message(rank, content)`` is called here, in this thread, for each
-    ``context.message(content)``. Ctrl-C is answered by this process alone: it ends the workers, then raises
-    KeyboardInterrupt.
+    Each worker has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment, as torchrun gives them, and
+    this process's random number generators as they are now. The workers find one another without any port of this host
+    (:mod:`.board`); a process group, which listens on ports, is made where something needs it. The function need not be
+    picklable; its result must be, and its tensors arrive on the CPU. ``on_message(rank, content)`` is called here, in
+    this thread, for each ``context.message(content)``. Ctrl-C is answered by this process alone: it ends the workers,
+    then raises KeyboardInterrupt.
 
     Raises:
         PolylaneError: this process cannot be forked; or a worker raised one, which is raised again here.
@@ -179,31 +182,26 @@ class _Team(Generic[T]):
 
     def __init__(self) -> None:
         self.members: list[_Member[T]] = []
-        self.store: object | None = None
+        self.place = Place.inherited()
         self.lifeline, self._lifeline_held = os.pipe()  # its other end closes with this process, however it ends
 
     def start(self, worker: Callable[[Context], T], workers: int) -> None:
-        """Fork them all, then serve the store through which they find one another."""
+        """Fork them all."""
         # A child must be on the list before an interrupt can end the list.
-        with socket.create_server(("127.0.0.1", 0), backlog=2 * workers) as listener, _interrupts_held():
-            port = listener.getsockname()[1]
+        with _interrupts_held():
             threads = threads_per_worker(workers)
             for rank in range(workers):
                 reader, writer = multiprocessing.Pipe(duplex=False)
                 _enlarge(writer)
-                not_mine = [self._lifeline_held, listener.fileno(), reader.fileno()]
+                not_mine = [self._lifeline_held, reader.fileno()]
                 not_mine += [member.reports.fileno() for member in self.members]
-                child = _Child(rank, workers, port, threads, writer, self.lifeline, not_mine)
+                child = _Child(rank, workers, self.place, threads, writer, self.lifeline, not_mine)
                 process = multiprocessing.get_context("fork").Process(
                     target=child.run, args=(worker, os.getpid()), name=f"polylane-worker-{rank}"
                 )
                 process.start()
                 writer.close()
                 self.members.append(_Member(rank, reader, process=process))
-            # Only now: the store has a thread of its own, and this process forks before it has any.
-            self.store = dist.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1", port, workers, True, timedelta(seconds=30), False, master_listen_fd=listener.detach()
-            )
 
     def results(self, on_message: Listener | None) -> list[T]:
         """Listen until every result is there; raise the root cause of the first failure."""
@@ -260,7 +258,7 @@ class _Team(Generic[T]):
                 member.reports.close()
             os.close(self.lifeline)
             os.close(self._lifeline_held)
-            self.store = None  # ends its thread
+            self.place.end()
 
 
 def _enlarge(pipe: connection.Connection) -> None:
@@ -289,7 +287,7 @@ class _Child:
 
     rank: int
     workers: int
-    port: int  # of the parent's store
+    place: Place
     threads: int
     reports: connection.Connection
     lifeline: int
@@ -301,19 +299,16 @@ class _Child:
             os.close(descriptor)
         die_with(parent)
         threading.Thread(target=self._watch_parent, name="polylane-lifeline", daemon=True).start()
-        # What torchrun would have given, its agent's store included.
         os.environ.update(
             RANK=str(self.rank),
             LOCAL_RANK=str(self.rank),
             WORLD_SIZE=str(self.workers),
             LOCAL_WORLD_SIZE=str(self.workers),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self.port),
-            TORCHELASTIC_USE_AGENT_STORE="True",
         )
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        for name in _OTHERS_MEETING:
+            os.environ.pop(name, None)
         torch.set_num_threads(self.threads)
-        if attempt(worker, self.rank, self.reports) is not None:
+        if attempt(worker, self.rank, self.workers, self.place.file, self.place.secret, self.reports) is not None:
             sys.exit(1)
 
     def _watch_parent(self) -> None:
@@ -333,8 +328,22 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def attempt(worker: Callable[[Context], object], rank: int, reports: connection.Connection) -> Failure | None:
-    """Join the world, run a worker's function, report its result or its failure, and leave; return the failure."""
+def attempt(
+    worker: Callable[[Context], object],
+    rank: int,
+    workers: int,
+    file: str,
+    secret: bytes,
+    reports: connection.Connection,
+) -> Failure | None:
+    """Join the world, run a worker's function, report its result or its failure, and leave; return the failure.
+
+    Args:
+        worker: the function.
+        rank, workers: which one this is, of how many.
+        file, secret: where they meet, see :class:`.board.Place`.
+        reports: to the parent.
+    """
     sending = threading.Lock()
 
     def send(kind: bytes, content: bytes | memoryview) -> None:
@@ -343,7 +352,8 @@ def attempt(worker: Callable[[Context], object], rank: int, reports: connection.
             reports.send_bytes(content)
 
     try:
-        world, value = _run(worker, send)
+        world = World.started(Board(file, secret, rank, workers, TIMEOUT), rank, workers)
+        value = _run(worker, Context(world, send))
         content = io.BytesIO()
         torch.save(value, content)
     except BaseException as error:  # sys.exit(1) and whatever else ends a worker
@@ -355,11 +365,10 @@ def attempt(worker: Callable[[Context], object], rank: int, reports: connection.
     return None
 
 
-def _run(worker: Callable[[Context], object], send: Callable[[bytes, bytes], None]) -> tuple[World, object]:
-    world = World.join()
+def _run(worker: Callable[[Context], object], context: Context) -> object:
     try:
-        return world, worker(Context(world, send))
+        return worker(context)
     except SystemExit as leaving:
         if leaving.code in (None, 0):  # a result as well, without a value
-            return world, None
+            return None
         raise

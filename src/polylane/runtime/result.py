@@ -13,6 +13,8 @@ from polylane.observe.timeline import Span, Timeline
 from polylane.program.program import Program
 from polylane.runtime.transport.protocol import Pending, Transport
 from polylane.runtime.worker import StepState
+from polylane.schedule.action import Action, Kind
+from polylane.values import travels
 
 NUMBERS = 4  # of a span, as they travel: start, end, waited, bytes
 
@@ -22,6 +24,10 @@ TIMELINE_WORKERS = 64
 
 # Of as many steps a worker keeps its spans.
 STEPS_KEPT = 8
+
+
+for _kind in (Kind, Action, Span):
+    travels(_kind)
 
 
 class StepResult:

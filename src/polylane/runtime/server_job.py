@@ -74,7 +74,7 @@ class ServerJob(Job):
         self._prepared, self._step, self._closed = prepared, 0, False
         self._stale = stale_of_server(prepared, world.rank)
         _ = self.server.weights  # that there are any: what is wrong with an optimizer is said here
-        self._left = False
+        self._left, self.anomalies = False, None
         close_at_exit(self)
 
     @property

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from polylane.errors import NotFinite, PolylaneError
 from polylane.runtime.transport.protocol import Transport
 
 
@@ -80,13 +84,45 @@ def full_state(
     return result
 
 
+def require_finite(state: Mapping[str, Tensor], trained: Collection[str], path: Path) -> None:
+    """Refuse to save weights that are no numbers: what is at the path may be good.
+
+    Args:
+        state: what is to be saved.
+        trained: names of parameters; others, such as the mask of an attention, may be infinite on purpose.
+        path: where.
+
+    Raises:
+        NotFinite: naming the first of them.
+    """
+    for name, tensor in state.items():
+        if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
+            nan = bool(torch.isnan(tensor).any())
+            if nan or name in trained:
+                raise NotFinite(f"{name} holds {'NaN' if nan else 'infinity'}, so that {path} was not written")
+
+
 def save(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write weights as safetensors."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(path))
-    mask = os.umask(0o022)
-    os.umask(mask)
-    os.chmod(path, 0o666 & ~mask)  # safetensors keeps its files to their owner; these are the user's to share
+    """Write weights as safetensors; a file of that name is replaced once the new one is whole and on the disk.
+
+    Raises:
+        PolylaneError: they cannot be written; the file of before is as it was.
+    """
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(unfinished))
+        mask = os.umask(0o022)
+        os.umask(mask)
+        os.chmod(unfinished, 0o666 & ~mask)  # safetensors keeps its files to their owner; these are the user's to share
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or error
+        raise PolylaneError(f"the weights cannot be written to {path}: {reason}") from error
 
 
 def summed(tensor: Tensor, transport: Transport, ranks: Iterable[int]) -> Tensor:

@@ -18,6 +18,7 @@ from polylane.plan.slow import Slow
 from polylane.program.program import Program
 from polylane.program.relay import Box, shape_of
 from polylane.runtime.division import Batch, Share, shares
+from polylane.runtime.finite import Anomalies
 from polylane.runtime.mesh import Mesh
 from polylane.runtime.relays import Relays, place, taken
 from polylane.runtime.sample_witness import is_watched, witness
@@ -105,6 +106,7 @@ class Worker:
         self.reducer = reducer
         self.mesh = mesh
         self.alone = alone
+        self.anomalies: Anomalies | None = None  # what looks at forward passes in training
         self._slow, self._slowness = slow, 1.0
         self._counts, self._per_sample = counts, per_sample
         self._horizon = _horizons(program.actions)
@@ -293,6 +295,9 @@ class Worker:
             if crossing.value not in values:  # of which this worker has an empty part
                 values[crossing.value] = self._zeros(crossing.value, part.samples)
         live = self.runner.forward(i, values, leaves, part)
+        if self.anomalies is not None and share.weight and torch.is_grad_enabled():
+            program = self.program
+            self.anomalies.look(self.runner, program.partition.graph, program.stage, values, leaves, part, live)
         state.outgoing[i] = live.outputs
         if (
             live.loss and share.weight and self.mesh.first

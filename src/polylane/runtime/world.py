@@ -5,17 +5,26 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from polylane.errors import PolylaneError
+from polylane.runtime.board import Board
+from polylane.runtime.transport import objects
 
 # A dead peer closes its connections and is noticed at once. This bounds the wait for one that lives but never answers:
 # long enough for a first step that compiles, or a checkpoint that only one rank writes.
 TIMEOUT = timedelta(minutes=10)
+
+# What all workers of a job on several hosts know and nobody else: who does not is refused as soon as it connects.
+SECRET = "POLYLANE_SECRET"
+
+_started: World | None = None  # this process, where another one of this host started it as a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +37,9 @@ class World:
         local_rank: this worker among those of its host, from 0.
         device: where this worker computes.
         backend: what carries its tensors, ``"gloo"`` or ``"nccl"``; None for a worker that is alone, without any group.
-        joined: whether :meth:`join` made the process group, so that :meth:`leave` ends it.
+        joined: whether the process group is this world's to make or to end, see :meth:`leave`.
         group: the process group of these workers, where they are the first of a larger world; None: the default one.
+        board: where workers that one process of this host started leave word for one another; None for others.
     """
 
     rank: int
@@ -39,6 +49,21 @@ class World:
     backend: str | None
     joined: bool = False
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    board: Board | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def started(cls, board: Board, rank: int, size: int) -> World:
+        """The world of a worker that another process of this host started, with all others.
+
+        No process group is made before something needs it (:meth:`connect`): its backend listens on a port.
+
+        Raises:
+            PolylaneError: this host has fewer accelerators than workers.
+        """
+        global _started
+        device = pick_device(rank, size)
+        _started = cls(rank, size, rank, device, backend_for(device), joined=True, board=board)
+        return _started
 
     @classmethod
     def join(cls, timeout: timedelta = TIMEOUT) -> World:
@@ -50,6 +75,8 @@ class World:
         Raises:
             PolylaneError: the environment is incomplete, or this host has fewer accelerators than workers.
         """
+        if _started is not None:
+            return replace(_started, joined=False)
         if dist.is_initialized():
             return cls._of_existing_group()
         if "RANK" not in os.environ:
@@ -64,7 +91,41 @@ class World:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
         world = cls(rank, size, local_rank, device, backend, joined=True)
         atexit.register(world.leave)  # gloo's threads must not outlive the interpreter
+        world.introduce(dist.group.WORLD)
         return world
+
+    def connect(self) -> World:
+        """Make the process group where there is none yet; every worker must ask for it. Returns this world."""
+        if self.board is not None and not dist.is_initialized():
+            self.board.exchange(None)  # who has left already is seen here, and not by the backend
+            if self.backend == "gloo":
+                os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+            dist.init_process_group(
+                self.backend, store=self.board.store, rank=self.rank, world_size=self.size, timeout=TIMEOUT
+            )
+            atexit.register(_end_group)
+            self.introduce(dist.group.WORLD)
+        return self
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every worker's plain value, by rank; all must ask for it. See :mod:`polylane.values`."""
+        if self.size == 1:
+            return [value]
+        if self.board is not None:
+            return self.board.exchange(value)
+        return objects.all_gather(value, self.group)
+
+    def introduce(self, group: dist.ProcessGroup | None) -> None:
+        """Prove to the others of a new group that this is a worker of the job, as they do; all of them call it.
+
+        Nothing is asked of groups whose backend does that itself, nor of workers that share no secret.
+
+        Raises:
+            PolylaneError: somebody who does not know the secret has taken a worker's place.
+        """
+        secret = self.board.secret if self.board is not None else os.environ.get(SECRET, "").encode()
+        if group is not None and secret and dist.get_backend(group) == "gloo" and dist.get_world_size(group) > 1:
+            objects.introduce(group, secret, dist.get_process_group_ranks(group), dist.get_rank())
 
     @classmethod
     def _of_existing_group(cls) -> World:
@@ -85,16 +146,29 @@ class World:
         """
         if size == self.size:
             return self
+        self.connect()
         group = dist.new_group(list(range(size)), timeout=TIMEOUT)
-        return replace(self, size=size, group=group if self.rank < size else None)
+        if self.rank >= size:
+            return replace(self, size=size, group=None)
+        self.introduce(group)
+        return replace(self, size=size, group=group, board=None)
 
     def leave(self) -> None:
         """End the process groups that :meth:`join` and :meth:`first` made. Does nothing the second time."""
         if self.group is not None and dist.is_initialized():
             with contextlib.suppress(ValueError):  # it has ended already
                 dist.destroy_process_group(self.group)
-        if self.joined and dist.is_initialized():
-            dist.destroy_process_group()
+        if self.joined:
+            global _started
+            if _started is not None and self.board is not None:
+                self.board.leave()
+            _started = None
+            _end_group()
+
+
+def _end_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def backend_for(device: torch.device) -> str:

@@ -105,7 +105,7 @@ class Rule:
         return value
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every worker's picklable value, by rank, of those that only serve as well; all must ask for it."""
+        """Every worker's plain value, by rank, of those that only serve as well; all must ask for it."""
         return self._transport.all_gather_object(value)
 
     @contextmanager

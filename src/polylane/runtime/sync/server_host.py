@@ -110,7 +110,9 @@ def opened(world: World, prepared: Prepared, holders: Mapping[str, Collection[in
     """
     plan = prepared.plan
     device = torch.device("cpu")
+    world.connect()
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+    world.introduce(group)
     every = World(world.rank, world.size, world.local_rank, device, "gloo" if world.size > 1 else None, group=group)
     first = [(0, rank) for rank in range(plan.workers, world.size)]
     transport = c10d.Transport(every, first)

@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from polylane.values import travels
+
 ALL = -1
 
 
+@travels
 @dataclass(frozen=True, slots=True)
 class Update:
     """One update of a server's weights.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import torch
 
 from polylane.runtime.sync.server_host import Host
+from polylane.values import decode, encode
 
 _LENGTH = 1
 
@@ -17,7 +17,7 @@ def announce(host: Host, workers: int, what: str, value: Any) -> None:
     for pending in host.announced:
         pending.wait()
     host.announced.clear()
-    content = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
+    content = torch.frombuffer(bytearray(encode((what, value))), dtype=torch.uint8)
     length = torch.tensor([content.numel()])
     for rank in range(workers, host.world.size):
         host.announced += [host.transport.send(each, rank) for each in (length, content)]
@@ -31,5 +31,5 @@ def heard(host: Host) -> tuple[str, Any]:
     """
     length = int(host.transport.receive((_LENGTH,), torch.int64, 0).wait())
     content = host.transport.receive((length,), torch.uint8, 0).wait()
-    what, value = pickle.loads(content.numpy().tobytes())
+    what, value = decode(content.numpy().tobytes())
     return what, value

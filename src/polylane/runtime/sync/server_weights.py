@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from polylane.errors import PolylaneError
 from polylane.runtime import optimizer
 from polylane.runtime.optimizer import Clipper
 from polylane.runtime.prepare import Objective
+from polylane.values import decode, encode
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -115,12 +115,12 @@ def _built(
 
 def options_of(built: torch.optim.Optimizer) -> bytes:
     """The plain options of an optimizer's groups (rates, momenta), which a user may change in the midst of training."""
-    return pickle.dumps([{key: v for key, v in group.items() if _plain(v)} for group in built.param_groups])
+    return encode([{key: v for key, v in group.items() if _plain(v)} for group in built.param_groups])
 
 
 def set_options(built: torch.optim.Optimizer, options: bytes) -> None:
     """Give an optimizer what :func:`options_of` read from another one, made by the same function."""
-    for group, values in zip(built.param_groups, pickle.loads(options), strict=True):
+    for group, values in zip(built.param_groups, decode(options), strict=True):
         group.update(values)
 
 

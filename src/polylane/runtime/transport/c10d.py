@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polylane.runtime.transport import objects
 from polylane.runtime.transport.backend_work import Blame, Exchanged, Finished, Transfer, as_bytes, as_real
 from polylane.runtime.transport.protocol import (
     Counters,
@@ -40,6 +41,7 @@ class _Groups:
     control: dist.ProcessGroup | None = None  # carries objects, which live on the CPU
     made: list[dist.ProcessGroup] = field(default_factory=list)  # of these, those that are nobody else's
     home: dist.ProcessGroup | None = None  # of the world's workers, where there are others beside them
+    introduce: Callable[[dist.ProcessGroup | None], None] = lambda group: None  # see World.introduce
 
     def make(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """A new group; a collective over the whole world."""
@@ -51,6 +53,8 @@ class _Groups:
         group: dist.ProcessGroup = dist.new_group(own, TIMEOUT, backend, use_local_synchronization=apart)
         if mine or apart:
             self.made.append(group)
+        if mine:
+            self.introduce(group)
         return group
 
     @property
@@ -111,7 +115,9 @@ class Transport:
         self._unsent: set[Transfer] = set()
         has_tags = world.backend == "gloo"
         # Making a group is a collective over the whole world: every rank goes through the same lists, in their order.
-        self._groups = _Groups(home=world.group)
+        if world.size > 1:
+            world.connect()
+        self._groups = _Groups(home=world.group, introduce=world.introduce)
         weakref.finalize(self, self._groups.release)  # with the transport, and at the latest before the interpreter
         self._open_channels(channels, shared=has_tags)
         self._open_groups(groups, own_groups)
@@ -314,28 +320,24 @@ class Transport:
         if self._groups.control is not None:
             self.counters.add("object")
             with Blame(None, "gathering objects"):
-                dist.all_gather_object(values, value, group=self._groups.control)
+                values = objects.all_gather(value, self._groups.control)
         return values
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
         """See :meth:`.protocol.Transport.gather_object`."""
         if self._groups.control is None:
             return [value]
-        values: list[Any] | None = [None] * self.size if self.rank == destination else None
         self.counters.add("object")
         with Blame(None, f"gathering objects at rank {destination}"):
-            dist.gather_object(value, values, dst=destination, group=self._groups.control)
-        return values
+            return objects.gather(value, destination, self._groups.control)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """See :meth:`.protocol.Transport.broadcast_object`."""
         if self._groups.control is None:
             return value
-        values = [value if self.rank == source else None]
         self.counters.add("object")
         with Blame(source, "waiting for its object"):
-            dist.broadcast_object_list(values, src=source, group=self._groups.control)
-        return values[0]
+            return objects.broadcast(value, source, self._groups.control)
 
     def barrier(self) -> None:
         """See :meth:`.protocol.Transport.barrier`."""

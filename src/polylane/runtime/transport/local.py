@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from polylane.runtime.transport.protocol import (
     require_flat,
     require_summable,
 )
+from polylane.values import decode, encode
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -296,9 +296,9 @@ class LocalTransport:
         self.counters.add("object")
         key = self._next("object")
         if self.rank in sources:
-            self._hub.put(key, self.rank, pickle.dumps(value))
+            self._hub.put(key, self.rank, encode(value))
         taken = self._hub.take(key, sources, self.size, f"rank {self.rank} was exchanging objects")
-        return [pickle.loads(data) for data in taken]
+        return [decode(data) for data in taken]
 
     def _next(self, *what: Any) -> Key:
         """A key that both ends count in step."""

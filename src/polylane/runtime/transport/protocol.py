@@ -104,15 +104,15 @@ class Transport(Protocol):
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's picklable value, by rank."""
+        """Every rank's plain value, by rank; see :mod:`polylane.values` for what is plain."""
         ...
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        """Every rank's picklable value, by rank, at the destination; None elsewhere."""
+        """Every rank's plain value, by rank, at the destination; None elsewhere."""
         ...
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """The source's picklable value, at every rank."""
+        """The source's plain value, at every rank."""
         ...
 
     def barrier(self) -> None:

@@ -1,7 +1,7 @@
 """How workers find out which of them share a host, and how those of one host connect.
 
-They use what connects them already, the process group, for that. The sockets have names only until all are connected,
-and only the same user's processes are let in.
+They use what connects them already for that. The sockets have names only until all are connected, in folders that no
+other user may enter: nobody else can as much as knock. Who does is let in only as the same user, and with the token.
 """
 
 from __future__ import annotations
@@ -9,24 +9,27 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import shutil
 import socket
 import struct
+import tempfile
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch.distributed as dist
 
 from polylane.errors import PolylaneError
 from polylane.runtime.transport.blocks import bound
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.world import TIMEOUT, World
+from polylane.values import travels
 
+LONGEST_BASE = 70  # bytes of a folder's name in which a socket's folder may be
 CONNECT_SECONDS = 5.0  # for a peer that is there to connect; only waited for where one could not
 _HELLO = struct.Struct("=I16s")  # the rank, and what only the workers know of each other
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 
 
+@travels
 @dataclass(frozen=True)
 class Card:
     """What a worker tells all others of itself before they connect.
@@ -44,7 +47,7 @@ class Card:
     host: Hashable
     user: int
     cores: int
-    name: bytes
+    name: str
     token: bytes
     unable: str | None
     asked: str | None
@@ -55,43 +58,57 @@ class Meeting:
     """What all workers know of one another, and this one's listening socket.
 
     Attributes:
+        folder: where its name is; None where it has none.
         cards: by rank.
     """
 
     listener: socket.socket | None
+    folder: str | None = None
     cards: tuple[Card, ...] = field(default=())
 
     @classmethod
     def of(cls, world: World, asked: str | None = None) -> Meeting:
         """Every worker calls it, and says which transport its user asks for."""
         unable = unable_to_share(world)
-        listener = None
-        name = b"\0polylane-" + secrets.token_hex(16).encode()  # abstract: in no directory, and gone with its socket
+        listener = folder = None
         if unable is None:
-            listener, unable = _listening(name, 2 * world.size)
+            listener, folder, unable = _listening(2 * world.size)
+        name = _name(folder) if folder is not None else ""
         card = Card(host(), os.getuid(), _cores(), name, secrets.token_bytes(16), unable, asked)
-        cards: list[Card] = [card] * world.size
-        dist.all_gather_object(cards, card, group=world.group)
-        return cls(listener, tuple(cards))
+        met = cls(listener, folder)
+        try:
+            met.cards = tuple(world.exchange(card))
+        except BaseException:
+            met.end()
+            raise
+        return met
 
     def end(self) -> None:
         """Take nobody in any more."""
         if self.listener is not None:
             self.listener.close()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _listening(name: bytes, backlog: int) -> tuple[socket.socket | None, str | None]:
-    """A socket under a name; or None, and why there can be none: the others are to hear of it, not to wait."""
-    listener = None
+def _listening(backlog: int) -> tuple[socket.socket | None, str | None, str | None]:
+    """A socket and its folder; or why there can be none: the others are to hear of it, not to wait."""
+    listener = folder = None
     try:
+        base = tempfile.gettempdir()
+        # The system bounds the names of sockets, not those of folders.
+        folder = tempfile.mkdtemp(prefix="polylane-", dir=base if len(os.fsencode(base)) < LONGEST_BASE else "/tmp")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(name)
+        listener.bind(_name(folder))
         listener.listen(backlog)
     except OSError as error:
-        if listener is not None:
-            listener.close()
-        return None, f"its system lets it listen at no local socket ({error.strerror or error})"
-    return listener, None
+        Meeting(listener, folder).end()
+        return None, None, f"its system lets it listen at no local socket ({error.strerror or error})"
+    return listener, folder, None
+
+
+def _name(folder: str) -> str:
+    return os.path.join(folder, "hub")
 
 
 def unable_to_share(world: World) -> str | None:
@@ -161,8 +178,7 @@ def met_again(world: World, hosts: Sequence[Hashable]) -> Hub:
 
 def _agreed(world: World, trouble: str | None) -> str | None:
     """The first trouble that any worker had."""
-    troubles: list[str | None] = [trouble] * world.size
-    dist.all_gather_object(troubles, trouble, group=world.group)
+    troubles: list[str | None] = world.exchange(trouble)
     return next((f"rank {rank}: {each}" for rank, each in enumerate(troubles) if each is not None), None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -40,6 +39,7 @@ from polylane.runtime.transport.sums import Sum, SumInParts, SumInTurns, add
 from polylane.runtime.transport.under_way import Collected, Exchange, Group, Receive, length
 from polylane.runtime.transport.under_way import places as parts_of
 from polylane.runtime.world import World
+from polylane.values import decode, encode
 
 Channel = tuple[int, int]  # (sender, receiver)
 
@@ -311,25 +311,25 @@ class Transport:
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`.protocol.Transport.all_gather_object`."""
         everyone = range(self.size)
-        data = pickle.dumps(value)
+        data = encode(value)
         self._give([rank for rank in everyone if rank != self.rank], data)
-        return [pickle.loads(data if rank == self.rank else self._got(rank)) for rank in everyone]
+        return [decode(data if rank == self.rank else self._got(rank)) for rank in everyone]
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
         """See :meth:`.protocol.Transport.gather_object`."""
         if self.rank != destination:
-            self._give([destination], pickle.dumps(value))
+            self._give([destination], encode(value))
             return None
         self._give([], b"")
-        return [value if rank == self.rank else pickle.loads(self._got(rank)) for rank in range(self.size)]
+        return [value if rank == self.rank else decode(self._got(rank)) for rank in range(self.size)]
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """See :meth:`.protocol.Transport.broadcast_object`."""
         if self.rank == source:
-            self._give([rank for rank in range(self.size) if rank != source], pickle.dumps(value))
+            self._give([rank for rank in range(self.size) if rank != source], encode(value))
             return value
         self._give([], b"")
-        return pickle.loads(self._got(source))
+        return decode(self._got(source))
 
     def barrier(self) -> None:
         """See :meth:`.protocol.Transport.barrier`."""

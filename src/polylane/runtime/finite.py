@@ -1,0 +1,162 @@
+"""Anomaly detection: where a value stopped being finite, found while the weights are those of before.
+
+Every forward pass is looked at where it leaves its stage: a loss that is not finite, or a NaN in what goes to the next
+stage. Then that pass alone is run again, operator by operator. What masks make infinite on purpose is no fault: it is
+gone by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.graph.graph import Graph, Node
+from polylane.graph.part import Part
+from polylane.runtime.stage import Around, Live, StageRunner
+from polylane.values import travels
+
+Seen = tuple[int, int, int]  # step from 0, microbatch, stage: the order in which faults come about
+
+
+@travels
+@dataclass(frozen=True)
+class Fault:
+    """Where a value first was not finite, as one worker saw it.
+
+    Attributes:
+        at: when and where.
+        said: the first operator, parameter or input, in the user's terms.
+    """
+
+    at: Seen
+    said: str
+
+
+class Anomalies:
+    """Looks at a worker's forward passes until it has seen a fault.
+
+    Attributes:
+        fault: the first one, or None.
+    """
+
+    def __init__(self) -> None:
+        self.fault: Fault | None = None
+
+    def look(
+        self,
+        runner: StageRunner,
+        graph: Graph,
+        stage: int,
+        values: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        part: Part,
+        live: Live,
+    ) -> None:
+        """After a forward pass in training.
+
+        Args:
+            runner: has run it.
+            graph: of the whole model.
+            stage: of this worker.
+            values, leaves, part: what it ran on, see :meth:`.stage.StageRunner.forward`.
+            live: what came of it.
+        """
+        if self.fault is not None or runner.device.type != "cpu":  # elsewhere every look would wait for the device
+            return
+        if not (any(_nan(value) for value in live.outputs.values()) or any(_bad(value) for value in live.loss[:1])):
+            return
+        alone = runner.local is None and type(runner.around) is Around
+        if not alone or (part.sum_replicas is not None and graph.code.batch_statistics):
+            said = "the operator is not looked for where workers share one (split operators, batch statistics, shards)"
+        else:
+            said = _first(runner, {node.name: node for node in graph.nodes}, values, leaves, part)
+        self.fault = Fault((part.step, part.microbatch, stage), f"{said}, in microbatch {part.microbatch}")
+
+
+def first_of(faults: Sequence[Fault | None]) -> Fault | None:
+    """The earliest of what workers saw."""
+    return min((fault for fault in faults if fault is not None), key=lambda fault: fault.at, default=None)
+
+
+def _nan(value: Any) -> bool:
+    """Whether a value that goes on holds a NaN; the sum tells nearly always that it does not, in one pass."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return False
+    whole = value.detach()
+    return not bool(torch.isfinite(whole.sum())) and bool(torch.isnan(whole).any())
+
+
+def _bad(value: Any) -> bool:
+    return isinstance(value, Tensor) and not bool(torch.isfinite(value.detach()).all())
+
+
+def _first(
+    runner: StageRunner, nodes: Mapping[str, Node], values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part
+) -> str:
+    """Run the pass again, and say what first gave a value that is not finite."""
+    code, results = runner.at(part.samples), dict[fx.Node, Any]()
+    roles, output = iter(code.roles), None
+    role_of = dict[fx.Node, tuple[str, Any]]()
+    with torch.no_grad():
+        for node in code.graph.nodes:
+            if node.op == "placeholder":
+                role_of[node] = next(roles)
+                results[node] = runner.argument(role_of[node], values, leaves, part)
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
+                context = torch.autocast(runner.device.type, dtype=runner.autocast, enabled=runner.autocast is not None)
+                with context:
+                    results[node] = node.target(*args, **kwargs)
+            else:
+                output = node
+    for place, (kind, name) in role_of.items():
+        if kind == "parameter" and _bad(results[place]):
+            return (
+                f"the parameter {name} is not finite: the update of step {part.step} made it so"
+                if part.step
+                else (f"the parameter {name} is not finite at the start")
+            )
+    found = _origin(output, results)
+    if found is None:
+        return "the operator is not known, for a second pass over the same samples gave finite numbers"
+    if found in role_of:
+        kind, name = role_of[found]
+        return {
+            "input": f"input {name} of the batch is not finite" if isinstance(name, int) else "",
+            "value": f"it came in with the value of {_told(nodes, str(name))}",
+            "buffer": f"the buffer {name} is not finite",
+        }.get(kind) or f"a constant of the model ({name}) is not finite"
+    return f"the first operator is {_told(nodes, str(found.meta['name']))}"
+
+
+def _origin(output: fx.Node | None, results: Mapping[fx.Node, Any]) -> fx.Node | None:
+    """Of all that made the result what it is, the first node: its value is not finite, and its inputs' are."""
+    assert output is not None
+    leaving = [node for node in output.all_input_nodes if node in results]
+    nan = any(_nan(results[node]) for node in leaving)
+    wrong = _nan if nan else _bad_number  # a NaN is followed to where it first is one
+    order = {node: position for position, node in enumerate(results)}
+    todo, seen, first = [node for node in leaving if wrong(results[node])], set[fx.Node](), list[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        before = [each for each in node.all_input_nodes if wrong(results[each])]
+        todo += before
+        if not before:
+            first.append(node)
+    return min(first, key=order.__getitem__, default=None)
+
+
+def _bad_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and _bad(value)
+
+
+def _told(nodes: Mapping[str, Node], name: str) -> str:
+    node = nodes.get(name)
+    return f"{name} ({node.source})" if node is not None and node.source else name

@@ -1,0 +1,288 @@
+"""The folder of a run: no two runs share one, and nothing of an earlier run is lost before the next has ended well."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import polylane
+from polylane.commands.run_folder import MODEL, NAMES, UNFINISHED, RunFolder
+from polylane.errors import NotFinite, PolylaneError
+from polylane.runtime import weights
+
+RECIPE = '''
+"""Learn a logarithm; from some step on its argument is negative."""
+import time
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Linear(3, 64)
+        self.head = torch.nn.Linear(64, 1)
+
+    def forward(self, x, offset):
+        return self.head(torch.relu(self.scale(x))) + torch.log(offset)
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+class InOrder(torch.utils.data.IterableDataset):
+    def __init__(self, bad_from, pause):
+        self.bad_from, self.pause = bad_from, pause
+
+    def __iter__(self):
+        for i in range(24):
+            time.sleep(self.pause)
+            x = torch.arange(3.0) + i
+            yield x, torch.tensor([1.0 if i < self.bad_from else -1.0]), torch.ones(1)
+
+def data(split, bad_from=1000, pause=0.0):
+    return InOrder(bad_from, pause) if split == "train" else None
+
+def loss(model, batch):
+    x, offset, y = batch
+    return ((model(x, offset) - y) ** 2).mean()
+
+def optimizer(parameters, rate=1e-4):
+    return torch.optim.SGD([p for _, p in parameters], lr=rate)
+'''
+LOG_LINE = 1 + RECIPE.splitlines().index("        return self.head(torch.relu(self.scale(x))) + torch.log(offset)")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "logs.py").write_text(RECIPE)
+    return tmp_path
+
+
+def start(folder: Path, line: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "polylane", "train", "logs.py", "--batch", "4", *line.split()],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(polylane.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=before,
+    )
+
+
+def train(folder: Path, line: str, code: int = 0, before: Callable[[], None] | None = None) -> tuple[str, str]:
+    process = start(folder, line, before)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == code, err
+    return out, err
+
+
+# ---- the folder itself ---------------------------------------------------------------------------------------------
+
+
+def test_runs_that_start_together_get_a_folder_each(tmp_path: Path) -> None:
+    """Each of the processes takes its own, however they interleave."""
+
+    def take() -> None:
+        place = RunFolder(tmp_path / "run" / "x", given=False)
+        place.claim()
+        place.begin()
+        place.metric({"of": os.getpid()})
+        os._exit(0)
+
+    processes = [get_context("fork").Process(target=take) for _ in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    names = sorted(each.name for each in (tmp_path / "run").iterdir())
+    assert names == sorted(["x", *(f"x-{number}" for number in range(2, 9))])
+    said = [json.loads((tmp_path / "run" / name / "metrics.jsonl").read_text())["of"] for name in names]
+    assert len(set(said)) == 8
+
+
+def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path / "x"), RunFolder(tmp_path / "x")
+    first.claim()
+    with pytest.raises(PolylaneError, match="another run is writing there"):
+        second.claim()
+    assert (tmp_path / "x").is_dir()
+    first.leave()
+    assert not (tmp_path / "x").exists()  # nothing was written
+    second.claim()
+    second.leave()
+
+
+def test_the_claim_ends_with_the_process(tmp_path: Path) -> None:
+    def hold() -> None:
+        RunFolder(tmp_path / "x").claim()
+        (tmp_path / "held").touch()
+        time.sleep(60)
+
+    process = get_context("fork").Process(target=hold)
+    process.start()
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    with pytest.raises(PolylaneError, match="another run"):
+        RunFolder(tmp_path / "x").claim()
+    process.kill()
+    process.join()
+    RunFolder(tmp_path / "x").claim()
+
+
+def test_an_earlier_run_stays_until_the_next_has_ended_well(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.mkdir()
+    for name in NAMES:
+        (path / name).write_text("earlier")
+    (path / "notes.txt").write_text("the user's")
+    place = RunFolder(path)
+    with place.claimed(True):
+        place.begin()
+        place.plan("later")
+        place.metric({"step": 1})
+        place.model.write_text("later")
+        place.close()
+        assert [(path / name).read_text() for name in NAMES] == ["earlier"] * len(NAMES)
+        assert place.kept() == path / UNFINISHED
+        place.finish()
+    assert (path / MODEL).read_text() == (path / "plan.yaml").read_text() == "later"
+    assert sorted(each.name for each in path.iterdir()) == sorted([MODEL, "metrics.jsonl", "notes.txt", "plan.yaml"])
+
+
+def test_what_is_made_for_a_run_that_never_begins_goes(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "a" / "b" / "c").claimed(True):
+        assert (tmp_path / "a" / "b" / "c").is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_replaced_by_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    weights.save({"a": torch.ones(2)}, path)
+    kept = path.open("rb")
+
+    def full(state: dict[str, torch.Tensor], file: str) -> None:
+        Path(file).write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(PolylaneError, match=r"model\.safetensors: No space left on device"):
+        weights.save({"a": torch.zeros(2)}, path)
+    monkeypatch.undo()
+    assert torch.equal(load_file(path)["a"], torch.ones(2))
+    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
+    before = kept.read()
+    weights.save({"a": torch.zeros(2)}, path)
+    kept.seek(0)
+    assert kept.read() == before  # the file of before was not written into
+    assert os.stat(path).st_mode & 0o777 == 0o666 & ~_mask()
+
+
+def _mask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("value", "trained", "refused"),
+    [
+        (float("nan"), True, True),
+        (float("nan"), False, True),
+        (float("inf"), True, True),
+        (float("-inf"), False, False),
+        (1.0, True, False),
+    ],
+)
+def test_weights_that_are_no_numbers(value: float, trained: bool, refused: bool) -> None:
+    state = {"good": torch.ones(2), "index": torch.arange(2), "one": torch.tensor([1.0, value])}
+    names = ["good", "one"] if trained else ["good"]
+    if refused:
+        with pytest.raises(NotFinite, match=r"one holds .* so that there was not written"):
+            weights.require_finite(state, names, Path("there"))
+    else:
+        weights.require_finite(state, names, Path("there"))
+
+
+# ---- whole runs ----------------------------------------------------------------------------------------------------
+
+
+def test_two_trainings_started_together_do_not_share_a_folder(folder: Path) -> None:
+    both = [start(folder, "--steps 3 --json") for _ in range(2)]
+    results = [json.loads(process.communicate(timeout=240)[0]) for process in both]
+    assert sorted(result["run"] for result in results) == ["run/logs", "run/logs-2"]
+    for result in results:
+        assert {Path(file).name for file in result["files"].values()} == set(NAMES)
+
+
+def test_the_second_run_into_a_folder_in_use_is_refused(folder: Path) -> None:
+    first = start(folder, "--run here --set pause=0.2 --epochs 50")
+    while not (folder / "here/metrics.jsonl").exists():
+        assert first.poll() is None
+        time.sleep(0.1)
+    _, err = train(folder, "--run here --steps 1", code=2)
+    assert (
+        err.strip() == "polylane: --run here: another run is writing there; wait for its end, or choose another folder"
+    )
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=60)
+
+
+@pytest.fixture
+def good(folder: Path) -> bytes:
+    """What a run that ended well has left in run/x; its weights."""
+    (folder / "run/x").mkdir(parents=True)
+    weights.save({"scale.weight": torch.ones(2)}, folder / "run/x" / MODEL)
+    (folder / "run/x/metrics.jsonl").write_text("earlier\n")
+    return (folder / "run/x" / MODEL).read_bytes()
+
+
+@pytest.mark.parametrize("plan", ["data=1", "pipeline=2,microbatches=2"])
+def test_a_loss_that_is_no_number_stops_and_names_the_operator(folder: Path, good: bytes, plan: str) -> None:
+    """Steps 1 and 2 are good; the third batch has negative arguments."""
+    _, err = train(folder, f"--run run/x --plan {plan} --set bad_from=8 --epochs 3", code=2)
+    assert "polylane: the loss was nan at step 3 (epoch 1): training stopped, and no weights were saved" in err
+    assert f"the first operator is log (logs.py:{LOG_LINE}" in err.replace(str(folder) + "/", "")
+    assert err.strip().count("polylane: ") == 1
+    assert (folder / "run/x" / MODEL).read_bytes() == good
+    rows = [json.loads(line) for line in (folder / "run/x/unfinished/metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] is None for row in rows[:3]] == [False, False, True]
+    assert (folder / "run/x/metrics.jsonl").read_text() == "earlier\n"
+
+
+def test_an_overflow_in_an_update_is_named(folder: Path, good: bytes) -> None:
+    _, err = train(folder, "--run run/x --set rate=3e38 --epochs 3", code=2)
+    assert "training stopped, and no weights were saved; the parameter " in err
+    assert "is not finite: the update of step 1 made it so" in err
+    assert (folder / "run/x" / MODEL).read_bytes() == good
+
+
+def test_going_on_is_said_and_keeps_good_weights(folder: Path, good: bytes) -> None:
+    _, err = train(folder, "--run run/x --on-nan warn --set bad_from=8 --epochs 2", code=2)
+    assert "the weights were not saved after 12 steps: scale.weight holds NaN" in err
+    assert (folder / "run/x" / MODEL).read_bytes() == good
+    assert not (folder / "run/x" / UNFINISHED / MODEL).exists()
+
+
+def test_a_full_disk_is_one_sentence(folder: Path, good: bytes) -> None:
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+
+    _, err = train(folder, "--run run/x --steps 4", code=2, before=no_room)
+    assert "Traceback" not in err
+    assert "cannot be written: File too large" in err
+    assert (folder / "run/x" / MODEL).read_bytes() == good
