@@ -143,7 +143,7 @@ def orders_of(graph: Graph, seen: Seen) -> dict[str, Order]:
 
 
 def why_unknown(graph: Graph, seen: Seen, name: str) -> str:
-    """Why a value's order is not known, as the end of a sentence; "" where it was seen to be none of those there are.
+    """Why a value's order is not known, as the end of a sentence; "" where it is known to be none of those there are.
 
     It names the operator at which what is not known begins.
     """
@@ -153,7 +153,8 @@ def why_unknown(graph: Graph, seen: Seen, name: str) -> str:
     while before := _unknown_before(graph, seen, node):
         node = before[0]
     line = at(node.source)
-    return f": it could not be seen, for {seen.why}, and no rule says of {node.name}{line} that it keeps them in order"
+    looked = f"it could not be seen, for {seen.why}, and " if seen.why else ""
+    return f": {looked}no rule says of {node.name}{line} that it keeps them in order"
 
 
 def _unknown_before(graph: Graph, seen: Seen, node: Node) -> list[Node]:
