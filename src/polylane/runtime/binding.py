@@ -8,6 +8,7 @@ from typing import Any
 
 from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, few, part_count, signature
+from polylane.graph.export import python_kept
 from polylane.graph.orders import digest
 from polylane.graph.partition import Partition
 from polylane.program.program import Program
@@ -128,7 +129,8 @@ class Binding:
         if partition is None:
             example, main = self._rebuild(few(batch.leaves, 4, batch.sampled)), prepared.partitions[name]
             objective = prepared.objectives[name]
-            with self._holding.wholes.in_model(self._holding.materialized):
+            losses = [each.loss for each in prepared.objectives.values()]
+            with self._holding.wholes.in_model(self._holding.materialized), python_kept(prepared.model, *losses):
                 partition = recaptured(prepared.model, objective, main, example, training, prepared.in_float64)
                 prepared.look_at(partition, name, example)
         self._refuse_moved(partition)

@@ -15,7 +15,7 @@ from polylane.cost import compute
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cloned, few, flatten, sample_count, sampled_leaves
 from polylane.graph.capture import capture
-from polylane.graph.export import Loss
+from polylane.graph.export import Loss, python_kept
 from polylane.graph.fewest import Fewest
 from polylane.graph.graph import Graph
 from polylane.graph.orders import Order, Seen, orders_of, why_unknown
@@ -221,6 +221,22 @@ def prepare(
         PolylaneError: a plan for another model, too many stages, too few samples for the model in a microbatch, or
         samples that cannot be split exactly.
     """
+    with python_kept(model, *(objective.loss for objective in objectives.values())):
+        return _prepare(model, objectives, example, plan, batch_size, fewer, in_float64, evaluation, init, seconds)
+
+
+def _prepare(
+    model: nn.Module,
+    objectives: dict[str, Objective],
+    example: Any,
+    plan: str | Spec | Plan,
+    batch_size: int | None,
+    fewer: bool,
+    in_float64: bool,
+    evaluation: bool,
+    init: Callable[[nn.Module], None] | None,
+    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
+) -> Prepared:
     leaves, rebuild = flatten(example)
     total = batch_size or sample_count(leaves)
     spec = parse(plan) if isinstance(plan, str) else plan
