@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from polylane.runtime.connections import Connections
 from polylane.runtime.division import Batch
 from polylane.runtime.holding import Holding
 from polylane.runtime.lane import bind, programs_of
+from polylane.runtime.own_python import effects_in, refuse_effects
 from polylane.runtime.prepare import recaptured
 from polylane.runtime.sync.codec import Codec
 from polylane.runtime.worker import Worker
@@ -48,6 +50,7 @@ class Binding:
         self._holding, self._connections = holding, connections
         self._prepared, self._plan = holding.prepared, holding.prepared.plan
         self._rebuild, self._form = rebuild, form
+        self._losses = [objective.loss for objective in self._prepared.objectives.values()]
         self._evaluations: dict[str, Lanes] = {name: {} for name in self._prepared.objectives}
 
     def microbatches(self, samples: int) -> int:
@@ -104,6 +107,12 @@ class Binding:
         """As :meth:`for_training`, in evaluation mode and forward only."""
         return self._for(self._evaluations[name], name, batch, False, False, None)
 
+    def kept(self, partition: Partition) -> AbstractContextManager[None]:
+        """While a graph is evaluated: what the user's own Python in it keeps is afterwards as it was."""
+        if not effects_in(partition.graph):
+            return nullcontext()
+        return python_kept(self._prepared.model, *self._losses)
+
     def _for(self, lanes: Lanes, name: str, batch: Batch, training: bool, alone: bool, codec: Codec | None) -> Lane:
         form, count = signature(batch.leaves, batch.sampled), self.microbatches(batch.samples)
         if (form, count, alone) not in lanes:
@@ -129,11 +138,12 @@ class Binding:
         if partition is None:
             example, main = self._rebuild(few(batch.leaves, 4, batch.sampled)), prepared.partitions[name]
             objective = prepared.objectives[name]
-            losses = [each.loss for each in prepared.objectives.values()]
-            with self._holding.wholes.in_model(self._holding.materialized), python_kept(prepared.model, *losses):
+            with self._holding.wholes.in_model(self._holding.materialized), python_kept(prepared.model, *self._losses):
                 partition = recaptured(prepared.model, objective, main, example, training, prepared.in_float64)
                 prepared.look_at(partition, name, example)
         self._refuse_moved(partition)
+        if training:
+            refuse_effects(partition, self._plan)
         layouts = prepared.layouts_of(partition)
         programs = programs_of(partition, self._plan, self._holding.holders, training, layouts, alone)
         return partition, self._holding.layout.regrouped(programs)

@@ -247,7 +247,7 @@ class Job(Accounts):
         own = self._own(batch)
         lane = self._binding.for_evaluation(name, own)
         self._holding.buffers.fetch(lane.partition)
-        with torch.no_grad(), self._rule.agreed():
+        with torch.no_grad(), self._rule.agreed(), self._binding.kept(lane.partition):
             state = lane.worker.run(own, 0, self._seed, lambda state: None)
         sums: tuple[float, float] = self._rule.told("evaluate", self._summed(state, range(self.world.size)))
         return sums

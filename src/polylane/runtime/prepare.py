@@ -27,6 +27,7 @@ from polylane.plan.spec import Spec, parse
 from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
 from polylane.runtime.microbatches import asked_for, fewest_for, samples_meet, with_enough
 from polylane.runtime.optimizer_probe import Untried, whole_parameters
+from polylane.runtime.own_python import keeps_state, refuse_effects
 from polylane.runtime.sync.fitting import check_sync
 
 Parameters = list[tuple[str, nn.Parameter]]
@@ -247,6 +248,8 @@ def _prepare(
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
     graphs = {n: _graph_of(model, o, parameters, rebuild(cloned(part)), in_float64) for n, o in objectives.items()}
     fewer = fewer or spec.microbatches is None
+    if spec.microbatches is None and keeps_state(graphs.values()):
+        microbatches = 1
     microbatches = with_enough(microbatches, total, fewest_for(spec, graphs.values()), fewer)
     partitions, seen, meets = _partitions(
         model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
@@ -256,6 +259,8 @@ def _prepare(
         name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
         for name, partition in (partitions.items() if evaluation else ())
     }
+    for partition in partitions.values():
+        refuse_effects(partition, chosen)
     check_sync(chosen, partitions, meets)
     layouts, whole = dict[str, Layouts](), dict[str, str]()
     if chosen.axes or meets:
