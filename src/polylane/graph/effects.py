@@ -19,7 +19,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -60,10 +60,25 @@ class Effect:
 
 @dataclass(frozen=True)
 class Effects:
-    """All of them; and the keys of the environment that were read."""
+    """What running a loss was seen to do, and to look at.
+
+    Attributes:
+        found: what it does besides computing.
+        touched: places that it wrote, be it once.
+        environment: keys of the environment that it read.
+        ran: the functions that ran.
+    """
 
     found: tuple[Effect, ...] = ()
+    touched: tuple[Place, ...] = ()
     environment: tuple[str, ...] = ()
+    ran: frozenset[types.CodeType] = frozenset()
+
+    def with_those_of(self, other: Effects) -> Effects:
+        """Besides what is found here, the state that another run of the same model kept."""
+        kept = [effect for effect in other.found if effect.kind == "state"]
+        found, touched = dict.fromkeys((*self.found, *kept)), dict.fromkeys((*self.touched, *other.touched))
+        return replace(self, found=tuple(found), touched=tuple(touched))
 
 
 @dataclass
@@ -125,7 +140,8 @@ def effects_of(model: nn.Module, loss: Any, run: Callable[[], Any], again: Calla
     with watch.profiling():
         result = run()
     drawn = drawn_by(random, states())
-    changing, first = _changed(before, scene.digests()), scene.digests()
+    first = scene.digests()
+    touched = changing = _changed(before, first)
     for _ in range(2):
         if changing:
             again()
@@ -139,7 +155,8 @@ def effects_of(model: nn.Module, loss: Any, run: Callable[[], Any], again: Calla
         again()
         restore(random)
         found += _located(scene, changing, drawn)
-    return result, Effects(tuple(found), tuple(dict.fromkeys(watch.environment)))
+    read = tuple(dict.fromkeys(watch.environment))
+    return result, Effects(tuple(found), tuple(touched), read, frozenset(watch.ran))
 
 
 _Table = Mapping[tuple[int, str], tuple[Place, Any]]
@@ -168,6 +185,7 @@ class _Watch:
         self._files = {type(module).forward.__code__.co_filename for module in model.modules() if _is_written(module)}
         self.clocks: list[Effect] = []
         self.environment: list[str] = []
+        self.ran: set[types.CodeType] = set()
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
@@ -185,10 +203,12 @@ class _Watch:
                 self.clocks.append(
                     Effect(running(frame, self._paths), f"reads the clock, {clock}", _at(frame), "clock")
                 )
-        elif event == "call" and frame.f_code is _ENVIRONMENT:
-            key = frame.f_locals.get("key")
-            if isinstance(key, str) and self._counts(_caller(frame)):
-                self.environment.append(key)
+        elif event == "call":
+            self.ran.add(frame.f_code)
+            if frame.f_code is _ENVIRONMENT:
+                key = frame.f_locals.get("key")
+                if isinstance(key, str) and self._counts(_caller(frame)):
+                    self.environment.append(key)
 
     def _counts(self, frame: types.FrameType) -> bool:
         file = frame.f_code.co_filename

@@ -112,14 +112,19 @@ def _is_own_class(kind: type) -> bool:
 # ---- where it is -----------------------------------------------------------------------------------------------------
 
 
-def places(modules: Iterable[tuple[str, nn.Module]], roots: Iterable[Any] = ()) -> list[Place]:
+def places(
+    modules: Iterable[tuple[str, nn.Module]],
+    roots: Iterable[Any] = (),
+    ran: Collection[types.CodeType] | None = None,
+) -> list[Place]:
     """All places that modules, and whatever else is called, can reach.
 
     Args:
         modules: by path.
         roots: a loss, say: functions, bound methods, partials, objects that can be called.
+        ran: the functions that are followed; default: all.
     """
-    walk = _Places()
+    walk = _Places(ran)
     for path, module in modules:
         walk.module(path, module)
     for root in roots:
@@ -131,8 +136,9 @@ _RUNS = (types.FunctionType, staticmethod, classmethod, property, functools.part
 
 
 class _Places:
-    def __init__(self) -> None:
+    def __init__(self, ran: Collection[types.CodeType] | None = None) -> None:
         self.found: list[Place] = []
+        self._ran = ran
         self._seen: set[int] = set()
         self._keys: set[tuple[int, str]] = set()
 
@@ -187,14 +193,14 @@ class _Places:
         """Something reached by name: what it runs, if it runs."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
             self.callable(value)
-        elif _has_own_class(value):
+        elif has_own_class(value):
             self._class(type(value))
 
     def _object(self, value: Any) -> None:
         if isinstance(value, nn.Module):
             for path, module in value.named_modules():
                 self.module(path, module)
-        elif _has_own_class(value) and self._new(value):
+        elif has_own_class(value) and self._new(value):
             for name, each in getattr(value, "__dict__", {}).items():
                 self._add(value, name, f"{type(value).__name__}.{name}", "attribute")
                 self._value(each)
@@ -215,6 +221,10 @@ class _Places:
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
         if not is_own(code.co_filename) or not self._new(function):
+            return
+        if self._ran is not None and code not in self._ran:
+            if "__wrapped__" in vars(function):
+                self.callable(vars(function)["__wrapped__"])
             return
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
@@ -263,7 +273,7 @@ def names_in(code: types.CodeType) -> set[str]:
     return found
 
 
-def _has_own_class(value: Any) -> bool:
+def has_own_class(value: Any) -> bool:
     """An object of a class that somebody wrote, rather than Python, torch or numpy."""
     kind = type(value)
     if kind in (types.SimpleNamespace,):
@@ -350,7 +360,7 @@ class _Digest:
                 self._all((_defaults(value), vars(value)))
         elif isinstance(value, nn.Module):  # one that the model does not know of
             self._all(value.__dict__.items())
-        elif _has_own_class(value):
+        elif has_own_class(value):
             self._all(_fields(value).items())
 
     def _all(self, values: Iterable[Any]) -> None:
@@ -418,7 +428,7 @@ def remember(where: Iterable[Place], known: Collection[int]) -> Callable[[], Non
     """Remember what is in places, contents and all; the result puts it back."""
     where, walk = list(where), _Remembered(known)
     for place in where:
-        if _has_own_class(place.owner) and not isinstance(place.owner, (dict, types.FunctionType, types.CellType)):
+        if has_own_class(place.owner) and not isinstance(place.owner, (dict, types.FunctionType, types.CellType)):
             walk.inside(place.owner)  # what it is given later goes, too
     values = [(place, walk.of(place.get())) for place in where]
 
@@ -480,7 +490,7 @@ class _Remembered:
         elif isinstance(value, types.FunctionType):
             if is_own(value.__code__.co_filename):
                 return self._function(value)
-        elif isinstance(value, nn.Module) or _has_own_class(value):
+        elif isinstance(value, nn.Module) or has_own_class(value):
             return self._object(value)
         return ()
 

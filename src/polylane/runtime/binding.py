@@ -13,6 +13,7 @@ from polylane.graph.export import python_kept
 from polylane.graph.orders import digest
 from polylane.graph.partition import Partition
 from polylane.program.program import Program
+from polylane.runtime.captures import Captures
 from polylane.runtime.connections import Connections
 from polylane.runtime.division import Batch
 from polylane.runtime.holding import Holding
@@ -32,8 +33,9 @@ class Lane:
     worker: Worker
 
 
-# By (the form of a batch, into how many microbatches it is divided, whether each replica goes its own way).
-Lanes = dict[tuple[Any, int, bool], Lane]
+# By (the form of a batch, into how many microbatches it is divided, whether each replica goes its own way, the number
+# of the settings that they were captured with).
+Lanes = dict[tuple[Any, int, bool, int], Lane]
 
 
 class Binding:
@@ -52,6 +54,12 @@ class Binding:
         self._rebuild, self._form = rebuild, form
         self._losses = [objective.loss for objective in self._prepared.objectives.values()]
         self._evaluations: dict[str, Lanes] = {name: {} for name in self._prepared.objectives}
+        ahead = ((True, self._prepared.partitions), (False, self._prepared.evaluations))
+        self._captures = {
+            (name, training): Captures(self._prepared, name, training, partitions.get(name))
+            for training, partitions in ahead
+            for name in self._prepared.objectives
+        }
 
     def microbatches(self, samples: int) -> int:
         """Into how many microbatches a batch is divided: a short one into fewer, if the model needs the samples."""
@@ -115,26 +123,31 @@ class Binding:
 
     def _for(self, lanes: Lanes, name: str, batch: Batch, training: bool, alone: bool, codec: Codec | None) -> Lane:
         form, count = signature(batch.leaves, batch.sampled), self.microbatches(batch.samples)
-        if (form, count, alone) not in lanes:
+        captures = self._captures[name, training]
+        number, forgotten = captures.number()
+        for key in [key for key in lanes if key[3] == forgotten]:
+            del lanes[key]
+        if (form, count, alone, number) not in lanes:
             full = self._plan.microbatches
-            if (form, full, alone) not in lanes:
-                other = lanes.get((form, full, not alone))
+            if (form, full, alone, number) not in lanes:
+                other = lanes.get((form, full, not alone, number))
                 known = None if other is None else other.partition
-                found, programs = self._captured(name, batch, form, training, alone, known)
-                lanes[form, full, alone] = self.lane(found, programs, alone, codec)
+                if known is None and not training and form == self._form and number == 0:
+                    known = self._prepared.evaluations.get(name)
+                found, programs = self._captured(name, batch, training, alone, known)
+                captures.add(number, found)
+                lanes[form, full, alone, number] = self.lane(found, programs, alone, codec)
             if count < full:
-                lane = lanes[form, full, alone]
+                lane = lanes[form, full, alone, number]
                 programs = tuple(shortened(p, count) for p in lane.programs)
-                lanes[form, count, alone] = self.lane(lane.partition, programs, alone, codec)
-        return lanes[form, count, alone]
+                lanes[form, count, alone, number] = self.lane(lane.partition, programs, alone, codec)
+        return lanes[form, count, alone, number]
 
     def _captured(
-        self, name: str, batch: Batch, form: Any, training: bool, alone: bool, partition: Partition | None
+        self, name: str, batch: Batch, training: bool, alone: bool, partition: Partition | None
     ) -> tuple[Partition, tuple[Program, ...]]:
         """A graph that is captured now, or was captured ahead, and every worker's program for it."""
         prepared = self._prepared
-        if partition is None and not training and form == self._form:
-            partition = prepared.evaluations.get(name)
         if partition is None:
             example, main = self._rebuild(few(batch.leaves, 4, batch.sampled)), prepared.partitions[name]
             objective = prepared.objectives[name]
@@ -144,9 +157,21 @@ class Binding:
         self._refuse_moved(partition)
         if training:
             refuse_effects(partition, self._plan)
+        self._refuse_new_statistics(partition)
         layouts = prepared.layouts_of(partition)
         programs = programs_of(partition, self._plan, self._holding.holders, training, layouts, alone)
         return partition, self._holding.layout.regrouped(programs)
+
+    def _refuse_new_statistics(self, partition: Partition) -> None:
+        graphs = [each.graph for each in self._prepared.partitions.values()]
+        if partition.graph.code.batch_statistics and self._plan.data > 1:
+            if any(graph.code.batch_statistics for graph in graphs):
+                return
+            raise PolylaneError(
+                "a part of the model normalizes by statistics of the batch now, but did not when the training was "
+                "prepared, so that replicas have no way to share them: let it train() then, and eval() it before the "
+                "first step"
+            )
 
     def _refuse_moved(self, partition: Partition) -> None:
         holders = self._holding.holders

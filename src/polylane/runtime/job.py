@@ -128,10 +128,10 @@ class Job(Accounts):
         for name, trainer in self._trainers.items():
             partition = self._prepared.partitions[name]
             bound = self._binding.lane(partition, self._programs[name], codec=trainer.codec)
-            trainer.lanes[form, self.plan.microbatches, False] = bound
+            trainer.lanes[form, self.plan.microbatches, False, 0] = bound
             if name in alone:
                 bound = self._binding.lane(partition, alone[name], True)
-                trainer.lanes[form, self.plan.microbatches, True] = bound
+                trainer.lanes[form, self.plan.microbatches, True, 0] = bound
 
     def _lowered(self, holders: Holders, alone: bool) -> dict[str, tuple[Program, ...]]:
         """Every objective's programs, of all workers."""

@@ -22,6 +22,11 @@ def effects_in(graph: Graph) -> dict[str, tuple[Effect, ...]]:
     return {name: effects for name, effects in found.items() if effects}
 
 
+def leaf_paths(graph: Graph) -> set[str]:
+    """Paths of the modules that run the user's own Python; "": model and loss."""
+    return {node.module for node in graph.nodes if node.op == "leaf"}
+
+
 def keeps_state(graphs: Iterable[Graph]) -> bool:
     """Whether anything in graphs keeps state in Python."""
     return any(e.kind == "state" for graph in graphs for effects in effects_in(graph).values() for e in effects)

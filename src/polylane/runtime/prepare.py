@@ -317,9 +317,16 @@ def _see_through(prepared: Prepared) -> None:
 def recaptured(
     model: nn.Module, objective: Objective, main: Partition, batch: Any, training: bool, in_float64: bool
 ) -> Partition:
-    """Capture an objective in another mode, or for batches of another form, and cut it where ``main`` is cut."""
-    trainable = [name for name, info in main.graph.parameters.items() if info.trainable]
-    graph = capture(model, objective.loss, batch, trainable=trainable, training=training, in_float64=in_float64)
+    """Capture an objective in another mode, for batches of another form, or anew, and cut it where ``main`` is cut.
+
+    Parameters that were frozen meanwhile get no gradient.
+    """
+    known = dict(named_parameters(model, [objective.loss]))
+    trainable = [n for n, info in main.graph.parameters.items() if info.trainable and known[n].requires_grad]
+    effects = main.graph.code.effects
+    graph = capture(
+        model, objective.loss, batch, trainable=trainable, training=training, in_float64=in_float64, effects=effects
+    )
     return aligned(main, graph)
 
 
