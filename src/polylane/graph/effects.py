@@ -194,7 +194,11 @@ class _Watch:
         try:
             yield
         finally:
-            sys.setprofile(other)
+            if other is None or callable(other):
+                sys.setprofile(other)
+            else:  # cProfile: no function that could be set, but an object that sets itself
+                sys.setprofile(None)
+                other.enable()
 
     def _see(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "c_call":

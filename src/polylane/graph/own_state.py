@@ -28,6 +28,8 @@ from polylane.graph.source import is_users
 
 # Attributes of a module that hold what torch itself looks after: they are restored elsewhere.
 TORCHS = frozenset(("_parameters", "_buffers", "_modules", "training", "_call_impl"))
+# Tables of hooks and the like, mostly empty: looked at where there is something in them.
+_TORCHS_TABLES = frozenset(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict))
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MISSING: Any = object()
 
@@ -157,7 +159,7 @@ class _Places:
         if not self._new(module):
             return
         for name, value in module.__dict__.items():
-            if name not in TORCHS:
+            if name not in TORCHS and (name not in _TORCHS_TABLES or value):
                 self._add(module, name, f"{path}.{name}" if path else name, "attribute", path)
                 if name.endswith("_hooks") and value:
                     for hook in list(value.values()):

@@ -155,7 +155,7 @@ class _Look:
         self._leaves = leaves
         self._rows: list[_Row] = []
         self._kept: list[_Kept] = []
-        self._sizes: list[tuple[Any, int, Callable[[str], str], Any, frozenset[str]]] = []
+        self._sizes: list[tuple[Any, int, Callable[[str], str], Any, frozenset[Any]]] = []
         self._lists: list[tuple[Any, list[Any], str]] = []
         self._cells: list[tuple[Place, Any]] = []
         self._environment: dict[str, str | None] = {}
@@ -203,7 +203,7 @@ class _Look:
         self._seen.add(id(own))
         names = [n for n in own if isinstance(n, str) and n not in without and self._counts(owner, n)]
         self._names(own, names, label, depth)
-        self._sizes.append((own, len(own), label, owner, frozenset(n for n in own if isinstance(n, str))))
+        self._sizes.append((own, len(own), label, owner, frozenset(own)))
 
     def _counts(self, owner: Any, name: str) -> bool:
         return (self._said is None or name in self._said) and (id(owner), name) not in self._touched
@@ -261,8 +261,10 @@ class _Look:
                 return f"the environment's {key}"
         return None
 
-    def _new(self, own: Mapping[str, Any], owner: Any, names: frozenset[str]) -> str | None:
-        return next((n for n in own if isinstance(n, str) and n not in names and self._counts(owner, n)), None)
+    def _new(self, own: Mapping[str, Any], owner: Any, names: frozenset[Any]) -> str | None:
+        """What a dict has now and had not: a name that counts, or what has no name, such as a hook."""
+        new = [n for n in own if n not in names and (not isinstance(n, str) or self._counts(owner, n))]
+        return str(new[0]) if new else None
 
 
 def _is_plain(value: Any) -> bool:
