@@ -194,7 +194,7 @@ def prove(
 
 def _culprit(prepared: Prepared, batch: Any, seed: int, deviations: Sequence[Deviation], tolerance: float) -> str:
     """Where the two part ways."""
-    restore = snapshot(prepared.model)
+    restore = snapshot(prepared.model, *(o.loss for o in prepared.objectives.values()))
     wrong = {d.name for d in deviations if d.gradient is not None and not d.gradient <= tolerance}
     culprit = first_difference(prepared, batch, seed, wrong, tolerance)
     restore()
@@ -230,7 +230,7 @@ def _see_that_it_runs(prepared: Prepared, batch: Any) -> None:
     leaves, _ = flatten(in_float64(batch))
     tensors = Tensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
     samples = sample_count(leaves)
-    restore = snapshot(prepared.model)
+    restore = snapshot(prepared.model, *(o.loss for o in prepared.objectives.values()))
     try:
         with torch.no_grad():
             run_whole(prepared.main.graph.code, tensors, leaves, Part(samples, batch=samples))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import random
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from polylane.graph.capture import capture
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import objectives_of, prepare
+from polylane.verify import verify
 from training import Pairs, Trained, assert_same, batch_of, classify, plainly, sgd, trained, workers
 
 BATCHES = [batch_of(8, seed) for seed in range(7)]
@@ -368,3 +370,70 @@ def test_models_of_a_library_keep_no_state() -> None:
         graph = capture(model, lambda model, batch: model(batch).logits.square().mean(), tokens)
         assert not graph.notes
         assert all(node.op != "leaf" for node in graph.nodes)
+
+
+# Losses ------------------------------------------------------------------------------------------------------------
+
+
+class Annealed:
+    """A loss that is an object and counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.calls += 1
+        return classify(model, batch) * (1 + self.calls / 4)
+
+
+def counting_loss() -> Callable[..., Tensor]:
+    calls = [0]
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        calls[0] += 1
+        return classify(model, batch) * (1 + calls[0] / 4)
+
+    return loss
+
+
+def on_the_model(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Counts on an attribute of the model."""
+    model.steps = getattr(model, "steps", 0) + 1  # type: ignore[assignment]
+    return classify(model, batch) * (1 + model.steps / 4)  # type: ignore[operator]
+
+
+LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "object": (Annealed, "Annealed.calls"),
+    "closure": (counting_loss, "calls of counting_loss.<locals>.loss"),
+    "attribute": (lambda: on_the_model, "self.steps"),
+}
+
+
+@pytest.mark.parametrize("plan", ["data=1", "data=2"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_keep_state_as_in_the_plain_loop(name: str, plan: str) -> None:
+    make, what = LOSSES[name]
+    model = between()
+    expected: Trained = in_a_process(lambda: plainly(model, BATCHES, loss=make()))
+    loss = make()
+    graph = capture(model, loss, BATCHES[0])
+    assert graph.opaque and f"writes {what} (" in graph.notes[0] and "test_frozen.py:" in graph.notes[0]
+    for worker in trained(model, plan, BATCHES, loss=loss):
+        assert_same(worker, expected, 1e-9)
+
+
+@pytest.mark.parametrize("make", [Counter, Drops, Mutates])
+def test_a_proof_counts_as_a_training_does(make: Callable[[], nn.Module]) -> None:
+    model = between(built(make), nn.Linear(8, 8))
+    loss = counting_loss() if make is Counter else classify
+    verdict = verify(model, objectives_of(loss, sgd, None)["loss"], BATCHES, "data=2")
+    assert verdict.passed, verdict
+
+
+def test_a_profiler_goes_on() -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    capture(between(), classify, BATCHES[0])
+    sum([1])
+    profiler.disable()
+    assert any("sum" in str(entry.code) for entry in profiler.getstats())

@@ -234,8 +234,12 @@ def _clock(function: Any) -> str:
     return name or (method if method in _CLOCK_METHODS else "")
 
 
+_PYTHONS = (sys.stdlib_module_names | {"numpy"}) - {"__main__"}
+
+
 def _is_stdlib(frame: types.FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+    """Whether a line is Python's own library's, or numpy's: whoever called it is meant."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _PYTHONS
 
 
 def _caller(frame: types.FrameType) -> types.FrameType:

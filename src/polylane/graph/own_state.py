@@ -429,18 +429,28 @@ def _slots(kind: type) -> Iterable[str]:
 def remember(where: Iterable[Place], known: Collection[int]) -> Callable[[], None]:
     """Remember what is in places, contents and all; the result puts it back."""
     where, walk = list(where), _Remembered(known)
-    for place in where:
-        if has_own_class(place.owner) and not isinstance(place.owner, (dict, types.FunctionType, types.CellType)):
-            walk.inside(place.owner)  # what it is given later goes, too
+    owners = {id(place.owner): place.owner for place in where if _has_names_of_its_own(place.owner)}
+    for owner in owners.values():
+        if has_own_class(owner):
+            walk.inside(owner)
+    before = [(owner, frozenset(vars(owner))) for owner in owners.values()]
     values = [(place, walk.of(place.get())) for place in where]
 
     def restore() -> None:
+        for owner, names in before:
+            for name in vars(owner).keys() - names - TORCHS:
+                delattr(owner, name)
         for place, value in values:
             place.put(value())
         for put_back in walk.contents:
             put_back()
 
     return restore
+
+
+def _has_names_of_its_own(owner: Any) -> bool:
+    """Whether whatever is new in it was put there by the user's Python; not so of the globals of a file."""
+    return not isinstance(owner, (dict, types.CellType)) and hasattr(owner, "__dict__")
 
 
 class _Remembered:

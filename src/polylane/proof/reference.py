@@ -63,7 +63,7 @@ def reference_run(
     first: dict[str, Tensor] = {}
     rounding: list[list[dict[str, Rounding]]] = []
     for step, batch in enumerate(batches):
-        restore = snapshot(loop.modules)
+        restore = snapshot(loop.modules, loop.loss)
         total, count = loop.backward(batch, step)
         losses.append(total / count)
         gradients = loop.gradients()
@@ -92,6 +92,7 @@ class Loop:
 
     Attributes:
         modules: all that a step may change.
+        loss: the user's.
         eager: whether the model itself is run.
     """
 
@@ -110,7 +111,7 @@ class Loop:
         self._fewest = prepared.fewest.samples
         self._optimized, self._clip_norm, self._seed = optimized, clip_norm, seed
         self._sampled = sampled_leaves(flatten(example)[0])
-        loss = next(iter(prepared.objectives.values())).loss
+        self.loss = loss = next(iter(prepared.objectives.values())).loss
         self.modules = nn.ModuleList([prepared.model, *([loss] if isinstance(loss, nn.Module) else [])])
         self._run, self.eager = self._loss(prepared.model, loss, example)
 
@@ -131,7 +132,7 @@ class Loop:
         if self._graph.code.random:  # which only the graph draws by key
             return by_graph, False
         part = Part(sample_count(leaves))
-        plain = _runs(self.modules, lambda: by_model(cloned(leaves), part))
+        plain = _runs(self.modules, loss, lambda: by_model(cloned(leaves), part))
         return (by_model, True) if plain else (by_graph, False)
 
     def backward(self, batch: Any, step: int) -> tuple[float, float]:
@@ -195,7 +196,7 @@ class Loop:
         """
 
         def nudged(attempt: int) -> dict[str, Tensor]:
-            after = snapshot(self.modules)
+            after = snapshot(self.modules, self.loss)
             before()
             nudge(self.modules.parameters(), attempt)
             self.backward(batch, step)
@@ -206,12 +207,12 @@ class Loop:
         return nudged
 
 
-def _runs(modules: nn.Module, loss: Callable[[], Any]) -> bool:
+def _runs(modules: nn.Module, loss: Loss, run: Callable[[], Any]) -> bool:
     """Whether the model itself runs in float64: some of its kernels, unlike a graph's, may not."""
-    restore = snapshot(modules)
+    restore = snapshot(modules, loss)
     try:
         with torch.no_grad():
-            loss()
+            run()
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     finally:

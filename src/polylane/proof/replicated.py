@@ -76,7 +76,7 @@ def replicated_run(
         sums, zeros = list[tuple[float, float]](), list[dict[str, Rounding]]()
         for replica in replicas[:1] if together else replicas:
             loop = replica.whole if together else replica.share
-            restore = snapshot(loop.modules)
+            restore = snapshot(loop.modules, loop.loss)
             sums.append(loop.backward(batch, step))
             gradients = loop.gradients()
             if step == 0 and replica is replicas[0]:
