@@ -313,6 +313,7 @@ def snapshot(model: nn.Module, *losses: Any) -> Callable[[], None]:
 @contextmanager
 def python_kept(model: nn.Module, *losses: Any) -> Iterator[None]:
     """Whatever runs meanwhile, what the user's Python keeps, and all random states, are afterwards as they were."""
+    losses = (*losses, model.given_loss) if isinstance(model, Whole) else losses
     state, random = remember(places_of(model, *losses), known_of(model, *losses)), states()
     try:
         yield
