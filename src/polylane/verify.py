@@ -289,7 +289,7 @@ class _Proof:
             return None
         number = len(self.batches) - 1 if number is None else number
         modules = [prepared.model, *(loss for loss in _losses(prepared) if isinstance(loss, nn.Module))]
-        restore = snapshot(nn.ModuleList(modules))
+        restore = snapshot(nn.ModuleList(modules), *_losses(prepared))
         model = Tensors(prepared.model, _losses(prepared), torch.device("cpu"))
         put(reference.at(number, 0).before, {**model.parameters(), **model.buffers()}, lambda name, whole: whole)
         wrong = _wrong(judgement, number, parameters, tolerance)
@@ -306,7 +306,7 @@ class _Proof:
             return replay(prepared, batches, workers[0].updates, clip_norm=self.clip_norm, seed=self.seed)
 
         def again(attempt: int, permuted: bool) -> Pass:
-            restore = snapshot(prepared.model)
+            restore = snapshot(prepared.model, *_losses(prepared))
             nudge(prepared.model.parameters(), attempt)
             try:
                 return _as_pass(run())
@@ -429,7 +429,7 @@ def _see_that_it_runs(prepared: Prepared, batch: Any) -> None:
     leaves, _ = flatten(in_float64(batch))
     tensors = Tensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
     samples = sample_count(leaves)
-    restore = snapshot(prepared.model)
+    restore = snapshot(prepared.model, *(o.loss for o in prepared.objectives.values()))
     try:
         with torch.no_grad():
             run_whole(prepared.main.graph.code, tensors, leaves, Part(samples, batch=samples))

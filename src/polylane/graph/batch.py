@@ -38,6 +38,15 @@ def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
     return [leaf for leaves, _ in flats for leaf in leaves], rebuild
 
 
+def structure(batch: Any) -> Any:
+    """How a batch is nested, and under which names; equal for batches that a loss cannot tell apart by their form."""
+    children = _children(batch)
+    if children is None:
+        return None
+    names = tuple(batch) if isinstance(batch, Mapping) else len(children[0])
+    return type(batch).__qualname__, names, tuple(structure(value) for value in children[0])
+
+
 def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     if isinstance(value, Mapping):
         keys, kind = list(value), cast(Any, type(value))

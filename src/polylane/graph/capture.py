@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from polylane.graph.batch import flatten, promoted, sample_count
 from polylane.graph.check import resized
 from polylane.graph.describe import describe, free_nodes, gradients, label_nodes
 from polylane.graph.draft import Draft, DryRun, draft_with_leaves, dry_run
+from polylane.graph.effects import Effects
 from polylane.graph.export import Loss, Whole, snapshot
 from polylane.graph.graph import Code, Graph, TensorInfo
 from polylane.graph.keying import key_the_random
@@ -31,6 +33,7 @@ def capture(
     training: bool = True,
     in_float64: bool = False,
     which: str = "the example batch",
+    effects: Effects | None = None,
 ) -> Graph:
     """Capture ``loss(model, batch)`` as one flat graph that holds for any number of samples.
 
@@ -40,6 +43,7 @@ def capture(
         batch: an example; tensors whose first dimension is the number of samples are split with them.
         trainable: names of the parameters to differentiate; default: all that require a gradient.
         training: capture the training or the evaluation mode.
+        effects: of the same model in another mode: who keeps state there is a leaf here, too, and finds it.
         in_float64: let casts to a lower floating type inside keep float64; ``model`` and ``batch`` are float64 already.
         which: what errors call the batch.
 
@@ -58,6 +62,8 @@ def capture(
                 stack.enter_context(cast(whole, torch.float32))
                 leaves = promoted(leaves, torch.float32)
             dry = dry_run(whole, leaves, abstract, which)
+            if effects is not None:
+                dry = replace(dry, effects=dry.effects.with_those_of(effects))
             draft, notes = draft_with_leaves(whole, leaves, dry, abstract)
         return _finish(whole, draft, dry, notes, sample_count(leaves), trainable, in_float64)
 
@@ -120,7 +126,7 @@ def _finish(
         notes=(*notes, *keyless),
         mean=dry.mean,
         opaque=draft.opaque,
-        code=Code(graph, constants, dry.leaves, random, statistics),
+        code=Code(graph, constants, dry.leaves, random, statistics, dry.effects),
         outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),
     )
 

@@ -46,6 +46,7 @@ def module_of(node: fx.Node) -> str:
 def source_of(node: fx.Node) -> str:
     """The innermost line of the user's that made a node, "file:line"."""
     target = innermost(node.target)
+    target = innermost(getattr(target, "target", target))  # of what is keyed
     if isinstance(target, LeafCall):
         return target.source
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from polylane.errors import PolylaneError
 from polylane.graph import rewrite
 from polylane.graph.batch import few, sample_count
 from polylane.graph.check import FEW, Difference, first_difference, other_batch, resized, runs_without_gradients
-from polylane.graph.export import BadLoss, NotCaptured, Whole, at, export, reason_of, snapshot
+from polylane.graph.effects import Effects, effects_of
+from polylane.graph.export import BadLoss, NotCaptured, Whole, at, export, reason_of, snapshot, tensors_kept
+from polylane.graph.generators import same, states
 from polylane.graph.inplace import values_not_places
-from polylane.graph.leaf import Normalizing, leaves_kept, line_of, observe, opaque_call
+from polylane.graph.leaf import LeafCall, Normalizing, leaves_kept, line_of, observe, opaque_call
 from polylane.graph.opaque import FunctionCall, forget_sites
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
 from polylane.graph.sizes import allowed_sizes, free_the_sizes, open_inputs, refused_sizes
@@ -45,13 +47,23 @@ class Draft:
 
 @dataclass(frozen=True)
 class DryRun:
-    """One eager run of the loss: what it returned, whether it drew random numbers, and values per batch statistic."""
+    """One eager run of the loss.
+
+    Attributes:
+        results: what it returned.
+        random: whether it drew random numbers.
+        values: the fewest per channel of a batch statistic; None without.
+        mean: whether it returned a scalar.
+        leaves: tensors and other leaves of the batch.
+        effects: what it does besides computing.
+    """
 
     results: tuple[Tensor, ...]
     random: bool
     values: int | None
     mean: bool
     leaves: int
+    effects: Effects = field(default_factory=Effects)
 
 
 def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
@@ -62,11 +74,18 @@ def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool, which: str = "t
         PolylaneError: it fails.
     """
     restore = snapshot(whole)
-    before = torch.get_rng_state()
+    before, drawn, tensors = states(), False, tensors_kept(whole)
+
+    def run() -> tuple[Tensor, ...]:
+        nonlocal drawn
+        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        result: tuple[Tensor, ...] = whole(*given)
+        drawn = drawn or not same(before, states())
+        return result
+
     try:
         with torch.enable_grad(), Normalizing() as normalizing, _gradients_noted() as taken:
-            results = whole(*leaves)
-        drawn = not torch.equal(before, torch.get_rng_state())
+            results, effects = effects_of(whole.model, whole.given_loss, run, tensors)
         if taken and not runs_without_gradients(whole, leaves):
             raise BadLoss(
                 "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty does), "
@@ -74,7 +93,8 @@ def dry_run(whole: Whole, leaves: Sequence[Any], abstract: bool, which: str = "t
             )
         if whole.training:
             _refuse_without_gradient(whole, results[0])
-        dry = DryRun(tuple(each.detach() for each in results), drawn, normalizing.values, whole.mean, len(leaves))
+        values = tuple(each.detach() for each in results)
+        dry = DryRun(values, drawn, normalizing.values, whole.mean, len(leaves), effects)
     except BadLoss as error:
         raise BadLoss(f"{error}{at(line_of(whole.loss_function))}") from None
     except PolylaneError:
@@ -126,7 +146,11 @@ def _refuse_without_gradient(whole: Whole, loss: Tensor) -> None:
 
 def draft_with_leaves(whole: Whole, leaves: Sequence[Any], dry: DryRun, abstract: bool) -> tuple[Draft, list[str]]:
     """Export, turning what cannot be captured into leaves, until the self-check holds; and a sentence for each leaf."""
-    kept: dict[str, str] = {}
+    kept = _kept_for_effects(dry.effects)
+    if "" in kept:
+        if abstract:
+            raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")
+        return _opaque_draft(whole, leaves, dry), [f"the model is opaque, without a graph: it {kept['']}"]
     while True:
         try:
             draft = _draft(whole, leaves, kept)
@@ -135,6 +159,7 @@ def draft_with_leaves(whole: Whole, leaves: Sequence[Any], dry: DryRun, abstract
             if abstract:
                 raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
         else:
+            _tell_effects(draft, dry.effects)
             if abstract:
                 return draft, _notes(whole, kept)
             difference = _difference(whole, draft, leaves)
@@ -147,6 +172,25 @@ def draft_with_leaves(whole: Whole, leaves: Sequence[Any], dry: DryRun, abstract
             return _opaque_draft(whole, leaves, dry), [f"the model is opaque, without a graph: {why}"]
         kept = {other: note for other, note in kept.items() if not other.startswith(f"{path}.")}
         kept[path] = f"{path} is a leaf, kept whole: {why}"
+
+
+def _kept_for_effects(effects: Effects) -> dict[str, str]:
+    """Modules that do more than compute, and why each is a leaf; or "" for model and loss together."""
+    paths = sorted({effect.path for effect in effects.found})
+    outermost = [p for p in paths if not any(_within(p, other) for other in paths if other != p)]
+    kept = {p: "; ".join(effect.told for effect in effects.found if _within(effect.path, p)) for p in outermost}
+    return {path: f"{path} is a leaf, kept whole: it {why}" if path else why for path, why in kept.items()}
+
+
+def _within(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _tell_effects(draft: Draft, effects: Effects) -> None:
+    """Let every leaf know what it does besides computing."""
+    for node in draft.graph.nodes:
+        if isinstance(node.target, LeafCall):
+            node.target.effects = tuple(e for e in effects.found if _within(e.path, node.target.path))
 
 
 def _notes(whole: Whole, kept: dict[str, str]) -> list[str]:
@@ -177,9 +221,9 @@ def _noting_random(graph: fx.Graph) -> dict[fx.Node, Any]:
 
     def noting(function: FunctionCall) -> Any:
         def run(part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-            before = torch.get_rng_state()
+            before = states()
             result = function(part, tensors)
-            function.random = function.random or not torch.equal(before, torch.get_rng_state())
+            function.random = function.random or not same(before, states())
             return result
 
         run.__module__ = "polylane"
@@ -303,7 +347,7 @@ def _called_children(whole: Whole, leaves: Sequence[Any], prefix: str) -> list[s
 def _opaque_draft(whole: Whole, leaves: Sequence[Any], dry: DryRun) -> Draft:
     """The whole model and loss as one leaf: the user's Python runs on every worker."""
     call = opaque_call(whole, leaves, dry.results, dry)
-    call.source = line_of(whole.loss_function)
+    call.source, call.effects = line_of(whole.loss_function), dry.effects.found
     graph = fx.Graph()
     part = graph.placeholder("part")
     part.meta["role"] = ("part", 0)

@@ -21,8 +21,12 @@ from torch.fx.experimental import _config
 
 from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
+from polylane.graph.effects import known_of, places_of
+from polylane.graph.generators import restore as restore_states
+from polylane.graph.generators import states
 from polylane.graph.leaf import Tracing
 from polylane.graph.opaque import functions_kept
+from polylane.graph.own_state import remember
 from polylane.graph.source import is_users
 from polylane.recipe import Mean
 
@@ -40,7 +44,7 @@ class Whole(nn.Module):
         self.model = model
         if isinstance(loss, nn.Module):
             self.loss = loss  # its buffers (class weights, say) are captured too
-        self._call = loss
+        self.given_loss = loss
         self._rebuild = rebuild
         self.tracing = Tracing()
         self.mean = True
@@ -48,7 +52,7 @@ class Whole(nn.Module):
     def forward(self, *leaves: Any) -> tuple[Tensor, ...]:
         self.tracing.samples = sample_count(leaves)
         self.tracing.calls.clear()
-        result = self._call(self.model, self._rebuild(leaves))
+        result = self.given_loss(self.model, self._rebuild(leaves))
         if isinstance(result, Mean):
             self.mean = False
             if isinstance(result.total, Tensor) and result.total.dim() == 0:
@@ -69,7 +73,7 @@ class Whole(nn.Module):
     @property
     def loss_function(self) -> Any:
         """What the user gave as the loss."""
-        return self._call.forward if isinstance(self._call, nn.Module) else self._call
+        return self.given_loss.forward if isinstance(self.given_loss, nn.Module) else self.given_loss
 
     @property
     def tied(self) -> dict[str, str]:
@@ -291,25 +295,58 @@ def at(line: str) -> str:
     return f" ({line})" if line else ""
 
 
-def snapshot(model: nn.Module) -> Callable[[], None]:
-    """Remember all that belongs to a model, and torch's random state; the result restores it.
+def snapshot(model: nn.Module, *losses: Any) -> Callable[[], None]:
+    """Remember all that belongs to a model, and all random states; the result restores it.
 
-    Parameters, buffers, gradients, train flags, and every attribute of every module (not what attributes hold inside).
+    Parameters, buffers, gradients, train flags, every attribute of every module with what is in it, and what else the
+    user's Python keeps: globals, what functions close over (see :mod:`polylane.graph.own_state`).
+
+    Args:
+        model: the model, or a :class:`Whole`, whose loss is looked at as well.
+        losses: others.
     """
+    tensors = tensors_kept(model)
+    losses = (*losses, model.given_loss) if isinstance(model, Whole) else losses
+    state = remember(places_of(model, *losses), known_of(model, *losses))
+    modules = [(m, dict(m.__dict__)) for m in model.modules()]
+    random = states()
+
+    def restore() -> None:
+        for module, attributes in modules:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        state()
+        tensors()
+        restore_states(random)
+
+    return restore
+
+
+@contextmanager
+def python_kept(model: nn.Module, *losses: Any) -> Iterator[None]:
+    """Whatever runs meanwhile, what the user's Python keeps, and all random states, are afterwards as they were."""
+    losses = (*losses, model.given_loss) if isinstance(model, Whole) else losses
+    state, random = remember(places_of(model, *losses), known_of(model, *losses)), states()
+    try:
+        yield
+    finally:
+        state()
+        restore_states(random)
+
+
+def tensors_kept(model: nn.Module) -> Callable[[], None]:
+    """Remember parameters, buffers, gradients, and torch's random state; the result restores them."""
     tensors = [(t, t.detach().clone(), t.grad, t.is_leaf) for t in (*model.parameters(), *model.buffers())]
     inner = ("_parameters", "_buffers", "_modules")
-    modules = [(m, dict(m.__dict__), [dict(m.__dict__[name]) for name in inner]) for m in model.modules()]
+    dicts = [(m.__dict__[name], dict(m.__dict__[name])) for m in model.modules() for name in inner]
     random = torch.get_rng_state()
     devices = {t.device for t, *_ in tensors if t.device.type == "cuda"}
     device_random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore() -> None:
-        for module, attributes, contents in modules:
-            for name, content in zip(inner, contents, strict=True):
-                attributes[name].clear()
-                attributes[name].update(content)
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+        for own, content in dicts:
+            own.clear()
+            own.update(content)
         with torch.no_grad():
             for tensor, value, grad, leaf in tensors:
                 if leaf and not tensor.is_leaf:  # a write left its gradients behind

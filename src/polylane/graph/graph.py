@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from polylane.graph.effects import Effects
+
 
 @dataclass(frozen=True)
 class Node:
@@ -124,3 +126,4 @@ class Code:
     leaves: int
     random: bool
     batch_statistics: bool
+    effects: Effects | None = None  # what a run was seen to do besides computing, and to look at

@@ -12,11 +12,13 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.graph.ambient import as_part
 from polylane.graph.describe import source_of
+from polylane.graph.effects import Effect
 from polylane.graph.export import at
+from polylane.graph.generators import python_seeded
 from polylane.graph.leaf import LeafCall
 from polylane.graph.opaque import FunctionCall
 from polylane.graph.precision import innermost
-from polylane.graph.random import salt_of, seed_of
+from polylane.graph.random import own_seed_of, salt_of, seed_of
 from polylane.graph.random_operators import KEYED
 from polylane.graph.rewrite import op_name
 from polylane.graph.sizes import batch_dimension
@@ -24,7 +26,10 @@ from polylane.graph.twins import completed, functional_name
 
 
 class AsPart:
-    """The user's own Python on one part: random numbers by key, as far as their shape tells, and shared statistics."""
+    """The user's own Python on one part: random numbers by key, as far as their shape tells, and shared statistics.
+
+    Python's and numpy's generators start from a number that all workers have alike.
+    """
 
     __module__ = "polylane"
 
@@ -46,7 +51,19 @@ class AsPart:
         """The same on a copy of the user's module."""
         return AsPart(innermost(self.target).copied(), self.name)
 
+    @property
+    def effects(self) -> tuple[Effect, ...]:
+        """What it does besides computing."""
+        return tuple(getattr(innermost(self.target), "effects", ()))
+
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> Any:
+        with python_seeded(own_seed_of(part, self.salt)):
+            own = innermost(self.target)
+            if own.random or getattr(own, "normalizes", False):
+                return self._keyed(part, tensors)
+            return self.target(part, tensors)
+
+    def _keyed(self, part: Any, tensors: Sequence[Tensor]) -> Any:
         devices = {t.device for t in tensors if t.device.type == "cuda"}
         with torch.random.fork_rng(devices=[device.index for device in devices]):
             torch.manual_seed(seed_of(part, self.salt))  # for operators that have no key
@@ -93,7 +110,7 @@ def key_the_random(graph: fx.Graph, part: fx.Node, name: Callable[[fx.Node], str
     """
     notes, found = [], False
     for node in [n for n in graph.nodes if isinstance(innermost(n.target), (LeafCall, FunctionCall))]:
-        if innermost(node.target).random or getattr(innermost(node.target), "normalizes", False):
+        if isinstance(innermost(node.target), LeafCall) or innermost(node.target).random:
             node.target = AsPart(node.target, name(node))
     for node in [n for n in graph.nodes if n.op == "call_function" and _is_random(n)]:
         found = True

@@ -18,6 +18,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import Rebuild, flatten, sample_count
+from polylane.graph.effects import Effect
+from polylane.graph.generators import same, states
 from polylane.graph.opaque import emit
 from polylane.graph.sizes import size_function
 from polylane.graph.statistics import VALUES
@@ -56,6 +58,7 @@ class LeafCall:
         random: whether it draws random numbers; normalizes: whether it normalizes by statistics of the batch.
         source: the user's own line.
         fewest: samples that it needs in training, for statistics of the batch.
+        effects: what it does besides computing.
     """
 
     module: nn.Module
@@ -73,6 +76,7 @@ class LeafCall:
     normalizes: bool
     source: str
     fewest: int = 1
+    effects: tuple[Effect, ...] = ()
 
     __name__ = "leaf"
     __module__ = "polylane"
@@ -166,10 +170,10 @@ def observe(modules: dict[str, nn.Module], run: Callable[[], Any]) -> dict[str, 
 
     def noting(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
-            before = torch.get_rng_state()
+            before = states()
             with Normalizing() as normalizing:
                 result = call(*args, **kwargs)
-            drawn = not torch.equal(before, torch.get_rng_state())
+            drawn = not same(before, states())
             calls[path].append(Observed(*flatten(result), drawn, normalizing.values))
             return result
 

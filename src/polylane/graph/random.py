@@ -177,3 +177,13 @@ def seed_of(part: Any, salt: int) -> int:
     """A seed for torch's own generator, for the user's own Python: of step, node and first sample in hand."""
     high, low = _keys(part, salt ^ part.first * 0x9E3779B97F4A7C15)
     return high << 31 ^ low
+
+
+def own_seed_of(part: Any, salt: int) -> int:
+    """A seed for Python's and numpy's generators, for the user's own Python: of step, microbatch and node.
+
+    It is the same on all replicas: what is drawn there is a decision about the step (which layers to drop), more often
+    than numbers for samples.
+    """
+    high, low = _keys(part, salt ^ (part.microbatch + 1) * 0xD6E8FEB86659FD93)
+    return high << 31 ^ low

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import promoted, sample_count, take
 from polylane.graph.check import Tables, bound, resized, tables
-from polylane.graph.export import Whole, at, reason_of
+from polylane.graph.export import Whole, at, python_kept, reason_of
 from polylane.graph.graph import Graph, Node
 from polylane.graph.keying import AsPart
 from polylane.graph.part import Part
@@ -191,7 +192,8 @@ def _call(node: fx.Node, run: Run) -> Any:
         return target(*args, **kwargs).zero_()
     if not isinstance(target, AsPart):
         return target(*args, **kwargs)
-    with Still():  # which numbers the user's own Python draws is no question of samples
+    # Which numbers the user's own Python draws is no question of samples, nor how often it was called.
+    with Still(), python_kept(innermost(target.target).module) if target.effects else nullcontext():
         return target(*args, **kwargs)
 
 

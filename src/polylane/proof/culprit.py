@@ -132,7 +132,7 @@ def _whole_values(
             continue
         again = list[dict[str, Tensor]]()
         for attempt in range(TRIES):
-            restore = snapshot(prepared.model)
+            restore = snapshot(prepared.model, *(o.loss for o in prepared.objectives.values()))
             nudge(prepared.model.parameters(), attempt)
             again.append(run(start, stop, microbatch))
             restore()

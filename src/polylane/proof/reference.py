@@ -157,12 +157,12 @@ class Trained:
     ) -> tuple[tuple[float, float], dict[str, Tensor], Floors]:
         """Leave gradients in the parameters; the loss as (total, count), the gradients, and their floors."""
         loop = self.whole if together else self.loop
-        restore = snapshot(loop.modules)
+        restore = snapshot(loop.modules, loop.loss)
         total, count = loop.backward(batch, step)
         once = self._passed(total, count, loop)
 
         def again(attempt: int, permuted: bool) -> Pass:
-            after = snapshot(loop.modules)
+            after = snapshot(loop.modules, loop.loss)
             restore()
             nudge(loop.modules.parameters(), attempt)
             try:
@@ -201,6 +201,7 @@ class Loop:
 
     Attributes:
         modules: all that a step may change.
+        loss: the user's.
         eager: whether the model itself is run.
         permutes: whether samples may change places: no random number is drawn by where they are.
     """
@@ -220,7 +221,7 @@ class Loop:
         self._fewest = prepared.fewest.samples
         self._optimized, self._clip_norm, self._seed = optimized, clip_norm, seed
         self._sampled = sampled_leaves(flatten(example)[0])
-        loss = next(iter(prepared.objectives.values())).loss
+        self.loss = loss = next(iter(prepared.objectives.values())).loss
         self.modules = nn.ModuleList([prepared.model, *([loss] if isinstance(loss, nn.Module) else [])])
         self._counts = Statistics(self._graph.code.fx)
         self._tensors = Tensors(prepared.model, [loss], torch.device("cpu"))
@@ -249,7 +250,7 @@ class Loop:
                 return by_graph, False
             self._microbatches = 1
         part = Part(sample_count(leaves))
-        plain = _runs(self.modules, lambda: by_model(cloned(leaves), part))
+        plain = _runs(self.modules, loss, lambda: by_model(cloned(leaves), part))
         return (by_model, True) if plain else (by_graph, False)
 
     def backward(self, batch: Any, step: int, permuted: int | None = None) -> tuple[float, float]:
@@ -331,12 +332,12 @@ def _shuffled(leaves: Sequence[Any], samples: int, seed: int | None) -> Sequence
     return [leaf[order] if is_sampled(leaf, samples) else leaf for leaf in leaves]
 
 
-def _runs(modules: nn.Module, loss: Callable[[], Any]) -> bool:
+def _runs(modules: nn.Module, loss: Loss, run: Callable[[], Any]) -> bool:
     """Whether the model itself runs in float64: some of its kernels, unlike a graph's, may not."""
-    restore = snapshot(modules)
+    restore = snapshot(modules, loss)
     try:
         with torch.no_grad():
-            loss()
+            run()
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     finally:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import Rebuild, few, part_count, signature
+from polylane.graph.batch import few, part_count, signature
+from polylane.graph.export import python_kept
 from polylane.graph.orders import digest
 from polylane.graph.partition import Partition
 from polylane.program.program import Program
+from polylane.runtime.captures import Captures
 from polylane.runtime.connections import Connections
-from polylane.runtime.division import Batch
+from polylane.runtime.division import Batch, Form
 from polylane.runtime.holding import Holding
 from polylane.runtime.lane import bind, counts_of, programs_of
+from polylane.runtime.own_python import effects_in, refuse_effects
 from polylane.runtime.prepare import recaptured
 from polylane.runtime.sync.codec import Codec
 from polylane.runtime.worker import Worker
+from polylane.samples.division import refuse_meeting
 
 
 @dataclass
@@ -29,8 +34,9 @@ class Lane:
     worker: Worker
 
 
-# By (the form of a batch, into how many microbatches it is divided, whether each replica goes its own way).
-Lanes = dict[tuple[Any, int, bool], Lane]
+# By (the form of a batch, into how many microbatches it is divided, whether each replica goes its own way, the number
+# of the settings that they were captured with).
+Lanes = dict[tuple[Any, int, bool, int], Lane]
 
 
 class Binding:
@@ -39,15 +45,22 @@ class Binding:
     Args:
         holding: what this worker holds.
         connections: what it reaches the others by.
-        rebuild: flat leaves -> a batch.
-        form: of the example batch.
+        example: the form of the example batch.
+        form: its structure, and the signature of its leaves.
     """
 
-    def __init__(self, holding: Holding, connections: Connections, rebuild: Rebuild, form: Any) -> None:
+    def __init__(self, holding: Holding, connections: Connections, example: Form, form: Any) -> None:
         self._holding, self._connections = holding, connections
         self._prepared, self._plan = holding.prepared, holding.prepared.plan
-        self._rebuild, self._form = rebuild, form
+        self._example, self._form = example, form
+        self._losses = [objective.loss for objective in self._prepared.objectives.values()]
         self._evaluations: dict[str, Lanes] = {name: {} for name in self._prepared.objectives}
+        ahead = ((True, self._prepared.partitions), (False, self._prepared.evaluations))
+        self._captures = {
+            (name, training): Captures(self._prepared, name, training, partitions.get(name))
+            for training, partitions in ahead
+            for name in self._prepared.objectives
+        }
 
     def microbatches(self, samples: int) -> int:
         """Into how many microbatches a batch is divided: a short one into fewer, if the model needs the samples."""
@@ -104,40 +117,73 @@ class Binding:
         """As :meth:`for_training`, in evaluation mode and forward only."""
         return self._for(self._evaluations[name], name, batch, False, False, None)
 
+    def kept(self, partition: Partition) -> AbstractContextManager[None]:
+        """While a graph is evaluated: what the user's own Python in it keeps is afterwards as it was."""
+        if not effects_in(partition.graph):
+            return nullcontext()
+        return python_kept(self._prepared.model, *self._losses)
+
     def _for(self, lanes: Lanes, name: str, batch: Batch, training: bool, alone: bool, codec: Codec | None) -> Lane:
-        form, count = signature(batch.leaves, batch.sampled), self.microbatches(batch.samples)
-        if (form, count, alone) not in lanes:
+        structure = (batch.form or self._example).structure
+        form, count = (structure, signature(batch.leaves, batch.sampled)), self.microbatches(batch.samples)
+        captures = self._captures[name, training]
+        number, forgotten = captures.number()
+        for key in [key for key in lanes if key[3] == forgotten]:
+            del lanes[key]
+        if (form, count, alone, number) not in lanes:
             full = self._plan.microbatches
-            if (form, full, alone) not in lanes:
-                other = lanes.get((form, full, not alone))
+            if (form, full, alone, number) not in lanes:
+                other = lanes.get((form, full, not alone, number))
                 known = None if other is None else other.partition
+                if known is None and not training and form == self._form and number == 0:
+                    known = self._prepared.evaluations.get(name)
                 found, programs = self._captured(name, batch, form, training, alone, known)
-                lanes[form, full, alone] = self.lane(found, programs, alone, codec)
+                captures.add(number, found)
+                lanes[form, full, alone, number] = self.lane(found, programs, alone, codec)
             if count < full:
-                lane = lanes[form, full, alone]
+                lane = lanes[form, full, alone, number]
                 programs = tuple(shortened(p, count) for p in lane.programs)
-                lanes[form, count, alone] = self.lane(lane.partition, programs, alone, codec)
-        return lanes[form, count, alone]
+                lanes[form, count, alone, number] = self.lane(lane.partition, programs, alone, codec)
+        return lanes[form, count, alone, number]
 
     def _captured(
         self, name: str, batch: Batch, form: Any, training: bool, alone: bool, partition: Partition | None
     ) -> tuple[Partition, tuple[Program, ...]]:
         """A graph that is captured now, or was captured ahead, and every worker's program for it."""
         prepared = self._prepared
-        if partition is None and not training and form == self._form:
-            partition = prepared.evaluations.get(name)
         if partition is None:
-            example, main = self._rebuild(few(batch.leaves, 4, batch.sampled)), prepared.partitions[name]
+            rebuild, main = (batch.form or self._example).rebuild, prepared.partitions[name]
+            example = rebuild(few(batch.leaves, 4, batch.sampled))
             objective = prepared.objectives[name]
             which = "a batch like the example" if form == self._form else "a batch of another form than the example's"
             which += "" if training else " in evaluation mode"
-            with self._holding.wholes.in_model(self._holding.materialized):
+            with self._holding.wholes.in_model(self._holding.materialized), python_kept(prepared.model, *self._losses):
                 partition = recaptured(prepared.model, objective, main, example, training, prepared.in_float64, which)
                 prepared.look_at(partition)
         self._refuse_moved(partition)
+        self._refuse_meeting(partition)
+        if training:
+            refuse_effects(partition, self._plan)
+        self._refuse_new_statistics(partition)
         layouts = prepared.layouts_of(partition)
         programs = programs_of(partition, self._plan, self._holding.holders, training, layouts, alone)
         return partition, self._holding.layout.regrouped(programs)
+
+    def _refuse_new_statistics(self, partition: Partition) -> None:
+        graphs = [each.graph for each in self._prepared.partitions.values()]
+        if partition.graph.code.batch_statistics and self._plan.data > 1:
+            if any(graph.code.batch_statistics for graph in graphs):
+                return
+            raise PolylaneError(
+                "a part of the model normalizes by statistics of the batch now, but did not when the training was "
+                "prepared, so that replicas have no way to share them: let it train() then, and eval() it before the "
+                "first step"
+            )
+
+    def _refuse_meeting(self, partition: Partition) -> None:
+        """A batch of another form, or another mode, may have another loss: it must be divisible as the first one is."""
+        if not any(layouts.together for layouts in self._prepared.layouts.values()):
+            refuse_meeting(partition.graph, self._plan.microbatches, self._plan.data, self._plan.per_sample)
 
     def _refuse_moved(self, partition: Partition) -> None:
         holders = self._holding.holders

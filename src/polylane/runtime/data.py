@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten
-from polylane.runtime.division import Batch, Share, offsets
+from polylane.runtime.division import Batch, Form, Share, offsets
 from polylane.runtime.draws import Keyed, Stream
 
 Collate = Callable[[list[Any]], Any]
@@ -133,7 +133,7 @@ def _mapped(
     )
     for batch, local in zip(whole, loader, strict=True):
         leaves, _ = flatten(local)
-        yield Batch(len(batch), leaves, offsets(shares(len(batch))), shortest=min(sizes))
+        yield Batch(len(batch), leaves, offsets(shares(len(batch))), shortest=min(sizes), form=Form.of(local))
 
 
 def _streamed(
@@ -149,7 +149,8 @@ def _streamed(
             break
         first = False
         own = shares(len(samples))
-        leaves, _ = flatten(collate([samples[i] for share in own for i in range(share.start, share.stop)]))
-        yield Batch(len(samples), leaves, offsets(own))
+        local = collate([samples[i] for share in own for i in range(share.start, share.stop)])
+        leaves, _ = flatten(local)
+        yield Batch(len(samples), leaves, offsets(own), form=Form.of(local))
     if first:
         raise _nothing_left(len(samples), size) if samples else PolylaneError("the dataset has no samples")

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.graph.batch import bounds, flatten, sample_count, sampled_leaves, take, to_device
+from polylane.graph.batch import (
+    Rebuild,
+    bounds,
+    flatten,
+    sample_count,
+    sampled_leaves,
+    structure,
+    take,
+    to_device,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,24 @@ def counted(batch: int, microbatches: int, replicas: int) -> list[int]:
     return [sum(share.samples * share.weight for share in own) for own in every]
 
 
+@dataclass(frozen=True)
+class Form:
+    """How flat leaves make up a batch.
+
+    Attributes:
+        rebuild: from leaves to a batch.
+        structure: how it is nested, see :func:`polylane.graph.batch.structure`.
+    """
+
+    rebuild: Rebuild
+    structure: Any
+
+    @classmethod
+    def of(cls, batch: Any) -> Form:
+        """That of a batch."""
+        return cls(flatten(batch)[1], structure(batch))
+
+
 class Batch:
     """A batch of which this worker may hold only the samples that it computes on."""
 
@@ -59,6 +86,7 @@ class Batch:
         offsets: dict[int, int] | None = None,
         sampled: Sequence[bool] | None = None,
         shortest: int | None = None,
+        form: Form | None = None,
     ) -> None:
         """
         Args:
@@ -67,10 +95,12 @@ class Batch:
             offsets: where in ``leaves`` each microbatch's share begins; None when they hold the whole batch.
             sampled: which leaves are split with the samples; default: those that have as many rows as the first.
             shortest: samples in the shortest batch of the same epoch; default: in this one, for no other is known.
+            form: how its leaves make up a batch; default: as those of the example do.
         """
         self.samples = samples
         self.leaves = leaves
         self.shortest = samples if shortest is None else shortest
+        self.form = form
         self._sampled = sampled
         self._offsets = offsets
 
@@ -83,7 +113,7 @@ class Batch:
     def whole(cls, batch: Any) -> Batch:
         """A batch that is here entirely, the same on every worker."""
         leaves, _ = flatten(batch)
-        return cls(sample_count(leaves), leaves)
+        return cls(sample_count(leaves), leaves, form=Form.of(batch))
 
     def of(self, share: Share, rows: int | None = None) -> list[Any]:
         """The leaves of one share, or its first ``rows`` samples."""
@@ -100,7 +130,7 @@ class Batch:
             t for t, is_split in zip(tensors, sampled, strict=True) if is_split
         )
         own = sampled if known else self.sampled
-        return Batch(self.samples, to_device(self.leaves, device), self._offsets, own, self.shortest)
+        return Batch(self.samples, to_device(self.leaves, device), self._offsets, own, self.shortest, self.form)
 
     def __len__(self) -> int:
         return self.samples

@@ -20,7 +20,7 @@ from polylane.runtime import allocator, clock, data, weights
 from polylane.runtime.accounts import Accounts
 from polylane.runtime.binding import Binding, Lane
 from polylane.runtime.connections import Connect, Connections, check_size, connected, replica_of
-from polylane.runtime.division import Batch, Share, counted, shares
+from polylane.runtime.division import Batch, Form, Share, counted, shares
 from polylane.runtime.finite import Anomalies
 from polylane.runtime.holding import Holders, Holding, holders_of, layout_of
 from polylane.runtime.lane import programs_of
@@ -83,7 +83,7 @@ class Job(Accounts):
         everyone, world = world, world.first(prepared.plan.workers)
         self.plan, self.world, self.model = prepared.plan, world, prepared.model
         self._prepared, self._seed, self._step = prepared, seed, 0
-        leaves, rebuild = flatten(example)
+        leaves, _ = flatten(example)
         self._sampled = sampled_leaves(leaves)
         self._compared = self._left = False
         holders = holders_of(prepared)
@@ -106,8 +106,9 @@ class Job(Accounts):
         )
         optimizers = {name: optimizer_of(self._holding, name) for name in prepared.objectives}
         self._holding.keep_parts(optimizers.values())
-        form = signature(leaves, self._sampled)
-        self._binding = Binding(self._holding, self._connections, rebuild, form)
+        example_form = Form.of(example)
+        form = example_form.structure, signature(leaves, self._sampled)
+        self._binding = Binding(self._holding, self._connections, example_form, form)
         self._trainers = {
             name: trainer_of(self._holding, name, optimizers[name], programs, clip_norm)
             for name, programs in self._programs.items()
@@ -140,10 +141,10 @@ class Job(Accounts):
         for name, trainer in self._trainers.items():
             partition = self._prepared.partitions[name]
             bound = self._binding.lane(partition, self._programs[name], codec=trainer.codec)
-            trainer.lanes[form, self.plan.microbatches, False] = bound
+            trainer.lanes[form, self.plan.microbatches, False, 0] = bound
             if name in alone:
                 bound = self._binding.lane(partition, alone[name], True)
-                trainer.lanes[form, self.plan.microbatches, True] = bound
+                trainer.lanes[form, self.plan.microbatches, True, 0] = bound
 
     def _lowered(self, holders: Holders, alone: bool) -> dict[str, tuple[Program, ...]]:
         """Every objective's programs, of all workers."""
@@ -262,7 +263,7 @@ class Job(Accounts):
         with own_calls():
             lane = self._binding.for_evaluation(name, own)
         self._holding.buffers.fetch(lane.partition)
-        with torch.no_grad(), own_calls(), self._rule.agreed():
+        with torch.no_grad(), own_calls(), self._rule.agreed(), self._binding.kept(lane.partition):
             state = lane.worker.run(own, 0, self._seed, lambda state: None)
         sums: tuple[float, float] = self._rule.told("evaluate", self._summed(state, range(self.world.size)))
         return sums

@@ -14,7 +14,7 @@ from torch import nn
 from polylane.cost import compute
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cloned, few, flatten, sample_count, sampled_leaves
-from polylane.graph.export import Loss
+from polylane.graph.export import Loss, python_kept
 from polylane.graph.fewest import Fewest
 from polylane.graph.graph import Graph
 from polylane.graph.orders import Order, Seen, orders_of, why_unknown
@@ -25,6 +25,7 @@ from polylane.plan.spec import Spec, parse
 from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
 from polylane.runtime.microbatches import asked_for, fewest_for, seen_to_split, with_enough
 from polylane.runtime.optimizer_probe import Untried, whole_parameters
+from polylane.runtime.own_python import keeps_state, refuse_effects
 from polylane.runtime.sync.fitting import check_sync
 from polylane.samples.counts import capture_with_counts
 from polylane.samples.derivation import known_orders
@@ -244,6 +245,22 @@ def prepare(
         PolylaneError: a plan for another model, too many stages, too few samples for the model in a microbatch, or
         samples that cannot be split exactly.
     """
+    with python_kept(model, *(objective.loss for objective in objectives.values())):
+        return _prepare(model, objectives, example, plan, batch_size, fewer, in_float64, evaluation, init, seconds)
+
+
+def _prepare(
+    model: nn.Module,
+    objectives: dict[str, Objective],
+    example: Any,
+    plan: str | Spec | Plan,
+    batch_size: int | None,
+    fewer: bool,
+    in_float64: bool,
+    evaluation: bool,
+    init: Callable[[nn.Module], None] | None,
+    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
+) -> Prepared:
     leaves, rebuild = flatten(example)
     total = batch_size or sample_count(leaves)
     spec = parse(plan) if isinstance(plan, str) else plan
@@ -254,6 +271,8 @@ def prepare(
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
     graphs = {n: _graph_of(model, o, parameters, rebuild(cloned(part)), in_float64) for n, o in objectives.items()}
     fewer = fewer or spec.microbatches is None
+    if spec.microbatches is None and keeps_state(graphs.values()):
+        microbatches = 1
     microbatches = with_enough(microbatches, total, fewest_for(spec, graphs.values()), fewer)
     partitions, seen, meets = _partitions(
         model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
@@ -263,6 +282,8 @@ def prepare(
         name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
         for name, partition in (partitions.items() if evaluation else ())
     }
+    for partition in partitions.values():
+        refuse_effects(partition, chosen)
     check_sync(chosen, partitions, meets)
     layouts, whole = dict[str, Layouts](), dict[str, str]()
     if chosen.axes or meets:
@@ -326,11 +347,15 @@ def recaptured(
     in_float64: bool,
     which: str = "the example batch",
 ) -> Partition:
-    """Capture an objective in another mode, or for batches of another form, and cut it where ``main`` is cut."""
-    trainable = [name for name, info in main.graph.parameters.items() if info.trainable]
-    graph = capture_with_counts(
-        model, objective.loss, batch, trainable=trainable, training=training, in_float64=in_float64, which=which
-    )
+    """Capture an objective in another mode, for batches of another form, or anew, and cut it where ``main`` is cut.
+
+    Parameters that were frozen meanwhile get no gradient.
+    """
+    known = dict(named_parameters(model, [objective.loss]))
+    trainable = [n for n, info in main.graph.parameters.items() if info.trainable and known[n].requires_grad]
+    effects = main.graph.code.effects
+    more: dict[str, Any] = {"trainable": trainable, "training": training, "in_float64": in_float64}
+    graph = capture_with_counts(model, objective.loss, batch, **more, which=which, effects=effects)
     return aligned(main, graph)
 
 

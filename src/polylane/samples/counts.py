@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from polylane.graph.capture import capture
 from polylane.graph.describe import describe_node
 from polylane.graph.export import Loss
-from polylane.graph.graph import Code, Graph, Node
+from polylane.graph.graph import Graph, Node
 from polylane.graph.precision import innermost
 from polylane.graph.rewrite import op_name
 from polylane.graph.sizes import Size
@@ -265,7 +265,7 @@ class _Draft:
             source,
             nodes=tuple(nodes),
             uncut=tuple((first, last) for first, last in uncut),
-            code=Code(self.code, code.constants, code.leaves, code.random, code.batch_statistics),
+            code=replace(code, fx=self.code),
             outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),  # type: ignore[union-attr]
         )
 

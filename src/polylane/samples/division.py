@@ -60,6 +60,22 @@ def samples_meet(
     return reason is not None
 
 
+def refuse_meeting(graph: Graph, microbatches: int, replicas: int, per_sample: Collection[str] = ()) -> None:
+    """See that batches of a form that comes in mid-training may be divided, where those of the first form are.
+
+    Raises:
+        PolylaneError: their samples meet.
+    """
+    if microbatches == 1 and replicas == 1:
+        return
+    derived = derive(graph, per_sample)
+    if not derived.holds:
+        raise PolylaneError(
+            f"batches of this form cannot be divided as the example is: {why_not(graph, derived)}; use data=1 and "
+            "microbatches=1"
+        )
+
+
 def check_names(graph: Graph, per_sample: Collection[str]) -> None:
     """Refuse names of modules that run none of the user's own Python.
 

@@ -1,0 +1,73 @@
+"""Effects under a plan: where the user's own Python keeps state or reads a clock, and would run more often, or apart.
+
+One device calls a forward once a step. What counts its calls is right on every worker that calls it once a step as
+well: on any number of replicas, not for each of several microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from polylane.errors import PolylaneError
+from polylane.graph.effects import Effect
+from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition
+from polylane.plan.plan import Plan
+
+
+def effects_in(graph: Graph) -> dict[str, tuple[Effect, ...]]:
+    """What the leaves of a graph do besides computing, by the name of their node."""
+    nodes = [node for node in graph.code.fx.nodes if node.op == "call_function"]
+    found = {str(node.meta["name"]): tuple(getattr(node.target, "effects", ())) for node in nodes}
+    return {name: effects for name, effects in found.items() if effects}
+
+
+def leaf_paths(graph: Graph) -> set[str]:
+    """Paths of the modules that run the user's own Python; "": model and loss."""
+    return {node.module for node in graph.nodes if node.op == "leaf"}
+
+
+def keeps_state(graphs: Iterable[Graph]) -> bool:
+    """Whether anything in graphs keeps state in Python."""
+    return any(e.kind == "state" for graph in graphs for effects in effects_in(graph).values() for e in effects)
+
+
+def refuse_effects(partition: Partition, plan: Plan) -> None:
+    """See that the user's own Python runs as often, and where, it can be right.
+
+    Raises:
+        PolylaneError: it would not.
+    """
+    every = effects_in(partition.graph)
+    for name, effects in every.items():
+        own = next(node for node in partition.graph.nodes if node.name == name)
+        who = own.module or "the model's loss"
+        for effect in effects:
+            if effect.kind == "state":
+                _refuse_often(plan, f"{who} {effect.told}")
+                _refuse_apart(partition, every, effect, f"{who} {effect.told}")
+            elif effect.kind == "clock" and (plan.microbatches > 1 or plan.workers > plan.pipeline):
+                raise PolylaneError(
+                    f"{plan.title}: {who} {effect.told}, which shows another time to every worker and in every "
+                    "microbatch: read it outside of the forward and the loss, or leave out data, tensor, sequence and "
+                    "microbatches"
+                )
+
+
+def _refuse_often(plan: Plan, what: str) -> None:
+    if plan.microbatches > 1:
+        raise PolylaneError(
+            f"microbatches={plan.microbatches}: {what} in every call, of which one device makes one a step and not one "
+            "for each microbatch: use microbatches=1, or count outside of the forward and the loss"
+        )
+
+
+def _refuse_apart(partition: Partition, every: dict[str, tuple[Effect, ...]], effect: Effect, what: str) -> None:
+    """Calls of one module, or of several that write the same, on stages of their own."""
+    at = {other for other, effects in every.items() if effect in effects}
+    stages = sorted({s for s in range(partition.stages) for node in partition.nodes(s) if node.name in at})
+    if len(stages) > 1:
+        raise PolylaneError(
+            f"{what}, in calls on stages {', '.join(map(str, stages))}, each of which would keep its own: cut so that "
+            "they are on one stage"
+        )
