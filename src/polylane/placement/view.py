@@ -26,6 +26,9 @@ from polylane.placement.placement import Cuts
 # Operators that give all that they take in another form, and the argument that says in which.
 _REFORMS = {"_unsafe_view": "size", "reshape": "shape", "view": "size"}
 
+# Of torch's numbers of dtypes (c10/core/ScalarType.h) the one that is a default: whole numbers of 64 bits.
+_DTYPES = {4: torch.int64}
+
 # A tensor of the graph: the name of its node (a placeholder or an operator) and which of the tensors that it gives.
 Key = tuple[str, int]
 
@@ -210,8 +213,14 @@ def bound(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     names = [a.name for a in schema if not a.kwarg_only and a.name != "generator"]
     prefix = 0 if isinstance(innermost(node.target), torch._ops.OpOverload) else _leading(node)
     given = dict(zip(names, args[prefix:], strict=False))
-    result = {a.name: given.get(a.name, kwargs.get(a.name, a.default_value)) for a in schema}
+    result = {a.name: given.get(a.name, kwargs.get(a.name, _default(a))) for a in schema}
     return prefix, {**result, **{k: v for k, v in kwargs.items() if k not in result}}, names
+
+
+def _default(argument: Any) -> Any:
+    """What an argument is by default: a schema has torch's own number of a dtype, which Python does not know."""
+    is_dtype = argument.name == "dtype" and isinstance(argument.default_value, int)
+    return _DTYPES[argument.default_value] if is_dtype else argument.default_value
 
 
 def _leading(node: fx.Node) -> int:
