@@ -186,7 +186,7 @@ def prove(
         workers=prepared.plan.processes,
         steps=len(batches),
         tolerance=tolerance,
-        reference=_reference(found.reference, prepared.plan),
+        reference=_reference(found.reference, prepared),
         losses=tuple(zip(found.reference.losses, found.losses, strict=True)),
         loss_error=found.loss_error,
         deviations=found.deviations,
@@ -414,14 +414,17 @@ def _refuse_rounded(plan: Plan) -> None:
         )
 
 
-def _reference(reference: Reference, plan: Plan) -> str:
+def _reference(reference: Reference, prepared: Prepared) -> str:
     """What the plan was held against, in words."""
+    plan, code = prepared.plan, prepared.main.graph.code
     what = "the plain model" if reference.eager else "the model's captured graph, run whole"
     if plan.sync.serves and plan.sync.alone:
         return f"{what}, a copy for each replica and server in one process, in the order that the servers recorded"
     if plan.sync.alone:
         return f"{what}, a copy for each replica in one process"
-    return what
+    if plan.microbatches > 1 and (code.random or code.batch_statistics):
+        return f"{what}, with the plan's microbatches"
+    return f"{what}, on whole batches"
 
 
 def _see_that_it_runs(prepared: Prepared, batch: Any) -> None:

@@ -115,7 +115,7 @@ def _show(verdict: Verdict) -> None:
     for step, (reference, plan) in enumerate(verdict.losses, start=1):
         print(f"loss of step {step}: {reference:.12g} {'in one process' if verdict.rule else 'on one worker'}, "
               f"{plan:.12g} by the plan")  # fmt: skip
-    print(f"the reference: {verdict.reference}, with the plan's microbatches")
+    print(f"the reference: {verdict.reference}")
     if verdict.undetermined:
         print(_undetermined(verdict.undetermined))
     if verdict.free is not None:

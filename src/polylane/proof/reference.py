@@ -243,11 +243,12 @@ class Loop:
 
         if self._graph.code.random:  # which only the graph draws by key
             return by_graph, False
-        if counts_samples(self._graph.code.fx) and self._microbatches * self._replicas > 1:
-            # Parts of the model itself cannot be told what the whole batch counts: it takes the batch as one, or, where
-            # batch normalization sees a microbatch at a time, its graph takes the parts.
-            if self._graph.code.batch_statistics or self._replicas > 1:
+        # One device takes the batch as one. Where batch normalization sees a microbatch at a time, or a replica its own
+        # samples alone, there are parts: the model itself cannot be told what the whole batch counts, its graph can.
+        if self._graph.code.batch_statistics or self._replicas > 1:
+            if counts_samples(self._graph.code.fx) and self._microbatches * self._replicas > 1:
                 return by_graph, False
+        else:
             self._microbatches = 1
         part = Part(sample_count(leaves))
         plain = _runs(self.modules, loss, lambda: by_model(cloned(leaves), part))
