@@ -1,1 +1,1 @@
-"""Mutation testing: deliberate bugs, planted one at a time, that `verify` and the tests must notice (`make mutants`)."""
+"""Mutation testing: bugs planted on purpose, which `verify` and the tests must notice (`make mutants`)."""

@@ -1,7 +1,7 @@
 """Plant every mutant of the table, ask `verify` and the tests that guard it, and say which of them noticed.
 
-`make mutants`; one or several: `make mutants ARGS="--only ID --only ID"`. Outcomes are kept in run/mutants.json, so that
-a table can be made of several runs: `--markdown` writes what is there into docs/exactness.md.
+`make mutants`; one of them: `make mutants ARGS="--only ID"`. Outcomes are kept in run/mutants.json, so that a table can
+be made of several runs: `--markdown` writes what is there into docs/exactness.md.
 """
 
 from __future__ import annotations
@@ -9,19 +9,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
+import pickle
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+from mutants.forking import run, warm
 from mutants.planting import PACKAGE, Misfit, Mutant, mutated, plant
-from mutants.proofs import Outcome
+from mutants.proofs import Outcome, answer
 from mutants.table import MUTANTS
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 KEPT, DOCS = ROOT / "run" / "mutants.json", ROOT / "docs" / "exactness.md"
@@ -50,7 +55,7 @@ class Result:
     def survived(self, mutant: Mutant) -> list[str]:
         """Who should have noticed, and did not."""
         proofs = {f"verify ({mutant.gpt}, gpt)": self.gpt, f"verify ({mutant.network}, network)": self.network}
-        missed = [who for who, outcome in proofs.items() if outcome is not None and not outcome.caught]
+        missed = [who for who, outcome in proofs.items() if outcome is not None and not outcome.notices(mutant.error)]
         nameless = [
             f"{who} names no operator"
             for who, outcome in proofs.items()
@@ -59,29 +64,19 @@ class Result:
         return [*missed, *nameless, *([] if self.test else [f"tests ({mutant.tests})"])]
 
 
-def run(command: Sequence[str], path: Path, limit: float) -> tuple[int | None, str]:
-    """A command with this package first on the import path: its exit code (None: it took too long) and its output."""
-    environment = {**os.environ, "PYTHONPATH": f"{path}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with the workers that it has forked
-        return None, process.communicate()[0]
-    return process.returncode, output
-
-
 def ask(proofs: Sequence[str], path: Path) -> list[Outcome]:
     """What `verify` says to each of these questions ("gpt data=2")."""
-    code, output = run([sys.executable, "-m", "mutants.proofs", *proofs], path, PROOF_SECONDS * len(proofs))
+
+    def work() -> int:
+        answer(proofs)
+        return 0
+
+    code, output = run(work, path, PROOF_SECONDS * len(proofs)) if proofs else (0, "")
     found = [Outcome(**json.loads(line)) for line in output.splitlines() if line.startswith('{"verdict"')]
     if len(found) < len(proofs):
         last = (output.strip().splitlines() or [""])[-1]
         found.append(Outcome(HUNG if code is None else "refused", last[:300]))
-        found += ask(proofs[len(found) :], path) if len(found) < len(proofs) else []
+        found += ask(proofs[len(found) :], path)
     return found
 
 
@@ -91,9 +86,14 @@ def failing_test(arguments: str, path: Path) -> str:
     Raises:
         Misfit: there is no such test.
     """
-    words = [word.replace("+", " ") for word in arguments.split()]  # -k a+or+b
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *words]
-    code, output = run(pytest, path, TEST_SECONDS)
+
+    def work() -> int:
+        import pytest
+
+        os.chdir(ROOT)
+        return int(pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *shlex.split(arguments)]))
+
+    code, output = run(work, path, TEST_SECONDS)
     if code == 0:
         return ""
     if code is None:
@@ -126,20 +126,58 @@ def tried(mutant: Mutant) -> Result:
     return Result(mutant.id, outcomes.get("gpt"), outcomes.get("network"), test, time.perf_counter() - start)
 
 
+def side_by_side(works: Iterable[Callable[[], T]], jobs: int) -> Iterator[T]:
+    """What each of these gives, in their order, so many at a time, each in a process of its own.
+
+    Raises:
+        Misfit: one of them has raised.
+    """
+    under_way = deque[tuple[int, str]]()
+
+    def next_one() -> T:
+        child, file = under_way.popleft()
+        _, status = os.waitpid(child, 0)
+        given = pickle.loads(Path(file).read_bytes()) if not status else Misfit(f"a process ended with {status}")
+        os.unlink(file)
+        if isinstance(given, Exception):
+            raise given
+        return given  # type: ignore[no-any-return]
+
+    for work in works:
+        if len(under_way) >= jobs:
+            yield next_one()
+        descriptor, file = tempfile.mkstemp(prefix="polylane-mutant-")
+        os.close(descriptor)
+        sys.stdout.flush()
+        if not (child := os.fork()):
+            given: object
+            try:
+                given = work()
+            except Exception as error:
+                given = Misfit(f"{type(error).__name__}: {error}")
+            Path(file).write_bytes(pickle.dumps(given))
+            os._exit(0)
+        under_way.append((child, file))
+    while under_way:
+        yield next_one()
+
+
 def check_baseline(chosen: Sequence[Mutant], jobs: int) -> list[str]:
     """What fails although nothing is planted."""
     path = PACKAGE.parent
     proofs = sorted({question for mutant in chosen for question in questions(mutant).values()})
     tests = sorted({mutant.tests for mutant in chosen})
-    with ThreadPoolExecutor(jobs) as pool:
-        halves = [proofs[i::jobs] for i in range(jobs)]
-        outcomes = [pool.submit(ask, half, path) for half in halves if half]
-        failures = [pool.submit(failing_test, each, path) for each in tests]
-        said = [
-            pair for half, each in zip(halves, outcomes, strict=False) for pair in zip(half, each.result(), strict=True)
-        ]
-        wrong = [f"verify ({asked}): {outcome.verdict}: {outcome.culprit}" for asked, outcome in said if outcome.caught]
-        return wrong + [failed for each in failures if (failed := each.result())]
+    some = [proofs[i::jobs] for i in range(jobs)]
+    said = zip(some, side_by_side([partial(ask, each, path) for each in some], jobs), strict=True)
+    wrong = [
+        f"verify ({asked}): {outcome.verdict}: {outcome.culprit}"
+        for asks, outcomes in said
+        for asked, outcome in zip(asks, outcomes, strict=True)
+        if outcome.verdict != "equal"
+    ]
+    return wrong + [
+        failed for failed in side_by_side([partial(failing_test, each, path) for each in tests], jobs) if failed
+    ]
 
 
 def kept() -> dict[str, Result]:
@@ -241,20 +279,22 @@ def main() -> int:
         return 0
     if options.new:
         chosen = [mutant for mutant in chosen if mutant.id not in kept()]
+    warm()
     if not options.no_baseline and (wrong := check_baseline(chosen, options.jobs)):
         print("without any mutant:", *wrong, sep="\n")
         return 1
     survivors = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, result in zip(chosen, pool.map(tried, chosen), strict=True):
-            keep([replace(result, seconds=round(result.seconds, 1))])
-            missed = result.survived(mutant)
-            survivors += bool(missed)
-            print(f"{'SURVIVED' if missed else 'caught'}: {mutant.id} ({result.seconds:.0f} s)")
-            for name, outcome in (("gpt", result.gpt), ("network", result.network)):
-                if outcome is not None:
-                    print(f"    {name}: {outcome.verdict} {outcome.worst:.1e} {outcome.culprit}")
-            print(f"    test: {result.test}", *(f"\n    MISSED BY {each}" for each in missed), flush=True)
+    for mutant, result in zip(
+        chosen, side_by_side([partial(tried, each) for each in chosen], options.jobs), strict=True
+    ):
+        keep([replace(result, seconds=round(result.seconds, 1))])
+        missed = result.survived(mutant)
+        survivors += bool(missed)
+        print(f"{'SURVIVED' if missed else 'caught'}: {mutant.id} ({result.seconds:.0f} s)")
+        for name, outcome in (("gpt", result.gpt), ("network", result.network)):
+            if outcome is not None:
+                print(f"    {name}: {outcome.verdict} {outcome.worst:.1e} {outcome.culprit}")
+        print(f"    test: {result.test}", *(f"\n    MISSED BY {each}" for each in missed), flush=True)
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants were noticed by all who should have")
     return 1 if survivors else 0
 

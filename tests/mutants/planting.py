@@ -1,8 +1,8 @@
 """A mutant of the package: one expression of one function replaced, in a copy that stands first on the import path.
 
 What is replaced is named by its function and by its own source text, read as syntax: neither lines nor layout matter.
-Where the text is not found exactly as often as stated, the mutant is refused: a table that no longer fits the code fails
-instead of testing nothing.
+Where the text is not found exactly as often as stated, the mutant is refused: a table that no longer fits the code
+fails instead of testing nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Mutant:
         gpt, network: what `verify` is asked on either model (see `proofs.Proof.parse`), and must refuse; "" for a bug
             that cannot show there.
         times: how often ``find`` is there; all of them are replaced.
+        error: part of the message with which `verify` refuses to run; without it a refusal counts as no answer.
         unseen: why no proof sees it: what it changes is no number of a step.
     """
 
@@ -46,6 +47,7 @@ class Mutant:
     gpt: str = ""
     network: str = ""
     times: int = 1
+    error: str = ""
     unseen: str = ""
 
 

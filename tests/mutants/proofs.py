@@ -1,13 +1,9 @@
-"""What `verify` says of two small models by some plan: a transformer, and a mobile-net-like convolutional network.
-
-As a script (``python -m mutants.proofs PROOF...``, with ``tests`` on the import path) it prints one line of JSON each.
-"""
+"""What `verify` says of two small models by some plan: a transformer, and a mobile-net-like convolutional network."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -110,6 +106,8 @@ def _optimizer(name: str, parameters: Iterable[tuple[str, nn.Parameter]]) -> tor
         from polylane.optim import LAMB
 
         return LAMB(named, lr=0.01, weight_decay=0.1)
+    if name == "adagrad":
+        return torch.optim.Adagrad(named, lr=0.01, initial_accumulator_value=0.1)
     if name == "adamw":
         return torch.optim.AdamW(named, lr=0.01, weight_decay=0.1)
     return torch.optim.SGD(named, lr=0.1, momentum=0.9 if name == "momentum" else 0.0)
@@ -127,7 +125,7 @@ class Proof:
         plan: in one line.
         batch, steps: samples of a batch, and how many steps are taken.
         clip: bound on the gradients' norm, or None.
-        optimizer: "sgd", "momentum", "adamw" or "lamb".
+        optimizer: "sgd", "momentum", "adamw", "lamb", or "adagrad", which has its states from the start.
     """
 
     model: str
@@ -160,10 +158,10 @@ class Outcome:
     culprit: str = ""
     worst: float = 0.0
 
-    @property
-    def caught(self) -> bool:
-        """Whether a bug would have been noticed."""
-        return self.verdict != "equal"
+    def notices(self, error: str) -> bool:
+        """Whether a bug has been noticed: by a difference, or by an error that says this, if it may be refused at all."""
+        refused = bool(error) and self.verdict == "refused" and error in self.culprit
+        return refused or self.verdict in ("NOT equal", "replicas differ")
 
 
 def prove(proof: Proof) -> Outcome:
@@ -187,12 +185,8 @@ def prove(proof: Proof) -> Outcome:
     return Outcome(kind, verdict.culprit or "", verdict.worst)
 
 
-def main(asked: list[str]) -> None:
-    torch.set_num_threads(1)  # workers are forked from this process
+def answer(asked: Sequence[str]) -> None:
+    """Print what `verify` says to each question ("gpt data=2"), one line of JSON each."""
     for each in asked:
         model, _, rest = each.partition(" ")
         print(json.dumps(asdict(prove(Proof.parse(model, rest)))), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

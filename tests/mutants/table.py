@@ -13,6 +13,7 @@ PROGRAMS = [
         "[a for c in sends for a in travel(Kind.SEND, c, c.consumers, False)]",
         "[a for c in sends[1:] for a in travel(Kind.SEND, c, c.consumers, False)]",
         "tests/program/test_lower.py", gpt="pipeline=2,microbatches=2", network="pipeline=2,microbatches=2",
+        error="sends meet",
     ),
     Mutant(
         "gradient-not-sent-back", "a stage does not send the gradient of what it received, and nobody waits for it",
@@ -52,7 +53,7 @@ PROGRAMS = [
     Mutant(
         "relay-cut-off-by-one", "a box that is cut along a dimension loses its last position",
         "program.relay:_outside", "min(last, at + stop - start)", "min(last, at + stop - start) - 1",
-        "tests/program/test_relay.py", gpt="[data=2 | 1],microbatches=2", network="[data=2 | 1],microbatches=2",
+        "tests/program/test_relay.py", gpt="[data=2|1],microbatches=2", network="[data=2|1],microbatches=2",
     ),
 ]  # fmt: skip
 
@@ -194,4 +195,322 @@ STATISTICS = [
     ),
 ]  # fmt: skip
 
-MUTANTS = [*PROGRAMS, *PASSES, *REDUCTION, *STATISTICS]
+
+SPLITS = [
+    Mutant(
+        "halo-one-row-short", "what a rank reads of its neighbours' positions lacks the last one",
+        "placement.halo:Halo.meetings", "min(b, stop)", "min(b, stop) - (owner != reader)",
+        "tests/placement/test_convolution_rules.py", network="sequence=2",
+    ),
+    Mutant(
+        "halo-gradient-overwritten", "the gradient of what several ranks have is the last one's, not the sum",
+        "placement.halo:_Halo.backward", "out.narrow(dim, at, part.shape[dim]).add_(part)",
+        "out.narrow(dim, at, part.shape[dim]).copy_(part)",
+        "tests/placement/test_convolution_rules.py", network="sequence=2",
+    ),
+    Mutant(
+        "bias-of-every-rank", "where products are summed over ranks, each of them adds the bias",
+        "placement.rules.matmul:multilinear", "[added.index]", "[]",
+        "tests/placement/test_matmul_rules.py", gpt="tensor=2", network="tensor=2",
+    ),
+    Mutant(
+        "convolution-bias-of-every-rank", "where channels are summed over ranks, each of them adds the bias",
+        "placement.rules.convolution:_by_input_channels", "placed[form.bias.index] = PARTIAL", "pass",
+        "tests/placement/test_convolution_rules.py", network="tensor=2",
+    ),
+    Mutant(
+        "groups-of-the-whole", "a rank with some groups of a convolution is told the number of all",
+        "placement.rules.convolution:fewer_groups", "int(edit['groups']) * out.length(edit.index) // out.size",
+        "int(edit['groups'])",
+        "tests/placement/test_convolution_rules.py", network="tensor=2", error="groups",
+    ),
+    Mutant(
+        "fused-segments-swapped", "the parts of a matrix with q, k and v side by side are put together in another order",
+        "placement.move:piece", "[x.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges(index)]",
+        "[x.narrow(shard.dim, start, stop - start) for start, stop in reversed(shard.ranges(index))]",
+        "tests/placement/test_whole_graphs.py tests/placement/test_shape_rules.py", gpt="tensor=2",
+    ),
+    Mutant(
+        "part-of-another-rank", "of weights that are cut, the first rank holds the last one's part, and so on",
+        "planner.layout:part_of", "piece(tensor, placement, coordinates[axis])",
+        "piece(tensor, placement, len(placement.cuts[0]) - 2 - coordinates[axis])",
+        "tests/runtime/test_split_job.py", gpt="tensor=2", network="tensor=2", error="exceeds dimension size",
+    ),
+    Mutant(
+        "all-reduce-of-own", "a sum over an axis is each rank's own summand twice",
+        "runtime.mesh:TransportAxis.begin_all_reduce", "torch.add(*(part for part in swap() if part is not None))",
+        "tensor + tensor + 0 * torch.add(*(part for part in swap() if part is not None))",
+        "tests/runtime/test_split_job.py", gpt="tensor=2", network="tensor=2",
+    ),
+    Mutant(
+        "all-to-all-permuted", "what ranks exchange is put together in the reverse order of the ranks",
+        "placement.move:_all_to_all", "_assembled(exchange(), source)", "_assembled(exchange()[::-1], source)",
+        "tests/placement/test_rewrite.py", gpt="sequence=2", network="sequence=2",
+    ),
+    Mutant(
+        "all-gather-permuted", "gathered parts are put together in the reverse order of the ranks",
+        "placement.move:_all_gather", "[part for part in parts if part is not None]",
+        "[part for part in parts[::-1] if part is not None]",
+        "tests/placement/test_rewrite.py", gpt="tensor=2", network="tensor=2",
+    ),
+    Mutant(
+        "reduce-scatter-of-two", "of what is summed and scattered the last rank's summand is left out",
+        "placement.move:_reduce_scatter", "out = out + part", "out = out + part * (part is not rest[-1])",
+        "tests/placement/test_rewrite.py", gpt="tensor=2", network="tensor=2",
+    ),
+    Mutant(
+        "ring-in-the-wrong-order", "a step of the ring is taken for the block of the rank behind",
+        "placement.ring:_Ring.forward", "(axis.index - step) % circle.degree", "(axis.index + step) % circle.degree",
+        "tests/placement/test_attention_rules.py", gpt="sequence=3",
+    ),
+    Mutant(
+        "ring-gradients-lost", "of the gradients of its keys a rank keeps only those that came last",
+        "placement.ring:_Ring.backward", "of_key + part.key, of_value + part.value", "part.key, part.value",
+        "tests/placement/test_attention_rules.py", gpt="sequence=2",
+    ),
+    Mutant(
+        "ring-without-rescaling", "sums of earlier blocks keep referring to the earlier maximum",
+        "placement.attend:Sums.add",
+        "numerator.mul_(shrink).add_(weights.to(value.dtype) @ value[..., : tile.keys, :])",
+        "numerator.add_(weights.to(value.dtype) @ value[..., : tile.keys, :])",
+        "tests/placement/test_attention_rules.py", gpt="sequence=2",
+    ),
+    Mutant(
+        "causal-mask-shifted", "in a ring a query does not see its own position",
+        "placement.attend:_scores", "positions[: tile.keys] > rows.unsqueeze(-1)",
+        "positions[: tile.keys] >= rows.unsqueeze(-1)",
+        "tests/placement/test_attention_rules.py", gpt="sequence=2",
+    ),
+    Mutant(
+        "causal-mask-of-a-part-shifted", "some of the queries see the position behind their own as well",
+        "placement.causal:_allowed", "torch.arange(keys, device=rows.device) <= rows.unsqueeze(-1)",
+        "torch.arange(keys, device=rows.device) <= rows.unsqueeze(-1) + 1",
+        "tests/placement/test_attention_rules.py",
+        unseen="no plan of the two models cuts the queries alone; their rule is tried with all choices",
+    ),
+    Mutant(
+        "lookup-without-mask", "a rank gives its first row for a word whose row another rank has",
+        "placement.rules.vocabulary:Lookup.__call__", "rows.masked_fill_(~own.unsqueeze(-1), 0)", "rows",
+        "tests/placement/test_embedding_rules.py", gpt="tensor=2",
+    ),
+    Mutant(
+        "softmax-of-own-classes", "ranks do not add up their sums of exponentials",
+        "placement.rules.vocabulary:_Reduced.forward", "total(axes, torch.stack(sums))", "torch.stack(sums)",
+        "tests/placement/test_loss_rules.py", gpt="tensor=2",
+    ),
+    Mutant(
+        "loss-of-own-count", "a mean over tokens that are cut is divided by a rank's own number of them",
+        "placement.rules.vocabulary:ClassLoss.__call__", "total(counted, count.sum())", "count.sum()",
+        "tests/placement/test_loss_rules.py", gpt="sequence=2",
+    ),
+    Mutant(
+        "statistics-of-own-positions", "batch statistics of positions that are cut are a rank's own",
+        "placement.moments:OverParts.__call__", "sums.copy_(total(axes, sums.clone()))", "None",
+        "tests/placement/test_normalization_rules.py", network="sequence=2",
+    ),
+    Mutant(
+        "mean-of-own-count", "a mean over positions that are cut is divided by a rank's own number of them",
+        "placement.reduced:Mean.__call__", "x.sum(dim, keepdim, dtype=wide(self.dtype)) / self.count",
+        "x.mean(dim, keepdim, dtype=wide(self.dtype))",
+        "tests/placement/test_reduction_rules.py", network="sequence=2",
+    ),
+    Mutant(
+        "layer-norm-of-own-features", "a layer norm over features that are cut has a rank's own mean",
+        "placement.moments:_Normalized.forward", "total(axes, values.sum(dims, keepdim=True))",
+        "values.sum(dims, keepdim=True) * 2",
+        "tests/placement/test_normalization_rules.py",
+        unseen="no plan of the two models cuts what a layer norm normalizes; its rule is tried with all choices",
+    ),
+    Mutant(
+        "mask-of-another-region", "a part of a random value draws the numbers of the batch's first samples",
+        "graph.random:_draw_region", "_offsets(ranges[:inner], strides[:inner], out.device) + first",
+        "_offsets(ranges[:inner], strides[:inner], out.device)",
+        "tests/graph/test_random.py tests/placement/test_random_rules.py", gpt="data=2,sequence=2",
+    ),
+]  # fmt: skip
+
+SHARDS = [
+    Mutant(
+        "stale-weights", "after a step replicas keep the old weights of the parts that others have updated",
+        "runtime.trainer:Trainer.update", "self.shards.share(self.whole.keys())", "None",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=optimizer", network="data=2,shard=optimizer",
+    ),
+    Mutant(
+        "shard-of-another-parameter", "all pieces of a unit take the gradient of its first one",
+        "runtime.sync.sharded_reduce:ShardedReducer._settle", "total[at : at + size]", "total[:size]",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients", network="data=2,shard=gradients",
+    ),
+    Mutant(
+        "shard-before-its-gradients", "a unit is scattered with the first gradient of a backward pass",
+        "runtime.sync.sharded_reduce:ShardedReducer._done",
+        "self._at < len(self._slices) and not self._missing[self._at] and not self._slices[self._at].optional",
+        "self._at < len(self._slices) and not self._slices[self._at].optional",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients", network="data=2,shard=gradients",
+    ),
+    Mutant(
+        "saved-at-the-wrong-place", "what autograd keeps of gathered weights is looked up at the unit's beginning",
+        "runtime.sync.sharded_passes:Passes._pack", "(address - whole.data_ptr()) // whole.element_size()", "0",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=parameters", network="data=2,shard=parameters",
+    ),
+    Mutant(
+        "gathered-in-another-order", "gathered parts of weights lie in the reverse order of the ranks",
+        "runtime.transport.shared_memory:Transport.all_gather", "dict(zip(ranks, parts_of(sizes), strict=True))",
+        "dict(zip(ranks[::-1], parts_of(sizes), strict=True))",
+        "tests/distributed/test_shared_memory.py tests/runtime/test_shared_transport.py",
+        gpt="data=2,shard=parameters", network="data=2,shard=parameters",
+    ),
+    Mutant(
+        "last-summand-left-out", "a sum over more than two workers leaves out the last",
+        "runtime.transport.sums:add_in_place", "for part in after:\n    own += part",
+        "for part in after[:1]:\n    own += part",
+        "tests/runtime/test_shared_transport.py tests/distributed/test_shared_memory.py", gpt="data=3", network="data=3",
+    ),
+    Mutant(
+        "scattered-summand-left-out", "a reduce-scatter over more than two workers leaves out one summand",
+        "runtime.transport.sums:add", "parts[2:]", "parts[3:]",
+        "tests/runtime/test_shared_transport.py tests/distributed/test_shared_memory.py",
+        gpt="data=3,shard=gradients", network="data=3,shard=gradients",
+    ),
+    Mutant(
+        "norms-of-own-parts", "an optimizer that looks at norms takes those of its own parts",
+        "optim.trust:Trusting._norms", "self.sum_over_holders is not None", "False",
+        "tests/optim/test_norms_of_parts.py", gpt="tensor=2 optimizer=lamb", network="data=2,shard=gradients optimizer=lamb",
+    ),
+    Mutant(
+        "stale-optimizer-state", "what an optimizer kept for whole parameters is zeros for their pieces",
+        "runtime.sync.sharded_pieces:put_in",
+        "piece.of(value).clone() if isinstance(value, Tensor) and value.shape == parameter.shape else value",
+        "torch.zeros_like(piece.parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value",
+        "tests/runtime/test_sharded_layout.py tests/equivalence/test_sharded.py",
+        gpt="data=2,shard=gradients optimizer=adagrad", network="data=2,shard=gradients optimizer=adagrad",
+    ),
+]  # fmt: skip
+
+SERVERS = [
+    Mutant(
+        "server-keeps-one-gradient", "of the gradients of several workers a server keeps the last",
+        "runtime.sync.server_sum:Arriving._fold",
+        "self.gradients[name].add_(whole) if name in self.gradients else whole", "whole",
+        "tests/runtime/test_server_synchronous.py", gpt="data=2,servers=1", network="data=2,servers=1",
+    ),
+    Mutant(
+        "server-without-clipping", "a server does not clip",
+        "runtime.sync.server_weights:Course.update", "self.clipper is not None", "False",
+        "tests/runtime/test_server_synchronous.py", gpt="data=2,servers=2 clip=0.1", network="data=2,servers=2 clip=0.1",
+    ),
+    Mutant(
+        "stale-answer", "a server answers a step with the weights of an earlier one: objectives that are not new",
+        "runtime.sync.server:Server._update", "course.latest = self._version", "course.latest = self._version - 1",
+        "tests/runtime/test_server_synchronous.py", gpt="data=2,servers=1", network="data=2,servers=1",
+    ),
+    Mutant(
+        "replicas-averaged-alike", "the mean of replicas' weights counts each of them alike, however many samples it saw",
+        "runtime.sync.local_steps:LocalSteps._means", "seen[self._index] / sum(seen)", "1 / len(seen)",
+        "tests/runtime/test_local_steps.py", gpt="data=2,every=2", network="data=2,every=2",
+    ),
+    Mutant(
+        "agreement-a-step-late", "replicas agree a step after they should",
+        "runtime.sync.local_steps:LocalSteps.stepped", "(course.steps - self._sync.warmup) % self._sync.every == 0",
+        "(course.steps - self._sync.warmup) % self._sync.every == 1",
+        "tests/runtime/test_local_steps.py", gpt="data=2,every=2 steps=3", network="data=2,every=2 steps=3",
+    ),
+    Mutant(
+        "gradients-summed-apart", "replicas that take steps of their own sum gradients all the same",
+        "program.apart:apart", "plan.place(r)[1] == program.replica", "True",
+        "tests/runtime/test_local_steps.py", gpt="data=2,every=2", network="data=2,every=2",
+    ),
+    Mutant(
+        "unsent-entries-forgotten", "what top-k does not send is not remembered",
+        "runtime.sync.top_k:picked", "owed[places] = (exact - values.to(exact.dtype)).nan_to_num_(0.0, 0.0, 0.0)",
+        "owed.zero_()",
+        "tests/runtime/test_compress.py tests/runtime/test_compress_state.py",
+        unseen="a proof of gradients that lose digits is refused",
+    ),
+]  # fmt: skip
+
+LOOPS = [
+    Mutant(
+        "loop-counts-replicas-alike", "in a loop of the user's own every replica counts alike, however many samples it has",
+        "runtime.replicas:Replicas.backward", "start * share", "start / self.world.size",
+        "tests/distributed/test_replicas.py", unseen="a user's own loop is not what a proof runs",
+    ),
+    Mutant(
+        "shares-lie-wrong", "a worker's samples of later microbatches are looked for among those of the first",
+        "runtime.division:offsets", "at += share.samples", "pass",
+        "tests/runtime/test_division.py tests/runtime/test_data.py", unseen="a proof has whole batches, not loaded shares",
+    ),
+    Mutant(
+        "same-order-in-every-epoch", "samples come in the same order in every epoch",
+        "runtime.data:order", "seed * 1000003 + epoch", "seed * 1000003",
+        "tests/runtime/test_data.py", unseen="a proof has batches, no dataset",
+    ),
+    Mutant(
+        "short-batch-dropped", "the last, shorter batch of an epoch is always left out",
+        "runtime.data:batch_sizes", "left and not drop_last", "False",
+        "tests/runtime/test_data.py", unseen="a proof has batches, no dataset",
+    ),
+    Mutant(
+        "same-augmentation-for-all", "all samples of an epoch draw the same numbers",
+        "runtime.draws:Keyed._seeded", "seed_all(*self._key, index)", "seed_all(*self._key)",
+        "tests/runtime/test_data.py", unseen="a proof has batches, no dataset",
+    ),
+]  # fmt: skip
+
+PRICES = [
+    Mutant(
+        "price-without-latency", "a collective costs its bytes and no latency",
+        "cost.communicate:seconds", "rates.latency + sent(collective, size, degree) / rates.bandwidth",
+        "sent(collective, size, degree) / rates.bandwidth",
+        "tests/planner/test_communicate.py", unseen="a price",
+    ),
+    Mutant(
+        "message-without-latency", "a simulated message arrives when its last byte has left",
+        "cost.straight:_ready", "travel.end + travel.transfer.latency", "travel.end",
+        "tests/cost/test_play.py", unseen="a prediction",
+    ),
+    Mutant(
+        "hop-for-nothing", "a simulated value is at once on the next stage",
+        "cost.simulate:_needs", "0 if lane_of.get(other) == lane_of[stage] else hop", "0",
+        "tests/cost/test_simulate.py", unseen="a prediction",
+    ),
+    Mutant(
+        "shared-cores-for-nothing", "lanes that share the cores of a host do not slow each other down",
+        "cost.fluid:Fluid._share_cores", "min(1.0, self.levels[host]) * self.factors[host][len(computing)]", "1.0",
+        "tests/cost/test_fluid.py", unseen="a prediction",
+    ),
+    Mutant(
+        "pipeline-without-filling", "the closed form of a pipeline leaves out what fills and drains it",
+        "cost.closed:pipelined", "(sum(stages) - slowest) / chunks", "0",
+        "tests/cost/test_closed.py", unseen="a price",
+    ),
+    Mutant(
+        "bytes-of-one-way", "a sum is said to send each byte once",
+        "cost.agreement:reduced", "2 * nbytes * (ranks - 1) / ranks", "nbytes * (ranks - 1) / ranks",
+        "tests/cost/test_agreement.py", unseen="a price",
+    ),
+    Mutant(
+        "one-state-of-the-optimizer", "of what an optimizer keeps for a parameter the last tensor is not counted",
+        "cost.optimizer_state:OptimizerState.bytes", "self.states.get(name, ())", "self.states.get(name, ())[:-1]",
+        "tests/cost/test_memory.py", unseen="a price",
+    ),
+    Mutant(
+        "one-microbatch-too-many", "1F1B starts a microbatch more ahead than a stage needs",
+        "schedule.synchronous:one_forward_one_backward", "min(ahead - 1, microbatches)", "min(ahead, microbatches)",
+        "tests/schedule/test_synchronous.py", unseen="the order of passes, and how much memory they take",
+    ),
+    Mutant(
+        "last-backward-missing", "a stage leaves out the backward pass of its last microbatch",
+        "schedule.synchronous:_alternate", "range(steady, microbatches)", "range(steady, microbatches - 1)",
+        "tests/schedule/test_synchronous.py", gpt="pipeline=2,microbatches=3", network="pipeline=2,microbatches=3",
+        error="meet",
+    ),
+    Mutant(
+        "ranks-of-an-operator-apart", "ranks that split an operator are not laid next to each other",
+        "plan.ranks:ranks", "found[stage] += range(first, first + sizes[stage])",
+        "found[stage] += reversed(range(first, first + sizes[stage]))",
+        "tests/plan/test_plan.py tests/plan/test_spec.py tests/program/test_lower.py",
+        unseen="where a part lives, not what it computes",
+    ),
+]  # fmt: skip
+
+MUTANTS = [*PROGRAMS, *PASSES, *REDUCTION, *STATISTICS, *SPLITS, *SHARDS, *SERVERS, *LOOPS, *PRICES]
