@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import pickle
+import re
 import shlex
 import sys
 import tempfile
@@ -31,6 +32,10 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 KEPT, DOCS = ROOT / "run" / "mutants.json", ROOT / "docs" / "exactness.md"
 BEGIN, END = "<!-- mutants: written by make mutants -->\n", "<!-- mutants: end -->\n"
+# What `verify` says at length, for a cell of the table.
+SOURCE = re.compile(r" \([^()]*:\d+\)")
+GRADIENT = "every forward value agrees; the first gradient that differs, from the loss backwards, is that of"
+UPDATE = "every forward value and gradient of the first step agrees: what differs is an update"
 PROOF_SECONDS, TEST_SECONDS = 180, 300  # a bug may let everybody wait for ever
 HUNG = "hung"
 
@@ -205,8 +210,9 @@ def told(outcome: Outcome | None) -> str:
         return "–"
     if outcome.verdict == "equal":
         return "**missed**"
-    said = outcome.culprit.replace("|", "\\|").replace(str(ROOT) + "/", "").replace("`", "'")
-    return f"{outcome.verdict}: {said}" if said else outcome.verdict
+    said = SOURCE.sub("", outcome.culprit).replace(GRADIENT, "the gradient of").replace(UPDATE, "an update")
+    said = said.replace("|", "\\|").replace("`", "'")
+    return said if outcome.verdict == "NOT equal" else f"{outcome.verdict}: {said}"
 
 
 def written(results: dict[str, Result]) -> str:
@@ -272,7 +278,7 @@ def main() -> int:
         return 1
     if options.list:
         for mutant in chosen:
-            print(f"{mutant.id:32} {mutant.where:52} {mutant.wrong}")
+            print(f"{mutant.id:36} {mutant.where:54} {mutant.wrong}")
         return 0
     if options.markdown:
         write_docs(kept())

@@ -125,6 +125,7 @@ class Proof:
         plan: in one line.
         batch, steps: samples of a batch, and how many steps are taken.
         clip: bound on the gradients' norm, or None.
+        pins: of what nodes give, how it is to lie: node, axis, placement; the rest of the plan is chosen around them.
         optimizer: "sgd", "momentum", "adamw", "lamb", or "adagrad", which has its states from the start.
     """
 
@@ -134,14 +135,23 @@ class Proof:
     steps: int = 2
     clip: float | None = None
     optimizer: str = ""
+    pins: tuple[tuple[str, str, str], ...] = ()
 
     @classmethod
     def parse(cls, model: str, asked: str) -> Proof:
-        """From a plan and settings behind it: ``data=2,pipeline=2 batch=5 steps=3 clip=0.1 optimizer=sgd``."""
+        """From a plan and settings behind it: ``data=2 batch=5 steps=3 clip=0.1 pins=norm/layer_norm:tensor:shard(2)``.
+
+        Several pins are separated by semicolons.
+        """
         plan, *settings = asked.split()
         given: dict[str, Any] = dict(each.split("=", 1) for each in settings)
-        kinds = {"batch": int, "steps": int, "clip": float, "optimizer": str}
+        kinds = {"batch": int, "steps": int, "clip": float, "optimizer": str, "pins": _pins}
         return cls(model, plan, **{key: kinds[key](value) for key, value in given.items()})
+
+
+def _pins(text: str) -> tuple[tuple[str, str, str], ...]:
+    parts = (each.split(":") for each in text.split(";"))
+    return tuple((node, axis, placement) for node, axis, placement in parts)
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,7 @@ class Outcome:
     worst: float = 0.0
 
     def notices(self, error: str) -> bool:
-        """Whether a bug has been noticed: by a difference, or by an error that says this, if it may be refused at all."""
+        """Whether a bug has been noticed: by a difference, or by an error that says this."""
         refused = bool(error) and self.verdict == "refused" and error in self.culprit
         return refused or self.verdict in ("NOT equal", "replicas differ")
 
@@ -175,7 +185,8 @@ def prove(proof: Proof) -> Outcome:
     batches = [batch(proof.batch, random) for _ in range(proof.steps)]
     objective = Objective("loss", loss, partial(_optimizer, proof.optimizer or optimizer))
     try:
-        verdict = verify(model, objective, batches, proof.plan, clip_norm=proof.clip)
+        plan = _pinned(proof, model, objective, batches[0]) if proof.pins else proof.plan
+        verdict = verify(model, objective, batches, plan, clip_norm=proof.clip)
     except Exception as error:  # whatever a bug may raise
         line = next((line for line in reversed(str(error).strip().splitlines()) if line.strip()), "")
         return Outcome("refused", f"{type(error).__name__}: {line.strip()}"[:300])
@@ -183,6 +194,25 @@ def prove(proof: Proof) -> Outcome:
         return Outcome("equal", worst=verdict.worst)
     kind = "NOT equal" if not verdict.worst <= TOLERANCE else "replicas differ"
     return Outcome(kind, verdict.culprit or "", verdict.worst)
+
+
+def _pinned(proof: Proof, model: nn.Module, objective: Any, batch: Any) -> Any:
+    """The proof's plan, of one stage, as a plan file that says how some values lie."""
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import parse
+    from polylane.runtime.prepare import prepare
+
+    nodes, spec = prepare(model, {"loss": objective}, batch, "data=1").main.graph.nodes, parse(proof.plan)
+    placements: dict[str, dict[str, str]] = {}
+    for node, axis, placement in proof.pins:
+        placements.setdefault(node, {})[axis] = placement
+    stage = {
+        "nodes": [nodes[0].name, nodes[-1].name],
+        "devices": list(range(spec.workers)),
+        "mesh": {axis: n for axis, n in spec.meshes[0]._asdict().items() if n > 1},
+        "placements": placements,
+    }
+    return Plan.model_validate({"stages": [stage]})
 
 
 def answer(asked: Sequence[str]) -> None:
