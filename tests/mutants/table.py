@@ -248,19 +248,20 @@ SPLITS = [
     Mutant(
         "all-to-all-permuted", "what ranks exchange is put together in the reverse order of the ranks",
         "placement.move:_all_to_all", "_assembled(exchange(), source)", "_assembled(exchange()[::-1], source)",
-        "tests/placement/test_rewrite.py", gpt="sequence=2 pins=blocks.0/scaled_dot_product_attention:sequence:shard(1)",
+        "tests/placement/test_move.py",
+        gpt="sequence=2 pins=blocks.0/scaled_dot_product_attention:sequence:shard(1)",
         network="sequence=2 pins=blocks.0.depthwise/conv2d:sequence:shard(1)",
     ),
     Mutant(
         "all-gather-permuted", "gathered parts are put together in the reverse order of the ranks",
         "placement.move:_all_gather", "[part for part in parts if part is not None]",
         "[part for part in parts[::-1] if part is not None]",
-        "tests/placement/test_rewrite.py", gpt="tensor=2", network="tensor=2",
+        "tests/placement/test_move.py", gpt="tensor=2", network="tensor=2",
     ),
     Mutant(
         "reduce-scatter-of-two", "of what is summed and scattered the last rank's summand is left out",
         "placement.move:_reduce_scatter", "out = out + part", "out = out + part * (part is not rest[-1])",
-        "tests/placement/test_rewrite.py", gpt="tensor=2", network="tensor=2",
+        "tests/placement/test_move.py", gpt="tensor=2", network="tensor=2",
     ),
     Mutant(
         "ring-in-the-wrong-order", "a step of the ring is taken for the block of the rank behind",
