@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LENGTH, VOCABULARY = 12, 23  # of a text; odd, so that two ranks have unequal parts of it
+LENGTH = 12  # of a text
 
 
 class Block(nn.Module):
@@ -38,12 +38,12 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Two blocks between an embedding and the same table as the head."""
 
-    def __init__(self, width: int = 16, heads: int = 4, layers: int = 2, dropout: float = 0.1) -> None:
+    def __init__(self, classes: int, width: int = 16, heads: int = 4, layers: int = 2, dropout: float = 0.1) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.tokens, self.positions = nn.Embedding(classes, width), nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, classes, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ class Inverted(nn.Module):
 class Mobile(nn.Module):
     """Convolution, two such blocks, and a head over the mean of all places."""
 
-    def __init__(self, channels: int = 8, wide: int = 16, blocks: int = 2) -> None:
+    def __init__(self, classes: int, channels: int = 8, wide: int = 16, blocks: int = 2) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, channels, 3, stride=2, padding=1), nn.BatchNorm2d(channels)
         self.blocks = nn.Sequential(*(Inverted(channels, wide) for _ in range(blocks)))
-        self.dropout, self.head = nn.Dropout(0.2), nn.Linear(channels, 5)
+        self.dropout, self.head = nn.Dropout(0.2), nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.dropout(self.blocks(F.silu(self.norm(self.stem(x)))).mean((2, 3))))
@@ -91,13 +91,13 @@ def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def texts(samples: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=random)
+def texts(samples: int, classes: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, classes, (samples, LENGTH + 1), generator=random)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def pictures(samples: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    return torch.randn(samples, 3, 12, 12, generator=random), torch.randint(0, 5, (samples,), generator=random)
+def pictures(samples: int, classes: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, 3, 12, 12, generator=random), torch.randint(0, classes, (samples,), generator=random)
 
 
 def _optimizer(name: str, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -113,7 +113,8 @@ def _optimizer(name: str, parameters: Iterable[tuple[str, nn.Parameter]]) -> tor
     return torch.optim.SGD(named, lr=0.1, momentum=0.9 if name == "momentum" else 0.0)
 
 
-MODELS = {"gpt": (Gpt, next_token, texts, "adamw"), "network": (Mobile, classify, pictures, "sgd")}
+# The number of classes is odd, so that two ranks have unequal parts of them.
+MODELS = {"gpt": (Gpt, next_token, texts, "adamw", 23), "network": (Mobile, classify, pictures, "sgd", 5)}
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Proof:
         plan: in one line.
         batch, steps: samples of a batch, and how many steps are taken.
         clip: bound on the gradients' norm, or None.
+        classes: how many, where it is another number than usually: words of the text, say.
         pins: of what nodes give, how it is to lie: node, axis, placement; the rest of the plan is chosen around them.
         optimizer: "sgd", "momentum", "adamw", "lamb", or "adagrad", which has its states from the start.
     """
@@ -135,6 +137,7 @@ class Proof:
     steps: int = 2
     clip: float | None = None
     optimizer: str = ""
+    classes: int | None = None
     pins: tuple[tuple[str, str, str], ...] = ()
 
     @classmethod
@@ -145,7 +148,7 @@ class Proof:
         """
         plan, *settings = asked.split()
         given: dict[str, Any] = dict(each.split("=", 1) for each in settings)
-        kinds = {"batch": int, "steps": int, "clip": float, "optimizer": str, "pins": _pins}
+        kinds = {"batch": int, "steps": int, "clip": float, "classes": int, "optimizer": str, "pins": _pins}
         return cls(model, plan, **{key: kinds[key](value) for key, value in given.items()})
 
 
@@ -179,10 +182,11 @@ def prove(proof: Proof) -> Outcome:
     from polylane.runtime.prepare import Objective
     from polylane.verify import TOLERANCE, verify
 
-    made, loss, batch, optimizer = MODELS[proof.model]
+    made, loss, batch, optimizer, classes = MODELS[proof.model]
+    classes = proof.classes or classes
     torch.manual_seed(0)
-    model, random = made(), torch.Generator().manual_seed(1)
-    batches = [batch(proof.batch, random) for _ in range(proof.steps)]
+    model, random = made(classes), torch.Generator().manual_seed(1)
+    batches = [batch(proof.batch, classes, random) for _ in range(proof.steps)]
     objective = Objective("loss", loss, partial(_optimizer, proof.optimizer or optimizer))
     try:
         plan = _pinned(proof, model, objective, batches[0]) if proof.pins else proof.plan

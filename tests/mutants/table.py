@@ -53,7 +53,8 @@ PROGRAMS = [
     Mutant(
         "relay-cut-off-by-one", "a box that is cut along a dimension loses its last position",
         "program.relay:_outside", "min(last, at + stop - start)", "min(last, at + stop - start) - 1",
-        "tests/program/test_relay.py", gpt="[data=2|1],microbatches=2", network="[data=2|1],microbatches=2",
+        "tests/program/test_relay.py", gpt="[tensor=2|1],microbatches=2", network="[tensor=2|1],microbatches=2",
+        error="nobody has",
     ),
 ]  # fmt: skip
 
@@ -297,12 +298,12 @@ SPLITS = [
     Mutant(
         "lookup-without-mask", "a rank gives its first row for a word whose row another rank has",
         "placement.rules.vocabulary:Lookup.__call__", "rows.masked_fill_(~own.unsqueeze(-1), 0)", "rows",
-        "tests/placement/test_embedding_rules.py", gpt="tensor=2",
+        "tests/placement/test_embedding_rules.py", gpt="tensor=2 pins=tokens.weight:tensor:shard(0)",
     ),
     Mutant(
         "softmax-of-own-classes", "ranks do not add up their sums of exponentials",
         "placement.rules.vocabulary:_Reduced.forward", "total(axes, torch.stack(sums))", "torch.stack(sums)",
-        "tests/placement/test_loss_rules.py", gpt="tensor=2",
+        "tests/placement/test_loss_rules.py", gpt="tensor=2 classes=8001",
     ),
     Mutant(
         "loss-of-own-count", "a mean over tokens that are cut is divided by a rank's own number of them",

@@ -1,4 +1,4 @@
-"""Moves: a value arrives as it is to lie, and its gradient goes back as the value lay, from any placement to any other."""
+"""Moves: a value arrives as it is to lie, and its gradient goes back as the value lay, from and to any placement."""
 
 from __future__ import annotations
 
