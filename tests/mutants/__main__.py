@@ -37,6 +37,7 @@ SOURCE = re.compile(r" \([^()]*:\d+\)")
 GRADIENT = "every forward value agrees; the first gradient that differs, from the loss backwards, is that of"
 UPDATE = "every forward value and gradient of the first step agrees: what differs is an update"
 PROOF_SECONDS, TEST_SECONDS = 180, 300  # a bug may let everybody wait for ever
+OPTIONS = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", "100"]
 HUNG = "hung"
 
 
@@ -96,7 +97,7 @@ def failing_test(arguments: str, path: Path) -> str:
         import pytest
 
         os.chdir(ROOT)
-        return int(pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *shlex.split(arguments)]))
+        return int(pytest.main([*OPTIONS, *shlex.split(arguments)]))
 
     code, output = run(work, path, TEST_SECONDS)
     if code == 0:
@@ -116,18 +117,18 @@ def questions(mutant: Mutant) -> dict[str, str]:
 
 
 def tried(mutant: Mutant) -> Result:
-    """Plant one mutant and look who notices.
-
-    Raises:
-        Misfit: it does not fit the code, or its tests are not there.
-    """
+    """Plant one mutant and look who notices."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="polylane-mutant-") as folder:
         path = Path(folder)
         plant(mutant, path)
         asked = questions(mutant)
         outcomes = dict(zip(asked, ask(list(asked.values()), path) if asked else [], strict=True))
-        test = failing_test(mutant.tests, path)
+        try:
+            test = failing_test(mutant.tests, path)
+        except Misfit as error:
+            print(f"{mutant.id}: {error}", file=sys.stderr)
+            test = ""
     return Result(mutant.id, outcomes.get("gpt"), outcomes.get("network"), test, time.perf_counter() - start)
 
 
