@@ -381,7 +381,7 @@ SHARDS = [
     Mutant(
         "norms-of-own-parts", "an optimizer that looks at norms takes those of its own parts",
         "optim.trust:Trusting._norms", "self.sum_over_holders is not None", "False",
-        "tests/optim/test_norms_of_parts.py", gpt="tensor=2 optimizer=lamb",
+        "tests/optim/test_norms_of_parts.py", gpt="data=2,shard=gradients optimizer=lamb",
         network="data=2,shard=gradients optimizer=lamb",
     ),
     Mutant(
@@ -391,6 +391,7 @@ SHARDS = [
         "torch.zeros_like(piece.parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value",
         "tests/runtime/test_sharded_layout.py tests/equivalence/test_sharded.py",
         gpt="data=2,shard=gradients optimizer=adagrad", network="data=2,shard=gradients optimizer=adagrad",
+        error="looks at several parameters at once",
     ),
 ]  # fmt: skip
 
@@ -523,4 +524,50 @@ PRICES = [
     ),
 ]  # fmt: skip
 
-MUTANTS = [*PROGRAMS, *PASSES, *REDUCTION, *STATISTICS, *SPLITS, *SHARDS, *SERVERS, *LOOPS, *PRICES]
+MORE = [
+    Mutant(
+        "tied-summand-of-every-rank", "of a tied weight that several ranks of a stage hold, each adds the gradient",
+        "program.lower:buckets", "Bucket(name, ranks, names, silent)", "Bucket(name, ranks, names)",
+        "tests/program/test_lower.py tests/equivalence/test_hybrids.py tests/optim/test_norms_of_parts.py",
+        gpt="[tensor=2|1],microbatches=2",
+    ),
+    Mutant(
+        "samples-of-the-first-replica", "a replica's part of a value is taken to begin with the first sample",
+        "runtime.relays:Relays._found_box", "dim is None or not start", "True",
+        "tests/equivalence/test_hybrids.py tests/runtime/test_divided_anew.py",
+        gpt="[data=2|1],microbatches=2", network="[data=2|1],microbatches=2", error="nobody has",
+    ),
+    Mutant(
+        "stand-in-in-statistics", "a replica without samples of its own adds a borrowed one to batch statistics",
+        "graph.statistics:SharedStatistics.forward", "part.weight", "True",
+        COVERING, network="data=2,microbatches=4",
+    ),
+    Mutant(
+        "stand-in-in-statistics-backward", "a replica without samples of its own gives its borrowed one a gradient",
+        "graph.statistics:SharedStatistics.backward", "sums = own.to(torch.float64, copy=True)",
+        "sums = own.to(torch.float64, copy=True) + (1 - part.weight)",
+        COVERING, network="data=2,microbatches=4",
+    ),
+    Mutant(
+        "hosts-apart", "sums over several hosts stay those of each host",
+        "runtime.transport.hierarchical:Transport._sum", "part.numel()", "False",
+        "tests/runtime/test_hierarchical_transport.py", unseen="a proof runs on one host",
+    ),
+    Mutant(
+        "buffer-of-another-stage", "of running statistics that two losses use the old ones are handed on",
+        "runtime.buffers:Buffers.fetch", "self._stage == min(current)", "self._stage != min(current)",
+        "tests/runtime/test_buffers.py", unseen="a proof is of one loss, whose buffers stay on their stage",
+    ),
+    Mutant(
+        "loop-forgets-earlier-passes", "in a user's own loop only the last backward pass before a step counts",
+        "runtime.replicas:Replicas._reduce", "grad.clone() if before is None else before + grad", "grad.clone()",
+        "tests/distributed/test_replicas.py", unseen="a user's own loop is not what a proof runs",
+    ),
+    Mutant(
+        "weights-of-the-last-rank", "replicas of a user's own loop start from the last rank's weights",
+        "runtime.weights:same_everywhere", "transport.rank == 0", "transport.rank == transport.size - 1",
+        "tests/distributed/test_replicas.py", unseen="the workers of a proof start from the same weights",
+    ),
+]  # fmt: skip
+
+MUTANTS = [*PROGRAMS, *PASSES, *REDUCTION, *STATISTICS, *SPLITS, *SHARDS, *SERVERS, *LOOPS, *PRICES, *MORE]
