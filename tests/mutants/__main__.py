@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 KEPT, DOCS = ROOT / "run" / "mutants.json", ROOT / "docs" / "exactness.md"
 BEGIN, END = "<!-- mutants: written by make mutants -->\n", "<!-- mutants: end -->\n"
 # What `verify` says at length, for a cell of the table.
+ESCAPED = "\\|"
 SOURCE = re.compile(r" \([^()]*:\d+\)")
 GRADIENT = "every forward value agrees; the first gradient that differs, from the loss backwards, is that of"
 UPDATE = "every forward value and gradient of the first step agrees: what differs is an update"
@@ -212,7 +213,7 @@ def told(outcome: Outcome | None) -> str:
     if outcome.verdict == "equal":
         return "**missed**"
     said = SOURCE.sub("", outcome.culprit).replace(GRADIENT, "the gradient of").replace(UPDATE, "an update")
-    said = said.replace("|", "\\|").replace("`", "'")
+    said = said.replace("|", ESCAPED).replace("`", "'")
     return said if outcome.verdict == "NOT equal" else f"{outcome.verdict}: {said}"
 
 
@@ -224,10 +225,10 @@ def written(results: dict[str, Result]) -> str:
         if (result := results.get(mutant.id)) is None:
             continue
         gpt, network = (
-            f"`{plan}` → {told(outcome)}" if plan else "–"
+            f"`{plan.replace('|', ESCAPED)}` → {told(outcome)}" if plan else "–"
             for plan, outcome in ((mutant.gpt, result.gpt), (mutant.network, result.network))
         )
-        wrong = mutant.wrong + (f" (No number of a step changes: {mutant.unseen}.)" if mutant.unseen else "")
+        wrong = mutant.wrong + (f" (For the tests alone: {mutant.unseen}.)" if mutant.unseen else "")
         test = f"`{result.test}`" if result.test else "**missed**"
         lines.append(f"| `{mutant.id}` | {wrong} | {gpt} | {network} | {test} |")
     return "\n".join(lines) + "\n"

@@ -35,7 +35,7 @@ class Mutant:
             that cannot show there.
         times: how often ``find`` is there; all of them are replaced.
         error: part of the message with which `verify` refuses to run; without it a refusal counts as no answer.
-        unseen: why no proof sees it: what it changes is no number of a step.
+        unseen: why no proof can see it, so that it is for the tests alone.
     """
 
     id: str
