@@ -10,7 +10,7 @@ DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
 WORKERS := tests/distributed tests/equivalence tests/runtime tests/optim
 
-.PHONY: install test test-workers test-alone test-all check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
+.PHONY: install test test-workers test-alone test-all mutants check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
 	bench-transport bench-sync bench-sharded trainings zoo-batchnorm clean
 
 install: $(INSTALLED)
@@ -42,6 +42,10 @@ test-alone: $(INSTALLED)
 
 test-all: check
 	@$(BIN)/python -m pytest
+
+# Deliberate bugs, one at a time: `verify` and the tests must notice each. `make mutants ARGS="--only dropped-send"`.
+mutants: $(INSTALLED)
+	@PYTHONPATH=tests $(BIN)/python -m mutants --jobs 2 $(ARGS)
 
 demo: $(INSTALLED)
 	@$(BIN)/polylane train $(DEMO) --epochs $(EPOCHS) --run run/digits

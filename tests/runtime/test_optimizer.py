@@ -210,6 +210,27 @@ def test_the_clipped_norm_is_torchs_to_the_last_bit(dtype: torch.dtype, stages: 
             assert grad is not None and torch.equal(grad, expected[name].grad), name
 
 
+class Tied(nn.Module):
+    """Its last layer has the first one's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.inner(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "[data=2 | 1],microbatches=2"])
+def test_a_weight_that_two_stages_hold_counts_once_in_the_norm(plan: str) -> None:
+    reference = plainly(Tied(), BATCHES, microbatches=2, clip_norm=0.3)
+    for worker in trained(Tied(), plan, BATCHES, clip_norm=0.3):
+        assert_same(worker, reference)
+
+
 def test_gradients_within_the_bound_stay_as_they_are() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([0.1, 0.2, 0.2])

@@ -1,0 +1,142 @@
+"""A mutant of the package: one expression of one function replaced, in a copy that stands first on the import path.
+
+What is replaced is named by its function and by its own source text, read as syntax: neither lines nor layout matter.
+Where the text is not found exactly as often as stated, the mutant is refused: a table that no longer fits the code
+fails instead of testing nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "src" / "polylane"
+
+
+class Misfit(Exception):
+    """A mutant does not fit the code as it is."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One deliberate bug, and who must notice it.
+
+    Attributes:
+        id: its name.
+        wrong: what is wrong, in one sentence.
+        where: the function that is changed, as ``module:qualname`` below polylane; without a qualname the whole module.
+        find: the expression or the statements that are replaced.
+        put: what stands there instead.
+        tests: arguments of pytest: those of the tests that guard the function, of which one must fail.
+        gpt, network: what `verify` is asked on either model (see `proofs.Proof.parse`), and must refuse; "" for a bug
+            that cannot show there.
+        times: how often ``find`` is there; all of them are replaced.
+        error: part of the message with which `verify` refuses to run; without it a refusal counts as no answer.
+        unseen: why no proof can see it, so that it is for the tests alone.
+    """
+
+    id: str
+    wrong: str
+    where: str
+    find: str
+    put: str
+    tests: str
+    gpt: str = ""
+    network: str = ""
+    times: int = 1
+    error: str = ""
+    unseen: str = ""
+
+
+def plant(mutant: Mutant, folder: Path) -> None:
+    """Write a copy of the package with this bug into a folder.
+
+    Raises:
+        Misfit: the function is not there, or what is to be replaced is not in it as often as stated.
+    """
+    copied = folder / PACKAGE.name
+    shutil.copytree(PACKAGE, copied)  # with its compiled files, which are as old as the sources
+    module = mutant.where.partition(":")[0].replace(".", "/") + ".py"
+    path = copied / module
+    if not path.is_file():
+        raise Misfit(f"{mutant.id}: there is no module polylane/{module}")
+    changed = mutated(mutant, path.read_text())
+    path.unlink()
+    path.write_text(changed)
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        compiled.unlink()
+
+
+def mutated(mutant: Mutant, source: str) -> str:
+    """The source of a module with a mutant's bug in it; all other lines stay where they are.
+
+    Raises:
+        Misfit: see :func:`plant`.
+    """
+    scope = _scope(mutant, ast.parse(source))
+    found = list(_matches(scope, mutant.find))
+    if len(found) != mutant.times:
+        raise Misfit(
+            f"{mutant.id}: {mutant.where} has {len(found)} times, not {mutant.times} times, the fragment {mutant.find}"
+        )
+    lines = source.encode().split(b"\n")
+    for first, last in reversed(found):
+        _replace(lines, first, last, mutant.put)
+    changed = b"\n".join(lines).decode()
+    try:
+        ast.parse(changed)
+    except SyntaxError as error:
+        raise Misfit(f"{mutant.id}: what it puts is no Python: {error}") from error
+    return changed
+
+
+def _scope(mutant: Mutant, tree: ast.Module) -> ast.AST:
+    scope: ast.AST = tree
+    for name in filter(None, mutant.where.partition(":")[2].split(".")):
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        inner = [n for n in ast.walk(scope) if isinstance(n, kinds) and n.name == name and n is not scope]
+        if len(inner) != 1:
+            raise Misfit(f"{mutant.id}: {mutant.where} is there {len(inner)} times: no single {name}")
+        scope = inner[0]
+    return scope
+
+
+_Span = tuple[ast.expr | ast.stmt, ast.expr | ast.stmt]
+
+
+def _matches(scope: ast.AST, fragment: str) -> Iterator[_Span]:
+    """First and last node of every place where a fragment stands, in the order of the source."""
+    wanted = ast.parse(fragment).body
+    if len(wanted) == 1 and isinstance(wanted[0], ast.Expr):
+        form = ast.dump(wanted[0].value)
+        found = [(n, n) for n in ast.walk(scope) if isinstance(n, ast.expr) and ast.dump(n) == form]
+    else:
+        found = list(_statements(scope, [ast.dump(statement) for statement in wanted]))
+    yield from sorted(found, key=lambda span: (span[0].lineno, span[0].col_offset))
+
+
+def _statements(scope: ast.AST, forms: Sequence[str]) -> Iterator[_Span]:
+    for node in ast.walk(scope):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            for i in range(len(block) - len(forms) + 1) if isinstance(block, list) else ():
+                if [ast.dump(statement) for statement in block[i : i + len(forms)]] == forms:
+                    yield block[i], block[i + len(forms) - 1]
+
+
+def _replace(lines: list[bytes], first: ast.expr | ast.stmt, last: ast.expr | ast.stmt, put: str) -> None:
+    """Put other source in a place, which goes over as many lines as before."""
+    assert last.end_lineno is not None and last.end_col_offset is not None
+    top, bottom = first.lineno - 1, last.end_lineno - 1
+    before, after = lines[top][: first.col_offset], lines[bottom][last.end_col_offset :]
+    new = put.strip().split("\n")
+    if isinstance(first, ast.expr):
+        new = ["(" + new[0], *new[1:]]
+        new[-1] += "\n" * (bottom - top + 1 - len(new)) + ")"
+    else:
+        new = [new[0], *(" " * first.col_offset + line for line in new[1:])]
+        new += [""] * (bottom - top + 1 - len(new))
+    lines[top : bottom + 1] = (before + "\n".join(new).encode() + after).split(b"\n")

@@ -1,0 +1,573 @@
+"""The mutants: every bug, where it is planted, and who must notice it."""
+
+from __future__ import annotations
+
+from mutants.planting import Mutant
+
+COVERING = "tests/equivalence/test_equivalence.py -k test_covering"
+
+PROGRAMS = [
+    Mutant(
+        "dropped-send", "the first value that a stage makes is not sent on",
+        "program.lower:with_communication",
+        "[a for c in sends for a in travel(Kind.SEND, c, c.consumers, False)]",
+        "[a for c in sends[1:] for a in travel(Kind.SEND, c, c.consumers, False)]",
+        "tests/program/test_lower.py", gpt="pipeline=2,microbatches=2", network="pipeline=2,microbatches=2",
+        error="sends meet",
+    ),
+    Mutant(
+        "gradient-not-sent-back", "a stage does not send the gradient of what it received, and nobody waits for it",
+        "program.lower:with_communication",
+        "if action.kind is Kind.FORWARD:\n"
+        "    before = [a for c in receives for a in travel(Kind.RECEIVE, c, [c.producer], False)]\n"
+        "    after = [a for c in sends for a in travel(Kind.SEND, c, c.consumers, False)]\n"
+        "else:\n"
+        "    before = [a for c in sends if c.requires_grad for a in travel(Kind.RECEIVE, c, c.consumers, True)]\n"
+        "    after = [a for c in receives if c.requires_grad for a in travel(Kind.SEND, c, [c.producer], True)]",
+        "if action.kind is Kind.FORWARD:\n"
+        "    before = [a for c in receives for a in travel(Kind.RECEIVE, c, [c.producer], False)]\n"
+        "    after = [a for c in sends for a in travel(Kind.SEND, c, c.consumers, False)]\n"
+        "else:\n"
+        "    before = []\n"
+        "    after = []",
+        "tests/program/test_lower.py", gpt="pipeline=2,microbatches=2", network="pipeline=2,microbatches=2",
+    ),
+    Mutant(
+        "tied-weight-of-one-stage", "gradients of a weight that two stages hold are not summed",
+        "program.lower:_summing", "found = [tuple(sorted(ranks)) for ranks in groups.values()]",
+        "found = [(rank,) for ranks in groups.values() for rank in ranks]",
+        "tests/program/test_lower.py", gpt="pipeline=2,microbatches=2",
+    ),
+    Mutant(
+        "deadlock-check-passes", "programs in which workers wait for each other in a circle pass the check",
+        "program.check:check", "not nx.is_directed_acyclic_graph(waits)", "False",
+        "tests/program/test_lower.py", unseen="what is checked is right",
+    ),
+    Mutant(
+        "unmatched-message-passes", "a value that meets the receive of another one passes the check",
+        "program.check:matched",
+        "(sent.value, sent.microbatch, sent.gradient) != (received.value, received.microbatch, received.gradient)",
+        "sent.microbatch != received.microbatch",
+        "tests/program/test_lower.py", unseen="what is checked is right",
+    ),
+    Mutant(
+        "relay-cut-off-by-one", "a box that is cut along a dimension loses its last position",
+        "program.relay:_outside", "min(last, at + stop - start)", "min(last, at + stop - start) - 1",
+        "tests/program/test_relay.py", gpt="[tensor=2|1],microbatches=2", network="[tensor=2|1],microbatches=2",
+        error="nobody has",
+    ),
+]  # fmt: skip
+
+PASSES = [
+    Mutant(
+        "gradient-scaled-by-replicas", "every replica divides its gradients by their number once more",
+        "runtime.worker:Worker._backward", "part.weight * (part.samples if mean else 1) / state.counted",
+        "part.weight * (part.samples if mean else 1) / state.counted / len(self.program.replicas)",
+        COVERING, gpt="data=2", network="data=2",
+    ),
+    Mutant(
+        "microbatches-weighted-alike", "a microbatch counts as much as any other, however many samples it has",
+        "runtime.worker:Worker._backward", "part.weight * (part.samples if mean else 1) / state.counted",
+        "part.weight / len(state.parts)",
+        COVERING, gpt="pipeline=2,microbatches=3", network="pipeline=2,microbatches=3",
+    ),
+    Mutant(
+        "samples-counted-off-by-one", "the mean is over one sample less than there are",
+        "runtime.worker:Worker.run", "sum(s.samples for s in own.values()) if self.alone else batch.samples",
+        "batch.samples - 1",
+        COVERING, gpt="data=2", network="data=2",
+    ),
+    Mutant(
+        "stand-in-counts", "a replica without a sample of a short microbatch counts the one that it borrows",
+        "runtime.division:shares", "int(not empty)", "1",
+        "tests/runtime/test_division.py", gpt="data=2,microbatches=4", network="data=2,microbatches=4",
+    ),
+    Mutant(
+        "borrowed-sample", "replicas but the first take the sample before their own as well, and leave out their last",
+        "runtime.division:Batch.of", "share.start", "max(share.start - 1, 0)",
+        "tests/runtime/test_division.py", gpt="data=2", network="data=2",
+    ),
+    Mutant(
+        "loss-of-unequal-parts", "the printed loss is the mean of the microbatches' means",
+        "runtime.worker:Worker._forward",
+        "mean = len(live.loss) == 1\n"
+        "state.total.append(total * part.samples if mean else total)\n"
+        "state.count.append(part.samples if mean else live.loss[1].detach())",
+        "state.total.append(total)\nstate.count.append(1)",
+        COVERING, gpt="pipeline=2,microbatches=3", network="pipeline=2,microbatches=3",
+    ),
+    Mutant(
+        "incoming-gradient-lost", "a stage hands back zeros in place of the gradient of what it received",
+        "runtime.stage:StageRunner.backward",
+        "torch.zeros_like(x) if x.grad is None else x.grad", "torch.zeros_like(x)",
+        "tests/runtime/test_stage.py", gpt="pipeline=2,microbatches=2", network="pipeline=2,microbatches=2",
+    ),
+    Mutant(
+        "gradients-of-the-last-step", "gradients are not forgotten after a step",
+        "runtime.trainer:Trainer.zero_grad", "parameter.grad = None", "pass",
+        COVERING, gpt="data=2", network="data=2",
+    ),
+]  # fmt: skip
+
+REDUCTION = [
+    Mutant(
+        "bucket-before-its-gradients", "a bucket leaves with the first gradient of a backward pass",
+        "runtime.sync.all_reduce:Reducer._finisher",
+        "self._next < len(self._buckets) and not self._waiting[self._next] and self._sure[self._next]",
+        "self._next < len(self._buckets) and self._sure[self._next]",
+        COVERING, gpt="data=2", network="data=2",
+    ),
+    Mutant(
+        "tied-weight-twice", "the gradient of a weight that several stages hold counts twice",
+        "runtime.sync.all_reduce:Reducer.wait", "laid_as(gradient, parameter)",
+        "laid_as(gradient * 2 if left.bucket.name.startswith('tied') else gradient, parameter)",
+        COVERING, gpt="pipeline=2,microbatches=2",
+    ),
+    Mutant(
+        "clip-norm-misses-a-shard", "where replicas hold parts of gradients, the norm is that of one replica's parts",
+        "runtime.trainer:_sum_replica",
+        "range(plan.workers) if holding.layout.units else replica_of(plan, holding.world.rank)",
+        "replica_of(plan, holding.world.rank)",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=parameters clip=0.1",
+        network="data=2,shard=parameters clip=0.1",
+    ),
+    Mutant(
+        "clip-norm-of-one-stage", "every stage of a pipeline clips by the norm of its own gradients",
+        "runtime.optimizer:Clipper.clip", "self._sum_replica(squares)", "squares",
+        "tests/runtime/test_optimizer.py", gpt="pipeline=2,microbatches=2 clip=0.1",
+        network="pipeline=2,microbatches=2 clip=0.1",
+    ),
+    Mutant(
+        "clip-norm-counts-tied-twice", "a weight that two stages hold counts twice in the norm",
+        "runtime.trainer:_counted", "[n for n in held if holding.stage == min(holding.holders[n])]", "list(held)",
+        "tests/runtime/test_optimizer.py -k counts_once", gpt="pipeline=2,microbatches=2 clip=0.1",
+    ),
+    Mutant(
+        "zero-wrong-offset", "the pieces of ZeRO lie one element too early in their vector",
+        "runtime.sync.sharded:Flat.keep", "begin + piece.begin - first", "max(begin + piece.begin - first - 1, 0)",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients", network="data=2,shard=gradients",
+    ),
+    Mutant(
+        "zero-forgets-microbatches", "of several microbatches only the last one's gradients are kept",
+        "runtime.sync.sharded_reduce:ShardedReducer._take",
+        "part if each.total is None else each.total.add_(part)", "part",
+        "tests/equivalence/test_sharded.py", gpt="data=2,microbatches=2,shard=gradients",
+        network="data=2,microbatches=2,shard=gradients",
+    ),
+]  # fmt: skip
+
+STATISTICS = [
+    Mutant(
+        "statistics-of-one-replica", "batch normalization sees the samples of one replica only",
+        "graph.statistics:SharedStatistics.forward", "part.sum_replicas(sums)", "None",
+        "tests/runtime/test_job.py tests/placement/test_normalization_rules.py", network="data=2",
+    ),
+    Mutant(
+        "statistics-backward-of-one-replica", "the gradient of batch statistics is that of one replica's samples",
+        "graph.statistics:SharedStatistics.backward", "part.sum_replicas(sums)", "None",
+        "tests/placement/test_normalization_rules.py", network="data=2",
+    ),
+    Mutant(
+        "running-statistics-twice", "running means move twice in a step",
+        "graph.statistics:batch_norm",
+        "running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)",
+        "[running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum) for _ in '12']",
+        "tests/placement/test_normalization_rules.py", network="data=2",
+    ),
+    Mutant(
+        "running-variance-biased", "running variances are those of the samples, not the unbiased ones",
+        "graph.statistics:batch_norm", "variance * (total / (total - 1))", "variance",
+        "tests/placement/test_normalization_rules.py", network="data=2",
+    ),
+    Mutant(
+        "mask-of-another-sample", "every replica draws the masks of the batch's first samples",
+        "graph.random:bits",
+        "part.first * (count // part.samples) if batch_dim is not None and part.samples else 0", "0",
+        "tests/graph/test_random.py", gpt="data=2,microbatches=2", network="data=2,microbatches=2",
+        error="would not compute what one device",
+    ),
+    Mutant(
+        "mask-without-batch-dimension", "random values are keyed as if they belonged to no sample",
+        "graph.keying:_keyed", "None if ragged else batch_dimension(val)", "None",
+        "tests/graph/test_random.py", gpt="data=2,microbatches=2", network="data=2,microbatches=2",
+        error="would not compute what one device",
+    ),
+    Mutant(
+        "mask-of-every-step", "the same mask is drawn in every step",
+        "graph.random:_keys", "part.step * 0xD1B54A32D192ED03", "0",
+        "tests/graph/test_random.py", unseen="one worker draws by the same function",
+    ),
+]  # fmt: skip
+
+
+SPLITS = [
+    Mutant(
+        "halo-one-row-short", "what a rank reads of its neighbours' positions lacks the last one",
+        "placement.halo:Halo.meetings", "min(b, stop)", "min(b, stop) - (owner != reader)",
+        "tests/placement/test_convolution_rules.py", network="sequence=2",
+    ),
+    Mutant(
+        "halo-gradient-overwritten", "the gradient of what several ranks have is the last one's, not the sum",
+        "placement.halo:_Halo.backward", "out.narrow(dim, at, part.shape[dim]).add_(part)",
+        "out.narrow(dim, at, part.shape[dim]).copy_(part)",
+        "tests/placement/test_convolution_rules.py", network="sequence=2",
+    ),
+    Mutant(
+        "bias-of-every-rank", "where products are summed over ranks, each of them adds the bias",
+        "placement.rules.matmul:multilinear", "[added.index]", "[]",
+        "tests/placement/test_matmul_rules.py", gpt="tensor=2", network="tensor=2",
+    ),
+    Mutant(
+        "convolution-bias-of-every-rank", "where channels are summed over ranks, each of them adds the bias",
+        "placement.rules.convolution:_by_input_channels", "placed[form.bias.index] = PARTIAL", "pass",
+        "tests/placement/test_convolution_rules.py", network="tensor=2",
+    ),
+    Mutant(
+        "groups-of-the-whole", "a rank with some groups of a convolution is told the number of all",
+        "placement.rules.convolution:fewer_groups", "int(edit['groups']) * out.length(edit.index) // out.size",
+        "int(edit['groups'])",
+        "tests/placement/test_convolution_rules.py", network="tensor=2", error="groups",
+    ),
+    Mutant(
+        "fused-segments-swapped", "of a matrix with q, k and v side by side a rank has its parts in reverse order",
+        "placement.move:piece", "[x.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges(index)]",
+        "[x.narrow(shard.dim, start, stop - start) for start, stop in reversed(shard.ranges(index))]",
+        "tests/placement/test_whole_graphs.py tests/placement/test_shape_rules.py", gpt="tensor=2",
+    ),
+    Mutant(
+        "part-of-another-rank", "of weights that are cut, the first rank holds the last one's part, and so on",
+        "planner.layout:part_of", "piece(tensor, placement, coordinates[axis])",
+        "piece(tensor, placement, len(placement.cuts[0]) - 2 - coordinates[axis])",
+        "tests/runtime/test_split_job.py", gpt="tensor=2", network="tensor=2", error="exceeds dimension size",
+    ),
+    Mutant(
+        "all-reduce-of-own", "a sum over an axis is each rank's own summand twice",
+        "runtime.mesh:TransportAxis.begin_all_reduce", "torch.add(*(part for part in swap() if part is not None))",
+        "tensor + tensor + 0 * torch.add(*(part for part in swap() if part is not None))",
+        "tests/runtime/test_split_job.py", gpt="tensor=2", network="tensor=2",
+    ),
+    Mutant(
+        "all-to-all-permuted", "what ranks exchange is put together in the reverse order of the ranks",
+        "placement.move:_all_to_all", "_assembled(exchange(), source)", "_assembled(exchange()[::-1], source)",
+        "tests/placement/test_move.py",
+        gpt="sequence=2 pins=blocks.0/scaled_dot_product_attention:sequence:shard(1)",
+        network="sequence=2 pins=blocks.0.depthwise/conv2d:sequence:shard(1)",
+    ),
+    Mutant(
+        "all-gather-permuted", "gathered parts are put together in the reverse order of the ranks",
+        "placement.move:_all_gather", "[part for part in parts if part is not None]",
+        "[part for part in parts[::-1] if part is not None]",
+        "tests/placement/test_move.py", gpt="tensor=2", network="tensor=2",
+    ),
+    Mutant(
+        "reduce-scatter-of-two", "of what is summed and scattered the last rank's summand is left out",
+        "placement.move:_reduce_scatter", "out = out + part", "out = out + part * (part is not rest[-1])",
+        "tests/placement/test_move.py", gpt="tensor=2", network="tensor=2",
+    ),
+    Mutant(
+        "ring-in-the-wrong-order", "a step of the ring is taken for the block of the rank behind",
+        "placement.ring:_Ring.forward", "(axis.index - step) % circle.degree", "(axis.index + step) % circle.degree",
+        "tests/placement/test_attention_rules.py", gpt="sequence=3",
+    ),
+    Mutant(
+        "ring-gradients-lost", "of the gradients of its keys a rank keeps only those that came last",
+        "placement.ring:_Ring.backward", "of_key + part.key, of_value + part.value", "part.key, part.value",
+        "tests/placement/test_attention_rules.py", gpt="sequence=2",
+    ),
+    Mutant(
+        "ring-without-rescaling", "sums of earlier blocks keep referring to the earlier maximum",
+        "placement.attend:Sums.add",
+        "numerator.mul_(shrink).add_(weights.to(value.dtype) @ value[..., : tile.keys, :])",
+        "numerator.add_(weights.to(value.dtype) @ value[..., : tile.keys, :])",
+        "tests/placement/test_attention_rules.py", gpt="sequence=2",
+    ),
+    Mutant(
+        "causal-mask-shifted", "in a ring a query does not see its own position",
+        "placement.attend:_scores", "positions[: tile.keys] > rows.unsqueeze(-1)",
+        "positions[: tile.keys] >= rows.unsqueeze(-1)",
+        "tests/placement/test_attention_rules.py", gpt="sequence=2",
+    ),
+    Mutant(
+        "causal-mask-of-a-part-shifted", "some of the queries see the position behind their own as well",
+        "placement.causal:_allowed", "torch.arange(keys, device=rows.device) <= rows.unsqueeze(-1)",
+        "torch.arange(keys, device=rows.device) <= rows.unsqueeze(-1) + 1",
+        "tests/placement/test_attention_rules.py",
+        gpt="sequence=2 pins=blocks.0/scaled_dot_product_attention:sequence:shard(2);"
+        "blocks.0/transpose#2:sequence:replicate;blocks.0/transpose#3:sequence:replicate",
+    ),
+    Mutant(
+        "lookup-without-mask", "a rank gives its first row for a word whose row another rank has",
+        "placement.rules.vocabulary:Lookup.__call__", "rows.masked_fill_(~own.unsqueeze(-1), 0)", "rows",
+        "tests/placement/test_embedding_rules.py", gpt="tensor=2 pins=tokens.weight:tensor:shard(0)",
+    ),
+    Mutant(
+        "softmax-of-own-classes", "ranks do not add up their sums of exponentials",
+        "placement.rules.vocabulary:_Reduced.forward", "total(axes, torch.stack(sums))", "torch.stack(sums)",
+        "tests/placement/test_loss_rules.py", gpt="tensor=2 classes=8001",
+    ),
+    Mutant(
+        "loss-of-own-count", "a mean over tokens that are cut is divided by a rank's own number of them",
+        "placement.rules.vocabulary:ClassLoss.__call__", "total(counted, count.sum())", "count.sum()",
+        "tests/placement/test_loss_rules.py", gpt="sequence=2",
+    ),
+    Mutant(
+        "statistics-of-own-positions", "batch statistics of positions that are cut are a rank's own",
+        "placement.moments:OverParts.__call__", "sums.copy_(total(axes, sums.clone()))", "None",
+        "tests/placement/test_normalization_rules.py", network="sequence=2",
+    ),
+    Mutant(
+        "mean-of-own-count", "a mean over positions that are cut is divided by a rank's own number of them",
+        "placement.reduced:Mean.__call__", "x.sum(dim, keepdim, dtype=wide(self.dtype)) / self.count",
+        "x.mean(dim, keepdim, dtype=wide(self.dtype))",
+        "tests/placement/test_reduction_rules.py", network="sequence=2",
+    ),
+    Mutant(
+        "layer-norm-of-own-features", "a layer norm over features that are cut has a rank's own mean",
+        "placement.moments:_Normalized.forward", "total(axes, values.sum(dims, keepdim=True))",
+        "values.sum(dims, keepdim=True) * 2",
+        "tests/placement/test_normalization_rules.py",
+        gpt="tensor=2 pins=blocks.0.norm1/layer_norm:tensor:shard(2)",
+    ),
+    Mutant(
+        "mask-of-another-region", "a part of a random value draws the numbers of the batch's first samples",
+        "graph.random:_draw_region", "_offsets(ranges[:inner], strides[:inner], out.device) + first",
+        "_offsets(ranges[:inner], strides[:inner], out.device)",
+        "tests/graph/test_random.py tests/placement/test_random_rules.py", gpt="data=2,sequence=2",
+    ),
+]  # fmt: skip
+
+SHARDS = [
+    Mutant(
+        "stale-weights", "after a step replicas keep the old weights of the parts that others have updated",
+        "runtime.trainer:Trainer.update", "self.shards.share(self.whole.keys())", "None",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=optimizer", network="data=2,shard=optimizer",
+    ),
+    Mutant(
+        "shard-of-another-parameter", "all pieces of a unit take the gradient of its first one",
+        "runtime.sync.sharded_reduce:ShardedReducer._settle", "total[at : at + size]", "total[:size]",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients", network="data=2,shard=gradients",
+    ),
+    Mutant(
+        "shard-before-its-gradients", "a unit is scattered with the first gradient of a backward pass",
+        "runtime.sync.sharded_reduce:ShardedReducer._done",
+        "self._at < len(self._slices) and not self._missing[self._at] and not self._slices[self._at].optional",
+        "self._at < len(self._slices) and not self._slices[self._at].optional",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients", network="data=2,shard=gradients",
+    ),
+    Mutant(
+        "saved-at-the-wrong-place", "what autograd keeps of gathered weights is looked up at the unit's beginning",
+        "runtime.sync.sharded_passes:Passes._pack", "(address - whole.data_ptr()) // whole.element_size()", "0",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=parameters", network="data=2,shard=parameters",
+    ),
+    Mutant(
+        "gathered-at-the-beginning", "of gathered weights every rank has its own part at the beginning",
+        "runtime.transport.shared_memory:Transport.all_gather", "whole[places[self.rank]]", "whole[: own.numel()]",
+        "tests/distributed/test_shared_memory.py tests/runtime/test_shared_transport.py",
+        gpt="data=2,shard=parameters", network="data=2,shard=parameters",
+    ),
+    Mutant(
+        "last-summand-left-out", "a sum over more than two workers leaves out the last",
+        "runtime.transport.sums:add_in_place", "for part in after:\n    own += part",
+        "for part in after[:1]:\n    own += part",
+        "tests/runtime/test_shared_transport.py tests/distributed/test_shared_memory.py",
+        gpt="data=3", network="data=3",
+    ),
+    Mutant(
+        "scattered-summand-left-out", "a reduce-scatter over more than two workers leaves out one summand",
+        "runtime.transport.sums:add", "parts[2:]", "parts[3:]",
+        "tests/runtime/test_shared_transport.py tests/distributed/test_shared_memory.py",
+        gpt="data=3,shard=gradients", network="data=3,shard=gradients",
+    ),
+    Mutant(
+        "norms-of-own-parts", "an optimizer that looks at norms takes those of its own parts",
+        "optim.trust:Trusting._norms", "self.sum_over_holders is not None", "False",
+        "tests/optim/test_norms_of_parts.py", gpt="data=2,shard=gradients optimizer=lamb",
+        network="data=2,shard=gradients optimizer=lamb",
+    ),
+    Mutant(
+        "stale-optimizer-state", "what an optimizer kept for whole parameters is zeros for their pieces",
+        "runtime.sync.sharded_pieces:put_in",
+        "piece.of(value).clone() if isinstance(value, Tensor) and value.shape == parameter.shape else value",
+        "torch.zeros_like(piece.parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value",
+        "tests/runtime/test_sharded_layout.py tests/equivalence/test_sharded.py",
+        gpt="data=2,shard=gradients optimizer=adagrad", network="data=2,shard=gradients optimizer=adagrad",
+        error="looks at several parameters at once",
+    ),
+]  # fmt: skip
+
+SERVERS = [
+    Mutant(
+        "server-keeps-one-gradient", "of the gradients of several workers a server keeps the last",
+        "runtime.sync.server_sum:Arriving._fold",
+        "self.gradients[name].add_(whole) if name in self.gradients else whole", "whole",
+        "tests/runtime/test_server_synchronous.py", gpt="data=2,servers=1", network="data=2,servers=1",
+    ),
+    Mutant(
+        "server-without-clipping", "a server does not clip",
+        "runtime.sync.server_weights:Course.update", "self.clipper is not None", "False",
+        "tests/runtime/test_server_synchronous.py", gpt="data=2,servers=2 clip=0.1",
+        network="data=2,servers=2 clip=0.1",
+    ),
+    Mutant(
+        "stale-answer", "a server answers a step without the weights that are new",
+        "runtime.sync.server:Server._update", "course.latest = self._version", "course.latest = self._version - 1",
+        "tests/runtime/test_server_synchronous.py", gpt="data=2,servers=1", network="data=2,servers=1",
+    ),
+    Mutant(
+        "replicas-averaged-alike", "in the mean of replicas' weights each counts alike, however many samples it saw",
+        "runtime.sync.local_steps:LocalSteps._means", "seen[self._index] / sum(seen)", "1 / len(seen)",
+        "tests/runtime/test_local_steps.py", gpt="data=2,every=2", network="data=2,every=2",
+    ),
+    Mutant(
+        "agreement-a-step-late", "replicas agree a step after they should",
+        "runtime.sync.local_steps:LocalSteps.stepped", "(course.steps - self._sync.warmup) % self._sync.every == 0",
+        "(course.steps - self._sync.warmup) % self._sync.every == 1",
+        "tests/runtime/test_local_steps.py", gpt="data=2,every=2 steps=3", network="data=2,every=2 steps=3",
+    ),
+    Mutant(
+        "gradients-summed-apart", "replicas that take steps of their own sum gradients all the same",
+        "program.apart:apart", "plan.place(r)[1] == program.replica", "True",
+        "tests/runtime/test_local_steps.py", gpt="data=2,every=2", network="data=2,every=2",
+    ),
+    Mutant(
+        "unsent-entries-forgotten", "what top-k does not send is not remembered",
+        "runtime.sync.top_k:picked", "owed[places] = (exact - values.to(exact.dtype)).nan_to_num_(0.0, 0.0, 0.0)",
+        "owed.zero_()",
+        "tests/runtime/test_compress.py tests/runtime/test_compress_state.py",
+        unseen="a proof of gradients that lose digits is refused",
+    ),
+]  # fmt: skip
+
+LOOPS = [
+    Mutant(
+        "loop-counts-replicas-alike", "in a user's own loop every replica counts alike, however many samples it has",
+        "runtime.replicas:Replicas.backward", "start * share", "start / self.world.size",
+        "tests/distributed/test_replicas.py", unseen="a user's own loop is not what a proof runs",
+    ),
+    Mutant(
+        "shares-lie-wrong", "a worker looks for its samples of later microbatches among those of the first",
+        "runtime.division:offsets", "at += share.samples", "pass",
+        "tests/runtime/test_division.py tests/runtime/test_data.py",
+        unseen="a proof has whole batches, not loaded shares",
+    ),
+    Mutant(
+        "same-order-in-every-epoch", "samples come in the same order in every epoch",
+        "runtime.data:order", "seed * 1000003 + epoch", "seed * 1000003",
+        "tests/runtime/test_data.py", unseen="a proof has batches, no dataset",
+    ),
+    Mutant(
+        "short-batch-dropped", "the last, shorter batch of an epoch is always left out",
+        "runtime.data:batch_sizes", "left and not drop_last", "False",
+        "tests/runtime/test_data.py", unseen="a proof has batches, no dataset",
+    ),
+    Mutant(
+        "same-augmentation-for-all", "all samples of an epoch draw the same numbers",
+        "runtime.draws:Keyed._seeded", "seed_all(*self._key, index)", "seed_all(*self._key)",
+        "tests/runtime/test_data.py", unseen="a proof has batches, no dataset",
+    ),
+]  # fmt: skip
+
+PRICES = [
+    Mutant(
+        "price-without-latency", "a collective costs its bytes and no latency",
+        "cost.communicate:seconds", "rates.latency + sent(collective, size, degree) / rates.bandwidth",
+        "sent(collective, size, degree) / rates.bandwidth",
+        "tests/planner/test_communicate.py", unseen="a price",
+    ),
+    Mutant(
+        "message-without-latency", "a simulated message arrives when its last byte has left",
+        "cost.straight:_ready", "travel.end + travel.transfer.latency", "travel.end",
+        "tests/cost/test_play.py", unseen="a prediction",
+    ),
+    Mutant(
+        "hop-for-nothing", "a simulated value is at once on the next stage",
+        "cost.simulate:_needs", "0 if lane_of.get(other) == lane_of[stage] else hop", "0",
+        "tests/cost/test_simulate.py", unseen="a prediction",
+    ),
+    Mutant(
+        "shared-cores-for-nothing", "lanes that share the cores of a host do not slow each other down",
+        "cost.fluid:Fluid._share_cores", "min(1.0, self.levels[host]) * self.factors[host][len(computing)]", "1.0",
+        "tests/cost/test_fluid.py", unseen="a prediction",
+    ),
+    Mutant(
+        "pipeline-without-filling", "the closed form of a pipeline leaves out what fills and drains it",
+        "cost.closed:pipelined", "(sum(stages) - slowest) / chunks", "0",
+        "tests/cost/test_closed.py", unseen="a price",
+    ),
+    Mutant(
+        "bytes-of-one-way", "a sum is said to send each byte once",
+        "cost.agreement:reduced", "2 * nbytes * (ranks - 1) / ranks", "nbytes * (ranks - 1) / ranks",
+        "tests/cost/test_agreement.py", unseen="a price",
+    ),
+    Mutant(
+        "one-state-of-the-optimizer", "of what an optimizer keeps for a parameter the last tensor is not counted",
+        "cost.optimizer_state:OptimizerState.bytes", "self.states.get(name, ())", "self.states.get(name, ())[:-1]",
+        "tests/cost/test_memory.py", unseen="a price",
+    ),
+    Mutant(
+        "one-microbatch-too-many", "1F1B starts a microbatch more ahead than a stage needs",
+        "schedule.synchronous:one_forward_one_backward", "min(ahead - 1, microbatches)", "min(ahead, microbatches)",
+        "tests/schedule/test_synchronous.py", unseen="the order of passes, and how much memory they take",
+    ),
+    Mutant(
+        "last-backward-missing", "a stage leaves out the backward pass of its last microbatch",
+        "schedule.synchronous:_alternate", "range(steady, microbatches)", "range(steady, microbatches - 1)",
+        "tests/schedule/test_synchronous.py", gpt="pipeline=2,microbatches=3", network="pipeline=2,microbatches=3",
+        error="meet",
+    ),
+    Mutant(
+        "ranks-of-an-operator-apart", "ranks that split an operator are not laid next to each other",
+        "plan.ranks:ranks", "found[stage] += range(first, first + sizes[stage])",
+        "found[stage] += reversed(range(first, first + sizes[stage]))",
+        "tests/plan/test_plan.py tests/plan/test_spec.py tests/program/test_lower.py",
+        unseen="where a part lives, not what it computes",
+    ),
+]  # fmt: skip
+
+MORE = [
+    Mutant(
+        "tied-summand-of-every-rank", "of a tied weight that several ranks of a stage hold, each adds the gradient",
+        "program.lower:buckets", "Bucket(name, ranks, names, silent)", "Bucket(name, ranks, names)",
+        "tests/program/test_lower.py tests/equivalence/test_hybrids.py -k 'test_lower or gpt'",
+        gpt="[data=2|sequence=2,tensor=2],microbatches=2",
+    ),
+    Mutant(
+        "samples-of-the-first-replica", "a replica's part of a value is taken to begin with the first sample",
+        "runtime.relays:Relays._found_box", "dim is None or not start", "True",
+        "tests/equivalence/test_hybrids.py tests/runtime/test_divided_anew.py",
+        gpt="[data=2|1],microbatches=2", network="[data=2|1],microbatches=2", error="nobody has",
+    ),
+    Mutant(
+        "stand-in-in-statistics", "a replica without samples of its own adds a borrowed one to batch statistics",
+        "graph.statistics:SharedStatistics.forward", "part.weight", "True",
+        COVERING, network="data=2,microbatches=4",
+    ),
+    Mutant(
+        "stand-in-in-statistics-backward", "a replica without samples of its own gives its borrowed one a gradient",
+        "graph.statistics:SharedStatistics.backward", "sums = own.to(torch.float64, copy=True)",
+        "sums = own.to(torch.float64, copy=True) + (1 - part.weight)",
+        COVERING, network="data=2,microbatches=4",
+    ),
+    Mutant(
+        "hosts-apart", "sums over several hosts stay those of each host",
+        "runtime.transport.hierarchical:Transport._sum", "part.numel()", "False",
+        "tests/runtime/test_hierarchical_transport.py", unseen="a proof runs on one host",
+    ),
+    Mutant(
+        "buffer-of-another-stage", "of running statistics that two losses use the old ones are handed on",
+        "runtime.buffers:Buffers.fetch", "self._stage == min(current)", "self._stage != min(current)",
+        "tests/runtime/test_buffers.py", unseen="a proof is of one loss, whose buffers stay on their stage",
+    ),
+    Mutant(
+        "loop-forgets-earlier-passes", "in a user's own loop only the last backward pass before a step counts",
+        "runtime.replicas:Replicas._reduce", "grad.clone() if before is None else before + grad", "grad.clone()",
+        "tests/distributed/test_replicas.py", unseen="a user's own loop is not what a proof runs",
+    ),
+    Mutant(
+        "weights-of-the-last-rank", "replicas of a user's own loop start from the last rank's weights",
+        "runtime.weights:same_everywhere", "transport.rank == 0", "transport.rank == transport.size - 1",
+        "tests/distributed/test_replicas.py -k rank_0", unseen="the workers of a proof start from the same weights",
+    ),
+]  # fmt: skip
+
+MUTANTS = [*PROGRAMS, *PASSES, *REDUCTION, *STATISTICS, *SPLITS, *SHARDS, *SERVERS, *LOOPS, *PRICES, *MORE]

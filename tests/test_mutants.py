@@ -1,0 +1,60 @@
+"""The table of mutants fits the code as it is, and what is planted stands where it should, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from mutants.__main__ import fits
+from mutants.planting import Misfit, Mutant, mutated
+from mutants.table import MUTANTS
+
+SOURCE = '''"""A module."""
+
+
+def other(a, b):
+    return a + b
+
+
+class Sum:
+    def of(self, a, b):
+        total = (a
+                 + b)  # both
+        print("§", a + b)
+        return total
+'''
+
+
+def mutant(where: str, find: str, put: str, times: int = 1) -> Mutant:
+    return Mutant("id", "wrong", where, find, put, "", times=times)
+
+
+def test_every_mutant_fits_the_code() -> None:
+    assert fits(MUTANTS) == []
+    assert len(MUTANTS) == len({each.id for each in MUTANTS}) >= 60
+
+
+def test_an_expression_is_replaced_in_its_function_alone() -> None:
+    changed = mutated(mutant("m:Sum.of", "a + b", "a - b", times=2), SOURCE)
+    assert changed.count("(a - b") == 2 and "return a + b" in changed
+    assert changed.count("\n") == SOURCE.count("\n")  # errors and culprits name the lines that they named before
+
+
+def test_statements_are_replaced() -> None:
+    changed = mutated(mutant("m:Sum.of", "total = a + b", "total = a\ntotal += 2 * b"), SOURCE)
+    scope: dict[str, type] = {}
+    exec(changed, scope)
+    assert scope["Sum"]().of(1, 2) == 5
+
+
+@pytest.mark.parametrize(
+    ("where", "find", "times"),
+    [("m:Sum.of", "a + b", 1), ("m:Sum.of", "a * b", 1), ("m:Sum.off", "a + b", 2), ("m:other", "a + b", 2)],
+)
+def test_what_does_not_fit_is_refused(where: str, find: str, times: int) -> None:
+    with pytest.raises(Misfit):
+        mutated(mutant(where, find, "a", times), SOURCE)
+
+
+def test_what_is_no_python_is_refused() -> None:
+    with pytest.raises(Misfit, match="no Python"):
+        mutated(mutant("m:other", "a + b", "a +"), SOURCE)
