@@ -234,7 +234,7 @@ class Loop:
         whole = Whole(model, loss, rebuild)
 
         def by_graph(leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
-            return run_whole(self._graph.code, self._tensors, leaves, part)[0]
+            return run_whole(self._graph.code, self._tensors, leaves, part)
 
         def by_model(leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
             with Promoted():
@@ -347,9 +347,19 @@ def _runs(modules: nn.Module, loss: Loss, run: Callable[[], Any]) -> bool:
 
 
 def run_whole(
-    code: Code, tensors: Tensors, leaves: Sequence[Any], part: Part
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Run captured code node by node on the model's own tensors: the loss, and every tensor value by node name."""
+    code: Code,
+    tensors: Tensors,
+    leaves: Sequence[Any],
+    part: Part,
+    look: Callable[[str, Tensor], None] | None = None,
+) -> tuple[Tensor, ...]:
+    """Run captured code node by node on the model's own tensors: the loss.
+
+    Args:
+        code: the whole graph.
+        tensors, leaves, part: on what it runs.
+        look: sees every tensor value as soon as it is there: node name, value.
+    """
     table: dict[str, Any] = {
         "parameter": tensors.parameters(),
         "buffer": tensors.buffers(),
@@ -358,7 +368,6 @@ def run_whole(
         "part": [part],
     }
     values: dict[fx.Node, Any] = {}
-    seen: dict[str, Tensor] = {}
     result: tuple[Tensor, ...] = ()
     for node in code.fx.nodes:
         if node.op == "placeholder":
@@ -367,8 +376,8 @@ def run_whole(
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
-            if isinstance(values[node], Tensor):
-                seen[node.meta["name"]] = values[node].detach().clone()  # somebody may write to it
+            if look is not None and isinstance(values[node], Tensor):
+                look(node.meta["name"], values[node])
         else:
             result = tuple(fx.map_arg(node.args[0], values.__getitem__))
-    return result, seen
+    return result
