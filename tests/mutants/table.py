@@ -308,7 +308,7 @@ SPLITS = [
     Mutant(
         "loss-of-own-count", "a mean over tokens that are cut is divided by a rank's own number of them",
         "placement.rules.vocabulary:ClassLoss.__call__", "total(counted, count.sum())", "count.sum()",
-        "tests/placement/test_loss_rules.py", gpt="sequence=2",
+        "tests/placement/test_loss_rules.py", gpt="sequence=2 loss=own_labels",
     ),
     Mutant(
         "statistics-of-own-positions", "batch statistics of positions that are cut are a rank's own",
@@ -570,4 +570,58 @@ MORE = [
     ),
 ]  # fmt: skip
 
-MUTANTS = [*PROGRAMS, *PASSES, *REDUCTION, *STATISTICS, *SPLITS, *SHARDS, *SERVERS, *LOOPS, *PRICES, *MORE]
+COUNTS = [
+    Mutant(
+        "counts-of-own-replica", "replicas do not tell each other what they have counted in a batch",
+        "samples.statistics:Statistics.count", "replicas is not None", "False",
+        "tests/samples/test_counts.py", gpt="data=2", network="data=2",
+    ),
+    Mutant(
+        "counts-of-own-microbatch", "a mean over counts is divided by what a microbatch counts",
+        "graph.whole_batch:WholeBatch.__call__", "part.whole is None", "True",
+        "tests/samples/test_counts.py", gpt="pipeline=2,microbatches=3", network="pipeline=2,microbatches=3",
+    ),
+    Mutant(
+        "stand-in-in-counts", "a replica without samples of its own counts its borrowed one",
+        "samples.statistics:_combined", "part.weight", "True",
+        "tests/samples/test_counts.py", gpt="data=2,microbatches=4", network="data=2,microbatches=4",
+    ),
+    Mutant(
+        "share-upside-down", "a sum over samples is multiplied by the batch's share of a part, not by its inverse",
+        "graph.whole_batch:BatchShare.__call__", "part.all_samples / part.samples", "part.samples / part.all_samples",
+        "tests/samples/test_counts.py", gpt="data=2 loss=total", network="data=2 loss=total",
+    ),
+    Mutant(
+        "share-of-another-power", "what is divided by a number of samples is taken for a sum, and not for a mean",
+        "samples.derivation:_product", "Additive(left.power - sign * b)", "Additive(left.power)",
+        "tests/samples/test_derivation.py tests/samples/test_counts.py", gpt="data=2 loss=per_sample",
+        network="data=2 loss=per_sample",
+    ),
+    Mutant(
+        "total-taken-for-a-mean", "a sum over samples is taken for a mean over them",
+        "samples.derivation:_Walk.conclude", "power != wanted", "False", "tests/samples/test_counts.py",
+        gpt="data=2 loss=total", network="data=2 loss=total", times=2,
+    ),
+    Mutant(
+        "witness-never-compares", "what users say of their own Python is watched, and never found wrong",
+        "runtime.sample_witness:witness", "_holds(nodes[name], group, gather, mean)", "True",
+        "tests/equivalence/test_per_sample.py", unseen="what is watched is right in a proof",
+    ),
+    Mutant(
+        "nan-unseen", "a loss that is no number is not seen",
+        "runtime.finite:Anomalies.look", "any(_bad(value) for value in live.loss[:1])", "False",
+        "tests/commands/test_run_folder.py", unseen="a proof has finite numbers",
+    ),
+    Mutant(
+        "float16-without-scale", "gradients travel in float16 as large as they are",
+        "runtime.sync.wire:_power", "(15 - exponent).clamp(-most, most)", "0 * exponent",
+        "tests/runtime/test_compress.py", unseen="a proof of gradients that lose digits is refused",
+    ),
+    Mutant(
+        "second-tensor-misplaced", "of several tensors in a message the later ones are read at the wrong place",
+        "values:_Reader.tensor", "self._at += size + -size % _ALIGN", "self._at += size",
+        "tests/runtime/test_values.py", unseen="what workers tell each other beside what they compute",
+    ),
+]  # fmt: skip
+
+MUTANTS = [*COUNTS, *PROGRAMS, *PASSES, *REDUCTION, *STATISTICS, *SPLITS, *SHARDS, *SERVERS, *LOOPS, *PRICES, *MORE]

@@ -85,34 +85,34 @@ def after_forward(prepared: Prepared, wrong: Wrong, last: int = -1, microbatch: 
         microbatch: in which it does.
     """
     step, nodes = f"step {wrong.step + 1}", prepared.main.graph.nodes
-    which = "" if wrong.replica is None else f" of replica {wrong.replica}"
-    forward = "every forward value" if wrong.replica is None else "the loss"
+    forward, passes = f"every forward value of {step} agrees; ", f"every forward value and gradient of {step} agrees: "
+    if prepared.plan.sync.alone:  # no value of theirs was looked at
+        forward = step + (": " if wrong.replica is None else f" of replica {wrong.replica}: ")
+        passes = forward + "every gradient agrees; "
     for node in nodes:
         for name in node.buffers:
             if name in wrong.buffers:
-                return f"{forward} of {step}{which} agrees; the buffer {name} differs after it, of {_told(node, '')}"
+                return f"{forward}the buffer {name} differs after it, of {_told(node, '')}"
     if wrong.gradients:
         first = _first_gradient(nodes, wrong, last, microbatch)
-        return f"{forward}{which} agrees; the first gradient that differs, from the loss backwards, is that of {first}"
-    agrees = f"{forward} and gradient of {step}{which} agrees: what differs is"
+        return f"{forward}the first gradient that differs, from the loss backwards, is that of {first}"
     for node in nodes:
         for name in node.parameters:
             if name in wrong.memory or name in wrong.updates:
                 entry = f": its optimizer's {wrong.memory[name]} differs" if name in wrong.memory else ""
-                return f"{agrees} an update, first that of {name}, in {_told(node, '')}{entry}"
+                return f"{passes}what differs is an update, first that of {name}, in {_told(node, '')}{entry}"
     if wrong.memory:
-        return f"{agrees} the optimizer's {next(iter(wrong.memory.values()))}"
+        return f"{passes}what differs is the optimizer's {next(iter(wrong.memory.values()))}"
     if wrong.loss:
-        return f"every forward value and gradient of {step} agrees: what differs is the loss that is told"
+        return f"{passes}what differs is the loss that is told"
     for node in nodes:
         for name in (*node.parameters, *node.buffers):
             if name in wrong.averaged:
-                return (
-                    f"every update of {step} agrees: what differs is what replicas agree on after it, first "
-                    f"{name}, in {_told(node, '')}"
-                )
-    names = ", ".join([*wrong.gradients, *wrong.buffers, *wrong.updates, *wrong.averaged][:1])
-    return f"every forward value of {step} agrees: what differs is {names or 'the weights of the whole model'}"
+                agreed = "what replicas agree on" if prepared.plan.sync.alone else "what workers put together"
+                where = f"first {name}, in {_told(node, '')}"
+                return f"every update of {step} agrees; what differs is {agreed} after it, {where}"
+    names = ", ".join([*wrong.buffers, *wrong.updates, *wrong.averaged][:1])
+    return f"{forward}what differs is {names or 'the weights of the whole model'}"
 
 
 def _first_gradient(nodes: Sequence[Node], wrong: Wrong, last: int, microbatch: int) -> str:
@@ -123,17 +123,17 @@ def _first_gradient(nodes: Sequence[Node], wrong: Wrong, last: int, microbatch: 
     """
     complete = dict[str, int]()
     for number, node in reversed(list(enumerate(nodes))):
-        complete |= {name: number for name in node.parameters}
+        complete |= dict.fromkeys(node.parameters, number)
     number, name = max(((complete[n], n) for n in wrong.gradients if n in complete), default=(-1, ""))
     if number < 0 and last < 0:
-        return next(iter(wrong.gradients)) + _in_step(wrong)
+        return next(iter(wrong.gradients))
     if number > last:
         uses = [node for node in nodes if name in node.parameters]
-        return f"{name}, in {' and '.join(_told(node, '') for node in uses)}" + _in_step(wrong)
+        return f"{name}, in {' and '.join(_told(node, '') for node in uses)}"
     value = nodes[last]
     readers = " and ".join(_told(node, "") for node in nodes if value.name in node.inputs)
     read = f"which {readers} reads" if readers else "with which a backward pass begins"
-    return f"the value of {_told(value, '')}, {read}, microbatch {microbatch}" + _in_step(wrong)
+    return f"the value of {_told(value, '')}, {read}, microbatch {microbatch}"
 
 
 def _in_step(wrong: Wrong) -> str:

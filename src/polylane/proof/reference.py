@@ -47,6 +47,7 @@ class Step:
         before, after: with what it began, and what it left.
         gradients: as its optimizer took them, by parameter.
         floors: how far the step is from itself, where its sums are rounded otherwise.
+        updated: weights as the update left them, where replicas may then agree on others.
     """
 
     loss: float
@@ -54,6 +55,7 @@ class Step:
     after: State
     gradients: Mapping[str, Tensor]
     floors: Floors
+    updated: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
