@@ -21,7 +21,7 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.proof.culprit import Wrong, after_forward, first_difference
 from polylane.proof.judgement import Judgement, judge, wrong_steps
-from polylane.proof.reference import Record, Reference, measured_again, reference_run, run_whole
+from polylane.proof.reference import Record, Reference, measured_again, reference_run, run_whole, tells_parts_apart
 from polylane.proof.relative import determined, over, relative_error, scale_of
 from polylane.proof.replay import replay
 from polylane.proof.replicated import replicated_run
@@ -479,7 +479,7 @@ def _reference(reference: Reference, prepared: Prepared) -> str:
         return f"{what}, a copy for each replica and server in one process, in the order that the servers recorded"
     if plan.sync.alone:
         return f"{what}, a copy for each replica in one process"
-    if plan.microbatches > 1 and (code.random or code.batch_statistics):
+    if plan.microbatches > 1 and tells_parts_apart(code):
         return f"{what}, with the plan's microbatches"
     return f"{what}, on whole batches"
 

@@ -104,8 +104,8 @@ def total(scores: Tensor, labels: Tensor, samples: int) -> Tensor:
 
 
 def per_sample(scores: Tensor, labels: Tensor, samples: int) -> Tensor:
-    """A sum over the batch, divided by its size."""
-    return F.cross_entropy(scores, labels, reduction="sum") / samples
+    """Each over the batch's size, and the sum of that."""
+    return (F.cross_entropy(scores, labels, reduction="none") / samples).sum()
 
 
 def own_labels(scores: Tensor, labels: Tensor, samples: int) -> Tensor:

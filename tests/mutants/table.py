@@ -589,13 +589,12 @@ COUNTS = [
     Mutant(
         "share-upside-down", "a sum over samples is multiplied by the batch's share of a part, not by its inverse",
         "graph.whole_batch:BatchShare.__call__", "part.all_samples / part.samples", "part.samples / part.all_samples",
-        "tests/samples/test_counts.py", gpt="data=2 loss=total", network="data=2 loss=total",
+        "tests/samples/test_counts.py", gpt="data=2 loss=total", network="pipeline=2,microbatches=3 loss=total",
     ),
     Mutant(
-        "share-of-another-power", "what is divided by a number of samples is taken for a sum, and not for a mean",
-        "samples.derivation:_product", "Additive(left.power - sign * b)", "Additive(left.power)",
-        "tests/samples/test_derivation.py tests/samples/test_counts.py", gpt="data=2 loss=per_sample",
-        network="data=2 loss=per_sample",
+        "size-of-own-part", "a sum over samples is divided by the number of those in hand, not of the batch's",
+        "graph.whole_batch:WholeSize.__call__", "part.all_samples", "part.samples",
+        "tests/samples/test_counts.py", gpt="data=2 loss=per_sample", network="data=2 loss=per_sample",
     ),
     Mutant(
         "total-taken-for-a-mean", "a sum over samples is taken for a mean over them",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.graph.batch import bounds, cloned, flatten, sample_count, take
+from polylane.graph.batch import bounds, cloned, flatten, sample_count, sampled_leaves, take
 from polylane.graph.export import snapshot
 from polylane.graph.graph import Node
 from polylane.graph.part import Part
@@ -29,7 +29,6 @@ from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.tracing import Gradients, Trace, Values, trace
 from polylane.runtime.world import World
-from polylane.samples.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def _whole_values(
     code = prepared.main.graph.code
     filled = [(i, a, b) for i, (a, b) in enumerate(bounds(samples, prepared.plan.microbatches)) if a < b]
     parts = [Part(b - a, a, samples, i, step, seed) for i, a, b in filled]
-    counted = with_counts(Statistics(code.fx), code, tensors, parts, [take(leaves, a, b) for _, a, b in filled])
+    counted = with_counts(code, tensors, parts, [take(leaves, a, b) for _, a, b in filled], sampled_leaves(leaves))
     part_of = {part.microbatch: part for part in counted}
 
     def run(start: int, stop: int, microbatch: int) -> dict[str, Tensor]:
