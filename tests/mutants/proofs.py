@@ -223,17 +223,24 @@ class Outcome:
         return refused or self.verdict in ("NOT equal", "replicas differ")
 
 
+def objective_of(proof: Proof) -> Any:
+    """Its loss and optimizer."""
+    from polylane.runtime.prepare import Objective
+
+    _, scored, _, optimizer, _ = MODELS[proof.model]
+    return Objective("loss", _loss(scored, proof.loss), partial(_optimizer, proof.optimizer or optimizer))
+
+
 def prove(proof: Proof) -> Outcome:
     """Ask `verify`."""
-    from polylane.runtime.prepare import Objective
     from polylane.verify import TOLERANCE, verify
 
-    made, scored, batch, optimizer, classes = MODELS[proof.model]
+    made, _, batch, _, classes = MODELS[proof.model]
     classes = proof.classes or classes
     torch.manual_seed(0)
     model, random = made(classes), torch.Generator().manual_seed(1)
     batches = [batch(proof.batch, classes, random) for _ in range(proof.steps)]
-    objective = Objective("loss", _loss(scored, proof.loss), partial(_optimizer, proof.optimizer or optimizer))
+    objective = objective_of(proof)
     try:
         plan = _pinned(proof, model, objective, batches[0]) if proof.pins else proof.plan
         verdict = verify(model, objective, batches, plan, clip_norm=proof.clip)
