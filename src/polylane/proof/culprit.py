@@ -64,9 +64,11 @@ def first_difference(prepared: Prepared, batch: Any, seed: int, wrong: Wrong, to
     """
     if not prepared.plan.sync.plain:  # how replicas agree has no part in a pass, which here is the first one
         prepared = replace(prepared, plan=prepared.plan.model_copy(update={"sync": SUM}))
+    restore = snapshot(prepared.model, *(o.loss for o in prepared.objectives.values()))
     for microbatch, node in differing(prepared, batch, seed, wrong.step, tolerance, backward=False):
         return _told(node, f"microbatch {microbatch}" + _in_step(wrong))
     at = -1, 0  # of the last node whose value's gradient differs, and in which microbatch
+    restore()
     if wrong.gradients and not wrong.buffers:
         found = differing(prepared, batch, seed, wrong.step, tolerance, backward=True)
         place = {node.name: number for number, node in enumerate(prepared.main.graph.nodes)}

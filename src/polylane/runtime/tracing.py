@@ -52,17 +52,17 @@ class Gradients:
 
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
-        self._watched: list[Tensor] = []
+        self._watched: dict[int, Tensor] = {}  # by identity, which they keep as long as they are here
 
     def __call__(self, name: str, value: Tensor) -> None:
         """Watch for the gradient of one."""
-        if not value.requires_grad or any(value is other for other in self._watched):
+        if not value.requires_grad or id(value) in self._watched:
             return
 
         def keep(gradient: Tensor) -> None:
             self.kept[name] = gradient.detach().clone()
 
-        self._watched.append(value)
+        self._watched[id(value)] = value
         value.register_hook(keep)
 
 
