@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -342,3 +342,43 @@ class Unequal(torch.autograd.Function):
             only = first if second is None else second
             return None if only is None else only - only.mean(0)
         return 2 * first + 3 * second
+
+
+class BatchNormalized(torch.autograd.Function):
+    """Statistics of the batch, by torch's own operator."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Written(torch.autograd.Function):
+    """Writes over its input."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+class Remembering(torch.autograd.Function):
+    """Keeps a list of what it has seen."""
+
+    seen: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        Remembering.seen.append(gradients[0].dim())
+        return gradients[0]
