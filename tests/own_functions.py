@@ -382,3 +382,32 @@ class Remembering(torch.autograd.Function):
     def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
         Remembering.seen.append(gradients[0].dim())
         return gradients[0]
+
+
+class SumOverCount(torch.autograd.Function):
+    """A loss: the sum of squares, over as many samples as there are; with a factor that is learned."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        return (x * x * factor).sum() / x.shape[0]
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, factor = ctx.saved_tensors
+        scaled = gradients[0] * x / x.shape[0]
+        return 2 * scaled * factor, (scaled * x).sum(0)
+
+
+class WrongCount(torch.autograd.Function):
+    """A loss whose backward pass forgets to divide by the number of samples: parts have too large gradients."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * x).mean()
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 2 * x

@@ -87,7 +87,7 @@ def large(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def test_a_module_that_looks_at_its_batch_later_stops_the_run(plan: str) -> None:
     """Innocent until the third batch: the witness of step 4 sees it."""
     batches = [*BATCHES[:2], large(BATCHES[2]), large(BATCHES[3])]
-    with pytest.raises((PolylaneError, WorkerFailed), match="step 4: experts .* depend on the others of its batch"):
+    with pytest.raises((PolylaneError, WorkerFailed), match=r"step 4: experts .* depend on the others of its batch"):
         trained(model(looks=True), plan, batches)
     innocent = batches[:2]
     assert_same(trained(model(looks=True), plan, innocent)[0], plainly(model(looks=True), innocent))
@@ -118,7 +118,7 @@ def test_an_opaque_model_that_branches_on_the_batch_stops_the_run() -> None:
         return x, batch[1]
 
     batches = [BATCHES[0], odd(BATCHES[1])]
-    with pytest.raises((PolylaneError, WorkerFailed), match="step 2: the model .* depend on the others of its batch"):
+    with pytest.raises((PolylaneError, WorkerFailed), match=r"step 2: the model .* depend on the others of its batch"):
         trained(Branch(9.0), "data=2,per_sample=model", batches)
 
 

@@ -129,27 +129,44 @@ def test_what_is_frozen_needs_no_gradient() -> None:
     assert derive(count_whole_batch(graph)).holds
 
 
-class Loss(nn.Module):
-    """Squares of what a network gives, summed up by a function of the user's."""
+class Net(nn.Module):
+    """A network, and a factor for its loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = mlp(6, 8, 4)
+        self.net, self.factor = mlp(6, 8, 4), nn.Parameter(torch.ones(4, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.net(x)
-        return y
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), self.factor
 
 
-def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    loss: Tensor = own.Squares.apply(model(batch[0]))
-    return loss
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a mean": lambda y, factor: own.Squares.apply(y * factor),
+    "a sum over a count": lambda y, factor: own.SumOverCount.apply(y, factor),
+    "beside another": lambda y, factor: 2 * own.SumOverCount.apply(y, factor) + own.Squares.apply(y.exp()),
+}
+
+
+def loss_of(name: str) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]:
+    return lambda model, batch: LOSSES[name](*model(batch[0]))
 
 
 @pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=3"])
-def test_a_loss_of_ones_own_is_a_mean(plan: str) -> None:
-    assert not derive(capture(Loss(), squares, BATCHES[0])).unproven
-    assert_same(trained(Loss(), plan, BATCHES, loss=squares)[0], plainly(Loss(), BATCHES, loss=squares))
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_ones_own_is_a_mean(name: str, plan: str) -> None:
+    loss = loss_of(name)
+    found = derive(capture(Net(), loss, BATCHES[0]))
+    assert found.holds
+    assert not found.unproven
+    assert_same(trained(Net(), plan, BATCHES, loss=loss)[0], plainly(Net(), BATCHES, loss=loss))
+
+
+def test_a_loss_whose_gradient_is_no_mean_is_not_proven() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        value: Tensor = own.WrongCount.apply(model(batch[0])[0])
+        return value
+
+    assert [node.op for node in derive(capture(Net(), loss, BATCHES[0])).unproven] == ["function"]
 
 
 def test_nothing_of_the_users_is_touched() -> None:

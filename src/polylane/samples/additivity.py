@@ -6,6 +6,7 @@ A batch of n samples is divided into parts of n_i samples. A value of the whole 
     alike           each of them                                                       Replicate
     additive(q)     the sum of (n_i / n)^q times each: q = 0 is a sum, q = 1 a mean    Additive
     proportional(p) part_i = (n_i / n)^p whole: a number of samples has p = 1          Proportional
+    scaled(p)       rows, of which part_i has (n_i / n)^p times the whole's            ScaledRows
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.graph.sizes import grows, size_function
 from polylane.graph.whole_batch import BatchShare, WholeSize
 from polylane.placement.placement import REPLICATE, Placement, Shard, even
-
 
 # Two replicas with two samples each.
 OWN, REPLICAS = 2, 2
@@ -51,7 +49,15 @@ class Proportional:
     power: int
 
 
-State = Placement | Additive | Proportional
+@dataclass(frozen=True)
+class ScaledRows:
+    """A part's rows are the whole's times its share of the samples to some power, which is not 0."""
+
+    rows: Shard
+    power: int
+
+
+State = Placement | Additive | Proportional | ScaledRows
 
 
 def power_of_additive(state: State | None) -> int | None:

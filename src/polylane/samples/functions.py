@@ -1,10 +1,10 @@
 """Custom autograd functions (torch.autograd.Function): traced, forward and backward, to prove how samples go through.
 
-Such a function is one opaque operator of the captured graph. Its forward and backward pass are traced to ATen on tensors
-without data whose number of samples is a symbol, with a tangent for every output, and the traced graph is walked by the
-same rules as any other. A function is proven where its outputs are made up of the parts' outputs, and the gradient of
-each input is made up of the parts' gradients as that input's must be. Of any other (values looked at, numpy, random
-numbers, a branch on the number of samples, a backward pass that joins samples) nothing is known.
+Such a function is one opaque operator of the captured graph. Its forward and backward pass are traced to ATen on
+tensors without data whose number of samples is a symbol, with a tangent for every output, and the traced graph is
+walked by the same rules as any other. A function is proven where its outputs are made up of the parts' outputs, and
+the gradient of each input is made up of the parts' gradients as that input's must be. Of any other (values looked at,
+numpy, random numbers, a branch on the number of samples, a backward pass that joins samples) nothing is known.
 
 What the parts of a batch bring about, by how a value v is made up. Every part's backward pass begins with its share of
 the whole's, so that the parts' gradients of a parameter add up to the whole's.
@@ -238,7 +238,9 @@ def _is_gradient_of(state: State, walk: Walk, key: Key) -> bool:
         return False
     if state == REPLICATE:
         return power_of_additive(found) == 0
-    return found == wanted if isinstance(state, Shard) else power_of_proportional(found) == power_of_proportional(wanted)
+    return (
+        found == wanted if isinstance(state, Shard) else power_of_proportional(found) == power_of_proportional(wanted)
+    )
 
 
 # ---- trace -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Data parallelism of one operator: does a rank that has some of the samples make the call that a replica makes?
 
-A placement rule says what each of two ranks computes when samples are cut between them. Only where that is the very call
-of a replica which has these samples alone do the parts' values make up the whole's as the rule says.
+A placement rule says what each of two ranks computes when samples are cut between them. Only where that is the very
+call of a replica which has these samples alone do the parts' values make up the whole's as the rule says.
 """
 
 from __future__ import annotations

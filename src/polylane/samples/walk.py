@@ -35,6 +35,7 @@ from polylane.samples.additivity import (
     WHOLE,
     Additive,
     Proportional,
+    ScaledRows,
     State,
     in_order,
     power_of_additive,
@@ -56,13 +57,14 @@ from polylane.samples.replica_calls import (
     selects,
 )
 
-
 # They give elements of what they take, wherever they put them.
 _MOVING = {*REFORMING, *EXPANDING, "alias", "clone", "contiguous", "detach", "permute", "slice", "to", "transpose"}
 # One number all over, in any size.
 _FILLED = {"full", "ones", "zeros"}
 _ADDING = {"add", "sub", "subtract", "rsub"}
 _MULTIPLYING = {"mul", "multiply"}
+_PRODUCTS = {"matmul", "mm", "bmm"}
+_SUMMING = {"neg", "negative", "sum", "mean", "t"}
 _DIVIDING = {"div", "divide", "true_divide"}
 # They reduce to an element of what they take, or to whether there is one.
 _EXTREMES = {"max": Combine.MAX, "amax": Combine.MAX, "any": Combine.MAX}
@@ -213,8 +215,10 @@ class Walk:
         states = [self.states[key] for key in step.reads]
         rows = [s for s in states if isinstance(s, (Shard, Replicate))]
         if len(rows) == len(states):
-            return self._of_rows(step, own, node) or self._algebra(step, own, node)
-        return self._algebra(step, own, node)
+            found = self._of_rows(step, own, node) or self._algebra(step, own, node)
+        else:
+            found = self._algebra(step, own, node)
+        return found or self._of_scaled(step, own, node)
 
     def _counted(self, step: Step, target: WholeBatch) -> Sequence[State | None] | None:
         """A statistic of the whole batch is alike for all parts, if what is combined is made up that way."""
@@ -437,6 +441,47 @@ class Walk:
             for s in partial
         )
 
+    # ---- rows that a power of the share scales ----
+
+    def _of_scaled(self, step: Step, own: Call, node: fx.Node) -> Sequence[State | None] | None:
+        """An operator that is linear in each of its scaled operands: as without the scales, times their product."""
+        if self.counting or writes(node) or any(key in self.numbers for key in step.reads):
+            return None  # where counts may be of the whole batch, nothing need be scaled
+        names = bound(node, node.args, node.kwargs)[1]
+        power = self._scale_of(step.call, {name: v for name, v in names.items() if isinstance(v, fx.Node)})
+        if power is None:
+            return None
+        sizes = {name: step.call.arguments[name] for name, v in names.items() if _is_size(v)}
+        before = dict(self.states)
+        self.states |= {key: _unscaled(self.states[key]) for key in step.reads}
+        found = self._by_rules(step, replace(own, arguments={**own.arguments, **sizes}), node)
+        self.states = before
+        return None if found is None else [None if state is None else _scaled(state, power) for state in found]
+
+    def _scale_of(self, call: Call, operands: Mapping[str, fx.Node]) -> int | None:
+        """The power of the share in an operator's value, where it has one."""
+        powers = {name: self._scale(value) for name, value in operands.items()}
+        if None in powers.values() or not any(powers.values()):
+            return None
+        scales = {name: power or 0 for name, power in powers.items()}
+        if call.base in _MULTIPLYING | _PRODUCTS:
+            return sum(scales.values())
+        if call.base in _DIVIDING and call.arguments.get("rounding_mode") is None:
+            return scales.get("self", 0) - scales.get("other", 0)
+        if call.base in _ADDING:
+            alike = scales.keys() == {"self", "other"} and scales["self"] == scales["other"]
+            return scales["self"] if alike else None
+        linear = call.base in _MOVING | _SUMMING and not any(p for name, p in scales.items() if name != "self")
+        return scales.get("self") if linear else None
+
+    def _scale(self, value: fx.Node) -> int | None:
+        if isinstance(value.target, Size):
+            return power_of_size(value)
+        state = self.states.get(self.key(value)) if isinstance(value.meta.get("val"), Tensor) else None
+        if isinstance(state, (ScaledRows, Proportional)):
+            return state.power
+        return 0 if isinstance(state, (Shard, Replicate)) else None
+
     # ---- what can be counted over the whole batch first ----
 
     def _with_statistics(self, step: Step, own: Call, node: fx.Node) -> Sequence[State | None] | None:
@@ -540,6 +585,25 @@ def given_by_inputs(code: fx.Graph) -> set[fx.Node]:
 def _is_named(module: str, names: Collection[str]) -> bool:
     """Whether a module is one of those named, or inside one of them."""
     return any(name == "model" or module == name or module.startswith(f"{name}.") for name in names)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.target, Size)
+
+
+def _unscaled(state: State) -> State:
+    if isinstance(state, ScaledRows):
+        return state.rows
+    return REPLICATE if isinstance(state, Proportional) else state
+
+
+def _scaled(state: State, power: int) -> State | None:
+    """A value times a power of the part's share."""
+    if isinstance(state, Shard):
+        return ScaledRows(state, power) if power else state
+    if isinstance(state, Additive):
+        return Additive(state.power - power)
+    return proportional(power) if state == REPLICATE else None
 
 
 def _has_nodes(value: Any) -> bool:

@@ -10,7 +10,7 @@ from string import ascii_uppercase
 import torch
 
 from polylane.placement.call import Call, Edit, Place, Strategy, Value
-from polylane.placement.letters import broadcast, by_letters, letters_of, nothing, summands
+from polylane.placement.letters import Letters, broadcast, by_letters, letters_of, nothing, summands
 from polylane.placement.placement import PARTIAL, Cuts, Shard, even, inside, joined, shortest
 from polylane.placement.rules.registry import rule
 
