@@ -1,0 +1,413 @@
+"""Custom autograd functions of the kinds that people write: per sample, and looking at their batch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Ctx = Any
+
+
+class Sign(torch.autograd.Function):
+    """A straight-through estimator (Bengio et al., arXiv:1308.3432)."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * (x.abs() <= 1).to(x.dtype)
+
+
+class Clipped(torch.autograd.Function):
+    """The identity whose gradient is clipped, element by element: not linear in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-1e-2, 1e-2)
+
+
+class Masked(torch.autograd.Function):
+    """A hard tanh whose backward pass writes zeros into its own copy of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=-1, max=1)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gradient = gradients[0].clone()
+        gradient[x.abs() > 1] = 0
+        return gradient
+
+
+class Reversed(torch.autograd.Function):
+    """Gradient reversal (Ganin and Lempitsky, arXiv:1409.7495), with its scale as an argument."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return -ctx.scale * gradients[0], None
+
+
+class Linear(torch.autograd.Function):
+    """A linear layer with gradients of its weight and bias, where they are asked for."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        y = x @ weight.t()
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_weight = gradient.t() @ x if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, gradient.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class Swish(torch.autograd.Function):
+    """x sigmoid(x) that keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return gradients[0] * s * (1 + x * (1 - s))
+
+
+class Both(torch.autograd.Function):
+    """Two outputs."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x.cos() - gradients[1] * x.sin()
+
+
+class Largest(torch.autograd.Function):
+    """Each row's largest element, and where it stands, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, at = x.max(1, keepdim=True)
+        ctx.save_for_backward(at)
+        ctx.mark_non_differentiable(at)
+        ctx.shape = x.shape
+        return values, at
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        (at,) = ctx.saved_tensors
+        return gradients[0].new_zeros(ctx.shape).scatter(1, at, gradients[0])
+
+
+class Recomputed(torch.autograd.Function):
+    """Saves memory: the backward pass computes the forward pass again, and differentiates it."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.tanh(F.linear(x, weight))
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Any:
+        x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = torch.tanh(F.linear(x, weight))
+        return torch.autograd.grad(y, (x, weight), gradients[0])
+
+
+class Squares(torch.autograd.Function):
+    """A loss: the mean of squares over all elements."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * x).mean()
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 2 * x / x.numel()
+
+
+class Modern(torch.autograd.Function):
+    """The newer form: ``setup_context`` apart from ``forward``."""
+
+    @staticmethod
+    def forward(x: Tensor, power: int) -> Tensor:
+        return x**power
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.power = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * ctx.power * x ** (ctx.power - 1), None
+
+
+# ---- these look at their batch, or hide what they do -----------------------------------------------------------------
+
+
+class Centered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] - gradients[0].mean(0)
+
+
+class Normed(torch.autograd.Function):
+    """Only the backward pass joins samples."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] / (gradients[0].norm() + 1e-3)
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x.cumsum(0)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0].flip(0).cumsum(0).flip(0)
+
+
+class Divided(torch.autograd.Function):
+    """Its backward pass divides by the number of samples."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] / gradients[0].shape[0]
+
+
+class MeanGradient(torch.autograd.Function):
+    """A linear layer whose weight has the mean of its samples' gradients."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].t() @ x / x.shape[0]
+
+
+class ClippedWeight(torch.autograd.Function):
+    """A linear layer that clips the gradient of its weight: a sum of clipped parts is no clipped sum."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, (gradients[0].t() @ x).clamp(-1e-2, 1e-2)
+
+
+class Branching(torch.autograd.Function):
+    """Looks at values."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x * 2 if x.abs().max().item() > 100 else x * 3
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 3
+
+
+class OnOne(torch.autograd.Function):
+    """Computes otherwise on one sample alone."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] == 1 else x * 3
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 3
+
+
+class OnMany(torch.autograd.Function):
+    """Computes otherwise on many samples."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 50 else x * 3
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 3
+
+
+class InNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return torch.from_numpy(np.tanh(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Noisy(torch.autograd.Function):
+    """Random numbers in the backward pass alone."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] * torch.rand_like(gradients[0])
+
+
+class Counting(torch.autograd.Function):
+    """Counts its calls."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        Counting.calls += 1
+        return gradients[0] * Counting.calls
+
+
+class Unequal(torch.autograd.Function):
+    """Joins samples only where its second output has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor | None) -> Tensor | None:
+        first, second = gradients
+        if first is None or second is None:
+            only = first if second is None else second
+            return None if only is None else only - only.mean(0)
+        return 2 * first + 3 * second
+
+
+class BatchNormalized(torch.autograd.Function):
+    """Statistics of the batch, by torch's own operator."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Written(torch.autograd.Function):
+    """Writes over its input."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+class Remembering(torch.autograd.Function):
+    """Keeps a list of what it has seen."""
+
+    seen: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        Remembering.seen.append(gradients[0].dim())
+        return gradients[0]
+
+
+class SumOverCount(torch.autograd.Function):
+    """A loss: the sum of squares, over as many samples as there are; with a factor that is learned."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        return (x * x * factor).sum() / x.shape[0]
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, factor = ctx.saved_tensors
+        scaled = gradients[0] * x / x.shape[0]
+        return 2 * scaled * factor, (scaled * x).sum(0)
+
+
+class WrongCount(torch.autograd.Function):
+    """A loss whose backward pass forgets to divide by the number of samples: parts have too large gradients."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * x).mean()
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 2 * x
