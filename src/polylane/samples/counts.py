@@ -308,6 +308,9 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
     arguments = bound(node, node.args, node.kwargs)[1]
     if base == "masked_select":
         return arguments["mask"]  # type: ignore[no-any-return]
+    if base in ("nonzero", "nonzero_numpy", "where") and len(node.all_input_nodes) == 1:
+        mask = arguments["self" if "self" in arguments else "condition"]
+        return mask if mask.meta["val"].dtype is torch.bool else None
     indices = [i for i in arguments.get("indices", ()) if i is not None] if base == "index" else []
     one = indices[0] if len(indices) == 1 and isinstance(indices[0], fx.Node) else None
     return one if one is not None and one.meta["val"].dtype is torch.bool else None

@@ -22,10 +22,11 @@ from polylane.graph.keying import PerPart
 from polylane.graph.orders import Order
 from polylane.graph.precision import innermost
 from polylane.graph.sizes import Size
+from polylane.graph.statistics import batch_norm
 from polylane.graph.twins import functional_name
 from polylane.graph.whole_batch import Combine, WholeBatch
 from polylane.placement.call import Call, Strategy, Value
-from polylane.placement.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
+from polylane.placement.placement import PARTIAL, REPLICATE, Cuts, Partial, Placement, Replicate, Shard
 from polylane.placement.rules.registry import strategies
 from polylane.placement.view import Key, Step, View, bound, key_of, op_of, view, with_candidates
 from polylane.samples.additivity import (
@@ -57,6 +58,8 @@ from polylane.samples.replica_calls import (
     selects,
 )
 
+# They give the places at which a mask is true.
+_FINDING = {"nonzero", "nonzero_numpy"}
 # They give elements of what they take, wherever they put them.
 _MOVING = {*REFORMING, *EXPANDING, "alias", "clone", "contiguous", "detach", "permute", "slice", "to", "transpose"}
 # One number all over, in any size.
@@ -147,7 +150,8 @@ class Walk:
         given, functions: see :func:`walked`.
         states: what is known so far.
         lies: of all tensors, how they are placed on two replicas if they are in order; None where they cannot be.
-        numbers: those that have in each row the row's own number, which in a part is another one than in the whole.
+        numbers: those that have in each row the number of a row, which in a part is another one than in the whole; with
+            how the rows that they number are cut.
     """
 
     graph: Graph
@@ -159,7 +163,7 @@ class Walk:
     functions: Functions | None = None
     states: dict[Key, State] = field(default_factory=dict)
     lies: dict[Key, Placement | None] = field(default_factory=dict)
-    numbers: set[Key] = field(default_factory=set)
+    numbers: dict[Key, Cuts] = field(default_factory=dict)
     statistics: dict[tuple[fx.Node, fx.Node], Statistic] = field(default_factory=dict)
     rescaled: dict[tuple[fx.Node, fx.Node], Rescale] = field(default_factory=dict)
     unproven: list[Node] = field(default_factory=list)
@@ -275,16 +279,19 @@ class Walk:
         if not step.reads and base in _FILLED:
             return self._filled(step, own, node, in_order)
         if not step.reads and base == "arange" and step.call.arguments != own.arguments:
-            self.numbers |= {*step.gives}
+            self.numbers |= dict.fromkeys(step.gives, ROW_EACH)
             first, stride = step.call.arguments.get("start", 0), step.call.arguments.get("step", 1)
             return in_order if (first, step.call["end"], stride) == (0, WHOLE, 1) else None
         numbered = [key in self.numbers for key in step.reads]
         if base == "index" and any(numbered):
             return in_order if self._from_own_rows(step, in_order[0]) else None
         if any(numbered):
-            self.numbers |= {*step.gives}
+            if len(numbered) == 1:
+                self.numbers |= dict.fromkeys(step.gives, self.numbers[step.reads[0]])
             if base not in _MOVING or len(numbered) > 1:
                 return None
+        if base in _FINDING or (base == "where" and len(step.reads) == 1):
+            return in_order if self._found(step) else None
         if selects(step.call):
             return in_order if self._selected(step, in_order[0]) else None
         return self._by_rules(step, own, node)
@@ -347,17 +354,31 @@ class Walk:
         same = x.shape[: mask.dim] == mask.shape and (step.call.base == "index" or x.dim == mask.dim)
         return first and same and isinstance(lies, Shard) and lies.dim == 0
 
+    def _found(self, step: Step) -> bool:
+        """Whether the places at which a mask is true come sample after sample; in the first dimension, numbers of rows.
+
+        One table of all dimensions' places (nonzero) is known for masks of one dimension alone.
+        """
+        mask, state = step.call.inputs[0], self.states[step.reads[0]]
+        if not isinstance(state, Shard) or state.dim != 0 or (step.call.base == "nonzero" and mask.dim != 1):
+            return False
+        self.numbers[step.gives[0]] = state.cuts
+        return True
+
     def _from_own_rows(self, step: Step, lies: Placement | None) -> bool:
         """Whether what stands at some positions stands, of every sample, in the row that has the sample's number."""
         x, indices = step.reads[0], step.call["indices"]
-        if x in self.numbers or self.states[x] != Shard(0, ROW_EACH) or not all(isinstance(i, Value) for i in indices):
+        if x in self.numbers or not all(isinstance(i, Value) for i in indices):
             return False
         if [step.reads[i.index] in self.numbers for i in indices] != [True, *[False] * (len(indices) - 1)]:
+            return False
+        cuts = self.numbers[step.reads[indices[0].index]]
+        if self.states[x] != Shard(0, cuts):  # they number the rows of something else
             return False
         placed = [(self.states[step.reads[i.index]], i.dim) for i in indices]
         wide = max(dims for _, dims in placed)  # they are broadcast to each other, and their dimensions come first
         rows = [Shard(p.dim + wide - dims, p.cuts) for p, dims in placed if isinstance(p, Shard)]
-        return isinstance(placed[0][0], Shard) and placed[0][0].cuts == ROW_EACH and all(row == lies for row in rows)
+        return isinstance(placed[0][0], Shard) and all(row == lies for row in rows)
 
     # ---- sums and means ----
 
@@ -567,6 +588,9 @@ def given_by_inputs(code: fx.Graph) -> set[fx.Node]:
     """Nodes that the batch alone decides, with constants and buffers that nobody writes: no parameter, no chance."""
     memory = alias_groups(code)
     written = {memory[each] for node in code.nodes for each in writes(node)}
+    for node in code.nodes:
+        if innermost(node.target) is batch_norm:  # running mean and variance move with what the model computes
+            written |= {memory[each] for each in node.args[4:6] if isinstance(each, fx.Node)}
     found: set[fx.Node] = set()
     for node in code.nodes:
         if memory[node] in written:
