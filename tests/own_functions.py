@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Ctx = Any
 
@@ -177,6 +178,59 @@ class Modern(torch.autograd.Function):
     def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return gradients[0] * ctx.power * x ** (ctx.power - 1), None
+
+
+class Mixed(torch.autograd.Function):
+    """With torch's decorators for mixed precision."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def forward(ctx: Ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight).relu()
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        gradient = torch.where(F.linear(x, weight) > 0, gradients[0], 0.0)
+        return gradient @ weight, torch.einsum("ni,nj->ij", gradient, x)
+
+
+class Quantized(torch.autograd.Function):
+    """Rounded to a learned step (Esser et al., arXiv:1902.08153): the step's gradient is a sum over all elements."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, step: Tensor, low: int, high: int) -> Tensor:
+        ctx.save_for_backward(x, step)
+        ctx.low, ctx.high = low, high
+        return torch.clamp(torch.round(x / step), low, high) * step
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, step = ctx.saved_tensors
+        q = x / step
+        inside = ((q >= ctx.low) & (q <= ctx.high)).to(x.dtype)
+        of_step = torch.where(q < ctx.low, ctx.low, torch.where(q > ctx.high, ctx.high, q.round() - q))
+        return gradients[0] * inside, (gradients[0] * of_step).sum().reshape(step.shape), None, None
+
+
+class Normalized(torch.autograd.Function):
+    """An RMS norm with its weight, written out."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, weight: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        ctx.save_for_backward(x, weight, scale)
+        return x * scale * weight
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, scale = ctx.saved_tensors
+        gradient, normal = gradients[0] * weight, x * scale
+        of_x = (gradient - normal * (gradient * normal).mean(-1, keepdim=True)) * scale
+        return of_x, (gradients[0] * normal).reshape(-1, x.shape[-1]).sum(0)
 
 
 # ---- these look at their batch, or hide what they do -----------------------------------------------------------------

@@ -60,6 +60,10 @@ PROVEN: dict[str, Apply] = {
     "an output without gradient": lambda model, x: own.Largest.apply(x)[0] * x,
     "computed again": lambda model, x: own.Recomputed.apply(x, model.weight),
     "setup_context": of(own.Modern, 3),
+    "decorated for mixed precision": lambda model, x: own.Mixed.apply(x, model.weight),
+    "a learned step": lambda model, x: own.Quantized.apply(x, model.bias[:1].abs() + 0.1, -4, 3),
+    "RMS norm": lambda model, x: own.Normalized.apply(x, model.bias),
+    "RMS norm of tokens": lambda model, x: own.Normalized.apply(x[:, None].expand(-1, 3, 8), model.bias).sum(1),
 }
 UNPROVEN: dict[str, Apply] = {
     "less the mean": of(own.Centered),
