@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, ClassVar
 
 import numpy as np
@@ -423,19 +424,57 @@ class Written(torch.autograd.Function):
         return gradients[0] * 2
 
 
-class Remembering(torch.autograd.Function):
-    """Keeps a list of what it has seen."""
+class State:
+    """What Python keeps between calls."""
 
-    seen: ClassVar[list[int]] = []
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, list[int]()
+
+
+STATE, SEEN, NAMED, COUNT = State(), list[int](), dict[str, int](), 0
+
+
+def count() -> None:
+    global COUNT
+    COUNT += 1
+
+
+class Remembering(torch.autograd.Function):
+    """Changes something each time its backward pass runs, which ``change`` says."""
+
+    kept: ClassVar[list[int]] = []
+    calls = 0
 
     @staticmethod
-    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, change: str) -> Tensor:
+        ctx.change = change
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
-        Remembering.seen.append(gradients[0].dim())
-        return gradients[0]
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.change == "a list of its class":
+            Remembering.kept.append(gradients[0].dim())
+        elif ctx.change == "a number of its class":
+            Remembering.calls += 1
+        elif ctx.change == "a list":
+            SEEN.append(gradients[0].dim())
+        elif ctx.change == "a dictionary":
+            NAMED["dims"] = NAMED.get("dims", 0) + 1
+        elif ctx.change == "an object":
+            STATE.calls += 1
+        elif ctx.change == "a number that another function counts":
+            count()
+        elif ctx.change == "Python's random numbers":
+            random.random()
+        elif ctx.change == "numpy's random numbers":
+            np.random.rand()
+        return gradients[0], None
+
+    @staticmethod
+    def remembered() -> str:
+        """All that it may have changed."""
+        state = (Remembering.kept, Remembering.calls, SEEN, NAMED, vars(STATE), COUNT)
+        return repr((state, random.getstate(), np.random.get_state(), torch.get_rng_state().sum()))
 
 
 class SumOverCount(torch.autograd.Function):

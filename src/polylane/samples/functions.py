@@ -19,16 +19,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -55,6 +51,7 @@ from polylane.samples.additivity import (
     power_of_proportional,
     proportional,
 )
+from polylane.samples.untouched import untouched
 from polylane.samples.walk import Walk, walked
 
 # Of a longer trace nothing is known: a walk must end soon.
@@ -162,7 +159,7 @@ def _at_one(val: Tensor) -> tuple[int, ...]:
 def _prove(
     function: FunctionCall, settings: Sequence[Within], arguments: Sequence[_Argument]
 ) -> tuple[State, ...] | None:
-    with _nothing_touched(function) as touched:
+    with untouched(function.apply) as touched:
         try:
             first = _traced(function, settings, arguments, ())
             states = _states_of(first, arguments)
@@ -406,70 +403,3 @@ def _walk(trace: _Trace, arguments: Sequence[_Argument], tangents: Sequence[Stat
     graph = Graph(nodes, {}, {}, {}, WHOLE, (), (), mean=True, opaque=False, code=code)
     states = [*(argument.state for argument in arguments), *tangents]
     return walked(graph, given={(f"input:{number}", 0): state for number, state in enumerate(states)})
-
-
-# ---- nothing of the user's is touched --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _nothing_touched(function: FunctionCall) -> Iterator[Callable[[], bool]]:
-    """Python's random numbers, and what the function's code reads of its class and globals, as they were.
-
-    Yields:
-        Says afterwards whether the function had changed any of it.
-    """
-    changed = False
-    python, numpy, own = random.getstate(), np.random.get_state(), _read(function)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch_state = torch.get_rng_state()
-        yield lambda: changed
-        changed = not torch.equal(torch_state, torch.get_rng_state())
-    changed |= random.getstate() != python or repr(np.random.get_state()) != repr(numpy)
-    random.setstate(python)
-    np.random.set_state(numpy)
-    for place, values in own:
-        for name, (value, content) in values.items():
-            if place.get(name, _MISSING) is not value:
-                changed = True
-                _put(function, place, name, value)
-            if content is not None and value != content:
-                changed = True
-                _refill(value, content)
-
-
-_MISSING = object()
-
-
-def _read(function: FunctionCall) -> list[tuple[Mapping[str, Any], dict[str, tuple[Any, Any]]]]:
-    """Plain values that a function's code may read, and what containers hold: of its class, and of its globals."""
-    owner: Any = getattr(function.apply, "__self__", None)
-    names = vars(owner) if owner is not None else {}
-    code = [f.__func__ if isinstance(f, staticmethod) else f for f in names.values()]
-    places = [(names, set(names))]
-    places += [(f.__globals__, set(f.__code__.co_names)) for f in code if isinstance(f, FunctionType)]
-    return [
-        (place, {name: (value, _content(value)) for name in read if _is_plain(value := place.get(name))})
-        for place, read in places
-    ]
-
-
-def _is_plain(value: Any) -> bool:
-    kinds = (type, ModuleType, FunctionType, staticmethod, classmethod, property, Tensor)
-    return value is not None and not isinstance(value, kinds) and not callable(value)
-
-
-def _content(value: Any) -> Any:
-    return copy.copy(value) if type(value) in (list, dict, set) else None
-
-
-def _put(function: FunctionCall, place: Any, name: str, value: Any) -> None:
-    if isinstance(place, dict):
-        place[name] = value
-    else:  # a class
-        setattr(function.apply.__self__, name, value)  # type: ignore[attr-defined]
-
-
-def _refill(value: Any, content: Any) -> None:
-    value.clear()
-    value.extend(content) if isinstance(value, list) else value.update(content)
