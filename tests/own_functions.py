@@ -345,6 +345,45 @@ class OnMany(torch.autograd.Function):
         return gradients[0] * 3
 
 
+class Square(torch.autograd.Function):
+    """Computes otherwise where there are as many samples as features."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] == x.shape[1] else x * 3
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 3
+
+
+class Hiding(torch.autograd.Function):
+    """Looks at values in its backward pass, and catches what goes wrong."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        try:
+            return gradients[0] / max(gradients[0].abs().max().item(), 1e-3)
+        except Exception:
+            return gradients[0]
+
+
+class Configured(torch.autograd.Function):
+    """Has an object for an argument, which anybody may change."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, state: Any) -> Tensor:
+        return x - x.mean(0) if state.calls else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
 class InNumpy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, x: Tensor) -> Tensor:
