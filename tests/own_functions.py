@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Ctx = Any
 
@@ -179,6 +181,59 @@ class Modern(torch.autograd.Function):
         return gradients[0] * ctx.power * x ** (ctx.power - 1), None
 
 
+class Mixed(torch.autograd.Function):
+    """With torch's decorators for mixed precision."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def forward(ctx: Ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight).relu()
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        gradient = torch.where(F.linear(x, weight) > 0, gradients[0], 0.0)
+        return gradient @ weight, torch.einsum("ni,nj->ij", gradient, x)
+
+
+class Quantized(torch.autograd.Function):
+    """Rounded to a learned step (Esser et al., arXiv:1902.08153): the step's gradient is a sum over all elements."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, step: Tensor, low: int, high: int) -> Tensor:
+        ctx.save_for_backward(x, step)
+        ctx.low, ctx.high = low, high
+        return torch.clamp(torch.round(x / step), low, high) * step
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, step = ctx.saved_tensors
+        q = x / step
+        inside = ((q >= ctx.low) & (q <= ctx.high)).to(x.dtype)
+        of_step = torch.where(q < ctx.low, ctx.low, torch.where(q > ctx.high, ctx.high, q.round() - q))
+        return gradients[0] * inside, (gradients[0] * of_step).sum().reshape(step.shape), None, None
+
+
+class Normalized(torch.autograd.Function):
+    """An RMS norm with its weight, written out."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, weight: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        ctx.save_for_backward(x, weight, scale)
+        return x * scale * weight
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, scale = ctx.saved_tensors
+        gradient, normal = gradients[0] * weight, x * scale
+        of_x = (gradient - normal * (gradient * normal).mean(-1, keepdim=True)) * scale
+        return of_x, (gradients[0] * normal).reshape(-1, x.shape[-1]).sum(0)
+
+
 # ---- these look at their batch, or hide what they do -----------------------------------------------------------------
 
 
@@ -290,6 +345,45 @@ class OnMany(torch.autograd.Function):
         return gradients[0] * 3
 
 
+class Square(torch.autograd.Function):
+    """Computes otherwise where there are as many samples as features."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] == x.shape[1] else x * 3
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 3
+
+
+class Hiding(torch.autograd.Function):
+    """Looks at values in its backward pass, and catches what goes wrong."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
+        try:
+            return gradients[0] / max(gradients[0].abs().max().item(), 1e-3)
+        except Exception:
+            return gradients[0]
+
+
+class Configured(torch.autograd.Function):
+    """Has an object for an argument, which anybody may change."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: Tensor, state: Any) -> Tensor:
+        return x - x.mean(0) if state.calls else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
 class InNumpy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, x: Tensor) -> Tensor:
@@ -369,19 +463,57 @@ class Written(torch.autograd.Function):
         return gradients[0] * 2
 
 
-class Remembering(torch.autograd.Function):
-    """Keeps a list of what it has seen."""
+class State:
+    """What Python keeps between calls."""
 
-    seen: ClassVar[list[int]] = []
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, list[int]()
+
+
+STATE, SEEN, NAMED, COUNT = State(), list[int](), dict[str, int](), 0
+
+
+def count() -> None:
+    global COUNT
+    COUNT += 1
+
+
+class Remembering(torch.autograd.Function):
+    """Changes something each time its backward pass runs, which ``change`` says."""
+
+    kept: ClassVar[list[int]] = []
+    calls = 0
 
     @staticmethod
-    def forward(ctx: Ctx, x: Tensor) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, change: str) -> Tensor:
+        ctx.change = change
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Ctx, *gradients: Tensor) -> Tensor:
-        Remembering.seen.append(gradients[0].dim())
-        return gradients[0]
+    def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.change == "a list of its class":
+            Remembering.kept.append(gradients[0].dim())
+        elif ctx.change == "a number of its class":
+            Remembering.calls += 1
+        elif ctx.change == "a list":
+            SEEN.append(gradients[0].dim())
+        elif ctx.change == "a dictionary":
+            NAMED["dims"] = NAMED.get("dims", 0) + 1
+        elif ctx.change == "an object":
+            STATE.calls += 1
+        elif ctx.change == "a number that another function counts":
+            count()
+        elif ctx.change == "Python's random numbers":
+            random.random()
+        elif ctx.change == "numpy's random numbers":
+            np.random.rand()
+        return gradients[0], None
+
+    @staticmethod
+    def remembered() -> str:
+        """All that it may have changed."""
+        state = (Remembering.kept, Remembering.calls, SEEN, NAMED, vars(STATE), COUNT)
+        return repr((state, random.getstate(), np.random.get_state(), torch.get_rng_state().sum()))
 
 
 class SumOverCount(torch.autograd.Function):

@@ -94,7 +94,7 @@ def test_an_operator_that_raises_once(plan: str, backward: bool) -> None:
         job.step(poisoned(9, 4))
 
     torch.manual_seed(0)
-    error = failure_of(work, Model(backward).double(), plan, example=batch_of(9))
+    error = failure_of(work, Model(backward).double(), f"{plan},per_sample=gate", example=batch_of(9))
     assert (error.error_type, error.error_message) == (
         "ArithmeticError",
         f"poisoned on the way {'back' if backward else 'forward'}",

@@ -328,7 +328,7 @@ def test_if_one_cannot_listen_all_hear_of_it(monkeypatch: pytest.MonkeyPatch):
         from polylane.runtime.transport import rendezvous
 
         if context.rank == 1:
-            long = SimpleNamespace(token_hex=lambda size: "x" * 200, token_bytes=secrets.token_bytes)
+            long = SimpleNamespace(token_hex=lambda size: "x" * 200, token_bytes=secrets.token_bytes, compare_digest=secrets.compare_digest)
             rendezvous.secrets = long  # type: ignore[attr-defined, assignment]  # no socket has so long a name
         return type(transport_for(context.world)(context.world, [(0, 1)], [(0, 1)]))
 

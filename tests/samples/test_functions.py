@@ -60,6 +60,10 @@ PROVEN: dict[str, Apply] = {
     "an output without gradient": lambda model, x: own.Largest.apply(x)[0] * x,
     "computed again": lambda model, x: own.Recomputed.apply(x, model.weight),
     "setup_context": of(own.Modern, 3),
+    "decorated for mixed precision": lambda model, x: own.Mixed.apply(x, model.weight),
+    "a learned step": lambda model, x: own.Quantized.apply(x, model.bias[:1].abs() + 0.1, -4, 3),
+    "RMS norm": lambda model, x: own.Normalized.apply(x, model.bias),
+    "RMS norm of tokens": lambda model, x: own.Normalized.apply(x[:, None].expand(-1, 3, 8), model.bias).sum(1),
 }
 UNPROVEN: dict[str, Apply] = {
     "less the mean": of(own.Centered),
@@ -71,6 +75,9 @@ UNPROVEN: dict[str, Apply] = {
     "a computed weight's gradient clipped": lambda model, x: x @ own.Clipped.apply(model.weight),
     "otherwise on one sample": of(own.OnOne),
     "otherwise on many samples": of(own.OnMany),
+    "otherwise on as many samples as features": of(own.Square),
+    "what looks at values and catches the error": of(own.Hiding),
+    "an object that may change": of(own.Configured, own.State()),
     "noise in the gradient": of(own.Noisy),
     "samples joined where an output has no gradient": lambda model, x: own.Unequal.apply(x)[0],
     "batch statistics": of(own.BatchNormalized),
@@ -169,16 +176,44 @@ def test_a_loss_whose_gradient_is_no_mean_is_not_proven() -> None:
     assert [node.op for node in derive(capture(Net(), loss, BATCHES[0])).unproven] == ["function"]
 
 
-def test_nothing_of_the_users_is_touched() -> None:
-    """A trace leaves counters, lists and random numbers as they were, and is no proof where it moved them."""
-    own.Remembering.seen.clear()
-    graph = capture(model(of(own.Remembering)), classify, BATCHES[0])
+CHANGES = (
+    "a list of its class",
+    "a number of its class",
+    "a list",
+    "a dictionary",
+    "an object",
+    "a number that another function counts",
+    "Python's random numbers",
+    "numpy's random numbers",
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_of_the_users_is_touched(change: str) -> None:
+    """A trace leaves all as it was, and is no proof where it had changed anything."""
+    graph = capture(model(of(own.Remembering, change)), classify, BATCHES[0])
     counted = count_whole_batch(graph)
-    seen, state = list(own.Remembering.seen), torch.get_rng_state()
-    found = derive(counted)
-    assert [node.op for node in found.unproven] == ["function"]
-    assert own.Remembering.seen == seen
-    assert torch.equal(torch.get_rng_state(), state)
+    before = own.Remembering.remembered()
+    assert [node.op for node in derive(counted).unproven] == ["function"]
+    assert own.Remembering.remembered() == before
+
+
+def test_what_could_change_something_and_does_not_is_proven() -> None:
+    assert not derived(of(own.Remembering, "nothing")).unproven
+
+
+def test_it_is_proven_in_float64_and_under_autocast_too() -> None:
+    def in_autocast(made: Around, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y: Tensor = own.Linear.apply(x, made.weight, made.bias)
+        return y.to(x.dtype)
+
+    for apply, in_float64 in ((PROVEN["linear"], True), (in_autocast, False), (in_autocast, True)):
+        made = model(apply) if in_float64 else model(apply).float()
+        batch = BATCHES[0] if in_float64 else (BATCHES[0][0].float(), BATCHES[0][1])
+        graph = capture(made, classify, batch, in_float64=in_float64)
+        assert any(node.op == "function" for node in graph.nodes)
+        assert not derive(count_whole_batch(graph)).unproven
 
 
 def test_no_gradient_hangs_on_a_trace() -> None:

@@ -19,21 +19,19 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
 
 from polylane.graph.describe import describe, label_nodes
 from polylane.graph.graph import Code, Graph
@@ -46,7 +44,6 @@ from polylane.graph.sizes import free_the_sizes, size_function
 from polylane.placement.placement import REPLICATE, Shard
 from polylane.placement.view import Key, Step
 from polylane.samples.additivity import (
-    PROBES,
     WHOLE,
     Additive,
     Proportional,
@@ -55,6 +52,7 @@ from polylane.samples.additivity import (
     power_of_proportional,
     proportional,
 )
+from polylane.samples.untouched import untouched
 from polylane.samples.walk import Walk, walked
 
 # Of a longer trace nothing is known: a walk must end soon.
@@ -73,18 +71,20 @@ class _Argument:
         dtype: of its elements.
         state: how the parts of a batch make it up; rows grow along its dimension.
         requires_grad: whether a gradient may flow back through it.
+        device: where it is.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     state: State
     requires_grad: bool
+    device: torch.device
 
     def made(self, samples: Any) -> Tensor:
         """One without data, with so many samples."""
         grown = self.state.dim if isinstance(self.state, Shard) else None
         sizes = [size * samples if dim == grown else size for dim, size in enumerate(self.shape)]
-        return torch.empty(sizes, dtype=self.dtype, device="cpu", requires_grad=self.requires_grad)
+        return torch.empty(sizes, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ def proven_function(node: fx.Node, step: Step, states: Sequence[State]) -> tuple
     """
     function, settings = _unwrapped(node.target)
     tensors: Any = node.args[1]
-    if function is None or function.random or not _plain_arguments(function.arguments):
+    if function is None or function.random or not _plain(function.arguments):
         return None
     arguments = tuple(
-        _Argument(_at_one(tensor.meta["val"]), value.dtype, state, value.gradient)
+        _Argument(_at_one(tensor.meta["val"]), value.dtype, state, value.gradient, _device(tensor.meta["val"]))
         for tensor, value, state in zip(tensors, step.call.inputs, states, strict=True)
     )
     key = (arguments, *(_described(each) for each in settings))
@@ -147,13 +147,21 @@ def _described(setting: Within) -> tuple[Any, ...]:
     return type(setting), *((setting.device_type, setting.dtype, setting.enabled) if autocast else ())  # type: ignore[attr-defined]
 
 
-def _plain_arguments(arguments: Sequence[Any]) -> bool:
-    """Whether nothing among a call's arguments follows the number of samples."""
-    return not any(isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool, fx.Node)) for a in arguments)
+def _plain(value: Any) -> bool:
+    """Whether an argument is what it is for good: no size that follows the samples, no object that may change."""
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(_plain, value.values() if isinstance(value, dict) else value))
+    kinds = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.memory_format, torch.layout)
+    return value is None or isinstance(value, kinds)
 
 
 def _at_one(val: Tensor) -> tuple[int, ...]:
     return tuple(int(size_function(size)(1)) for size in val.shape)
+
+
+def _device(val: Tensor) -> torch.device:
+    """Where a tensor is; the host for one that is nowhere yet."""
+    return torch.device("cpu") if val.device.type == "meta" else val.device
 
 
 # ---- proof -----------------------------------------------------------------------------------------------------------
@@ -162,7 +170,7 @@ def _at_one(val: Tensor) -> tuple[int, ...]:
 def _prove(
     function: FunctionCall, settings: Sequence[Within], arguments: Sequence[_Argument]
 ) -> tuple[State, ...] | None:
-    with _nothing_touched(function) as touched:
+    with untouched(function.apply) as touched:
         try:
             first = _traced(function, settings, arguments, ())
             states = _states_of(first, arguments)
@@ -258,8 +266,7 @@ def _traced(
     mode = FakeTensorMode(shape_env=env)
     trace = _trace_at(function, settings, arguments, chosen, mode, _symbol(mode))
     alone = _trace_at(function, settings, arguments, chosen, FakeTensorMode(), 1)
-    conditions = [guard.expr for guard in env.guards]
-    if env.deferred_runtime_asserts or not all(_holds_for_all(each) for each in conditions):
+    if env.guards or env.deferred_runtime_asserts:
         raise ValueError("it depends on the number of samples")
     # Sizes are taken to be two at least: one is tried by itself.
     if _shape_of(trace.graph) != _shape_of(alone.graph):
@@ -275,10 +282,6 @@ def _symbol(mode: FakeTensorMode) -> torch.SymInt:
     form: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     size: Any = mode.from_tensor(torch.empty(HINT, device="meta"), symbolic_context=form).shape[0]
     return size  # type: ignore[no-any-return]
-
-
-def _holds_for_all(condition: Any) -> bool:
-    return all(bool(condition.subs(dict.fromkeys(condition.free_symbols, samples))) for samples in PROBES)
 
 
 def _trace_at(
@@ -302,24 +305,56 @@ def _trace_at(
         outputs = run(inputs)
         if not tangents:
             return outputs
-        gradients = torch.autograd.grad(
-            [outputs[i] for i in chosen], [inputs[i] for i in wanted], tangents, allow_unused=True
-        )
+        gradients = _gradients([outputs[i] for i in chosen], [inputs[i] for i in wanted], tangents)
         found["gradients"] = tuple(i for i, gradient in zip(wanted, gradients, strict=True) if gradient is not None)
         return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
 
     with ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(torch.enable_grad())
+        failures = stack.enter_context(_Failures())
         for setting in settings:
             stack.enter_context(_entered(setting))
         inputs = [argument.made(samples) for argument in arguments]
         outputs = run(inputs)
         differentiable = tuple(i for i, output in enumerate(outputs) if output.requires_grad)
-        tangents = [torch.empty(outputs[i].shape, dtype=outputs[i].dtype) for i in chosen]
+        tangents = [torch.empty_like(outputs[i], requires_grad=False) for i in chosen]
         traced = make_fx(passes, tracing_mode="real", pre_dispatch=True)(*inputs, *tangents)
+    if failures.any:
+        raise ValueError("it caught an error that tensors with data do not raise")
     graph = _without_attributes(traced)
     return _Trace(graph, len(outputs), differentiable, chosen, found["gradients"])
+
+
+def _gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """As torch.autograd.grad, inside of which no function mode would see what a backward pass calls."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    keep, create, unused, accumulate = False, False, True, False
+    found: tuple[Tensor | None, ...] = engine.run_backward(
+        tuple(outputs),
+        tuple(tangents),
+        keep,
+        create,
+        tuple(inputs),
+        allow_unreachable=unused,
+        accumulate_grad=accumulate,
+    )
+    return found
+
+
+class _Failures(TorchFunctionMode):
+    """Whether any call of torch's failed, be the error caught or not: without data, values cannot be looked at."""
+
+    any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.any = True
+            raise
 
 
 def _entered(setting: Within) -> Any:
@@ -406,70 +441,3 @@ def _walk(trace: _Trace, arguments: Sequence[_Argument], tangents: Sequence[Stat
     graph = Graph(nodes, {}, {}, {}, WHOLE, (), (), mean=True, opaque=False, code=code)
     states = [*(argument.state for argument in arguments), *tangents]
     return walked(graph, given={(f"input:{number}", 0): state for number, state in enumerate(states)})
-
-
-# ---- nothing of the user's is touched --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _nothing_touched(function: FunctionCall) -> Iterator[Callable[[], bool]]:
-    """Python's random numbers, and what the function's code reads of its class and globals, as they were.
-
-    Yields:
-        Says afterwards whether the function had changed any of it.
-    """
-    changed = False
-    python, numpy, own = random.getstate(), np.random.get_state(), _read(function)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch_state = torch.get_rng_state()
-        yield lambda: changed
-        changed = not torch.equal(torch_state, torch.get_rng_state())
-    changed |= random.getstate() != python or repr(np.random.get_state()) != repr(numpy)
-    random.setstate(python)
-    np.random.set_state(numpy)
-    for place, values in own:
-        for name, (value, content) in values.items():
-            if place.get(name, _MISSING) is not value:
-                changed = True
-                _put(function, place, name, value)
-            if content is not None and value != content:
-                changed = True
-                _refill(value, content)
-
-
-_MISSING = object()
-
-
-def _read(function: FunctionCall) -> list[tuple[Mapping[str, Any], dict[str, tuple[Any, Any]]]]:
-    """Plain values that a function's code may read, and what containers hold: of its class, and of its globals."""
-    owner: Any = getattr(function.apply, "__self__", None)
-    names = vars(owner) if owner is not None else {}
-    code = [f.__func__ if isinstance(f, staticmethod) else f for f in names.values()]
-    places = [(names, set(names))]
-    places += [(f.__globals__, set(f.__code__.co_names)) for f in code if isinstance(f, FunctionType)]
-    return [
-        (place, {name: (value, _content(value)) for name in read if _is_plain(value := place.get(name))})
-        for place, read in places
-    ]
-
-
-def _is_plain(value: Any) -> bool:
-    kinds = (type, ModuleType, FunctionType, staticmethod, classmethod, property, Tensor)
-    return value is not None and not isinstance(value, kinds) and not callable(value)
-
-
-def _content(value: Any) -> Any:
-    return copy.copy(value) if type(value) in (list, dict, set) else None
-
-
-def _put(function: FunctionCall, place: Any, name: str, value: Any) -> None:
-    if isinstance(place, dict):
-        place[name] = value
-    else:  # a class
-        setattr(function.apply.__self__, name, value)  # type: ignore[attr-defined]
-
-
-def _refill(value: Any, content: Any) -> None:
-    value.clear()
-    value.extend(content) if isinstance(value, list) else value.update(content)
