@@ -62,8 +62,10 @@ from polylane.samples.replica_calls import (
 _FINDING = {"nonzero", "nonzero_numpy"}
 # They give elements of what they take, wherever they put them.
 _MOVING = {*REFORMING, *EXPANDING, "alias", "clone", "contiguous", "detach", "permute", "slice", "to", "transpose"}
-# One number all over, in any size.
-_FILLED = {"full", "ones", "zeros"}
+# One number all over, or none yet, in any size.
+_FILLED = {"empty", "full", "ones", "zeros"}
+# Numbers by a key, of which every sample has its own, or all have the same.
+_DRAWN = {"rand", "randint", "randn", "randperm"}
 _ADDING = {"add", "sub", "subtract", "rsub"}
 _MULTIPLYING = {"mul", "multiply"}
 _PRODUCTS = {"matmul", "mm", "bmm"}
@@ -278,6 +280,8 @@ class Walk:
             return None  # it holds for another number of samples
         if not step.reads and base in _FILLED:
             return self._filled(step, own, node, in_order)
+        if not step.reads and base in _DRAWN:
+            return in_order if self._draws_alike(step, own, node, in_order[0]) else None
         if not step.reads and base == "arange" and step.call.arguments != own.arguments:
             self.numbers |= dict.fromkeys(step.gives, ROW_EACH)
             first, stride = step.call.arguments.get("start", 0), step.call.arguments.get("step", 1)
@@ -305,6 +309,13 @@ class Walk:
         others = {**step.call.arguments, "size": (), "fill_value": 0} == {**own.arguments, "size": (), "fill_value": 0}
         power = power_of_size(value) if isinstance(value, fx.Node) and isinstance(value.target, Size) else None
         return [proportional(power)] if power is not None and others and in_order == [REPLICATE] else None
+
+    def _draws_alike(self, step: Step, own: Call, node: fx.Node, lies: Placement | None) -> bool:
+        """Whether a part draws, of numbers that no value has a say in, those of its own samples."""
+        if not step.call.prefix or isinstance(innermost(node.target), PerPart):
+            return False
+        same = {**step.call.arguments, "size": ()} == {**own.arguments, "size": ()}
+        return same and node.args[2] == (lies.dim if isinstance(lies, Shard) else None)
 
     def _by_rules(self, step: Step, own: Call, node: fx.Node) -> Sequence[State | None] | None:
         given = [self.states[key] for key in step.reads]
