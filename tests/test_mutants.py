@@ -21,6 +21,9 @@ class Sum:
                  + b)  # both
         print("§", a + b)
         return total
+
+    def other(self, a, b):
+        return a * b
 '''
 
 
@@ -37,6 +40,12 @@ def test_an_expression_is_replaced_in_its_function_alone() -> None:
     changed = mutated(mutant("m:Sum.of", "a + b", "a - b", times=2), SOURCE)
     assert changed.count("(a - b") == 2 and "return a + b" in changed
     assert changed.count("\n") == SOURCE.count("\n")  # errors and culprits name the lines that they named before
+
+
+def test_a_qualname_is_the_whole_way_to_a_function() -> None:
+    """A method may have the name of a function of its module."""
+    assert "return a - b" in mutated(mutant("m:other", "return a + b", "return a - b"), SOURCE)
+    assert "return a - b" in mutated(mutant("m:Sum.other", "return a * b", "return a - b"), SOURCE)
 
 
 def test_statements_are_replaced() -> None:

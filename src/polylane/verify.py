@@ -19,15 +19,15 @@ from polylane.graph.precision import to_float64
 from polylane.graph.rounding import apart, nudge, size
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
-from polylane.proof.culprit import Wrong, first_difference
+from polylane.proof.culprit import Wrong, after_forward, first_difference
 from polylane.proof.judgement import Judgement, judge, wrong_steps
-from polylane.proof.reference import Record, Reference, measured_again, reference_run, run_whole
+from polylane.proof.reference import Record, Reference, measured_again, reference_run, run_whole, tells_parts_apart
 from polylane.proof.relative import determined, over, relative_error, scale_of
 from polylane.proof.replay import replay
 from polylane.proof.replicated import replicated_run
 from polylane.proof.rounding import Pass, measure
 from polylane.proof.state import put
-from polylane.proof.stepwise import Kind, train_stepwise
+from polylane.proof.stepwise import Kind, What, train_stepwise
 from polylane.runtime.job import Job
 from polylane.runtime.lane import Tensors
 from polylane.runtime.launch import Context, fork, threads_per_worker
@@ -95,7 +95,7 @@ class Verdict:
         deviations: per parameter and buffer, in the model's order.
         worst: the largest relative error of all.
         replicas_equal: whether all workers that hold a weight or buffer hold the same bits.
-        culprit: where the two part ways: the first node in graph order whose value differs, or None.
+        culprit: where the two part ways: the first node in graph order whose value differs, or a sentence; or None.
         undetermined: gradients and buffers that are rounding and nothing else: the reference itself, with its sums in
             another order, does not find them again. They are neither equal nor unequal, unless the plan's are far
             outside of what rounding makes of them.
@@ -179,9 +179,9 @@ def prove(
     proof = _Proof(prepared, batches, clip_norm, seed, tolerance)
     # All are forked: what they do to the model stays with them, and they start from the same weights.
     found = proof.replayed() if sync.serves and sync.alone else proof.stepwise()
-    equal = _same_bits(found.held)
+    unequal = _other_bits(found.held)
     return Verdict(
-        passed=found.worst <= tolerance and equal,
+        passed=found.worst <= tolerance and not unequal,
         plan=prepared.plan.spec,
         workers=prepared.plan.processes,
         steps=len(batches),
@@ -191,8 +191,8 @@ def prove(
         loss_error=found.loss_error,
         deviations=found.deviations,
         worst=found.worst,
-        replicas_equal=equal,
-        culprit=found.culprit,
+        replicas_equal=not unequal,
+        culprit=found.culprit or (f"every number agrees; the bits of {unequal[0]} do not" if unequal else None),
         undetermined=found.undetermined,
         free=found.free,
         rule=",".join(sync.words()) if sync.alone else "",
@@ -281,13 +281,16 @@ class _Proof:
     def _culprit(self, reference: Reference, judgement: Judgement, parameters: Collection[str]) -> str | None:
         """Where the two part ways in the first step in which they do; None where they do not.
 
-        Where replicas go apart, no value of theirs is one device's.
+        Where replicas go apart, no value of theirs is one device's: what differs is named, not the first value.
         """
         prepared, tolerance = self.prepared, self.tolerance
         number = judgement.first_wrong(tolerance)
-        if prepared.plan.sync.alone or (number is None and judgement.worst <= tolerance):
+        if number is None and judgement.worst <= tolerance:
             return None
-        number = len(self.batches) - 1 if number is None else number
+        if number is None:  # but what the plan puts together after the last of them
+            return after_forward(prepared, Wrong(len(self.batches) - 1, averaged=_wrong_state(judgement, tolerance)))
+        if prepared.plan.sync.alone:
+            return after_forward(prepared, _wrong_apart(judgement, number, parameters, tolerance))
         modules = [prepared.model, *(loss for loss in _losses(prepared) if isinstance(loss, nn.Module))]
         restore = snapshot(nn.ModuleList(modules), *_losses(prepared))
         model = Tensors(prepared.model, _losses(prepared), torch.device("cpu"))
@@ -330,8 +333,11 @@ def _held_against(reference: Reference, workers: Sequence[_Trained], prepared: P
     """A whole run against a whole run."""
     floors, first = reference.floors, workers[0].record
     scales = [scale_of(abs(loss), floors.buffers.get(_LOSSES, 0.0), tolerance) for loss in reference.losses]
-    pairs = (zip(reference.losses, worker.record.losses, scales, strict=True) for worker in workers)
-    loss_error = max(over(_nan_last(abs(a - b)), scale) for each in pairs for a, b, scale in each)
+    pairs = [zip(reference.losses, worker.record.losses, scales, strict=True) for worker in workers]
+    errors = [
+        max(each) for each in zip(*([over(_nan_last(abs(a - b)), s) for a, b, s in p] for p in pairs), strict=True)
+    ]
+    loss_error = max(errors)
     deviations, undetermined = list[Deviation](), list[str]()
     for name, value in reference.state.items():
         if name in prepared.main.graph.tied or not value.numel():
@@ -353,8 +359,23 @@ def _held_against(reference: Reference, workers: Sequence[_Trained], prepared: P
         deviations=tuple(deviations),
         held=[worker.held for worker in workers],
         worst=max((loss_error, *(each.worst for each in deviations))),
+        culprit=_culprit_replayed(prepared, deviations, errors, tolerance),
         undetermined=tuple(undetermined),
     )
+
+
+def _culprit_replayed(
+    prepared: Prepared, deviations: Sequence[Deviation], losses: Sequence[float], tolerance: float
+) -> str | None:
+    """What differs first, where whole runs are compared: a gradient of the first step, a loss, a weight in the end."""
+    gradients = {each.name for each in deviations if not (each.gradient or 0.0) <= tolerance}
+    state = {each.name for each in deviations if not each.value <= tolerance}
+    step = next((number for number, error in enumerate(losses) if not error <= tolerance), None)
+    if gradients:
+        return after_forward(prepared, Wrong(gradients=gradients))
+    if step is not None:
+        return f"step {step + 1}: the loss of all replicas, is the first number that differs"
+    return after_forward(prepared, Wrong(len(losses) - 1, averaged=state)) if state else None
 
 
 def _deviations(prepared: Prepared, names: Sequence[str], judgement: Judgement) -> tuple[Deviation, ...]:
@@ -382,9 +403,45 @@ def _free(reference: Reference, trained: _Trained) -> Free:
     return Free(loss_error, worst, name if worst else "")
 
 
-def _wrong(judgement: Judgement, number: int, parameters: Collection[str], tolerance: float) -> Wrong:
-    """What of a step differs."""
-    wrong = {what for what, error in judgement.errors[number].items() if not error <= tolerance}
+def _wrong_apart(judgement: Judgement, number: int, parameters: Collection[str], tolerance: float) -> Wrong:
+    """What of a step differs where replicas go apart: of the first of them of which something does.
+
+    What is right after its update, and wrong after the step, is what replicas agree on.
+    """
+    each = judgement.replicas[number]
+    differ = [{what for what, error in errors.items() if not error <= tolerance} for errors in each]
+    replica = next((number for number, found in enumerate(differ) if found), None)
+    if replica is None:
+        return _wrong(judgement, number, parameters, tolerance)
+    wrong = differ[replica]
+    names = {kind: {name for own, name, _ in wrong if own is kind} for kind in Kind}
+    weights = names[Kind.VALUE] & set(parameters)
+    updated = any(kind is Kind.UPDATE for kind, *_ in each[replica])
+    averaged = weights - names[Kind.UPDATE] if updated else set()
+    buffers = names[Kind.VALUE] - set(parameters)
+    return replace(
+        _wrong(judgement, number, parameters, tolerance, wrong),
+        updates=names[Kind.UPDATE] if updated else weights,
+        buffers=() if averaged else buffers,  # they are agreed on with the weights
+        averaged=averaged | buffers if averaged else (),
+        replica=replica if len(each) > 1 else None,
+    )
+
+
+def _wrong_state(judgement: Judgement, tolerance: float) -> set[str]:
+    return {name for name, error in judgement.state.items() if not error <= tolerance}
+
+
+def _wrong(
+    judgement: Judgement,
+    number: int,
+    parameters: Collection[str],
+    tolerance: float,
+    wrong: Collection[What] | None = None,
+) -> Wrong:
+    """What of a step differs: ``wrong``, or what does of any replica's."""
+    if wrong is None:
+        wrong = {what for what, error in judgement.errors[number].items() if not error <= tolerance}
     values = {name for kind, name, _ in wrong if kind is Kind.VALUE}
     return Wrong(
         number,
@@ -422,7 +479,7 @@ def _reference(reference: Reference, prepared: Prepared) -> str:
         return f"{what}, a copy for each replica and server in one process, in the order that the servers recorded"
     if plan.sync.alone:
         return f"{what}, a copy for each replica in one process"
-    if plan.microbatches > 1 and (code.random or code.batch_statistics):
+    if plan.microbatches > 1 and tells_parts_apart(code):
         return f"{what}, with the plan's microbatches"
     return f"{what}, on whole batches"
 
@@ -511,6 +568,7 @@ def _nan_last(error: float) -> float:
     return error if error == error else math.inf
 
 
-def _same_bits(held: Sequence[Mapping[str, str]]) -> bool:
+def _other_bits(held: Sequence[Mapping[str, str]]) -> list[str]:
+    """What some worker holds other bits of than one before it."""
     seen: dict[str, str] = {}
-    return all(seen.setdefault(name, bits) == bits for worker in held for name, bits in worker.items())
+    return [name for worker in held for name, bits in worker.items() if seen.setdefault(name, bits) != bits]

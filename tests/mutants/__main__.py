@@ -35,8 +35,13 @@ BEGIN, END = "<!-- mutants: written by make mutants -->\n", "<!-- mutants: end -
 # What `verify` says at length, for a cell of the table.
 ESCAPED = "\\|"
 SOURCE = re.compile(r" \([^()]*:\d+\)")
-GRADIENT = "every forward value agrees; the first gradient that differs, from the loss backwards, is that of"
-UPDATE = "every forward value and gradient of the first step agrees: what differs is an update"
+SHORTER = {
+    r"every forward value(?: and gradient)? of (step \d+) agrees[;:] ": r"\1: ",
+    r"the first gradient that differs, from the loss backwards, is that of ": "the gradient of ",
+    r"every gradient agrees; ": "",
+    r"what differs is an update, first that of ": "the update of ",
+    r"what differs is ": "",
+}
 PROOF_SECONDS, TEST_SECONDS = 180, 300  # a bug may let everybody wait for ever
 OPTIONS = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", "100"]
 HUNG = "hung"
@@ -213,7 +218,9 @@ def told(outcome: Outcome | None) -> str:
         return "–"
     if outcome.verdict == "equal":
         return "**missed**"
-    said = SOURCE.sub("", outcome.culprit).replace(GRADIENT, "the gradient of").replace(UPDATE, "an update")
+    said = SOURCE.sub("", outcome.culprit)
+    for long, short in SHORTER.items():
+        said = re.sub(long, short, said)
     said = said.replace("|", ESCAPED).replace("`", "'")
     return said if outcome.verdict == "NOT equal" else f"{outcome.verdict}: {said}"
 

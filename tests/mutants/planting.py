@@ -96,12 +96,20 @@ def mutated(mutant: Mutant, source: str) -> str:
 def _scope(mutant: Mutant, tree: ast.Module) -> ast.AST:
     scope: ast.AST = tree
     for name in filter(None, mutant.where.partition(":")[2].split(".")):
-        kinds = (ast.FunctionDef, ast.ClassDef)
-        inner = [n for n in ast.walk(scope) if isinstance(n, kinds) and n.name == name and n is not scope]
+        inner = [definition for definition in _defined(scope) if definition.name == name]
         if len(inner) != 1:
             raise Misfit(f"{mutant.id}: {mutant.where} is there {len(inner)} times: no single {name}")
         scope = inner[0]
     return scope
+
+
+def _defined(scope: ast.AST) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    """Functions and classes of a scope itself, not those inside of them."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node
+        else:
+            yield from _defined(node)
 
 
 _Span = tuple[ast.expr | ast.stmt, ast.expr | ast.stmt]

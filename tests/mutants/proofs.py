@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -83,12 +83,48 @@ class Mobile(nn.Module):
         return self.head(self.dropout(self.blocks(F.silu(self.norm(self.stem(x)))).mean((2, 3))))
 
 
-def next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+Batch = tuple[Tensor, Tensor]
 
 
-def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
+def next_token(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    return model(batch[0]).flatten(0, 1), batch[1].flatten()
+
+
+def classify(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    return model(batch[0]), batch[1]
+
+
+def mean(scores: Tensor, labels: Tensor, samples: int) -> Tensor:
+    return F.cross_entropy(scores, labels)
+
+
+def total(scores: Tensor, labels: Tensor, samples: int) -> Tensor:
+    """A sum over the batch, which counts more the more samples there are."""
+    return F.cross_entropy(scores, labels, reduction="sum") / 100
+
+
+def per_sample(scores: Tensor, labels: Tensor, samples: int) -> Tensor:
+    """Each over the batch's size, and the sum of that."""
+    return (F.cross_entropy(scores, labels, reduction="none") / samples).sum()
+
+
+def own_labels(scores: Tensor, labels: Tensor, samples: int) -> Tensor:
+    """Labels that the model finds itself: how many there are cannot be counted beforehand."""
+    return F.cross_entropy(scores, scores.detach().argmax(-1))
+
+
+LOSSES = {"mean": mean, "total": total, "per_sample": per_sample, "own_labels": own_labels}
+
+
+def _loss(
+    scored: Callable[[nn.Module, Batch], tuple[Tensor, Tensor]], name: str
+) -> Callable[[nn.Module, Batch], Tensor]:
+    criterion = LOSSES[name]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return criterion(*scored(model, batch), len(batch[0]))
+
+    return loss
 
 
 def texts(samples: int, classes: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -128,6 +164,7 @@ class Proof:
         clip: bound on the gradients' norm, or None.
         classes: how many, where it is another number than usually: words of the text, say.
         pins: of what nodes give, how it is to lie: node, axis, placement; the rest of the plan is chosen around them.
+        loss: of :data:`LOSSES`.
         optimizer: "sgd", "momentum", "adamw", "lamb", or "adagrad", which has its states from the start.
     """
 
@@ -137,6 +174,7 @@ class Proof:
     steps: int = 2
     clip: float | None = None
     optimizer: str = ""
+    loss: str = "mean"
     classes: int | None = None
     pins: tuple[tuple[str, str, str], ...] = ()
 
@@ -148,7 +186,15 @@ class Proof:
         """
         plan, *settings = asked.split()
         given: dict[str, Any] = dict(each.split("=", 1) for each in settings)
-        kinds = {"batch": int, "steps": int, "clip": float, "classes": int, "optimizer": str, "pins": _pins}
+        kinds = {
+            "batch": int,
+            "steps": int,
+            "clip": float,
+            "classes": int,
+            "optimizer": str,
+            "loss": str,
+            "pins": _pins,
+        }
         return cls(model, plan, **{key: kinds[key](value) for key, value in given.items()})
 
 
@@ -177,17 +223,24 @@ class Outcome:
         return refused or self.verdict in ("NOT equal", "replicas differ")
 
 
+def objective_of(proof: Proof) -> Any:
+    """Its loss and optimizer."""
+    from polylane.runtime.prepare import Objective
+
+    _, scored, _, optimizer, _ = MODELS[proof.model]
+    return Objective("loss", _loss(scored, proof.loss), partial(_optimizer, proof.optimizer or optimizer))
+
+
 def prove(proof: Proof) -> Outcome:
     """Ask `verify`."""
-    from polylane.runtime.prepare import Objective
     from polylane.verify import TOLERANCE, verify
 
-    made, loss, batch, optimizer, classes = MODELS[proof.model]
+    made, _, batch, _, classes = MODELS[proof.model]
     classes = proof.classes or classes
     torch.manual_seed(0)
     model, random = made(classes), torch.Generator().manual_seed(1)
     batches = [batch(proof.batch, classes, random) for _ in range(proof.steps)]
-    objective = Objective("loss", loss, partial(_optimizer, proof.optimizer or optimizer))
+    objective = objective_of(proof)
     try:
         plan = _pinned(proof, model, objective, batches[0]) if proof.pins else proof.plan
         verdict = verify(model, objective, batches, plan, clip_norm=proof.clip)

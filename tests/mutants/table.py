@@ -115,7 +115,7 @@ REDUCTION = [
         "runtime.sync.all_reduce:Reducer._finisher",
         "self._next < len(self._buckets) and not self._waiting[self._next] and self._sure[self._next]",
         "self._next < len(self._buckets) and self._sure[self._next]",
-        COVERING, gpt="data=2", network="data=2",
+        COVERING, gpt="data=2", network="data=2 optimizer=adamw",
     ),
     Mutant(
         "tied-weight-twice", "the gradient of a weight that several stages hold counts twice",
@@ -129,13 +129,13 @@ REDUCTION = [
         "range(plan.workers) if holding.layout.units else replica_of(plan, holding.world.rank)",
         "replica_of(plan, holding.world.rank)",
         "tests/equivalence/test_sharded.py", gpt="data=2,shard=parameters clip=0.1",
-        network="data=2,shard=parameters clip=0.1",
+        network="data=2,shard=parameters clip=0.1 optimizer=adamw",
     ),
     Mutant(
         "clip-norm-of-one-stage", "every stage of a pipeline clips by the norm of its own gradients",
         "runtime.optimizer:Clipper.clip", "self._sum_replica(squares)", "squares",
         "tests/runtime/test_optimizer.py", gpt="pipeline=2,microbatches=2 clip=0.1",
-        network="pipeline=2,microbatches=2 clip=0.1",
+        network="pipeline=2,microbatches=2 clip=0.1 optimizer=adamw",
     ),
     Mutant(
         "clip-norm-counts-tied-twice", "a weight that two stages hold counts twice in the norm",
@@ -145,14 +145,15 @@ REDUCTION = [
     Mutant(
         "zero-wrong-offset", "the pieces of ZeRO lie one element too early in their vector",
         "runtime.sync.sharded:Flat.keep", "begin + piece.begin - first", "max(begin + piece.begin - first - 1, 0)",
-        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients", network="data=2,shard=gradients",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients",
+        network="data=2,shard=gradients optimizer=adamw",
     ),
     Mutant(
         "zero-forgets-microbatches", "of several microbatches only the last one's gradients are kept",
         "runtime.sync.sharded_reduce:ShardedReducer._take",
         "part if each.total is None else each.total.add_(part)", "part",
         "tests/equivalence/test_sharded.py", gpt="data=2,microbatches=2,shard=gradients",
-        network="data=2,microbatches=2,shard=gradients",
+        network="data=2,microbatches=2,shard=gradients optimizer=adamw",
     ),
 ]  # fmt: skip
 
@@ -160,36 +161,36 @@ STATISTICS = [
     Mutant(
         "statistics-of-one-replica", "batch normalization sees the samples of one replica only",
         "graph.statistics:SharedStatistics.forward", "part.sum_replicas(sums)", "None",
-        "tests/runtime/test_job.py tests/placement/test_normalization_rules.py", network="data=2",
+        "tests/runtime/test_job.py tests/placement/test_normalization_rules.py", network="data=2 optimizer=adamw",
     ),
     Mutant(
         "statistics-backward-of-one-replica", "the gradient of batch statistics is that of one replica's samples",
         "graph.statistics:SharedStatistics.backward", "part.sum_replicas(sums)", "None",
-        "tests/placement/test_normalization_rules.py", network="data=2",
+        "tests/placement/test_normalization_rules.py", network="data=2 optimizer=adamw",
     ),
     Mutant(
         "running-statistics-twice", "running means move twice in a step",
         "graph.statistics:batch_norm",
         "running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)",
         "[running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum) for _ in '12']",
-        "tests/placement/test_normalization_rules.py", network="data=2",
+        "tests/placement/test_normalization_rules.py", network="data=2 optimizer=adamw",
     ),
     Mutant(
         "running-variance-biased", "running variances are those of the samples, not the unbiased ones",
         "graph.statistics:batch_norm", "variance * (total / (total - 1))", "variance",
-        "tests/placement/test_normalization_rules.py", network="data=2",
+        "tests/placement/test_normalization_rules.py", network="data=2 optimizer=adamw",
     ),
     Mutant(
         "mask-of-another-sample", "every replica draws the masks of the batch's first samples",
         "graph.random:bits",
         "part.first * (count // part.samples) if batch_dim is not None and part.samples else 0", "0",
-        "tests/graph/test_random.py", gpt="data=2,microbatches=2", network="data=2,microbatches=2",
+        "tests/graph/test_random.py", gpt="data=2,microbatches=2", network="data=2,microbatches=2 optimizer=adamw",
         error="would not compute what one device",
     ),
     Mutant(
         "mask-without-batch-dimension", "random values are keyed as if they belonged to no sample",
         "graph.keying:_keyed", "None if ragged else batch_dimension(val)", "None",
-        "tests/graph/test_random.py", gpt="data=2,microbatches=2", network="data=2,microbatches=2",
+        "tests/graph/test_random.py", gpt="data=2,microbatches=2", network="data=2,microbatches=2 optimizer=adamw",
         error="would not compute what one device",
     ),
     Mutant(
@@ -308,7 +309,7 @@ SPLITS = [
     Mutant(
         "loss-of-own-count", "a mean over tokens that are cut is divided by a rank's own number of them",
         "placement.rules.vocabulary:ClassLoss.__call__", "total(counted, count.sum())", "count.sum()",
-        "tests/placement/test_loss_rules.py", gpt="sequence=2",
+        "tests/placement/test_loss_rules.py", gpt="sequence=2 loss=own_labels",
     ),
     Mutant(
         "statistics-of-own-positions", "batch statistics of positions that are cut are a rank's own",
@@ -340,43 +341,47 @@ SHARDS = [
     Mutant(
         "stale-weights", "after a step replicas keep the old weights of the parts that others have updated",
         "runtime.trainer:Trainer.update", "self.shards.share(self.whole.keys())", "None",
-        "tests/equivalence/test_sharded.py", gpt="data=2,shard=optimizer", network="data=2,shard=optimizer",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=optimizer",
+        network="data=2,shard=optimizer optimizer=adamw",
     ),
     Mutant(
         "shard-of-another-parameter", "all pieces of a unit take the gradient of its first one",
         "runtime.sync.sharded_reduce:ShardedReducer._settle", "total[at : at + size]", "total[:size]",
-        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients", network="data=2,shard=gradients",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients",
+        network="data=2,shard=gradients optimizer=adamw",
     ),
     Mutant(
         "shard-before-its-gradients", "a unit is scattered with the first gradient of a backward pass",
         "runtime.sync.sharded_reduce:ShardedReducer._done",
         "self._at < len(self._slices) and not self._missing[self._at] and not self._slices[self._at].optional",
         "self._at < len(self._slices) and not self._slices[self._at].optional",
-        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients", network="data=2,shard=gradients",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients",
+        network="data=2,shard=gradients optimizer=adamw",
     ),
     Mutant(
         "saved-at-the-wrong-place", "what autograd keeps of gathered weights is looked up at the unit's beginning",
         "runtime.sync.sharded_passes:Passes._pack", "(address - whole.data_ptr()) // whole.element_size()", "0",
-        "tests/equivalence/test_sharded.py", gpt="data=2,shard=parameters", network="data=2,shard=parameters",
+        "tests/equivalence/test_sharded.py", gpt="data=2,shard=parameters",
+        network="data=2,shard=parameters optimizer=adamw",
     ),
     Mutant(
         "gathered-at-the-beginning", "of gathered weights every rank has its own part at the beginning",
         "runtime.transport.shared_memory:Transport.all_gather", "whole[places[self.rank]]", "whole[: own.numel()]",
         "tests/distributed/test_shared_memory.py tests/runtime/test_shared_transport.py",
-        gpt="data=2,shard=parameters", network="data=2,shard=parameters",
+        gpt="data=2,shard=parameters", network="data=2,shard=parameters optimizer=adamw",
     ),
     Mutant(
         "last-summand-left-out", "a sum over more than two workers leaves out the last",
         "runtime.transport.sums:add_in_place", "for part in after:\n    own += part",
         "for part in after[:1]:\n    own += part",
         "tests/runtime/test_shared_transport.py tests/distributed/test_shared_memory.py",
-        gpt="data=3", network="data=3",
+        gpt="data=3", network="data=3 optimizer=adamw",
     ),
     Mutant(
         "scattered-summand-left-out", "a reduce-scatter over more than two workers leaves out one summand",
         "runtime.transport.sums:add", "parts[2:]", "parts[3:]",
         "tests/runtime/test_shared_transport.py tests/distributed/test_shared_memory.py",
-        gpt="data=3,shard=gradients", network="data=3,shard=gradients",
+        gpt="data=3,shard=gradients", network="data=3,shard=gradients optimizer=adamw",
     ),
     Mutant(
         "norms-of-own-parts", "an optimizer that looks at norms takes those of its own parts",
@@ -570,4 +575,57 @@ MORE = [
     ),
 ]  # fmt: skip
 
-MUTANTS = [*PROGRAMS, *PASSES, *REDUCTION, *STATISTICS, *SPLITS, *SHARDS, *SERVERS, *LOOPS, *PRICES, *MORE]
+COUNTS = [
+    Mutant(
+        "counts-of-own-replica", "replicas do not tell each other what they have counted in a batch",
+        "samples.statistics:Statistics.count", "replicas is not None", "False",
+        "tests/samples/test_counts.py", gpt="data=2", network="data=2",
+    ),
+    Mutant(
+        "counts-of-own-microbatch", "a mean over counts is divided by what a microbatch counts",
+        "graph.whole_batch:WholeBatch.__call__", "part.whole is None", "True",
+        "tests/samples/test_counts.py", gpt="pipeline=2,microbatches=3", network="pipeline=2,microbatches=3",
+    ),
+    Mutant(
+        "stand-in-in-counts", "a replica without samples of its own counts its borrowed one",
+        "samples.statistics:_combined", "part.weight", "True",
+        "tests/samples/test_counts.py", gpt="data=2,microbatches=4", network="data=2,microbatches=4",
+    ),
+    Mutant(
+        "share-upside-down", "a sum over samples is multiplied by the batch's share of a part, not by its inverse",
+        "graph.whole_batch:BatchShare.__call__", "part.all_samples / part.samples", "part.samples / part.all_samples",
+        "tests/samples/test_counts.py", gpt="data=2 loss=total", network="pipeline=2,microbatches=3 loss=total",
+    ),
+    Mutant(
+        "size-of-own-part", "a sum over samples is divided by the number of those in hand, not of the batch's",
+        "graph.whole_batch:WholeSize.__call__", "part.all_samples", "part.samples",
+        "tests/samples/test_counts.py", gpt="data=2 loss=per_sample", network="data=2 loss=per_sample",
+    ),
+    Mutant(
+        "total-taken-for-a-mean", "a sum over samples is taken for a mean over them",
+        "samples.derivation:_Walk.conclude", "power != wanted", "False", "tests/samples/test_counts.py",
+        gpt="data=2 loss=total", network="data=2 loss=total", times=2,
+    ),
+    Mutant(
+        "witness-never-compares", "what users say of their own Python is watched, and never found wrong",
+        "runtime.sample_witness:witness", "_holds(nodes[name], group, gather, mean)", "True",
+        "tests/equivalence/test_per_sample.py", unseen="what is watched is right in a proof",
+    ),
+    Mutant(
+        "nan-unseen", "a loss that is no number is not seen",
+        "runtime.finite:Anomalies.look", "any(_bad(value) for value in live.loss[:1])", "False",
+        "tests/commands/test_run_folder.py", unseen="a proof has finite numbers",
+    ),
+    Mutant(
+        "float16-without-scale", "gradients travel in float16 as large as they are",
+        "runtime.sync.wire:_power", "(15 - exponent).clamp(-most, most)", "0 * exponent",
+        "tests/runtime/test_compress.py", unseen="a proof of gradients that lose digits is refused",
+    ),
+    Mutant(
+        "second-tensor-misplaced", "of several tensors in a message the later ones are read at the wrong place",
+        "values:_Reader.tensor", "self._at += size + -size % _ALIGN", "self._at += size",
+        "tests/runtime/test_values.py", unseen="what workers tell each other beside what they compute",
+    ),
+]  # fmt: skip
+
+MUTANTS = [*COUNTS, *PROGRAMS, *PASSES, *REDUCTION, *STATISTICS, *SPLITS, *SHARDS, *SERVERS, *LOOPS, *PRICES, *MORE]

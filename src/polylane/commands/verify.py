@@ -164,6 +164,6 @@ def _sentence(verdict: Verdict) -> str:
     if not verdict.replicas_equal:
         reasons.append("workers that hold the same weight hold different bits of it")
     if verdict.culprit is not None:
-        whole = verdict.culprit.startswith("every ")
+        whole = verdict.culprit.startswith(("every ", "step "))
         reasons.append(verdict.culprit if whole else f"the first value that differs is {verdict.culprit}")
     return f"NOT equal: {plan} and {other} differ; {'; '.join(reasons)}."

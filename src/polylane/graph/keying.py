@@ -160,6 +160,12 @@ def _ragged(val: Any) -> bool:
     return any(isinstance(s, torch.SymInt) and bool(free_unbacked_symbols(s.node.expr)) for s in sizes)
 
 
+def follows_samples(graph: fx.Graph) -> bool:
+    """Whether all random numbers go by the samples' places, so that they are the same however a batch is divided."""
+    own = (AsPart, PerPart)
+    return not any(isinstance(n.target, own) or _is_random(n) for n in graph.nodes if n.op == "call_function")
+
+
 def _is_random(node: fx.Node) -> bool:
     target: Any = innermost(node.target)
     if isinstance(target, AsPart):

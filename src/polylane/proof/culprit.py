@@ -1,4 +1,8 @@
-"""Where two runs part ways: the first node whose value by the plan is not the whole model's, or the first gradient."""
+"""Where two runs part ways: the first node whose value by the plan is not the whole model's, or the first gradient.
+
+Both sides run a pass again and keep all values of it. Where those agree, they keep the gradients of all values: a
+backward pass goes from the loss to the inputs, and what goes wrong on its way stays wrong in all that comes after.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.graph.batch import bounds, cloned, flatten, sample_count, take
+from polylane.graph.batch import bounds, cloned, flatten, sample_count, sampled_leaves, take
 from polylane.graph.export import snapshot
 from polylane.graph.graph import Node
 from polylane.graph.part import Part
 from polylane.graph.rounding import TRIES, floor, nudge
 from polylane.graph.twins import is_unfilled
+from polylane.placement.placement import gradient
 from polylane.plan.sync import SUM
 from polylane.planner.layout import Layout, assembled
 from polylane.proof.reference import run_whole, with_counts
@@ -22,9 +27,8 @@ from polylane.proof.relative import relative_error, scale_of
 from polylane.runtime.lane import Tensors
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Prepared
-from polylane.runtime.tracing import Trace, trace
+from polylane.runtime.tracing import Gradients, Trace, Values, trace
 from polylane.runtime.world import World
-from polylane.samples.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Wrong:
         gradients, buffers, updates: names of parameters and buffers.
         memory: by parameter, an entry of its optimizer's state; options of the optimizer under "".
         loss: whether that of the step does.
+        averaged: weights and buffers that replicas agree on after a step of their own, or in the end.
+        replica: of a plan whose replicas go apart, whose step it is; None for all of them.
     """
 
     step: int = 0
@@ -44,6 +50,8 @@ class Wrong:
     updates: Collection[str] = ()
     memory: Mapping[str, str] = field(default_factory=dict)
     loss: bool = False
+    averaged: Collection[str] = ()
+    replica: int | None = None
 
 
 def first_difference(prepared: Prepared, batch: Any, seed: int, wrong: Wrong, tolerance: float) -> str:
@@ -56,62 +64,115 @@ def first_difference(prepared: Prepared, batch: Any, seed: int, wrong: Wrong, to
     """
     if not prepared.plan.sync.plain:  # how replicas agree has no part in a pass, which here is the first one
         prepared = replace(prepared, plan=prepared.plan.model_copy(update={"sync": SUM}))
-    layouts, stage_of = prepared.layouts_of(prepared.main), prepared.main.stage_of
-    traces = fork(lambda context: trace(prepared, World.join(), batch, seed, wrong.step), prepared.plan.workers)
-    for microbatch, seen, floors in _whole_values(prepared, batch, seed, wrong.step):
-        for node in (n for n in prepared.main.graph.nodes if not n.free):  # sizes may count a replica's own samples
-            parts = [t for t in traces if (microbatch, node.name) in t.values]
-            if node.name not in seen or not parts or is_unfilled(node.op):
-                continue
-            layout = layouts[stage_of[node.name]]
-            scale = scale_of(0.0, floors[node.name], tolerance)
-            if not _makes_up(node, seen[node.name], parts, layout, microbatch, tolerance, scale):
-                return _told(node, f"microbatch {microbatch}" + _in_step(wrong))
-    return _after_forward(prepared, wrong)
+    restore = snapshot(prepared.model, *(o.loss for o in prepared.objectives.values()))
+    for microbatch, node in differing(prepared, batch, seed, wrong.step, tolerance, backward=False):
+        return _told(node, f"microbatch {microbatch}" + _in_step(wrong))
+    at = -1, 0  # of the last node whose value's gradient differs, and in which microbatch
+    restore()
+    if wrong.gradients and not wrong.buffers:
+        found = differing(prepared, batch, seed, wrong.step, tolerance, backward=True)
+        place = {node.name: number for number, node in enumerate(prepared.main.graph.nodes)}
+        at = max(((place[node.name], microbatch) for microbatch, node in found), default=at)
+    return after_forward(prepared, wrong, *at)
 
 
-def _after_forward(prepared: Prepared, wrong: Wrong) -> str:
-    """Where they part ways if every forward value agrees, in the order in which a step goes on."""
+def after_forward(prepared: Prepared, wrong: Wrong, last: int = -1, microbatch: int = 0) -> str:
+    """Where they part ways if every forward value agrees, in the order in which a step goes on.
+
+    Args:
+        prepared: with the graph.
+        wrong: what was seen to differ after the step.
+        last: number of the last node of whose value the gradient differs, where that was looked at; -1 for none.
+        microbatch: in which it does.
+    """
     step, nodes = f"step {wrong.step + 1}", prepared.main.graph.nodes
+    forward, passes = f"every forward value of {step} agrees; ", f"every forward value and gradient of {step} agrees: "
+    if prepared.plan.sync.alone:  # no value of theirs was looked at
+        forward = step + (": " if wrong.replica is None else f" of replica {wrong.replica}: ")
+        passes = forward + "every gradient agrees; "
     for node in nodes:
         for name in node.buffers:
             if name in wrong.buffers:
-                return f"every forward value of {step} agrees; the buffer {name} differs after it, of {_told(node, '')}"
-    # A backward pass goes from the loss to the inputs: what goes wrong on its way stays wrong in all that comes after.
-    for node in reversed(nodes):
-        for name in node.parameters:
-            if name in wrong.gradients:
-                return (
-                    "every forward value agrees; the first gradient that differs, from the loss backwards, is that of "
-                    f"{name}, in {_told(node, '')}" + _in_step(wrong)
-                )
+                return f"{forward}the buffer {name} differs after it, of {_told(node, '')}"
+    if wrong.gradients:
+        first = _first_gradient(nodes, wrong, last, microbatch)
+        return f"{forward}the first gradient that differs, from the loss backwards, is that of {first}"
     for node in nodes:
         for name in node.parameters:
             if name in wrong.memory or name in wrong.updates:
                 entry = f": its optimizer's {wrong.memory[name]} differs" if name in wrong.memory else ""
-                return (
-                    f"every forward value and gradient of {step} agrees: what differs is an update, first that of "
-                    f"{name}, in {_told(node, '')}{entry}"
-                )
+                return f"{passes}what differs is an update, first that of {name}, in {_told(node, '')}{entry}"
     if wrong.memory:
-        entry = next(iter(wrong.memory.values()))
-        return f"every forward value and gradient of {step} agrees: what differs is the optimizer's {entry}"
+        return f"{passes}what differs is the optimizer's {next(iter(wrong.memory.values()))}"
     if wrong.loss:
-        return f"every forward value and gradient of {step} agrees: what differs is the loss that is told"
-    names = ", ".join([*wrong.gradients, *wrong.buffers, *wrong.updates][:1])
-    return f"every forward value of {step} agrees: what differs is {names or 'the weights of the whole model'}"
+        return f"{passes}what differs is the loss that is told"
+    for node in nodes:
+        for name in (*node.parameters, *node.buffers):
+            if name in wrong.averaged:
+                agreed = "what replicas agree on" if prepared.plan.sync.alone else "what workers put together"
+                where = f"first {name}, in {_told(node, '')}"
+                return f"every update of {step} agrees; what differs is {agreed} after it, {where}"
+    names = ", ".join([*wrong.buffers, *wrong.updates, *wrong.averaged][:1])
+    return f"{forward}what differs is {names or 'the weights of the whole model'}"
+
+
+def _first_gradient(nodes: Sequence[Node], wrong: Wrong, last: int, microbatch: int) -> str:
+    """The first gradient that is wrong, from the loss backwards.
+
+    That of a value is there before the pass goes through its node; that of a parameter is complete only when the pass
+    has gone through the first node that reads it.
+    """
+    complete = dict[str, int]()
+    for number, node in reversed(list(enumerate(nodes))):
+        complete |= dict.fromkeys(node.parameters, number)
+    number, name = max(((complete[n], n) for n in wrong.gradients if n in complete), default=(-1, ""))
+    if number < 0 and last < 0:
+        return next(iter(wrong.gradients))
+    if number > last:
+        uses = [node for node in nodes if name in node.parameters]
+        return f"{name}, in {' and '.join(_told(node, '') for node in uses)}"
+    value = nodes[last]
+    readers = " and ".join(_told(node, "") for node in nodes if value.name in node.inputs)
+    read = f"which {readers} reads" if readers else "with which a backward pass begins"
+    return f"the value of {_told(value, '')}, {read}, microbatch {microbatch}"
 
 
 def _in_step(wrong: Wrong) -> str:
     return f", step {wrong.step + 1}" if wrong.step else ""
 
 
-def _whole_values(
-    prepared: Prepared, batch: Any, seed: int, step: int
-) -> Iterator[tuple[int, dict[str, Tensor], dict[str, float]]]:
-    """Every value of one worker's forward pass, by node name, microbatch by microbatch, and what rounding makes of it.
+def differing(
+    prepared: Prepared, batch: Any, seed: int, step: int, tolerance: float, backward: bool
+) -> Iterator[tuple[int, Node]]:
+    """The nodes of whose values, or their gradients, the plan has others: microbatch, node, in the order of the graph.
 
-    The model's buffers move with them.
+    The model's buffers move with the microbatches, as they do in a step.
+    """
+    layouts, stage_of = prepared.layouts_of(prepared.main), prepared.main.stage_of
+    traces = fork(lambda context: trace(prepared, World.join(), batch, seed, step, backward), prepared.plan.workers)
+    for microbatch, seen, floors in _whole_values(prepared, batch, seed, step, backward):
+        for node in (n for n in prepared.main.graph.nodes if not n.free):  # sizes may count a replica's own samples
+            those = [t for t in traces if t.stage == stage_of[node.name]]
+            parts = [t for t in those if (microbatch, node.name) in t.values]
+            if node.name not in seen or not parts or is_unfilled(node.op):
+                continue
+            if backward and any(t.weights[microbatch] for t in those if (microbatch, node.name) not in t.values):
+                continue  # an operator handed on what it was given: somebody else has that gradient
+            lies = _Lies(layouts[stage_of[node.name]], backward)
+            scale = scale_of(0.0, floors[node.name], tolerance)
+            if not _makes_up(node, seen[node.name], parts, lies, microbatch, tolerance, scale):
+                yield microbatch, node
+
+
+def _whole_values(
+    prepared: Prepared, batch: Any, seed: int, step: int, backward: bool
+) -> Iterator[tuple[int, dict[str, Tensor], dict[str, float]]]:
+    """Every value of one worker's pass, by node name, microbatch by microbatch, and what rounding makes of it.
+
+    Args:
+        prepared: whose model is run; its buffers move with the microbatches.
+        batch, seed, step: on what.
+        backward: the gradients of the values.
     """
     leaves, _ = flatten(batch)
     samples = sample_count(leaves)
@@ -120,12 +181,17 @@ def _whole_values(
     code = prepared.main.graph.code
     filled = [(i, a, b) for i, (a, b) in enumerate(bounds(samples, prepared.plan.microbatches)) if a < b]
     parts = [Part(b - a, a, samples, i, step, seed) for i, a, b in filled]
-    counted = with_counts(Statistics(code.fx), code, tensors, parts, [take(leaves, a, b) for _, a, b in filled])
+    counted = with_counts(code, tensors, parts, [take(leaves, a, b) for _, a, b in filled], sampled_leaves(leaves))
     part_of = {part.microbatch: part for part in counted}
 
     def run(start: int, stop: int, microbatch: int) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return run_whole(code, tensors, take(cloned(leaves), start, stop), part_of[microbatch])[1]
+        look, own = Gradients() if backward else Values(), take(cloned(leaves), start, stop)
+        with torch.set_grad_enabled(backward):
+            loss = run_whole(code, tensors, own, part_of[microbatch], look)
+        if backward and loss[0].requires_grad:
+            share = (stop - start if prepared.main.graph.mean else 1) / samples
+            torch.autograd.backward([loss[0]], [torch.full_like(loss[0], share)])
+        return look.kept
 
     for microbatch, (start, stop) in enumerate(bounds(samples, prepared.plan.microbatches)):
         if start == stop:
@@ -137,7 +203,10 @@ def _whole_values(
             again.append(run(start, stop, microbatch))
             restore()
         seen = run(start, stop, microbatch)
-        yield microbatch, seen, {name: floor(value, [each[name] for each in again]) for name, value in seen.items()}
+        floors = {n: floor(value, [each[n] for each in again if n in each]) for n, value in seen.items()}
+        yield microbatch, seen, floors
+    for parameter in tensors.parameters().values():
+        parameter.grad = None
 
 
 def _told(node: Node, where: str) -> str:
@@ -145,7 +214,28 @@ def _told(node: Node, where: str) -> str:
     return f"{node.name}{line}{', ' + where if where else ''}"
 
 
-def _by_replica(traces: Sequence[Trace], layout: Layout | None, microbatch: int, name: str) -> list[Trace]:
+@dataclass(frozen=True)
+class _Lies:
+    """How values, or their gradients, lie on the ranks of a mesh.
+
+    Attributes:
+        layout: of a stage; None where no operator is split.
+        backward: it is the gradients.
+    """
+
+    layout: Layout | None
+    backward: bool
+
+    def whole(self, name: str, values: Mapping[tuple[int, ...], Tensor], samples: int) -> Tensor:
+        """A node's value from those of the ranks, by their coordinates."""
+        if self.layout is None:
+            return next(iter(values.values()))
+        state = self.layout.state(name, samples)
+        degrees = tuple(split.degree for split in self.layout.splits.values())
+        return assembled(values, tuple(map(gradient, state)) if self.backward else state, degrees)
+
+
+def _by_replica(traces: Sequence[Trace], lies: _Lies, microbatch: int, name: str) -> list[Trace]:
     """Of every replica that computed something, one trace, with the node's value put together from its mesh."""
     meshes: dict[int, dict[tuple[int, ...], Trace]] = {}
     for each in traces:
@@ -156,12 +246,8 @@ def _by_replica(traces: Sequence[Trace], layout: Layout | None, microbatch: int,
         mesh = meshes[replica]
         one = next(iter(mesh.values()))
         values = {at: each.values[microbatch, name] for at, each in mesh.items()}
-        if layout is not None:
-            state = layout.state(name, one.samples[microbatch])
-            degrees = tuple(split.degree for split in layout.splits.values())
-            values = {(): assembled(values, state, degrees)}
-        own = {(microbatch, name): next(iter(values.values()))}
-        result.append(Trace(replica, {}, own, one.weights, one.samples))
+        own = {(microbatch, name): lies.whole(name, values, one.samples[microbatch])}
+        result.append(Trace(one.stage, replica, {}, own, one.weights, one.samples))
     return result
 
 
@@ -173,7 +259,7 @@ def _makes_up(
     node: Node,
     expected: Tensor,
     traces: Sequence[Trace],
-    layout: Layout | None,
+    lies: _Lies,
     microbatch: int,
     tolerance: float,
     scale: float,
@@ -183,7 +269,7 @@ def _makes_up(
     Args:
         scale: errors are relative to it, where the value is smaller.
     """
-    ordered = _by_replica(traces, layout, microbatch, node.name)
+    ordered = _by_replica(traces, lies, microbatch, node.name)
     values = [t.values[microbatch, node.name] for t in ordered]
     if node.batch_dim is not None:
         together = torch.cat(values, node.batch_dim) if expected.dim() else values[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from polylane.graph.rounding import size
@@ -12,6 +12,8 @@ from polylane.proof.relative import determined, over, scale_of
 from polylane.proof.rounding import Floors
 from polylane.proof.state import memory_sizes
 from polylane.proof.stepwise import Distances, Kind, What
+
+UPDATED = (Kind.UPDATE, Kind.MEMORY)  # by the optimizer, given the same gradient: no sums are rounded otherwise
 
 Where = tuple[int, int]  # a step, and the replica whose reference it is
 
@@ -22,15 +24,21 @@ class Judgement:
 
     Attributes:
         losses: of every step.
-        errors: of every step, by what was compared; the worst of all workers.
+        replicas: of every step, of each replica that goes apart from the others or of all of them as one: by what was
+            compared, the worst of its workers.
         state: of weights and buffers after the last step, as the plan puts them together.
         undetermined: gradients and buffers that the reference itself does not know, in any step.
     """
 
     losses: list[float]
-    errors: list[dict[What, float]]
+    replicas: list[list[dict[What, float]]]
     state: Mapping[str, float]
     undetermined: Collection[tuple[Kind, str]]
+
+    @property
+    def errors(self) -> list[dict[What, float]]:
+        """Of every step, by what was compared; the worst of all workers."""
+        return [_worst(each) for each in self.replicas]
 
     @property
     def worst(self) -> float:
@@ -69,24 +77,29 @@ def judge(
         tolerance: largest relative error that counts as rounding.
         more: floors that were measured again, by step and replica.
     """
-    errors, undetermined = list[dict[What, float]](), set[tuple[Kind, str]]()
+    replicas, undetermined = list[list[dict[What, float]]](), set[tuple[Kind, str]]()
     for number in range(len(losses)):
-        worst: dict[What, float] = {}
+        replicas.append([])
         for replica, each in _by_replica(reference, number, workers):
             step = reference.at(number, replica)
             scales = _Scales(step, _floors(step, more, (number, replica)), parameters, tolerance)
             undetermined |= scales.undetermined
-            for worker in each:
-                for what, distance in worker.steps[number].items():
-                    worst[what] = max(worst.get(what, 0.0), over(distance, scales.of(what)))
-        errors.append(worst)
+            own = [{w: over(distance, scales.of(w)) for w, distance in x.steps[number].items()} for x in each]
+            replicas[-1].append(_worst(own))
     pairs = enumerate(zip(reference.losses, losses, strict=True))
     return Judgement(
         [over(_nan_last(abs(a - b)), _loss_scale(reference, n, a, more, tolerance)) for n, (a, b) in pairs],
-        errors,
+        replicas,
         _state_errors(reference, workers[0].state, parameters, tolerance, more),
         undetermined,
     )
+
+
+def _worst(each: Iterable[Mapping[What, float]]) -> dict[What, float]:
+    found: dict[What, float] = {}
+    for errors in each:
+        found |= {what: max(found.get(what, 0.0), error) for what, error in errors.items()}
+    return found
 
 
 def wrong_steps(
@@ -95,7 +108,7 @@ def wrong_steps(
     """Where the floors matter: steps in which a loss, a gradient or a buffer fails."""
     found = set[Where]()
     for number, errors in enumerate(judgement.errors):
-        rounded = (what for what, error in errors.items() if what[0] is not Kind.MEMORY and not error <= tolerance)
+        rounded = (what for what, error in errors.items() if what[0] not in UPDATED and not error <= tolerance)
         if any(rounded) or not judgement.losses[number] <= tolerance:
             found |= {(number, replica) for replica, _ in _by_replica(reference, number, workers)}
     if any(not error <= tolerance for error in judgement.state.values()):

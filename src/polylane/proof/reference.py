@@ -13,14 +13,16 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import bounds, cloned, flatten, is_sampled, part_count, sample_count, sampled_leaves, take
 from polylane.graph.export import Loss, Whole, snapshot
 from polylane.graph.graph import Code
+from polylane.graph.keying import follows_samples
 from polylane.graph.part import Part
 from polylane.graph.precision import Promoted
 from polylane.graph.rounding import TRIES, nudge
+from polylane.graph.whole_batch import BatchShare, WholeBatch
 from polylane.proof.rounding import TRIES_MORE, Floors, Pass, measure
 from polylane.proof.state import State, put, read
 from polylane.runtime.lane import Tensors
 from polylane.runtime.prepare import Prepared, named_parameters
-from polylane.samples.statistics import Statistics, counts_samples
+from polylane.samples.statistics import counts_samples
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Step:
         before, after: with what it began, and what it left.
         gradients: as its optimizer took them, by parameter.
         floors: how far the step is from itself, where its sums are rounded otherwise.
+        updated: weights as the update left them, where replicas may then agree on others.
     """
 
     loss: float
@@ -54,6 +57,7 @@ class Step:
     after: State
     gradients: Mapping[str, Tensor]
     floors: Floors
+    updated: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,6 @@ class Loop:
         self._sampled = sampled_leaves(flatten(example)[0])
         self.loss = loss = next(iter(prepared.objectives.values())).loss
         self.modules = nn.ModuleList([prepared.model, *([loss] if isinstance(loss, nn.Module) else [])])
-        self._counts = Statistics(self._graph.code.fx)
         self._tensors = Tensors(prepared.model, [loss], torch.device("cpu"))
         self._run, self.eager = self._loss(prepared.model, loss, example)
         self.permutes = not self._graph.code.random
@@ -234,22 +237,22 @@ class Loop:
         whole = Whole(model, loss, rebuild)
 
         def by_graph(leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
-            return run_whole(self._graph.code, self._tensors, leaves, part)[0]
+            return run_whole(self._graph.code, self._tensors, leaves, part)
 
         def by_model(leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
             with Promoted():
                 result: tuple[Tensor, ...] = whole(*leaves)
             return result
 
-        if self._graph.code.random:  # which only the graph draws by key
-            return by_graph, False
         # One device takes the batch as one. Where batch normalization sees a microbatch at a time, or a replica its own
         # samples alone, there are parts: the model itself cannot be told what the whole batch counts, its graph can.
-        if self._graph.code.batch_statistics or self._replicas > 1:
-            if counts_samples(self._graph.code.fx) and self._microbatches * self._replicas > 1:
-                return by_graph, False
-        else:
+        code = self._graph.code
+        if not tells_parts_apart(code) and self._replicas == 1:
             self._microbatches = 1
+        if code.random:  # which only the graph draws by key
+            return by_graph, False
+        if counts_samples(code.fx) and self._microbatches * self._replicas > 1:
+            return by_graph, False
         part = Part(sample_count(leaves))
         plain = _runs(self.modules, loss, lambda: by_model(cloned(leaves), part))
         return (by_model, True) if plain else (by_graph, False)
@@ -288,7 +291,7 @@ class Loop:
         total, count = 0.0, 0.0
         each = [_shuffled(take(leaves, start, stop, sampled), stop - start, permuted) for _, start, stop in shares]
         parts = [Part(stop - start, start, samples, i, step, self._seed, averaged=own) for i, start, stop in shares]
-        parts = with_counts(self._counts, self._graph.code, self._tensors, parts, each)
+        parts = with_counts(self._graph.code, self._tensors, parts, each, sampled)
         for (microbatch, start, stop), part, given in zip(shares, parts, each, strict=True):
             try:
                 result = self._run(given, part)
@@ -314,15 +317,54 @@ class Loop:
         return {name: p.grad for name, p in self._optimized.items() if p.grad is not None}
 
 
+def tells_parts_apart(code: Code) -> bool:
+    """Whether a model computes something else on a batch in parts: statistics of each, or random numbers for each."""
+    return code.batch_statistics or (code.random and not follows_samples(code.fx))
+
+
 def with_counts(
-    counts: Statistics, code: Code, tensors: Tensors, parts: Sequence[Part], leaves: Sequence[Sequence[Any]]
+    code: Code,
+    tensors: Tensors,
+    parts: Sequence[Part],
+    leaves: Sequence[Sequence[Any]],
+    sampled: Sequence[bool] | None = None,
 ) -> list[Part]:
-    """Parts that know what the whole batch counts; ``leaves`` are those of each."""
+    """Parts that know what all of them count together.
+
+    A part's own count is of no use here: samples are put together again, and counted as the one batch that they are.
+
+    Args:
+        code: the whole graph.
+        tensors: on which it runs.
+        parts: with their samples.
+        leaves: of each part.
+        sampled: which of the leaves are split with the samples.
+    """
+    counts = [node for node in code.fx.nodes if isinstance(node.target, WholeBatch)]
     if not counts or len(parts) < 2:
         return list(parts)
-    given = {**{("buffer", n): t for n, t in tensors.buffers().items()}}
-    found = counts.count(parts, leaves, {**given, **{("constant", n): t for n, t in code.constants.items()}})
+    split = sampled or sampled_leaves(leaves[0])
+    joined = [torch.cat(each) if cut else each[0] for each, cut in zip(zip(*leaves, strict=True), split, strict=True)]
+    samples = sum(part.samples for part in parts)
+    found: dict[str, Tensor] = {}
+
+    def look(name: str, value: Tensor) -> None:
+        found[name] = value
+
+    with torch.no_grad():
+        run_whole(code, tensors, joined, Part(samples, batch=samples), look, only=_ancestors(counts))
     return [replace(part, whole=lambda key, own: found[key]) for part in parts]
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all on which they depend."""
+    found, left = set[fx.Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
 
 
 def _shuffled(leaves: Sequence[Any], samples: int, seed: int | None) -> Sequence[Any]:
@@ -347,9 +389,23 @@ def _runs(modules: nn.Module, loss: Loss, run: Callable[[], Any]) -> bool:
 
 
 def run_whole(
-    code: Code, tensors: Tensors, leaves: Sequence[Any], part: Part
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Run captured code node by node on the model's own tensors: the loss, and every tensor value by node name."""
+    code: Code,
+    tensors: Tensors,
+    leaves: Sequence[Any],
+    part: Part,
+    look: Callable[[str, Tensor], None] | None = None,
+    only: Collection[fx.Node] | None = None,
+) -> tuple[Tensor, ...]:
+    """Run captured code node by node on the model's own tensors: the loss.
+
+    What a part needs to know of the whole batch is found here by other code than a plan's.
+
+    Args:
+        code: the whole graph.
+        tensors, leaves, part: on what it runs.
+        look: sees every tensor value as soon as it is there: node name, value.
+        only: run these nodes, and do not ask for the loss.
+    """
     table: dict[str, Any] = {
         "parameter": tensors.parameters(),
         "buffer": tensors.buffers(),
@@ -358,17 +414,29 @@ def run_whole(
         "part": [part],
     }
     values: dict[fx.Node, Any] = {}
-    seen: dict[str, Tensor] = {}
     result: tuple[Tensor, ...] = ()
     for node in code.fx.nodes:
+        if only is not None and node not in only:
+            continue
         if node.op == "placeholder":
             kind, key = node.meta["role"]
             values[node] = table[kind][key]
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
-            if isinstance(values[node], Tensor):
-                seen[node.meta["name"]] = values[node].detach().clone()  # somebody may write to it
+            values[node] = _of_batch(node, part, *args) if _asks(node) else node.target(*args, **kwargs)
+            if look is not None and isinstance(values[node], Tensor):
+                look(node.meta["name"], values[node])
         else:
             result = tuple(fx.map_arg(node.args[0], values.__getitem__))
-    return result, seen
+    return result
+
+
+def _asks(node: fx.Node) -> bool:
+    return isinstance(node.target, (WholeBatch, BatchShare))
+
+
+def _of_batch(node: fx.Node, part: Part, _: Part, own: Any = None) -> Any:
+    """What an operator gives that stands for a number of the whole batch."""
+    if isinstance(node.target, BatchShare):
+        return float(((part.averaged or part.batch or part.samples) / part.samples) ** node.target.power)
+    return own if part.whole is None else part.whole(str(node.meta["name"]), own)

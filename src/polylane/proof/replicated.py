@@ -60,6 +60,7 @@ def replicated_run(
         for replica in replicas[:1] if together else replicas:
             passed.append(replica.passes(batch, number, tolerance, together=together))
             replica.update(bool((replica.whole if together else replica.loop).samples(batch)))
+        updated = [{n: p.detach().clone() for n, p in r.trained.items()} for r in ([] if together else replicas)]
         losses.append(sum(total for (total, _), *_ in passed) / sum(count for (_, count), *_ in passed))
         if together:
             for other in replicas[1:]:
@@ -68,11 +69,11 @@ def replicated_run(
         else:
             average.after(batch, number)
         after = [replica.state() for replica in replicas]
-        each = zip(passed, before, after, strict=False)  # of what they did together, there is one
+        each = zip(passed, before, after, updated or [{}], strict=False)  # of what they did together, there is one
         steps.append(
             tuple(
-                Step(total / count if count else 0.0, earlier, later, gradients, floors)
-                for ((total, count), gradients, floors), earlier, later in each
+                Step(total / count if count else 0.0, earlier, later, gradients, floors, own)
+                for ((total, count), gradients, floors), earlier, later, own in each
             )
         )
         before = after

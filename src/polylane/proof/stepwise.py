@@ -31,6 +31,7 @@ class Kind(StrEnum):
 
     GRADIENT = "gradient"  # as the plan computed it, reduced and clipped
     VALUE = "value"  # of a weight after its update, of a buffer after the pass
+    UPDATE = "update"  # of a weight after its update, before replicas that go apart agree on another one
     MEMORY = "memory"  # of the optimizer
 
 
@@ -150,7 +151,13 @@ def _watch(each: Stepping, reference: Reference, parts: Parts, found: Distances)
             if cut is not None and parameter.grad is not None:
                 found.note(number, (Kind.GRADIENT, name, ""), apart(cut.view(parameter.grad.shape), parameter.grad))
         with _given(each, lambda name: parts.updated(name, expected[name]) if name in expected else None):
-            return plain(*args, **kwargs)
+            result = plain(*args, **kwargs)
+        updated = reference.at(number, found.replica).updated
+        for name, parameter in each.parameters.items():
+            cut = parts.updated(name, updated[name]) if name in updated else None
+            if cut is not None:
+                found.note(number, (Kind.UPDATE, name, ""), apart(cut.view(parameter.shape), parameter))
+        return result
 
     each.optimizer.step = step  # type: ignore[method-assign]  # its hooks are not there where it calls no base class
 

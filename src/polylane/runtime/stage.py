@@ -366,13 +366,16 @@ class StageRunner:
 
 
 def values_of(
-    runner: StageRunner, values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part
-) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
-    """Run a stage node by node: every tensor value by node name, and the result."""
+    runner: StageRunner,
+    values: Mapping[str, Tensor],
+    leaves: Sequence[Any],
+    part: Part,
+    look: Callable[[str, Tensor], None],
+) -> tuple[Any, ...]:
+    """Run a stage node by node, and look at every tensor value as soon as it is there: node name, value. The result."""
     results: dict[fx.Node, Any] = {}
     code = runner.at(part.samples)
     placeholders = iter(code.roles)
-    seen: dict[str, Tensor] = {}
     output: tuple[Any, ...] = ()
     for node in code.graph.nodes:
         if node.op == "placeholder":
@@ -381,7 +384,7 @@ def values_of(
             args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
             results[node] = node.target(*args, **kwargs)
             if isinstance(results[node], Tensor) and node.meta.get("stands", True):
-                seen[node.meta["name"]] = results[node].detach().clone()
+                look(node.meta["name"], results[node])
         else:
             output = fx.map_arg(node.args[0], results.__getitem__)
-    return seen, output
+    return output

@@ -1,4 +1,4 @@
-"""One forward pass by a plan in which every worker keeps all its values, for finding where two runs part ways."""
+"""A pass by a plan in which every worker keeps all its values, or their gradients: to find where two runs part ways."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from polylane.graph.part import Part
 from polylane.program.lower import lower_evaluation
 from polylane.runtime.division import Batch
+from polylane.runtime.holding import holders_of
 from polylane.runtime.job import Job
+from polylane.runtime.lane import programs_of
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.stage import Live, StageRunner, values_of
 from polylane.runtime.stale import own_calls
@@ -21,8 +23,9 @@ from polylane.runtime.world import World
 
 @dataclass
 class Trace:
-    """One worker's values of a forward pass: (microbatch, node name) -> value."""
+    """One worker's values of a pass: (microbatch, node name) -> value, or its gradient."""
 
+    stage: int
     replica: int
     coordinates: Mapping[str, int]
     values: dict[tuple[int, str], Tensor] = field(default_factory=dict)
@@ -30,30 +33,92 @@ class Trace:
     samples: dict[int, int] = field(default_factory=dict)
 
 
-class _Tracer(StageRunner):
-    """Runs a stage node by node and keeps every value."""
+class Values:
+    """Keeps the values of a pass by node name."""
 
-    trace: Trace
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        """Keep one as it is now: somebody may write to it."""
+        self.kept[name] = value.detach().clone()
+
+
+class Gradients:
+    """Keeps what a backward pass finds for the values of a forward pass, by node name.
+
+    Where an operator gives the very tensor that it was given, the two have one gradient, which is kept for the first.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+        self._watched: dict[int, Tensor] = {}  # by identity, which they keep as long as they are here
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        """Watch for the gradient of one."""
+        if not value.requires_grad or id(value) in self._watched:
+            return
+
+        def keep(gradient: Tensor) -> None:
+            self.kept[name] = gradient.detach().clone()
+
+        self._watched[id(value)] = value
+        value.register_hook(keep)
+
+
+@dataclass
+class _Tracer(StageRunner):
+    """Runs a stage node by node and keeps every value; where there is a backward pass, its gradient."""
+
+    trace: Trace = field(kw_only=True)
+    looks: dict[int, Gradients] = field(default_factory=dict)
 
     def forward(self, microbatch: int, values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part) -> Live:
         """As the stage's own, one node at a time."""
-        seen, result = values_of(self, values, leaves, part)
-        self.trace.values |= {(microbatch, name): value for name, value in seen.items()}
         self.trace.weights[microbatch], self.trace.samples[microbatch] = part.weight, part.samples
+        backward = torch.is_grad_enabled()
+        inputs = {n: x.requires_grad_() if backward and n in self.gradients else x for n, x in values.items()}
+        look = Gradients() if backward else Values()
+        result = values_of(self, inputs, leaves, part, look)
         count = len(self.code.outputs)
-        return Live({}, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
+        live = Live(inputs, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
+        if isinstance(look, Gradients):
+            self.live[microbatch], self.looks[microbatch] = live, look
+        else:
+            self._keep(microbatch, look.kept)
+        return live
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
+        """As the stage's own."""
+        result = super().backward(microbatch, gradients, seed)
+        self._keep(microbatch, self.looks.pop(microbatch).kept)
+        return result
+
+    def _keep(self, microbatch: int, found: Mapping[str, Tensor]) -> None:
+        self.trace.values |= {(microbatch, name): value for name, value in found.items()}
 
 
-def trace(prepared: Prepared, world: World, batch: Any, seed: int, step: int = 0) -> Trace:
-    """A forward pass in training mode over one whole batch, that of a step, on every worker of the plan."""
+def trace(prepared: Prepared, world: World, batch: Any, seed: int, step: int = 0, backward: bool = False) -> Trace:
+    """A pass in training mode over one whole batch, that of a step, on every worker of the plan.
+
+    Args:
+        prepared, world: of this worker.
+        batch, seed, step: of which step.
+        backward: gradients of values are kept instead of values; those of parameters are summed, and not used.
+    """
     job = Job(prepared, world, example=batch, seed=seed)
-    programs = lower_evaluation(prepared.main, prepared.plan)
-    worker = job.lane(prepared.main, programs).worker
+    partition, plan = prepared.main, prepared.plan
+    if backward:
+        programs = programs_of(partition, plan, holders_of(prepared), True, prepared.layouts_of(partition))
+    else:
+        programs = lower_evaluation(partition, plan)
+    worker = job.lane(partition, programs).worker
     runner = worker.runner
-    tracer = _Tracer(runner.code, runner.tensors, runner.gradients, runner.device, runner.autocast, runner.local)
-    tracer.trace = Trace(0 if "data" in worker.mesh.axes else worker.program.replica, worker.mesh.coordinates)
-    worker.runner = tracer
-    with torch.no_grad(), own_calls():
+    replica = 0 if "data" in worker.mesh.axes else worker.program.replica
+    own = Trace(worker.program.stage, replica, worker.mesh.coordinates)
+    same = (runner.code, runner.tensors, runner.gradients, runner.device, runner.autocast, runner.local)
+    worker.runner = _Tracer(*same, trace=own)
+    with torch.set_grad_enabled(backward), own_calls():
         worker.run(Batch.whole(batch), step, seed, lambda state: None)
     job.close()
-    return tracer.trace
+    return own
