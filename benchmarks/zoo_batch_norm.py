@@ -215,7 +215,7 @@ def _worst(verdict: Verdict) -> str:
     gradient = max(verdict.deviations, key=lambda d: d.gradient or 0.0)
     value = max(verdict.deviations, key=lambda d: d.value)
     told = f"loss {verdict.loss_error:.0e}, gradient {gradient.gradient or 0.0:.0e}, value {value.value:.0e}"
-    if undetermined := getattr(verdict, "undetermined", ()):
+    if undetermined := verdict.undetermined:
         told += f"; {len(undetermined)} of {len(verdict.deviations)} tensors have what rounding alone makes"
     if verdict.passed:
         return told

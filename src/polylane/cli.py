@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -90,7 +91,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the command line without the program's name; default: this process's own.
     """
+    warnings.formatwarning = _told
     app(args=None if arguments is None else list(arguments), prog_name="polylane")
+
+
+def _told(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning of polylane's own as a sentence; others as Python has them, with file and line."""
+    if Path(filename).is_relative_to(Path(__file__).parent):
+        return f"note: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 @app.callback(invoke_without_command=True)

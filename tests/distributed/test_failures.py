@@ -94,7 +94,7 @@ def test_an_operator_that_raises_once(plan: str, backward: bool) -> None:
         job.step(poisoned(9, 4))
 
     torch.manual_seed(0)
-    error = failure_of(work, Model(backward).double(), plan, example=batch_of(9))
+    error = failure_of(work, Model(backward).double(), f"{plan},per_sample=gate", example=batch_of(9))
     assert (error.error_type, error.error_message) == (
         "ArithmeticError",
         f"poisoned on the way {'back' if backward else 'forward'}",
@@ -140,7 +140,10 @@ def test_an_optimizer_that_raises() -> None:
 
     for plan, rank in (("pipeline=2,microbatches=2", 1), ("data=2,pipeline=2,microbatches=2", None)):
         error = failure_of(
-            lambda job: job.step(batch_of(8)), mlp(6, 8, 4), plan, optimizer=lambda named: Refusing(list(named), lr=0.1)
+            lambda job: job.step(batch_of(8)),
+            mlp(6, 512, 512, 8, 4),
+            plan,
+            optimizer=lambda named: Refusing(list(named), lr=0.1),
         )
         assert error.error_type == "ArithmeticError" and error.stage == 1 and error.microbatch is None
         assert error.rank == rank if rank is not None else error.rank in (1, 3)
@@ -164,7 +167,9 @@ def test_evaluation_that_raises() -> None:
         job.evaluate(poisoned(9, 8))
 
     torch.manual_seed(0)
-    error = failure_of(work, Model(False).double(), "data=2,pipeline=2,microbatches=3", example=batch_of(9))
+    error = failure_of(
+        work, Model(False).double(), "data=2,pipeline=2,microbatches=3,per_sample=gate", example=batch_of(9)
+    )
     assert (error.microbatch, error.module) == (2, "gate")
 
 

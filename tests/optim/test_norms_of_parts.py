@@ -113,7 +113,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(6, 8, bias=False)
-        self.inner = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.inner = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -320,6 +320,18 @@ def test_index_put(form: int, n: int, accumulate: bool, degree: int) -> None:
     assert all(s.inputs[0] == PARTIAL for s in added)
 
 
+@given(st.sampled_from([0, 1, 2]), st.sampled_from([(), (1,)]), st.booleans(), DEGREES)
+@few
+def test_index_put_where_a_mask_says_so(form: int, one: tuple[int, ...], accumulate: bool, degree: int) -> None:
+    x = tensor(4, 5, 3)
+    indices = [[x > 0], [x[:, :, 0] > 0], [None, x[0] > 0]][form]
+    found = check(aten.index_put.default, [x, indices, tensor(*one, seed=1), accumulate], degree=degree)
+    assert cut(found) == {0, 1, 2}
+    along = [s for s in found if isinstance(s.outputs[0], Shard) and s.outputs[0].dim == 1]
+    assert along
+    assert all(isinstance(s.inputs[1], Shard) for s in along)  # every mask has the second dimension
+
+
 @given(SIZES, st.integers(0, 1), DEGREES)
 @few
 def test_index_select(n: int, dim: int, degree: int) -> None:

@@ -41,7 +41,8 @@ def test_microbatches_are_left_open() -> None:
         (
             "dat=2",
             "unknown key 'dat', known are data, pipeline, sequence, tensor, microbatches, schedule, precision, every, "
-            "warmup, outer, shard, within, wire, compress, servers, dedicated, staleness, slow; did you mean data?",
+            "warmup, outer, shard, within, wire, compress, servers, dedicated, staleness, slow, per_sample; "
+            "did you mean data?",
         ),
         ("tensors=2", "unknown key 'tensors', known are data, pipeline, sequence"),
         ("tensors=2", "did you mean tensor?"),

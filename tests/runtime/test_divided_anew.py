@@ -18,6 +18,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
 from polylane.runtime.world import World
+from polylane.samples.derivation import known_orders
 from training import batch_of, classify, mlp, sgd
 
 
@@ -83,7 +84,8 @@ def test_workers_that_saw_another_order_do_not_start() -> None:
     example, model = batch_of(8), mlp(6, 8, 4)
     made = prepared(model, "[data=2 | 1]")
     crossing = made.main.crossings[0]
-    other = replace(made, seen=[(made.main, Seen({crossing.value: Order.MEAN}))])
+    known = dict(known_orders(made.main.graph).orders)
+    other = replace(made, seen=[(made.main, Seen({**known, crossing.value: Order.MEAN}))])
 
     def work(_: Any) -> str:
         world = World.join()

@@ -180,6 +180,7 @@ def test_stragglers_change_no_numbers_and_linger(monkeypatch: pytest.MonkeyPatch
 
     def work(job: Any) -> tuple[Trained, list[tuple[float, ...]]]:
         losses, seen = [], list[tuple[float, ...]]()
+        slept.clear()  # of waiting for the others at the start
         for batch in BATCHES[:4]:
             losses.append(job.step(batch).loss)
             seen.append(tuple(slept))

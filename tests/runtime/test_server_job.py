@@ -63,7 +63,7 @@ def test_parameters_that_get_no_gradient_in_some_step_are_skipped() -> None:
     for (inputs, _), experts in zip(batches, ((0, 0, 0, 1, 1, 1), (0,) * 6, (0, 0, 0, 1, 1, 1)), strict=True):
         inputs[:, 0] = torch.tensor(experts, dtype=torch.float64)
     expected = plainly(Experts(), batches, optimizer=adamw)
-    for worker in by_servers(Experts(), "data=2,servers=2", batches, optimizer=adamw):
+    for worker in by_servers(Experts(), "data=2,servers=2,per_sample=model", batches, optimizer=adamw):
         assert_same(worker, expected)
 
 

@@ -123,7 +123,7 @@ def test_the_users_own_python(shard: str) -> None:
     """A parameter without a gradient on any replica is left alone, as on one device: it does not decay."""
     expected = plainly(leaf(), BATCHES, optimizer=adamw, microbatches=2)
     assert torch.equal(expected.state["2.seldom.weight"], leaf().state_dict()["2.seldom.weight"])
-    for worker in trained(leaf(), f"data=2,microbatches=2,shard={shard}", BATCHES, optimizer=adamw):
+    for worker in trained(leaf(), f"data=2,microbatches=2,shard={shard},per_sample=2", BATCHES, optimizer=adamw):
         assert_same(worker, expected, 1e-9)
 
 

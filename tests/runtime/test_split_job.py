@@ -157,7 +157,7 @@ def test_a_model_on_the_meta_device_is_never_whole(plan: str) -> None:
             return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double()
 
     def work(job: Job) -> Any:
-        held = max(t.numel() for t in job.held().values())
+        held = max((t.numel() for t in job.held().values()), default=0)
         first = job.state_dict()
         losses = [job.step(batch_of(8)).loss for _ in range(2)]
         return held, first, [*losses, job.evaluate(batch_of(5))]

@@ -62,6 +62,18 @@ def selected(model: nn.Module, batch: Batch) -> Tensor:
     return F.smooth_l1_loss(model(batch[0])[mask], batch[0][mask][:, :CLASSES])
 
 
+def places(batch: Batch) -> Tensor:
+    """The numbers of the rows that count."""
+    return (batch[2] > 0.5).nonzero().squeeze(1)
+
+
+def inside(model: nn.Module, batch: Batch) -> Tensor:
+    """At the numbers of features that count, several of a sample."""
+    wanted = batch[0][:, :CLASSES].flatten()
+    at = (wanted > 0).nonzero()[:, 0]
+    return F.mse_loss(model(batch[0]).flatten()[at], wanted[at])
+
+
 def normalized(model: nn.Module, batch: Batch) -> Tensor:
     weights = batch[2] / batch[2].sum()
     return (each(model, batch) * weights / (weights * weights).sum()).mean()
@@ -95,6 +107,9 @@ ADDITIVE: dict[str, Loss] = {
     "masked select": lambda m, b: each(m, b).masked_select(b[2] > 0.5).mean(),
     "selected before the loss": lambda m, b: F.cross_entropy(m(b[0])[b[2] > 0.5], b[1].clamp(min=0)[b[2] > 0.5]),
     "regression of selected rows": selected,
+    "rows at places": lambda m, b: F.cross_entropy(m(b[0])[places(b)], b[1].clamp(min=0)[places(b)]),
+    "rows where": lambda m, b: each(m, b)[torch.where(b[2] > 0.5)].mean(),
+    "features at places": inside,
     "positives": lambda m, b: (each(m, b) * (b[2] > 0.5)).sum() / (b[2] > 0.5).sum(),
     "several terms": several,
     "a sum": lambda m, b: each(m, b).sum(),
@@ -122,6 +137,8 @@ MEETING: dict[str, Loss] = {
     "median": lambda m, b: each(m, b).median(),
     "negatives in the batch": lambda m, b: F.cross_entropy(m(b[0]) @ m(b[0]).T, torch.arange(len(b[0]))),
     "weights over the losses' sum": lambda m, b: (each(m, b) * (each(m, b) / each(m, b).sum()).detach()).sum(),
+    "places of other rows": lambda m, b: each(m, b)[(places(b) + 1) % len(b[0])].mean(),
+    "places as numbers": lambda m, b: (m(b[0])[places(b)] * places(b)[:, None]).mean(),
     "the first sample": lambda m, b: each(m, b)[0],
     "no more than ten samples": lambda m, b: each(m, b)[:10].mean(),
     "labels that the model makes": lambda m, b: F.nll_loss(m(b[0]).log_softmax(1), m(b[0]).argmax(1)),

@@ -68,7 +68,8 @@ class FunctionCall:
     __name__ = "function"
     __module__ = "polylane"
 
-    def _run(self, tensors: Sequence[Tensor]) -> Any:
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """What the function itself returns."""
         flat = list(self.arguments)
         for position, tensor in zip(self.tensor_at, tensors, strict=True):
             flat[position] = tensor
@@ -76,7 +77,7 @@ class FunctionCall:
 
     def fake(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            result = self._run(tensors)
+            result = self.run(tensors)
         if isinstance(result, Tensor):
             return [result.clone()]
         self.output_at = [i for i, value in enumerate(result) if isinstance(value, Tensor)]
@@ -93,7 +94,7 @@ class FunctionCall:
         return tuple(result)
 
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        result = self._run(tensors)
+        result = self.run(tensors)
         return [result] if isinstance(result, Tensor) else [result[i] for i in self.output_at]
 
 

@@ -315,7 +315,8 @@ def _partitions(
         graph = graphs[objective.name]
         if spec.data > 1 or microbatches > 1:
             seen_to = seen_to_split(graph, model, objective.loss, leaves, in_float64)
-            meets = samples_meet(graph, microbatches, spec.data, spec.per_sample, seen_to) or meets
+            sync = "" if spec.sync.plain else ",".join(spec.sync.words())
+            meets = samples_meet(graph, microbatches, spec.data, spec.per_sample, seen_to, sync) or meets
         known = Seen()
         if spec.redivides:
             known = known_orders(graph, spec.per_sample)

@@ -114,6 +114,9 @@ class _Draft:
         given, origins = given_by_inputs(self.code), _origins(self.code)
         for node in [n for n in self.code.nodes if n.op == "call_function" and op_of(n).startswith("aten.")]:
             base = op_of(node).split(".")[1]
+            val = node.meta.get("val")
+            if isinstance(val, Tensor) and val.dtype is torch.float16:
+                continue  # a sum may be more than the largest number, where the mean is not
             arguments = bound(node, node.args, node.kwargs)[1]
             if base in _OF_CLASSES:
                 self._split_class_loss(node, arguments, given)
@@ -308,6 +311,9 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
     arguments = bound(node, node.args, node.kwargs)[1]
     if base == "masked_select":
         return arguments["mask"]  # type: ignore[no-any-return]
+    if base in ("nonzero", "nonzero_numpy", "where") and len(node.all_input_nodes) == 1:
+        mask = arguments["self" if "self" in arguments else "condition"]
+        return mask if mask.meta["val"].dtype is torch.bool else None
     indices = [i for i in arguments.get("indices", ()) if i is not None] if base == "index" else []
     one = indices[0] if len(indices) == 1 and isinstance(indices[0], fx.Node) else None
     return one if one is not None and one.meta["val"].dtype is torch.bool else None

@@ -23,6 +23,7 @@ def samples_meet(
     replicas: int,
     per_sample: Collection[str] = (),
     seen: Callable[[], str | None] = lambda: None,
+    sync: str = "",
 ) -> bool:
     """Whether a batch must be computed on as a whole: replicas then have to split the operators.
 
@@ -32,6 +33,7 @@ def samples_meet(
         per_sample: modules that run the user's own Python and treat each sample by itself, as the user says.
         seen: computes a batch whole and in parts, and says what differs, or None; asked only about the user's own
             Python, to refuse what the user says wrongly.
+        sync: the rule by which replicas agree, where it is not a sum of gradients: it divides every batch.
 
     Raises:
         PolylaneError: so it is, and there are microbatches.
@@ -50,6 +52,10 @@ def samples_meet(
         raise PolylaneError(f"{parts} would not compute what one device computes: {reason}; {_remedy(derived)}")
     if reason is not None and derived.culprit is not None and derived.culprit.op in OWN_PYTHON:
         name = derived.culprit.module or "model"
+        if sync:
+            raise PolylaneError(
+                f"sync ({sync}) divides every batch: {reason}; {_if_it_does(name)}; else leave sync out"
+            )
         warnings.warn(f"each replica computes {name} on the whole batch: {reason}; {_if_it_does(name)}", stacklevel=2)
     if microbatches > 1 and derived.counters:
         name, node = derived.counters[0]

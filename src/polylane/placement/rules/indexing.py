@@ -10,7 +10,7 @@ from string import ascii_uppercase
 import torch
 
 from polylane.placement.call import Call, Edit, Place, Strategy, Value
-from polylane.placement.letters import broadcast, by_letters, letters_of, nothing, summands
+from polylane.placement.letters import Letters, broadcast, by_letters, letters_of, nothing, summands
 from polylane.placement.placement import PARTIAL, Cuts, Shard, even, inside, joined, shortest
 from polylane.placement.rules.registry import rule
 
@@ -284,6 +284,15 @@ def _plain(x: Value, indices: Sequence[Value | None]) -> bool:
     return bool(given) and x.dim <= 26 and not any(_is_mask(i) and i.dim == 0 for i in given)
 
 
+def _masked(x: Value, indices: Sequence[Value | None]) -> Letters | None:
+    """The dimensions of ``x`` that a mask stands for, if that is the only index."""
+    given = [(at, i) for at, i in enumerate(indices) if i is not None]
+    if len(given) != 1 or x.dim > 26 or not _is_mask(given[0][1]) or given[0][1].dim == 0:
+        return None
+    at, mask = given[0]
+    return letters_of(x)[at : at + mask.dim]
+
+
 @rule("index")
 def index(call: Call) -> Iterator[Strategy]:
     """What lies at positions: cut the dimensions that they leave as they are, or the positions themselves."""
@@ -299,6 +308,10 @@ def index_put(call: Call) -> Iterator[Strategy]:
     """Values put at positions: dimensions left as they are; where values are added, each rank may add its own."""
     x, values, indices = call["self"], call["values"], call["indices"]
     yield from summands(call, x, values)
+    masked = _masked(x, indices) if values.count == 1 else None
+    if masked is not None:  # one number wherever a mask says so
+        yield from by_letters(call, [letters_of(x), masked, [None] * values.dim], [letters_of(x)])
+        return
     if not _plain(x, indices):
         return
     own, wide, found = _indexed(x, indices)
