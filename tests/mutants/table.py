@@ -613,6 +613,11 @@ COUNTS = [
         gpt="data=2 loss=total", network="data=2 loss=total", times=2,
     ),
     Mutant(
+        "function-proven-by-its-forward", "a custom function is proven by its forward pass, whatever the backward does",
+        "samples.functions:_holds", "not _is_gradient_of(arguments[argument].state, walk, walk.key(result))", "False",
+        "tests/samples/test_functions.py", unseen="the models of the proofs have no functions of their own",
+    ),
+    Mutant(
         "witness-never-compares", "what users say of their own Python is watched, and never found wrong",
         "runtime.sample_witness:witness", "_holds(nodes[name], group, gather, mean)", "True",
         "tests/equivalence/test_per_sample.py", unseen="what is watched is right in a proof",
