@@ -544,6 +544,7 @@ def _train(job: Job, batches: Sequence[Any]) -> _Trained:
         if len(sums) == 1:
             whole = job.whole_gradients()
             gradients = whole if job.world.rank == 0 else {}
+    job.gathered(None)  # all have ended, before anybody looks at what a server holds
     trains = job.world.rank < job.plan.workers
     own = f" of replica {job.plan.place(job.world.rank)[1]}" if job.plan.sync.alone and trains else ""
     held = {name + job.part_of(name) + own: digest(tensor) for name, tensor in job.held().items()}
