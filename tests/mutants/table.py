@@ -603,7 +603,7 @@ COUNTS = [
     ),
     Mutant(
         "total-taken-for-a-mean", "a sum over samples is taken for a mean over them",
-        "samples.derivation:_Walk.conclude", "power != wanted", "False", "tests/samples/test_counts.py",
+        "samples.derivation:_conclude", "power != wanted", "False", "tests/samples/test_counts.py",
         gpt="data=2 loss=total", network="data=2 loss=total", times=2,
     ),
     Mutant(
