@@ -67,13 +67,6 @@ def places(batch: Batch) -> Tensor:
     return (batch[2] > 0.5).nonzero().squeeze(1)
 
 
-def inside(model: nn.Module, batch: Batch) -> Tensor:
-    """At the numbers of features that count, several of a sample."""
-    wanted = batch[0][:, :CLASSES].flatten()
-    at = (wanted > 0).nonzero()[:, 0]
-    return F.mse_loss(model(batch[0]).flatten()[at], wanted[at])
-
-
 def written(model: nn.Module, batch: Batch) -> Tensor:
     """A vector into which a sum is written in place, and which is read as a whole."""
     kept = torch.zeros(2, dtype=torch.float64)
@@ -117,11 +110,7 @@ ADDITIVE: dict[str, Loss] = {
     "regression of selected rows": selected,
     "rows at places": lambda m, b: F.cross_entropy(m(b[0])[places(b)], b[1].clamp(min=0)[places(b)]),
     "rows where": lambda m, b: each(m, b)[torch.where(b[2] > 0.5)].mean(),
-    "features at places": inside,
     "all features of selected rows": lambda m, b: m(b[0])[b[2] > 0.5].flatten().square().mean(),
-    "errors of all their features": lambda m, b: F.mse_loss(
-        m(b[0])[b[2] > 0.5].view(-1), b[0][b[2] > 0.5][:, :CLASSES].reshape(-1)
-    ),
     "positives": lambda m, b: (each(m, b) * (b[2] > 0.5)).sum() / (b[2] > 0.5).sum(),
     "several terms": several,
     "a sum": lambda m, b: each(m, b).sum(),
