@@ -374,7 +374,7 @@ def _culprit_replayed(
     if gradients:
         return after_forward(prepared, Wrong(gradients=gradients))
     if step is not None:
-        return f"step {step + 1}: the loss of all replicas, is the first number that differs"
+        return f"step {step + 1}: the loss of all replicas is the first number that differs"
     return after_forward(prepared, Wrong(len(losses) - 1, averaged=state)) if state else None
 
 

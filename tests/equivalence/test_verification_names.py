@@ -56,6 +56,12 @@ def verdict(model: str, plan: str, steps: int = 2) -> Verdict:
     return verify(made(classes), objective_of(Proof(model, plan)), batches, plan)
 
 
+@pytest.mark.parametrize("plan", ["data=2,servers=1", "data=2,servers=2", "data=2,servers=1,dedicated=yes"])
+def test_an_optimizer_that_never_steps_is_not_asked_what_it_remembers(plan: str) -> None:
+    """A worker where no server lives has an optimizer of its own, which stays as it was made."""
+    assert verdict("gpt", plan).passed
+
+
 def culprit(model: str, plan: str, steps: int = 2) -> str:
     found = verdict(model, plan, steps)
     assert not found.passed and found.culprit is not None

@@ -435,6 +435,12 @@ SERVERS = [
         "tests/runtime/test_local_steps.py", gpt="data=2,every=2", network="data=2,every=2",
     ),
     Mutant(
+        "apart-divided-by-all", "a replica that goes its own way takes its mean over the samples of all replicas",
+        "runtime.worker:Worker.run", "sum(s.samples for s in own.values()) if self.alone else batch.samples",
+        "batch.samples",
+        "tests/runtime/test_local_steps.py", gpt="data=2,servers=1,staleness=1", network="data=2,every=2",
+    ),
+    Mutant(
         "unsent-entries-forgotten", "what top-k does not send is not remembered",
         "runtime.sync.top_k:picked", "owed[places] = (exact - values.to(exact.dtype)).nan_to_num_(0.0, 0.0, 0.0)",
         "owed.zero_()",
@@ -607,6 +613,11 @@ COUNTS = [
         gpt="data=2 loss=total", network="data=2 loss=total", times=2,
     ),
     Mutant(
+        "function-proven-by-its-forward", "a custom function is proven by its forward pass, whatever the backward does",
+        "samples.functions:_holds", "not _is_gradient_of(arguments[argument].state, walk, walk.key(result))", "False",
+        "tests/samples/test_functions.py", unseen="the models of the proofs have no functions of their own",
+    ),
+    Mutant(
         "witness-never-compares", "what users say of their own Python is watched, and never found wrong",
         "runtime.sample_witness:witness", "_holds(nodes[name], group, gather, mean)", "True",
         "tests/equivalence/test_per_sample.py", unseen="what is watched is right in a proof",
@@ -614,7 +625,7 @@ COUNTS = [
     Mutant(
         "nan-unseen", "a loss that is no number is not seen",
         "runtime.finite:Anomalies.look", "any(_bad(value) for value in live.loss[:1])", "False",
-        "tests/commands/test_run_folder.py", unseen="a proof has finite numbers",
+        "tests/commands/test_run_folder.py -k no_number", unseen="a proof has finite numbers",
     ),
     Mutant(
         "float16-without-scale", "gradients travel in float16 as large as they are",

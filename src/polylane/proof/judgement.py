@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from polylane.graph.rounding import size
 from polylane.proof.reference import Reference, Step
@@ -35,7 +36,7 @@ class Judgement:
     state: Mapping[str, float]
     undetermined: Collection[tuple[Kind, str]]
 
-    @property
+    @cached_property
     def errors(self) -> list[dict[What, float]]:
         """Of every step, by what was compared; the worst of all workers."""
         return [_worst(each) for each in self.replicas]

@@ -48,7 +48,8 @@ class Accounts:
     def stepping(self) -> list[Stepping]:
         """The first objective's optimizers that step in this process: this worker's, or those of parameter servers."""
         trainer = next(iter(self._trainers.values()))
-        return self._rule.stepping() or [Stepping(trainer.optimizer, trainer.held, lambda: self._step)]
+        elsewhere = self._rule.stepping()
+        return [Stepping(trainer.optimizer, trainer.held, lambda: self._step)] if elsewhere is None else elsewhere
 
     @property
     def staleness(self) -> int:

@@ -75,9 +75,10 @@ class Rule:
             samples: that each replica had of the batch; none of them is told where replicas never go apart.
         """
 
-    def stepping(self) -> list[Stepping]:
-        """Optimizers of the first objective that step in this process in the place of the workers' own."""
-        return []
+    def stepping(self) -> list[Stepping] | None:
+        """Optimizers of the first objective that step in the place of the workers' own, if any do: those of them that
+        live in this process, which may be none. None: the workers' own step."""
+        return None
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
