@@ -172,7 +172,8 @@ def test_values_are_held_as_they_lie() -> None:
     assert first.values == 8 * 6 * (8 + 8)  # a linear layer and a tanh, of float64
     assert (first.parameters, first.gradients) == (8 * (6 * 8 + 8),) * 2
     hidden = 3  # the most that one of 4 ranks has of 10
-    assert second.values == 8 * (6 * (hidden + hidden + 4) + 1)
+    loss = 6 * 1 + 8 * 5  # of each label whether it counts; the count, that of the batch, total, mean, and its share
+    assert second.values == 8 * 6 * (hidden + hidden + 4) + loss
     assert second.parameters == 8 * (8 * hidden + hidden + hidden * 4 + 4)
     told = cut(prepared, [(1.0, 2.0)] * len(prepared.main.graph.nodes), 12)["stages"]
     assert [stage["live"] for stage in told] == [2, 2]

@@ -74,7 +74,7 @@ def prepared_for(row: table.Row) -> Prepared:
         model = case.model().double()
         example = in_float64(case.batch(6, 0))
         objective = objective_of(row)
-        halves = Spec(pipeline=spec.pipeline, microbatches=2)
+        halves = Spec(pipeline=spec.pipeline, microbatches=2, per_sample=spec.per_sample)
         _prepared[key] = prepare(model, {"loss": objective}, example, halves, in_float64=True, seconds=by_work)
     shared = _prepared[key]
     plan = from_partition(shared.main, spec, row.microbatches)

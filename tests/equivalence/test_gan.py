@@ -52,7 +52,7 @@ def plain_loop(prepared: Prepared) -> tuple[list[float], dict[str, Tensor]]:
             for microbatch, (start, stop) in enumerate(bounds(samples, prepared.plan.microbatches)):
                 if start < stop:
                     part = Part(stop - start, start, samples, microbatch, 2 * step + turn)
-                    (loss,), _ = run_whole(prepared.partitions[name].graph.code, tensors, [batch[start:stop]], part)
+                    (loss,) = run_whole(prepared.partitions[name].graph.code, tensors, [batch[start:stop]], part)
                     (loss * ((stop - start) / samples)).backward()
                     total += loss.item() * (stop - start) / samples
             optimizers[name].step()

@@ -67,11 +67,12 @@ def places(batch: Batch) -> Tensor:
     return (batch[2] > 0.5).nonzero().squeeze(1)
 
 
-def inside(model: nn.Module, batch: Batch) -> Tensor:
-    """At the numbers of features that count, several of a sample."""
-    wanted = batch[0][:, :CLASSES].flatten()
-    at = (wanted > 0).nonzero()[:, 0]
-    return F.mse_loss(model(batch[0]).flatten()[at], wanted[at])
+def written(model: nn.Module, batch: Batch) -> Tensor:
+    """A vector into which a sum is written in place, and which is read as a whole."""
+    kept = torch.zeros(2, dtype=torch.float64)
+    kept[0] = each(model, batch).sum()
+    kept[1] = 1.0
+    return kept
 
 
 def normalized(model: nn.Module, batch: Batch) -> Tensor:
@@ -109,7 +110,7 @@ ADDITIVE: dict[str, Loss] = {
     "regression of selected rows": selected,
     "rows at places": lambda m, b: F.cross_entropy(m(b[0])[places(b)], b[1].clamp(min=0)[places(b)]),
     "rows where": lambda m, b: each(m, b)[torch.where(b[2] > 0.5)].mean(),
-    "features at places": inside,
+    "all features of selected rows": lambda m, b: m(b[0])[b[2] > 0.5].flatten().square().mean(),
     "positives": lambda m, b: (each(m, b) * (b[2] > 0.5)).sum() / (b[2] > 0.5).sum(),
     "several terms": several,
     "a sum": lambda m, b: each(m, b).sum(),
@@ -139,6 +140,13 @@ MEETING: dict[str, Loss] = {
     "weights over the losses' sum": lambda m, b: (each(m, b) * (each(m, b) / each(m, b).sum()).detach()).sum(),
     "places of other rows": lambda m, b: each(m, b)[(places(b) + 1) % len(b[0])].mean(),
     "places as numbers": lambda m, b: (m(b[0])[places(b)] * places(b)[:, None]).mean(),
+    "a sum written into a vector": lambda m, b: written(m, b).square().sum(),
+    "the largest of what is written": lambda m, b: written(m, b).max(),
+    "by a size that is one for few": lambda m, b: (each(m, b) / (len(b[0]) // 32 + 1)).mean(),
+    "the last row's number": lambda m, b: (each(m, b) * torch.where(b[2] > 0.5)[0].max()).mean(),
+    "the longest of selected rows": lambda m, b: (each(m, b) / b[2][b[1] > 0].max()).mean(),
+    "a count times the batch": lambda m, b: each(m, b).sum() / ((b[2] > 0.5).double().sum() * len(b[0])).sqrt(),
+    "pairs of selected rows": lambda m, b: (each(m, b)[b[2] > 0.5][:1] - each(m, b)[b[2] <= 0.5]).square().mean(),
     "the first sample": lambda m, b: each(m, b)[0],
     "no more than ten samples": lambda m, b: each(m, b)[:10].mean(),
     "labels that the model makes": lambda m, b: F.nll_loss(m(b[0]).log_softmax(1), m(b[0]).argmax(1)),

@@ -1,4 +1,4 @@
-"""How the parts of a batch make up a value: in their order, alike, as a mean or a sum. Seen by computing them."""
+"""How the parts of a batch make up a value: in their order, alike, as a mean or a sum; by node name."""
 
 from __future__ import annotations
 

@@ -99,6 +99,11 @@ def _pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
     found.sort()
     begin, result = 0, list[tuple[int, int, int]]()
     for first, last, index in found:
+        if result:
+            result[-1] = (result[-1][0], _with_its_line(nodes, begin - 1, first), result[-1][2])
+            begin = result[-1][1] + 1
+        while begin < first and _of_one_line(nodes[first - 1], nodes[first]):
+            first -= 1
         if first > begin and not all(node.free for node in nodes[begin:first]):
             raise PolylaneError(f"{plan.title}: stages: {_left_out(graph, range(begin, first), found)}")
         if first < begin:
@@ -109,9 +114,24 @@ def _pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
             )
         result.append((begin, last, index))  # with free nodes before it, which every stage computes for itself
         begin = last + 1
+    begin = _with_its_line(nodes, begin - 1, len(nodes)) + 1
     if not all(node.free for node in nodes[begin:]):
         raise PolylaneError(f"{plan.title}: stages: {_left_out(graph, range(begin, len(nodes)), found)}")
     return [*result[:-1], (result[-1][0], len(nodes) - 1, result[-1][2])]
+
+
+def _with_its_line(nodes: Sequence[Node], last: int, end: int) -> int:
+    """The last of the nodes before ``end`` that follow the one at ``last`` and are of the same line of the user's.
+
+    A mean over a count is written as several nodes, of which a plan may name the one that torch has.
+    """
+    while last + 1 < end and _of_one_line(nodes[last], nodes[last + 1]):
+        last += 1
+    return last
+
+
+def _of_one_line(one: Node, other: Node) -> bool:
+    return bool(one.source) and (one.module, one.source) == (other.module, other.source)
 
 
 def _left_out(graph: Graph, missing: Sequence[int], pieces: Sequence[tuple[int, int, int]]) -> str:

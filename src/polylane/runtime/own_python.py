@@ -13,6 +13,7 @@ from polylane.graph.effects import Effect
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec
 
 
 def effects_in(graph: Graph) -> dict[str, tuple[Effect, ...]]:
@@ -38,28 +39,36 @@ def refuse_effects(partition: Partition, plan: Plan) -> None:
     Raises:
         PolylaneError: it would not.
     """
+    refuse_repeated(partition.graph, plan, plan.microbatches)
     every = effects_in(partition.graph)
-    for name, effects in every.items():
-        own = next(node for node in partition.graph.nodes if node.name == name)
-        who = own.module or "the model's loss"
-        for effect in effects:
-            if effect.kind == "state":
-                _refuse_often(plan, f"{who} {effect.told}")
-                _refuse_apart(partition, every, effect, f"{who} {effect.told}")
-            elif effect.kind == "clock" and (plan.microbatches > 1 or plan.workers > plan.pipeline):
-                raise PolylaneError(
-                    f"{plan.title}: {who} {effect.told}, which shows another time to every worker and in every "
-                    "microbatch: read it outside of the forward and the loss, or leave out data, tensor, sequence and "
-                    "microbatches"
-                )
+    for who, effect in _told(partition.graph):
+        if effect.kind == "state":
+            _refuse_apart(partition, every, effect, f"{who} {effect.told}")
 
 
-def _refuse_often(plan: Plan, what: str) -> None:
-    if plan.microbatches > 1:
-        raise PolylaneError(
-            f"microbatches={plan.microbatches}: {what} in every call, of which one device makes one a step and not one "
-            "for each microbatch: use microbatches=1, or count outside of the forward and the loss"
-        )
+def refuse_repeated(graph: Graph, plan: Spec | Plan, microbatches: int) -> None:
+    """See that the user's own Python runs as often as on one device.
+
+    Raises:
+        PolylaneError: it would not.
+    """
+    for who, effect in _told(graph):
+        if effect.kind == "state" and microbatches > 1:
+            raise PolylaneError(
+                f"microbatches={microbatches}: {who} {effect.told} in every call, of which one device makes one a step "
+                "and not one for each microbatch: use microbatches=1, or count outside of the forward and the loss"
+            )
+        if effect.kind == "clock" and (microbatches > 1 or plan.workers > plan.pipeline):
+            raise PolylaneError(
+                f"plan: {who} {effect.told}, which shows another time to every worker and in every microbatch: read it "
+                "outside of the forward and the loss, or leave out data, tensor, sequence and microbatches"
+            )
+
+
+def _told(graph: Graph) -> list[tuple[str, Effect]]:
+    """Every effect, with the module that has it, as a user calls it."""
+    modules = {node.name: node.module or "the model's loss" for node in graph.nodes}
+    return [(modules[name], effect) for name, effects in effects_in(graph).items() for effect in effects]
 
 
 def _refuse_apart(partition: Partition, every: dict[str, tuple[Effect, ...]], effect: Effect, what: str) -> None:

@@ -25,7 +25,7 @@ from polylane.plan.spec import Spec, parse
 from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
 from polylane.runtime.microbatches import asked_for, fewest_for, seen_to_split, with_enough
 from polylane.runtime.optimizer_probe import Untried, whole_parameters
-from polylane.runtime.own_python import keeps_state, refuse_effects
+from polylane.runtime.own_python import keeps_state, refuse_effects, refuse_repeated
 from polylane.runtime.sync.fitting import check_sync
 from polylane.samples.counts import capture_with_counts
 from polylane.samples.derivation import known_orders
@@ -274,6 +274,8 @@ def _prepare(
     if spec.microbatches is None and keeps_state(graphs.values()):
         microbatches = 1
     microbatches = with_enough(microbatches, total, fewest_for(spec, graphs.values()), fewer)
+    for graph in graphs.values():
+        refuse_repeated(graph, spec, microbatches)
     partitions, seen, meets = _partitions(
         model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
     )

@@ -84,7 +84,9 @@ def _holds(node: fx.Node, records: Sequence[Record], gather: Gather, mean: bool)
     dims = [batch_dimension(n.meta.get("val")) for n in node.args[1]]  # type: ignore[union-attr]
     target: Any = node.target
     counting = [r for r in records if r.part.weight]
-    parts = [_computed(target, r.part, _raised(r.tensors)) for r in counting]
+    # All take part in the sums of a module that normalizes, those too whose samples do not count.
+    computed = [(r, _computed(target, r.part, _raised(r.tensors))) for r in records]
+    parts = [values for r, values in computed if r.part.weight]
     whole_inputs = []
     for number, dim in enumerate(dims):
         own = [_raised(r.tensors)[number] for r in counting]

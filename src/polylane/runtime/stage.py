@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from polylane.errors import PolylaneError
+from polylane.graph.export import at
 from polylane.graph.graph import Node
+from polylane.graph.leaf import LeafCall
 from polylane.graph.part import Part
 from polylane.graph.partition import Partition
+from polylane.graph.precision import innermost
 from polylane.graph.sizes import size_function
 from polylane.placement.overlap import overlap
 from polylane.placement.rewrite import rewrite
@@ -78,12 +82,33 @@ class Watched:
     def __init__(self, target: Callable[..., Any], node: Node, watch: Watch) -> None:
         self.target, self.node, self.watch = target, node, watch
         self.__name__ = str(getattr(target, "__name__", "watched"))
+        call = innermost(target)
+        while not isinstance(call, LeafCall) and hasattr(call, "target"):  # with its keys of random numbers
+            call = innermost(call.target)
+        own = isinstance(call, LeafCall) and not call.normalizes
+        self.buffers = slice(len(call.parameters), len(call.parameters) + len(call.buffers)) if own else slice(0)
+
+    def _refuse_write(self, part: Part) -> None:
+        """A buffer that a module writes moves once for a batch on one device: so it must by any plan.
+
+        Raises:
+            PolylaneError: it would move once for each part, by what is in that.
+        """
+        if part.samples < part.all_samples and torch.is_grad_enabled():
+            raise PolylaneError(
+                f"{self.node.module or 'the model'}{at(self.node.source)} writes its buffers in a part of the batch, "
+                "and one device would write them once, for all samples: use microbatches=1, and leave it out of "
+                "per_sample"
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part, tensors = args
         if self.watch.records is not None:
-            part, tensors = args
             self.watch.records.append(Record(self.node, part, tuple(t.detach().clone() for t in tensors)))
+        before = [buffer._version for buffer in tensors[self.buffers]]
         result = self.target(*args, **kwargs)
+        if before != [buffer._version for buffer in tensors[self.buffers]]:
+            self._refuse_write(part)
         fx.node.map_aggregate(result, self._hooker(self.watch.begins(self.node)))
         fx.node.map_aggregate((args, kwargs), self._hooker(self.watch.has_ended(self.node)))
         return result

@@ -73,7 +73,7 @@ class Worker:
         wires: how travelling values look.
         relays: which pieces of them go where.
         transport: carries values and gradients; declared with the program's channels and groups.
-        statistics: sums batch statistics over the replicas, apart from the gradients.
+        statistics: sums statistics and counts of the batch over the replicas, apart from the gradients.
         reducer: sums gradients.
         mesh: along which operators are split; the loss of its first worker counts, the others compute the same one.
         alone: the replica takes steps of its own: its gradients are those of the mean over its own samples.
@@ -176,7 +176,13 @@ class Worker:
         ordered = [parts[i] for i in sorted(parts)]
         leaves = [batch.of(own[i]) for i in sorted(parts)]
         others = None if apart else Replicas(self._add_replicas, self.program.replica, len(replicas))
-        found = self._counts.count(ordered, leaves, self.runner.tensors, others)
+        try:
+            found = self._counts.count(ordered, leaves, self.runner.tensors, others)
+        except PeerLost:
+            raise
+        except Exception as error:
+            module = "what is counted of the whole batch"
+            raise ActionFailed(self.program.rank, self.program.stage, None, module, None) from error
         return {i: replace(part, whole=lambda key, _: found[key]) for i, part in parts.items()}
 
     def _has_witness(self, step: int, microbatches: int) -> bool:

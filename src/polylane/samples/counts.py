@@ -15,7 +15,6 @@ loss is a mean over samples whatever it is made of. Whatever cannot be written s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,9 +30,11 @@ from polylane.graph.precision import innermost
 from polylane.graph.rewrite import op_name
 from polylane.graph.sizes import Size
 from polylane.graph.whole_batch import BatchShare, Combine, WholeBatch, WholeSize
+from polylane.placement.rules.loss import ELEMENTWISE
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM
 from polylane.placement.view import bound, op_of
 from polylane.samples.derivation import Derivation, Rescale, Statistic, derive, given_by_inputs
+from polylane.samples.ragged import data_symbols, masks
 
 aten = torch.ops.aten
 
@@ -111,7 +112,7 @@ class _Draft:
 
     def split_means(self) -> None:
         """Write every mean over a number that the inputs decide as a sum over that number."""
-        given, origins = given_by_inputs(self.code), _origins(self.code)
+        given, origins = given_by_inputs(self.code), masks(self.code)
         for node in [n for n in self.code.nodes if n.op == "call_function" and op_of(n).startswith("aten.")]:
             base = op_of(node).split(".")[1]
             val = node.meta.get("val")
@@ -120,7 +121,7 @@ class _Draft:
             arguments = bound(node, node.args, node.kwargs)[1]
             if base in _OF_CLASSES:
                 self._split_class_loss(node, arguments, given)
-            elif base == "mean" or arguments.get("reduction") == MEAN:
+            elif base == "mean" or (base in ELEMENTWISE and arguments["reduction"] == MEAN):
                 self._split_ragged(node, base, arguments, origins, given)
 
     def _split_class_loss(self, node: fx.Node, arguments: dict[str, Any], given: set[fx.Node]) -> None:
@@ -141,7 +142,7 @@ class _Draft:
         self, node: fx.Node, base: str, arguments: dict[str, Any], origins: dict[Any, fx.Node], given: set[fx.Node]
     ) -> None:
         """A mean over rows that a mask selects."""
-        symbols = {s for n in node.all_input_nodes for s in _data_sizes(n.meta.get("val"))}
+        symbols = {s for n in node.all_input_nodes for s in data_symbols(n.meta.get("val"))}
         if len(symbols) != 1 or node.meta["val"].dim():
             return
         mask = origins.get(next(iter(symbols)))
@@ -169,7 +170,12 @@ class _Draft:
                 except Exception:  # an operator that cannot be asked for its losses
                     return None
         ragged = [size for size in sizes if not isinstance(size, int)]
-        return math.prod(size for size in sizes if isinstance(size, int)) if len(ragged) == 1 else None
+        if len(ragged) != 1:
+            return None
+        (symbol,) = free_unbacked_symbols(ragged[0].node.expr)
+        rows = ragged[0].node.expr / symbol  # a row may have become several
+        fixed = math.prod(size for size in sizes if isinstance(size, int))
+        return fixed * int(rows) if rows.is_Integer else None
 
     def _divide(self, node: fx.Node, counts: fx.Node) -> None:
         """Let an operator that gives a mean give the sum, over counts."""
@@ -221,7 +227,9 @@ class _Draft:
             share = self.code.call_function(BatchShare(rescale.power), (self.part,))
             made = self.code.call_function(aten.mul.Scalar, (value, share))
         self._label(share, value, 1.0)
-        self._label(made, value, value.meta["val"])
+        val = value.meta["val"]
+        with val.fake_mode:
+            self._label(made, value, val * 1.0)
         rescale.user.replace_input_with(value, made)
 
     # ---- bookkeeping ----
@@ -281,39 +289,3 @@ def _set_argument(node: fx.Node, name: str, value: Any) -> None:
         node.args = (*node.args[:place], value, *node.args[place + 1 :])
     else:
         node.kwargs = {**node.kwargs, name: value}
-
-
-def _data_sizes(val: Any) -> Iterator[Any]:
-    """The symbols of a tensor's sizes that depend on data."""
-    for size in val.shape if isinstance(val, Tensor) else ():
-        if isinstance(size, torch.SymInt):
-            yield from free_unbacked_symbols(size.node.expr)
-
-
-def _origins(code: fx.Graph) -> dict[Any, fx.Node]:
-    """Symbol of a size that depends on data -> the mask whose truths it counts."""
-    found: dict[Any, fx.Node] = {}
-    for node in code.nodes:
-        for symbol in _new(_data_sizes(node.meta.get("val")), found):
-            mask = _mask_of(node)
-            if mask is not None:
-                found[symbol] = mask
-    return found
-
-
-def _new(symbols: Iterable[Any], known: dict[Any, fx.Node]) -> Sequence[Any]:
-    return [symbol for symbol in symbols if symbol not in known]
-
-
-def _mask_of(node: fx.Node) -> fx.Node | None:
-    """The mask by which an operator selects rows."""
-    base = op_of(node).split(".")[1] if op_of(node).startswith("aten.") else ""
-    arguments = bound(node, node.args, node.kwargs)[1]
-    if base == "masked_select":
-        return arguments["mask"]  # type: ignore[no-any-return]
-    if base in ("nonzero", "nonzero_numpy", "where") and len(node.all_input_nodes) == 1:
-        mask = arguments["self" if "self" in arguments else "condition"]
-        return mask if mask.meta["val"].dtype is torch.bool else None
-    indices = [i for i in arguments.get("indices", ()) if i is not None] if base == "index" else []
-    one = indices[0] if len(indices) == 1 and isinstance(indices[0], fx.Node) else None
-    return one if one is not None and one.meta["val"].dtype is torch.bool else None

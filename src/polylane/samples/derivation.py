@@ -20,7 +20,9 @@ from torch import Tensor, fx
 from polylane.graph.graph import Graph, Node
 from polylane.graph.inplace import writes
 from polylane.graph.orders import Order, Seen
+from polylane.graph.precision import innermost
 from polylane.graph.sizes import grows
+from polylane.graph.statistics import batch_norm
 from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.placement.view import Key, op_of
 from polylane.samples.additivity import State, power_of_additive
@@ -175,13 +177,16 @@ def _counters(walk: Walk, results: Sequence[fx.Node]) -> Iterator[tuple[str, Nod
     Where batch statistics move running averages, numbers that count the passes move with them.
     """
     needed = _ancestors(results)
-    for node in walk.graph.code.fx.nodes:
+    nodes = walk.graph.code.fx.nodes
+    normalizing = {str(n.meta["module"]) for n in nodes if innermost(n.target) is batch_norm}
+    for node in nodes:
         for written in writes(node) if op_of(node).startswith("aten.") else ():
             memory = walk.memory[written]
             if memory.op != "placeholder" or memory.meta["role"][0] != "buffer":
                 continue
             matters = any(n in needed for n, of in walk.memory.items() if of is memory)
-            counts_passes = walk.graph.code.batch_statistics and not memory.meta["val"].is_floating_point()
+            owner = str(memory.meta["role"][1]).rpartition(".")[0]
+            counts_passes = owner in normalizing and not memory.meta["val"].is_floating_point()
             if matters or not counts_passes:
                 yield str(memory.meta["role"][1]), walk.described[str(node.meta["name"])]
 

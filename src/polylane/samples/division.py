@@ -57,12 +57,7 @@ def samples_meet(
                 f"sync ({sync}) divides every batch: {reason}; {_if_it_does(name)}; else leave sync out"
             )
         warnings.warn(f"each replica computes {name} on the whole batch: {reason}; {_if_it_does(name)}", stacklevel=2)
-    if microbatches > 1 and derived.counters:
-        name, node = derived.counters[0]
-        raise PolylaneError(
-            f"microbatches={microbatches} would not compute what one device computes: {node.name} writes the buffer "
-            f"{name} once for each microbatch{at(node.source)}, and not once for a batch; use microbatches=1"
-        )
+    _refuse_counters(derived, microbatches)
     return reason is not None
 
 
@@ -79,6 +74,16 @@ def refuse_meeting(graph: Graph, microbatches: int, replicas: int, per_sample: C
         raise PolylaneError(
             f"batches of this form cannot be divided as the example is: {why_not(graph, derived)}; use data=1 and "
             "microbatches=1"
+        )
+    _refuse_counters(derived, microbatches)
+
+
+def _refuse_counters(derived: Derivation, microbatches: int) -> None:
+    if microbatches > 1 and derived.counters:
+        name, node = derived.counters[0]
+        raise PolylaneError(
+            f"microbatches={microbatches} would not compute what one device computes: {node.name} writes the buffer "
+            f"{name} once for each microbatch{at(node.source)}, and not once for a batch; use microbatches=1"
         )
 
 
@@ -111,6 +116,8 @@ def why_not(graph: Graph, derived: Derivation) -> str:
         return f"{node.name} {where} runs your own Python, and nothing shows that it treats each sample by itself"
     if derived.why == "fixed":
         return f"the model holds for one number of samples alone: {node.name} {where}"
+    if derived.why == "writes in place":
+        return f"{node.name} {where} writes in place what others see, and nothing shows which samples it belongs to"
     if not node.shape:
         return (
             f"the loss is not a mean over samples: {node.name} {where} does not add up over the parts of a batch, and "

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, Node
@@ -45,6 +44,7 @@ from polylane.samples.additivity import (
     product,
     proportional,
 )
+from polylane.samples.ragged import is_ragged, masks, of_one_mask
 from polylane.samples.replica_calls import (
     EXPANDING,
     REFORMING,
@@ -176,6 +176,7 @@ class Walk:
         self._nodes = {str(n.meta["name"]): n for n in code.nodes if n.op == "call_function"}
         self.described = {node.name: node for node in self.graph.nodes}
         self._given = given_by_inputs(code)
+        self._masks = masks(code)
         self.buffers: dict[str, str] = {}  # a buffer of which replicas would have different values -> who writes it
         for node in code.nodes:
             vals = node.meta.get("val")
@@ -212,6 +213,9 @@ class Walk:
             return None
         if any(key not in self.states for key in step.reads) or _has_nodes(step.call.arguments):
             return None
+        sizes = [each for each in node.all_input_nodes if isinstance(each.target, Size)]
+        if any(power_of_size(each) is None for each in sizes):
+            return None  # what they are for two and four samples says nothing of other numbers
         found = self._proven(step, own, node)
         if found is not None and not (writes(node) and any(state != REPLICATE for state in found)):
             return found
@@ -233,6 +237,9 @@ class Walk:
         node = self._nodes[step.name]
         (_, value) = node.args
         extreme = target.combine in (Combine.MAX, Combine.MIN) and _EXTREMES.get(_base(value)) is target.combine
+        extreme = (
+            extreme and isinstance(value, fx.Node) and self._has_extreme(self.key(value.all_input_nodes[0]), value)
+        )
         wanted = {Combine.SUM: 0, Combine.MEAN: 1}.get(target.combine)
         return [REPLICATE] if extreme or (wanted is not None and power_of_additive(state) == wanted) else None
 
@@ -251,7 +258,11 @@ class Walk:
         if alike:
             return [REPLICATE] * len(step.gives)
         mean = Additive(1 if self.graph.mean or not self.graph.opaque else 0)
-        return [p if isinstance(p := self.lies[key], Shard) else mean if p is not None else None for key in step.gives]
+        floating = [value.dtype.is_floating_point for value in step.call.outputs]
+        return [
+            p if isinstance(p, Shard) else mean if p is not None and number else None
+            for p, number in zip((self.lies[key] for key in step.gives), floating, strict=True)
+        ]
 
     def _function(self, step: Step) -> Sequence[State] | None:
         """A custom autograd function, if its forward and backward pass prove how its values are made up."""
@@ -273,6 +284,8 @@ class Walk:
 
     def _of_rows(self, step: Step, own: Call, node: fx.Node) -> Sequence[State | None] | None:
         """An operator on rows, and on what is alike."""
+        if not of_one_mask(node.all_input_nodes, self._masks):
+            return None  # rows that two masks selected need not be as many in a part
         base, in_order = step.call.base, [self.lies.get(key) for key in step.gives]
         if any(lies is None for lies in in_order):
             return None
@@ -294,7 +307,7 @@ class Walk:
                 self.numbers |= dict.fromkeys(step.gives, self.numbers[step.reads[0]])
             if base not in _MOVING or len(numbered) > 1:
                 return None
-        if base in _FINDING or (base == "where" and len(step.reads) == 1):
+        if base in _FINDING or step.call.op == "aten.where.default":
             return in_order if self._found(step) else None
         if selects(step.call):
             return in_order if self._selected(step, in_order[0]) else None
@@ -349,7 +362,7 @@ class Walk:
         made = [made_of(node, call, own, strategy, rank) for rank in range(REPLICAS)]
         if all(each is not None and each.same for each in made):
             return 0
-        ragged = any(_is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
+        ragged = any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
         if not ragged and all(each is not None and each.share_of_mean for each in made):
             return 1
         return None
@@ -548,9 +561,11 @@ class Walk:
         state = self.states.get(self.key(value))
         if not isinstance(state, (Additive, Proportional)):
             return None
-        combine = {0: Combine.SUM, 1: Combine.MEAN}.get(power_of_additive(state) or 0)
-        floating = value.meta["val"].is_floating_point()
-        return Statistic(node, value, combine) if combine is Combine.SUM or floating else None
+        power = power_of_additive(state)
+        combine = None if power is None else {0: Combine.SUM, 1: Combine.MEAN}.get(power)
+        if combine is None or (combine is Combine.MEAN and not value.meta["val"].is_floating_point()):
+            return None
+        return Statistic(node, value, combine)
 
     def _whole_sizes(self, step: Step, own: Call, node: fx.Node, wanted: Sequence[Statistic]) -> Call:
         """A replica's call with the whole batch's sizes where they are wanted."""
@@ -565,12 +580,20 @@ class Walk:
         single = len(step.reads) == 1 and len(step.gives) == 1
         if combine is None or not single or node not in self._given or self.lies[step.gives[0]] != REPLICATE:
             return None
-        if not isinstance(self.states.get(step.reads[0]), Shard) or not node.users:
+        if not self._has_extreme(step.reads[0], node) or not node.users:
             return None
         for user in node.users:
             if not isinstance(user.target, WholeBatch):
                 self.statistics[user, node] = Statistic(user, node, combine)
         return [REPLICATE]
+
+    def _has_extreme(self, key: Key, node: fx.Node) -> bool:
+        """Whether the largest of the parts' largest values is the whole's: of rows of which every part has some.
+
+        A row's number is another one in a part; and a mask may select nothing of a part.
+        """
+        rows = isinstance(self.states.get(key), Shard) and key not in self.numbers
+        return rows and not any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
 
     # ---- writes ----
 
@@ -586,6 +609,7 @@ class Walk:
         if step.call.op in ("leaf", "function"):  # of which only the user knows what it writes
             return
         for memory in {self.memory[each] for each in writes(node)}:
+            self._lose_mixed(memory, [self.states.get(key) for key in step.gives])
             if memory.op != "placeholder" or memory.meta["role"][0] != "buffer":
                 continue
             if all(self.states.get(key) == REPLICATE for key in step.gives) and key_of(memory) in self.states:
@@ -593,6 +617,15 @@ class Walk:
             self.buffers.setdefault(str(memory.meta["role"][1]), step.name)
             self._gone |= {key_of(other) for other, of in self.memory.items() if of is memory}
             self.states = {key: state for key, state in self.states.items() if key not in self._gone}
+
+    def _lose_mixed(self, memory: fx.Node, written: Sequence[State | None]) -> None:
+        """Memory that is alike, or rows, stays known only where the same is written to it; every view sees what is."""
+        aliases = [key for node, of in self.memory.items() if of is memory and (key := key_of(node)) in self.states]
+        kinds = {type(state) for state in (*(self.states[key] for key in aliases), *written)}
+        if kinds <= {Replicate} or kinds <= {Shard}:
+            return
+        self._gone |= {key_of(node) for node, of in self.memory.items() if of is memory}
+        self.states = {key: state for key, state in self.states.items() if key not in self._gone}
 
 
 def given_by_inputs(code: fx.Graph) -> set[fx.Node]:
@@ -652,9 +685,3 @@ def _has_nodes(value: Any) -> bool:
 
 def _base(node: Any) -> str:
     return op_of(node).split(".")[1] if isinstance(node, fx.Node) and op_of(node).startswith("aten.") else ""
-
-
-def _is_ragged(val: Any) -> bool:
-    """Whether a size of a tensor depends on data."""
-    sizes = val.shape if isinstance(val, Tensor) else ()
-    return any(isinstance(s, torch.SymInt) and bool(free_unbacked_symbols(s.node.expr)) for s in sizes)

@@ -18,7 +18,7 @@ from polylane.placement.rules.registry import rule
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM, ClassLoss
 
 # Of every element for itself, all tensors broadcast.
-_ELEMENTWISE = (
+ELEMENTWISE = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
     *("binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss"),
     "margin_ranking_loss",
@@ -28,7 +28,7 @@ _ELEMENTWISE = (
 _OWN_MEAN = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 
 
-@rule(*_ELEMENTWISE)
+@rule(*ELEMENTWISE)
 def elementwise(call: Call) -> Iterator[Strategy]:
     """Any dimension of all tensors together."""
     letters = _all_dimensions(call)
