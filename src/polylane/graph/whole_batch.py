@@ -7,7 +7,6 @@ these operators stand for such numbers. On a whole batch they change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -81,6 +80,3 @@ class BatchShare(BatchSize):
 def statistics_of(graph: fx.Graph) -> list[fx.Node]:
     """The nodes of a graph that stand for statistics of the whole batch, in its order."""
     return [node for node in graph.nodes if isinstance(node.target, WholeBatch)]
-
-
-Whole = Callable[[str, Any], Any]

@@ -27,6 +27,7 @@ from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.placement.view import Key, op_of
 from polylane.samples.additivity import State, power_of_additive
 from polylane.samples.functions import proven_function
+from polylane.samples.statistics import ancestors
 from polylane.samples.walk import Rescale, Statistic, Walk, given_by_inputs, walked
 
 __all__ = ["Derivation", "Rescale", "Statistic", "derive", "given_by_inputs", "known_orders", "proven_orders"]
@@ -157,7 +158,7 @@ def _orders(walk: Walk) -> dict[str, Order]:
 
 def _first_unknown(walk: Walk, result: fx.Node) -> Node:
     """The first operator on the way to a result of whose value nothing is known, though of all that it reads."""
-    needed = _ancestors([result])
+    needed = ancestors([result])
     order = [n for n in walk.graph.code.fx.nodes if n in needed and n.op == "call_function"]
     for node in order:
         if not isinstance(node.meta.get("val"), (Tensor, list, tuple)):
@@ -176,7 +177,7 @@ def _counters(walk: Walk, results: Sequence[fx.Node]) -> Iterator[tuple[str, Nod
 
     Where batch statistics move running averages, numbers that count the passes move with them.
     """
-    needed = _ancestors(results)
+    needed = ancestors(results)
     nodes = walk.graph.code.fx.nodes
     normalizing = {str(n.meta["module"]) for n in nodes if innermost(n.target) is batch_norm}
     for node in nodes:
@@ -189,13 +190,3 @@ def _counters(walk: Walk, results: Sequence[fx.Node]) -> Iterator[tuple[str, Nod
             counts_passes = owner in normalizing and not memory.meta["val"].is_floating_point()
             if matters or not counts_passes:
                 yield str(memory.meta["role"][1]), walk.described[str(node.meta["name"])]
-
-
-def _ancestors(results: Sequence[fx.Node]) -> set[fx.Node]:
-    found, left = set[fx.Node](), list(results)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found

@@ -45,7 +45,7 @@ class Statistics:
 
     def __init__(self, code: fx.Graph, names: Collection[str] | None = None) -> None:
         wanted = [n for n in statistics_of(code) if names is None or n.meta["name"] in names]
-        needed = _ancestors(wanted)
+        needed = ancestors(wanted)
         self._order = [node for node in code.nodes if node in needed]
         self.buffers = {n.meta["role"][1] for n in needed if n.op == "placeholder" and n.meta["role"][0] == "buffer"}
         depth: dict[fx.Node, int] = {}
@@ -148,7 +148,8 @@ def _exchanged(level: Sequence[fx.Node], own: Sequence[Tensor], replicas: Replic
     return result
 
 
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all on which they depend."""
     found, left = set[fx.Node](), list(nodes)
     while left:
         node = left.pop()
