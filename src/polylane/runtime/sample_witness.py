@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.errors import PolylaneError
-from polylane.graph.export import at
+from polylane.errors import PeerLost, PolylaneError
+from polylane.graph.export import at, reason_of
 from polylane.graph.graph import Node
 from polylane.graph.part import Part
 from polylane.graph.precision import PROMOTED, Promoted
@@ -67,7 +67,17 @@ def witness(code: fx.Graph, records: Sequence[Record], gather: Gather, mean: boo
     for name, own in calls.items():
         normalizes = bool(getattr(nodes[name].target, "normalizes", False))
         for group in [[r] for r in own] if normalizes else [own]:
-            if not _holds(nodes[name], group, gather, mean):
+            try:
+                holds = _holds(nodes[name], group, gather, mean)
+            except (PolylaneError, PeerLost):
+                raise
+            except Exception as error:
+                module = f"{own[0].node.module or 'the model'}{at(own[0].node.source)}"
+                raise PolylaneError(
+                    f"per_sample={plan}: {module} cannot be watched, for it does not run in float64 "
+                    f"({reason_of(error)}): leave it out of per_sample"
+                ) from error
+            if not holds:
                 raise PolylaneError(_sentence(own[0], plan))
 
 
