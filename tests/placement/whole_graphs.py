@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import threading
@@ -20,9 +19,8 @@ import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture import capture
 from polylane.graph.graph import Graph
-from polylane.graph.leaf import LeafCall
+from polylane.graph.keying import on_a_copy
 from polylane.graph.part import Part
-from polylane.graph.precision import Within, innermost
 from polylane.placement.call import Strategy
 from polylane.placement.options import Options, options
 from polylane.placement.placement import REPLICATE, Placement, Replicate, Shard, gradient
@@ -131,7 +129,8 @@ def execute(
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             try:
-                values[node] = value = _own(node.target)(*args, **kwargs)
+                # The same operator for this thread alone: ranks are threads here, and share every module.
+                values[node] = value = on_a_copy(node.target)(*args, **kwargs)
             except Exception as error:
                 error.add_note(f"{node.meta['name']}: {node.target}")
                 raise
@@ -142,17 +141,6 @@ def execute(
     if results[0].requires_grad:
         results[0].backward()
     return Run(results, kept, sources)
-
-
-def _own(target: Any) -> Any:
-    """The same operator for this thread alone: a module cannot run on two sets of tensors at once."""
-    if isinstance(target, LeafCall):
-        return target.copied()
-    if isinstance(target, Within) and isinstance(innermost(target), LeafCall):
-        outer = copy.copy(target)
-        outer.target = _own(target.target)
-        return outer
-    return target
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from polylane.graph.export import at
 from polylane.graph.generators import python_seeded
 from polylane.graph.leaf import LeafCall
 from polylane.graph.opaque import FunctionCall
-from polylane.graph.precision import innermost
+from polylane.graph.precision import Within, innermost
 from polylane.graph.random import own_seed_of, salt_of, seed_of
 from polylane.graph.random_operators import KEYED
 from polylane.graph.rewrite import op_name
@@ -47,10 +48,6 @@ class AsPart:
         """Samples that it needs in training."""
         return int(getattr(innermost(self.target), "fewest", 1))
 
-    def copied(self) -> AsPart:
-        """The same on a copy of the user's module."""
-        return AsPart(innermost(self.target).copied(), self.name)
-
     @property
     def effects(self) -> tuple[Effect, ...]:
         """What it does besides computing."""
@@ -69,6 +66,18 @@ class AsPart:
             torch.manual_seed(seed_of(part, self.salt))  # for operators that have no key
             with as_part(part, self.name):
                 return self.target(part, tensors)
+
+
+def on_a_copy(target: Any) -> Any:
+    """The user's own Python on a copy of its module, under the same settings; what keeps nothing as it is.
+
+    One module cannot run on two sets of tensors at once, and its buffers and Python state belong to its own calls.
+    """
+    if isinstance(target, (Within, AsPart)):
+        outer = copy.copy(target)
+        outer.target = on_a_copy(target.target)
+        return outer
+    return target.copied() if isinstance(target, LeafCall) else target
 
 
 class InPlace:

@@ -18,7 +18,7 @@ from polylane.graph.batch import promoted, sample_count, take
 from polylane.graph.check import Tables, bound, resized, tables
 from polylane.graph.export import Whole, at, python_kept, reason_of
 from polylane.graph.graph import Graph, Node
-from polylane.graph.keying import AsPart
+from polylane.graph.keying import AsPart, on_a_copy
 from polylane.graph.part import Part
 from polylane.graph.precision import PROMOTED, Promoted, innermost
 from polylane.graph.rounding import MARGIN, floor, nudge, nudge_fractions, size
@@ -212,7 +212,7 @@ def _as_replicas(node: fx.Node, parts: list[Run]) -> None:
     barrier = threading.Barrier(len(parts))
     given: list[Tensor] = [torch.empty(0)] * len(parts)
     target: Any = node.target
-    copies = [target.copied() for _ in parts]
+    copies = [on_a_copy(target) for _ in parts]
 
     def sums(i: int) -> Callable[[Tensor], Tensor]:
         def add(tensor: Tensor) -> Tensor:

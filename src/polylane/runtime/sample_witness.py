@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from polylane.errors import PeerLost, PolylaneError
 from polylane.graph.export import at, reason_of
 from polylane.graph.graph import Node
+from polylane.graph.keying import on_a_copy
 from polylane.graph.part import Part
 from polylane.graph.precision import PROMOTED, Promoted
 from polylane.graph.side_by_side import Still, equal
@@ -125,12 +126,8 @@ def _holds(node: fx.Node, records: Sequence[Record], gather: Gather, mean: bool)
 
 def _computed(target: Any, part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
     """What a copy of the module gives, so that neither its buffers nor what it keeps in Python are touched."""
-    try:
-        call = target.copied()
-    except AttributeError:  # a function, which keeps nothing
-        call = target
     with torch.no_grad(), Promoted(), Still():
-        result = call(part, list(tensors))
+        result = on_a_copy(target)(part, list(tensors))
     return [result] if isinstance(result, Tensor) else list(result)
 
 
