@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from benchmarks.harness import Contender, race
+from polylane.auto import choose as auto
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.read import load
 from polylane.cost.method import Method
@@ -21,7 +22,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import cloned, few, flatten
 from polylane.graph.capture import capture
 from polylane.plan.spec import parse
-from polylane.planner import auto, setup
+from polylane.planner import setup
 from polylane.planner.search import weighed
 from polylane.probe.machine import here
 from polylane.recipe import load as load_recipe

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polylane.errors import PolylaneError as PolylaneError
+    from polylane.parallelization import parallelize as parallelize
     from polylane.recipe import Mean as Mean
     from polylane.runtime.job import Job as Job
-    from polylane.runtime.parallelize import parallelize as parallelize
     from polylane.runtime.replicas import data_parallel as data_parallel
     from polylane.runtime.result import StepResult as StepResult
 
@@ -22,7 +22,7 @@ _HOMES = {
     "PolylaneError": "polylane.errors",
     "StepResult": "polylane.runtime.result",
     "data_parallel": "polylane.runtime.replicas",
-    "parallelize": "polylane.runtime.parallelize",
+    "parallelize": "polylane.parallelization",
 }
 __all__ = ["Job", "Mean", "PolylaneError", "StepResult", "__version__", "data_parallel", "parallelize"]
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
+from polylane.parallelization import parallelize
 from polylane.plan.spec import parse
 from polylane.runtime import worker as running
 from polylane.runtime.division import shares
-from polylane.runtime.parallelize import parallelize
 from polylane.runtime.prepare import Objective
 from polylane.verify import verify
 from training import Trained, adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers

@@ -27,10 +27,10 @@ def automatic(path: str, settings: Sequence[str], batch: int, workers: int, seed
             "(polylane inspect RECIPE --plan auto --write plan.yaml) and give that file"
         )
     recipe = inputs.open_recipe(path, settings)
+    from polylane.auto import choose as auto
+    from polylane.auto.on_workers import subject
     from polylane.graph.batch import flatten, sample_count
-    from polylane.planner import auto
     from polylane.probe.machine import here
-    from polylane.runtime.automatic import subject
     from polylane.runtime.launch import single_threaded
     from polylane.runtime.prepare import Objective
 

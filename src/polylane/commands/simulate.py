@@ -136,7 +136,7 @@ def fastest(scene: planning.Scene, method: Method) -> Plan:
     Raises:
         PolylaneError: nothing fits.
     """
-    from polylane.planner.auto import told
+    from polylane.auto.choose import told
 
     answer = search_for(scene, method).answer
     print(told(answer), file=sys.stderr, flush=True)

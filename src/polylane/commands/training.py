@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from polylane.auto.on_workers import settled
+from polylane.auto.plan_broadcast import prepare_together
 from polylane.commands import inputs
 from polylane.commands.rates import Rates
 from polylane.commands.step_log import Log, Outcome, Tell, last_steps
@@ -20,8 +22,6 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.recipe import Recipe
 from polylane.runtime import data
-from polylane.runtime.agreement import prepare_together
-from polylane.runtime.automatic import settled
 from polylane.runtime.division import Batch
 from polylane.runtime.finite import Anomalies, Fault, first_of
 from polylane.runtime.job import Job

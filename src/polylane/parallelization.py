@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from polylane.auto.on_workers import settled
+from polylane.auto.plan_broadcast import prepare_together
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.export import Loss
 from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Spec
 from polylane.plan.sync import SUM
-from polylane.runtime.agreement import prepare_together
-from polylane.runtime.automatic import settled
 from polylane.runtime.job import Job
 from polylane.runtime.materialize import Init
 from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, objectives_of, prepare

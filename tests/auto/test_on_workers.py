@@ -17,12 +17,12 @@ import yaml
 from torch import Tensor, nn
 
 import polylane
+from polylane.auto import choose as auto
+from polylane.auto import on_workers
+from polylane.auto.plan_broadcast import found_by_first
 from polylane.errors import PeerLost, PolylaneError, WorkerFailed
 from polylane.plan.plan import Plan, dump
-from polylane.planner import auto
 from polylane.probe import machine
-from polylane.runtime import automatic
-from polylane.runtime.agreement import found_by_first
 from polylane.runtime.launch import Context, fork
 from polylane.runtime.world import World
 from training import Trained, adamw, assert_same, batch_of, classify, mlp, plainly, sgd
@@ -164,7 +164,7 @@ def test_a_model_that_fails_and_every_rank_says_so() -> None:
 
 def test_several_hosts_are_refused_with_what_to_do() -> None:
     def work(context: Context) -> None:
-        automatic.host = lambda: f"host{context.rank}"  # type: ignore[assignment]
+        on_workers.host = lambda: f"host{context.rank}"  # type: ignore[assignment]
         automatically(mlp(6, 8, 4))
 
     first, second = refusals(work)

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from polylane.auto.plan_broadcast import found_by_first
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.plan.plan import Plan
 from polylane.plan.spec import AUTO, Spec, parse
-from polylane.runtime.agreement import found_by_first
 from polylane.runtime.optimizer_probe import whole_parameters
 from polylane.runtime.prepare import Objective, named_parameters, optimized
 from polylane.runtime.world import World
 
 if TYPE_CHECKING:
-    from polylane.planner.auto import Subject
+    from polylane.auto.choose import Subject
 
 # Changes with every start of a machine, and is the same for all of its containers.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -77,7 +77,7 @@ def host() -> str:
 
 def _best(world: World, model: nn.Module, objective: Objective, example: Any, batch_size: int | None) -> Plan:
     """The best plan for all workers; says which one."""
-    from polylane.planner import auto
+    from polylane.auto import choose as auto
     from polylane.probe.machine import around
 
     given = subject(model, objective, example, batch_size)
@@ -98,7 +98,7 @@ def subject(model: nn.Module, objective: Objective, example: Any, batch_size: in
     Raises:
         PolylaneError: the optimizer is wrong, or the batch has no samples.
     """
-    from polylane.planner.auto import Subject
+    from polylane.auto.choose import Subject
 
     leaves, rebuild = flatten(example)
     named = named_parameters(model, [objective.loss])

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from polylane.auto import choose as auto
 from polylane.cluster.line import parse
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.capture import capture
-from polylane.planner import auto
 from polylane.planner.search import Answer
 from training import batch_of, classify, mlp, sgd
 
