@@ -13,14 +13,12 @@ import torch
 from torch.utils.data import default_collate
 
 from benchmarks.harness import Contender, race
-from polylane.auto import choose as auto
+from polylane.auto.choose import EXAMPLE, measure
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.read import load
 from polylane.cost.method import Method
 from polylane.cost.predict import predict
 from polylane.errors import PolylaneError
-from polylane.graph.batch import cloned, few, flatten
-from polylane.graph.capture import capture
 from polylane.plan.spec import parse
 from polylane.planner import setup
 from polylane.planner.search import weighed
@@ -28,8 +26,8 @@ from polylane.probe.machine import here
 from polylane.recipe import load as load_recipe
 from polylane.runtime.job import Job
 from polylane.runtime.launch import single_threaded
-from polylane.runtime.optimizer_probe import whole_parameters
-from polylane.runtime.prepare import named_parameters, objectives_of, optimized, prepare
+from polylane.runtime.prepare import objectives_of
+from polylane.runtime.training_problem import TrainingProblem
 from polylane.runtime.world import World
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -113,25 +111,13 @@ def measured(task: Task, cluster: Cluster, rounds: int, steps: int) -> tuple[lis
     torch.manual_seed(0)
     model, dataset = recipe.model(), recipe.data("train")
     batch = (recipe.collate or default_collate)([dataset[i] for i in range(task.batch)])
-    leaves, rebuild = flatten(batch)
-    named = named_parameters(model, [recipe.loss])
-    subject = auto.Subject(
-        model,
-        recipe.loss,
-        recipe.optimizer,
-        sorted(optimized(named, recipe.optimizer)),
-        {n: str(w) for n, w in whole_parameters(named, [recipe.optimizer]).items()},
-        leaves,
-        rebuild,
-        task.batch,
-    )
-    graph = capture(model, recipe.loss, rebuild(cloned(few(leaves, 4))), trainable=subject.trainable)
-    job = setup.Job(graph, recipe.optimizer, subject.whole, {}, auto.measure(graph, subject, 4))
-    basis = setup.basis(job, cluster, Method())
+    problem = TrainingProblem(model, objectives_of(recipe.loss, recipe.optimizer, None), batch)
+    graph = problem.capture(EXAMPLE)
+    basis = setup.basis(problem.captured(graph, profile=measure(graph, problem, 4)), cluster, Method())
     cases, contenders = list[Case](), list[Contender]()
     for plan in PLANS:
         try:
-            prepared = prepare(model, objectives_of(recipe.loss, recipe.optimizer, None), batch, plan)
+            prepared = problem.prepare(plan)
         except PolylaneError as error:
             print(f"{task.name}, {plan}: {error}")
             continue

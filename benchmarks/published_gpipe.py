@@ -29,7 +29,7 @@ from polylane.graph.partition import Partition
 from polylane.plan import fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees, Spec
-from polylane.planner.setup import Job, basis, fitted
+from polylane.planner.setup import CapturedProblem, basis, fitted
 from polylane.schedule.action import Action, Kind
 
 DEVICES = 8
@@ -120,7 +120,7 @@ def priced(layers: int, filters: int) -> Basis:
     def optimizer(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return torch.optim.SGD([each for _, each in parameters], lr=0.1)
 
-    return basis(Job(graph, optimizer, whole={}, pins={}), parse(CLUSTER), Method())
+    return basis(CapturedProblem(graph, optimizer), parse(CLUSTER), Method())
 
 
 def divided(found: Basis, run: Experiment) -> tuple[Partition, Plan]:

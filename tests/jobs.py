@@ -87,7 +87,7 @@ def example(name: str) -> Graph:
 
 
 def basis(graph: Graph, cluster: str, method: Method | None = None) -> Basis:
-    return setup.basis(setup.Job(graph, adam, {}, {}), parse(cluster), method or Method())
+    return setup.basis(setup.CapturedProblem(graph, adam), parse(cluster), method or Method())
 
 
 def estimates(graph: Graph, cluster: str, batch: int, method: Method | None = None) -> Estimates:
@@ -95,4 +95,4 @@ def estimates(graph: Graph, cluster: str, batch: int, method: Method | None = No
 
 
 def footprint(graph: Graph, cluster: str) -> Footprint:
-    return setup.footprint(setup.Job(graph, adam, {}, {}), parse(cluster))
+    return setup.footprint(setup.CapturedProblem(graph, adam), parse(cluster))

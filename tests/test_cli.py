@@ -24,10 +24,10 @@ from polylane import verify as verification
 from polylane.cli import app
 from polylane.commands import inputs
 from polylane.commands.output import ranges
+from polylane.commands.requests import RecipeRequest
 from polylane.observe.timeline import Timeline
 from polylane.plan import plan as plans
 from polylane.planner.program import Program
-from polylane.runtime.prepare import Objective, prepare
 
 RECIPE = """
 import torch
@@ -438,10 +438,9 @@ def test_inspect_explains_how_operators_are_split(here: Path) -> None:
 
 
 def test_inspect_holds_to_a_plans_placements(here: Path) -> None:
-    recipe = inputs.open_recipe("tiny.py", [])
-    objective = Objective("loss", recipe.loss, recipe.optimizer)
-    example = inputs.example_batch(recipe, recipe.data("train"), 64)
-    made = prepare(recipe.model(), {"loss": objective}, example, "tensor=2").plan
+    request = RecipeRequest(recipe="tiny.py", batch=64)
+    problem, _ = inputs.open_problem(inputs.open_recipe(request), request)
+    made = replace(problem, batch_size=None).prepare("tensor=2").plan
     pins = {"layers.1.0.weight": {"tensor": "replicate"}}
     written = made.model_copy(update={"stages": (made.stages[0].model_copy(update={"placements": pins}),)})
     Path("pinned.yaml").write_text(plans.dump(written))

@@ -10,13 +10,15 @@ import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from polylane import __version__, cli_planning
+from polylane import cli_options as options
 from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set, Workers
+from polylane.commands.requests import InspectRequest, TrainRequest, VerifyRequest
 from polylane.errors import PolylaneError, WorkerFailed
 
 # Only the standard library, typer and what imports no torch stands above: `polylane --help` must not wait for it. Each
@@ -135,43 +137,21 @@ def train(
     recipe: Recipe,
     workers: Workers = None,
     plan: Plan = None,
-    epochs: Annotated[
-        int | None, typer.Option("--epochs", metavar="E", min=1, help="Times through the data. Default: 1.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", metavar="S", min=1, help="Optimizer steps, in place of --epochs.")
-    ] = None,
+    epochs: options.Epochs = None,
+    steps: options.Steps = None,
     batch: Batch = 64,
-    run: Annotated[
-        Path | None,
-        typer.Option("--run", metavar="DIR", help="Where the files go. Default: a new run/NAME, run/NAME-2, ..."),
-    ] = None,
+    run: options.RunFolder = None,
     seed: Seed = 0,
     set_: Set = None,
     clip_norm: ClipNorm = None,
-    on_nan: Annotated[
-        Literal["stop", "warn"],
-        typer.Option("--on-nan", help="Of a loss that is not finite: stop, naming the first operator; or go on."),
-    ] = "stop",
-    stop_on_nan: Annotated[bool, typer.Option("--stop-on-nan", help="The same as --on-nan stop.", hidden=True)] = False,
-    drop_last: Annotated[
-        bool, typer.Option("--drop-last", help="Leave out a last batch that is shorter than the others.")
-    ] = False,
-    optimizer: Annotated[
-        Literal["lars", "lamb"] | None,
-        typer.Option("--optimizer", help="For large batches, in place of the recipe's, at the rate --lr."),
-    ] = None,
-    lr: Annotated[float | None, typer.Option("--lr", metavar="X", help="The learning rate of --optimizer.")] = None,
-    scale_lr: Annotated[
-        Literal["linear", "sqrt"] | None,
-        typer.Option("--scale-lr", help="Scale learning rates with the batch; they are meant for --base-batch."),
-    ] = None,
-    base_batch: Annotated[
-        int | None, typer.Option("--base-batch", metavar="B", min=1, help="The batch that --scale-lr scales from.")
-    ] = None,
-    warmup: Annotated[
-        int, typer.Option("--warmup", metavar="S", min=0, help="Steps in which learning rates rise to what they are.")
-    ] = 0,
+    on_nan: options.OnNan = "stop",
+    stop_on_nan: options.StopOnNan = False,
+    drop_last: options.DropLast = False,
+    optimizer: options.LargeBatchOptimizer = None,
+    lr: options.LearningRate = None,
+    scale_lr: options.ScaleRate = None,
+    base_batch: options.BaseBatch = None,
+    warmup: options.Warmup = 0,
     json: Json = False,
 ) -> None:
     """Train a recipe's model on N workers.
@@ -192,22 +172,23 @@ def train(
     from polylane.commands import train as command
     from polylane.commands.rates import rates
 
-    command.run(
-        recipe,
+    request = TrainRequest(
+        recipe=recipe,
+        batch=batch,
+        settings=tuple(set_ or ()),
+        seed=seed,
+        json=json,
         workers=workers,
         plan=plan,
+        clip_norm=clip_norm,
         epochs=epochs,
         steps=steps,
-        batch=batch,
-        folder=run,
-        seed=seed,
-        settings=set_ or [],
-        clip_norm=clip_norm,
+        run_folder=run,
         on_nan="stop" if stop_on_nan else on_nan,
         drop_last=drop_last,
         rates=rates(batch, optimizer, lr, scale_lr, base_batch, warmup),
-        json=json,
     )
+    command.run(request)
 
 
 @app.command()
@@ -234,18 +215,18 @@ def verify(
     """
     from polylane.commands import verify as command
 
-    passed = command.run(
-        recipe,
+    request = VerifyRequest(
+        recipe=recipe,
+        batch=batch,
+        settings=tuple(set_ or ()),
+        seed=seed,
+        json=json,
         workers=workers,
         plan=plan,
-        steps=steps,
-        batch=batch,
-        seed=seed,
-        settings=set_ or [],
         clip_norm=clip_norm,
-        json=json,
+        steps=steps,
     )
-    if not passed:
+    if not command.run(request):
         raise typer.Exit(1)
 
 
@@ -287,7 +268,10 @@ def inspect(
     """
     from polylane.commands import inspect as command
 
-    command.run(recipe, plan=plan, batch=batch, settings=set_ or [], file=write, svg=svg, json=json)
+    settings = tuple(set_ or ())
+    command.run(
+        InspectRequest(recipe=recipe, batch=batch, settings=settings, json=json, plan=plan, plan_file=write, svg=svg)
+    )
 
 
 cli_planning.register(app)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from polylane.cli_options import Batch, Json, Recipe, Set
+from polylane.commands.requests import PlanRequest, ProbeRequest, RecipeRequest, SimulateRequest
 
 
 def register(app: typer.Typer) -> None:
@@ -66,51 +67,58 @@ def probe(
     """
     from polylane.commands import probe as command
 
-    command.run(output, workers=workers, profiles=profile or [], batch=batch, settings=set_ or [], json=json)
+    settings = tuple(set_ or ())
+    recipes = [RecipeRequest(recipe=path, batch=batch, settings=settings, json=json) for path in profile or []]
+    command.run(ProbeRequest(output=output, workers=workers, recipes=tuple(recipes), json=json))
 
 
 _Profile = Annotated[
     bool, typer.Option("--profile", help="Take the times that polylane probe --profile measured of the recipe's nodes.")
 ]
 
+_SimulatedPlan = Annotated[
+    str,
+    typer.Option(
+        "--plan", metavar="SPEC", help="How to split it: a line, a file, or auto for what polylane plan finds best."
+    ),
+]
+_DtypeOfPlan = Annotated[
+    str | None, typer.Option("--dtype", help="Of the passes: float32, bfloat16 or float16; default: the plan's.")
+]
+_Overlap = Annotated[
+    bool, typer.Option("--overlap/--no-overlap", help="Sum gradients while the backward pass still runs.")
+]
+_Slow = Annotated[
+    list[str] | None,
+    typer.Option("--slow", metavar="RANK=SPEED", help="A straggler: 3=0.8 needs 1 / 0.8 of the time."),
+]
+_Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the predicted swimlanes as a page.")]
+_Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the predicted swimlanes as a picture.")]
+_Chunks = Annotated[
+    int, typer.Option("--chunks", metavar="V", help="Virtual stages of every worker, interleaved (1F1B).")
+]
+_Every = Annotated[
+    int, typer.Option("--every", metavar="N", help="Replicas sum parameters every N steps; 1: gradients in each.")
+]
+
 
 def simulate(
     recipe: Recipe,
     cluster: _Cluster,
-    plan: Annotated[
-        str,
-        typer.Option(
-            "--plan", metavar="SPEC", help="How to split it: a line, a file, or auto for what polylane plan finds best."
-        ),
-    ],
+    plan: _SimulatedPlan,
     batch: Batch = 64,
     set_: Set = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of the passes: float32, bfloat16 or float16; default: the plan's.")
-    ] = None,
+    dtype: _DtypeOfPlan = None,
     recompute: _Recompute = "none",
     shard: _Shard = "none",
-    overlap: Annotated[
-        bool, typer.Option("--overlap/--no-overlap", help="Sum gradients while the backward pass still runs.")
-    ] = True,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option("--slow", metavar="RANK=SPEED", help="A straggler: 3=0.8 needs 1 / 0.8 of the time."),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the predicted swimlanes as a page.")
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="Write the predicted swimlanes as a picture.")
-    ] = None,
+    overlap: _Overlap = True,
+    slow: _Slow = None,
+    html: _Html = None,
+    svg: _Svg = None,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the times consist of.")] = False,
     profile: _Profile = False,
-    chunks: Annotated[
-        int, typer.Option("--chunks", metavar="V", help="Virtual stages of every worker, interleaved (1F1B).")
-    ] = 1,
-    every: Annotated[
-        int, typer.Option("--every", metavar="N", help="Replicas sum parameters every N steps; 1: gradients in each.")
-    ] = 1,
+    chunks: _Chunks = 1,
+    every: _Every = 1,
     json: Json = False,
 ) -> None:
     """Predict a step of a plan on a cluster that need not be there.
@@ -125,27 +133,28 @@ def simulate(
       polylane simulate examples/gpt.py --cluster 4:a100-80g --plan pipeline=4,microbatches=8 --chunks 2
       polylane simulate examples/gpt.py --cluster 2x1x8:a100-80g,sites=internet-1g --plan data=16 --every 32
     """
-    from polylane.commands import planning
     from polylane.commands import simulate as command
 
-    method = planning.method_of(dtype or "float32", True, recompute, shard, overlap)
-    command.run(
-        recipe,
-        cluster=cluster,
-        plan=plan,
+    request = SimulateRequest(
+        recipe=recipe,
         batch=batch,
-        settings=set_ or [],
-        method=method,
-        of_plan=dtype is None and plan != "auto",
-        slow=slow or [],
+        settings=tuple(set_ or ()),
+        json=json,
+        cluster=cluster,
+        dtype=dtype,
+        recompute=recompute,
+        shard=shard,
+        overlap=overlap,
+        profile=profile,
+        plan=plan,
+        slow=tuple(slow or ()),
         html=html,
         svg=svg,
         breakdown=breakdown,
-        profile=profile,
         chunks=chunks,
         every=every,
-        json=json,
     )
+    command.run(request)
 
 
 def plan(
@@ -180,19 +189,20 @@ def plan(
       polylane plan examples/gpt.py --cluster 2x1:gtx-1080-ti --set hidden=1024 --set layers=24
     """
     from polylane.commands import plan as command
-    from polylane.commands import planning
 
-    method = planning.method_of(dtype, True, recompute, shard, True)
-    command.run(
-        recipe,
-        cluster=cluster,
+    request = PlanRequest(
+        recipe=recipe,
         batch=batch,
-        settings=set_ or [],
+        settings=tuple(set_ or ()),
+        json=json,
+        cluster=cluster,
+        dtype=dtype,
+        recompute=recompute,
+        shard=shard,
+        profile=profile,
         workers=workers,
         memory=memory,
-        method=method,
         top=top,
         output=output,
-        profile=profile,
-        json=json,
     )
+    command.run(request)

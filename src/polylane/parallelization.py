@@ -13,15 +13,15 @@ from torch import nn
 from polylane.auto.on_workers import settled
 from polylane.auto.plan_broadcast import prepare_together
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten, sample_count
 from polylane.graph.export import Loss
 from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Spec
 from polylane.plan.sync import SUM
 from polylane.runtime.job import Job
 from polylane.runtime.materialize import Init
-from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, objectives_of, prepare
+from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, objectives_of
 from polylane.runtime.server_job import job_of
+from polylane.runtime.training_problem import TrainingProblem
 from polylane.runtime.world import World
 
 
@@ -67,23 +67,14 @@ def parallelize(
         how.
     """
     world = World.join()
-    objectives = objectives_of(loss, optimizer, scheduler)
-    spec = settled(world, model, objectives, example, plan, batch_size)
+    problem = TrainingProblem(model, objectives_of(loss, optimizer, scheduler), example, batch_size, init)
+    spec = settled(world, problem, plan)
     if world.size == 1:
         if not alone:
             _refuse_alone(spec)
-        samples = batch_size or sample_count(flatten(example)[0])
-        chosen = prepare(
-            model,
-            objectives,
-            example,
-            _alone(spec, samples),
-            batch_size=batch_size,
-            fewer=spec.microbatches is None,
-            init=init,
-        )
+        chosen = problem.prepare(_alone(spec, problem.samples), fewer=spec.microbatches is None)
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
-    together = prepare_together(world, model, objectives, example, spec, batch_size, init)
+    together = prepare_together(world, problem, spec)
     return job_of(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
 
 

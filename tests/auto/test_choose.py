@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from polylane.auto import choose as auto
 from polylane.cluster.line import parse
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten, sample_count
 from polylane.graph.capture import capture
 from polylane.planner.search import Answer
+from polylane.runtime.prepare import objectives_of
+from polylane.runtime.training_problem import TrainingProblem
 from training import batch_of, classify, mlp, sgd
 
 
@@ -41,15 +42,13 @@ def deep() -> nn.Module:
     return mlp(6, *[8] * 6, 4)
 
 
-def subject(model: nn.Module, samples: int = 8) -> auto.Subject:
-    leaves, rebuild = flatten(batch_of(samples))
-    names = sorted(name for name, _ in model.named_parameters())
-    return auto.Subject(model, classify, sgd, names, {}, leaves, rebuild, sample_count(leaves))
+def problem(model: nn.Module, samples: int = 8) -> TrainingProblem:
+    return TrainingProblem(model, objectives_of(classify, sgd, None), batch_of(samples))
 
 
 def chosen(model: nn.Module, workers: range | tuple[int, ...], cluster: str, samples: int = 8) -> Answer:
     """On devices that the weights are not on, whose times are the model's of them: the same every time."""
-    return auto.choose(subject(model, samples), workers, parse(cluster))
+    return auto.choose(problem(model, samples), workers, parse(cluster))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
@@ -79,7 +78,7 @@ def test_microbatches_have_the_samples_that_the_model_needs() -> None:
 def test_what_is_measured_has_the_samples_that_the_model_needs() -> None:
     model = normalized()
     graph = capture(model, classify, batch_of(4))
-    profile = auto.measure(graph, subject(model))
+    profile = auto.measure(graph, problem(model))
     assert profile is not None and profile.samples == (2, 4, 8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from polylane.cluster.read import load
-from polylane.commands import planning, probe
+from polylane.commands import inputs, planning, probe
+from polylane.commands.requests import PredictRequest, ProbeRequest, RecipeRequest
 from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph
 from polylane.probe.effort import quick
 from polylane.probe.machine import here
 from polylane.probe.profiles import load_profile
@@ -37,11 +40,15 @@ def data(split):
     return [(torch.ones(4) * i, i % 2) for i in range(32)]
 """
 
-DEFAULT: dict[str, Any] = {"workers": 2, "profiles": [], "batch": 16, "settings": [], "json": False}
-
 
 def run(output: Path | None, **change: Any) -> None:
-    probe.run(output, **{**DEFAULT, **change}, effort=quick())
+    probe.run(ProbeRequest(output=output, **{"workers": 2, **change}), effort=quick())
+
+
+def captured(request: RecipeRequest) -> Graph:
+    """The graph that predictions look a profile up for."""
+    asked = PredictRequest(recipe=request.recipe, batch=request.batch, settings=request.settings, cluster="2:cpu")
+    return planning.open_on_meta(inputs.open_recipe(asked), asked).capture()
 
 
 @pytest.fixture
@@ -72,15 +79,15 @@ def test_progress_goes_to_stderr_and_json_to_stdout(tmp_path: Path, capsys: pyte
 
 
 def test_a_recipes_nodes_are_measured_and_found_again(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(None, profiles=[str(recipe)], settings=["width=6"])
+    request = RecipeRequest(recipe=str(recipe), batch=16, settings=("width=6",))
+    run(None, recipes=(request,))
     assert f"{recipe}: " in capsys.readouterr().out
-    scene = planning.scene(str(recipe), ["width=6"], "2:cpu", 16, {})
-    found = load_profile(scene.job.graph, here(2).device(0), threads=1)
+    graph = captured(request)
+    found = load_profile(graph, here(2).device(0), threads=1)
     assert found is not None and found.samples == (1, 4, 8, 16)
-    assert set(found.nodes) == {node.name for node in scene.job.graph.nodes}
+    assert set(found.nodes) == {node.name for node in graph.nodes}
     assert all(seconds > 0 for both in found.steps for seconds in both) and found.update > 0
-    other = planning.scene(str(recipe), [], "2:cpu", 16, {})
-    assert load_profile(other.job.graph, here(2).device(0), threads=1) is None
+    assert load_profile(captured(replace(request, settings=())), here(2).device(0), threads=1) is None
 
 
 def test_nothing_asked_for_is_refused() -> None:
@@ -116,5 +123,5 @@ def test_a_file_that_is_there_stays_until_it_is_measured_anew(tmp_path: Path) ->
 def test_a_recipe_that_is_wrong_is_one_sentence(recipe: Path) -> None:
     recipe.write_text(RECIPE.replace("def loss", "def lost"))
     with pytest.raises(PolylaneError, match="loss") as raised:
-        run(None, profiles=[str(recipe)])
+        run(None, recipes=(RecipeRequest(recipe=str(recipe), batch=16),))
     assert "\n" not in str(raised.value)

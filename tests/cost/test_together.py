@@ -65,7 +65,7 @@ def test_what_was_measured_of_the_model_counts_for_its_cluster() -> None:
     graph, cluster = jobs.blocks(2, 8), parse("2:cpu")
     nodes = {node.name: ((1.0, 2.0),) for node in graph.nodes}
     profile = Profile((2,), nodes, ((1.0, 2.0),))
-    job = setup.Job(graph, jobs.adam, {}, {}, profile)
+    job = setup.CapturedProblem(graph, jobs.adam, profile=profile)
     assert setup.basis(job, cluster, Method()).cluster.contention(0) == cluster.contention(0)
     told = replace(job, profile=replace(profile, together={2: 0.5}))
     assert setup.basis(told, cluster, Method()).cluster.contention(0) == {2: 0.5}

@@ -9,6 +9,7 @@ import pytest
 
 from polylane import verify as verification
 from polylane.commands import verify as command
+from polylane.commands.requests import VerifyRequest
 from polylane.errors import PolylaneError
 from polylane.verify import Deviation, Free, Verdict
 
@@ -30,9 +31,7 @@ def optimizer(parameters):
 
 
 def tell(path: Path, plan: str, batch: int = 8, as_json: bool = False) -> bool:
-    return command.run(
-        str(path), workers=None, plan=plan, steps=1, batch=batch, seed=0, settings=[], clip_norm=None, json=as_json
-    )
+    return command.run(VerifyRequest(recipe=str(path), plan=plan, steps=1, batch=batch, json=as_json))
 
 
 @pytest.mark.parametrize(

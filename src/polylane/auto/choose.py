@@ -1,10 +1,10 @@
-"""The plan that is best on this machine, for a model that is here: its nodes are measured, then plans are compared."""
+"""Automatic parallelization of a model that is here: measure its nodes, take the plan predicted fastest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import sys
+from collections.abc import Collection
+from dataclasses import replace
 
 from torch import nn
 
@@ -14,15 +14,15 @@ from polylane.cost.profile import Profile
 from polylane.cost.profiling import profiled
 from polylane.cost.together import together
 from polylane.errors import PolylaneError
-from polylane.graph.batch import Rebuild, cloned, few, part_count, sample_count
-from polylane.graph.export import Loss
+from polylane.graph.batch import few, part_count
 from polylane.graph.fewest import Fewest, fewest_samples
 from polylane.graph.graph import Graph
 from polylane.graph.orders import Order, orders_of
+from polylane.plan.plan import Plan
 from polylane.planner import setup
 from polylane.planner.candidate import Candidate
 from polylane.planner.search import Answer, Wish, search
-from polylane.samples.counts import capture_with_counts
+from polylane.runtime.training_problem import TrainingProblem
 from polylane.samples.derivation import derive, known_orders
 
 # Samples of the graph that shapes are read from.
@@ -33,38 +33,24 @@ PARTS = (1, 2, 4, 16)
 COPIES = (2, 4, 8)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is to be trained.
-
-    Attributes:
-        model, loss: the user's.
-        optimizer: makes the optimizer.
-        trainable: names of the parameters that it takes.
-        whole: parameters that every rank must hold whole, and why.
-        leaves, rebuild: a batch.
-        batch: samples of a step.
-    """
-
-    model: nn.Module
-    loss: Loss
-    optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any]
-    trainable: Sequence[str]
-    whole: dict[str, str]
-    leaves: Sequence[Any]
-    rebuild: Rebuild
-    batch: int
+def best_plan(problem: TrainingProblem, workers: Collection[int], cluster: Cluster, copies: bool = False) -> Plan:
+    """The first of the plans that :func:`choose` finds, with the same arguments; says on stderr which one it is."""
+    return announced(choose(problem, workers, cluster, copies=copies))
 
 
 def choose(
-    subject: Subject, workers: Collection[int], cluster: Cluster, profile: Profile | None = None, copies: bool = False
+    problem: TrainingProblem,
+    workers: Collection[int],
+    cluster: Cluster,
+    profile: Profile | None = None,
+    copies: bool = False,
 ) -> Answer:
     """The best plans on as many of a cluster's devices as they may take.
 
     Args:
-        subject: what is to be trained.
+        problem: what is to be trained; of its losses the first one counts.
         workers: the numbers of workers that a plan may have.
-        cluster: on what.
+        cluster: the devices, of which a plan takes the first ones.
         profile: the times of the graph's nodes; default: measured here.
         copies: this process may fork copies of the model to see what they slow each other by.
 
@@ -72,25 +58,22 @@ def choose(
         PolylaneError: nothing fits.
     """
     most = max(workers)
-    leaves = few(subject.leaves, min(EXAMPLE, sample_count(subject.leaves)))
-    graph = capture_with_counts(
-        subject.model, subject.loss, subject.rebuild(cloned(leaves)), trainable=subject.trainable
-    )
+    graph, batch = problem.capture(EXAMPLE), problem.samples
     fewest = fewest_samples([graph])
-    fewest.check(subject.batch, "a batch", "take larger batches")
-    if profile is None and _lies_on(cluster.device(0).type, subject.model):
-        profile = measure(graph, subject, most if copies else 1)
+    fewest.check(batch, "a batch", "take larger batches")
+    if profile is None and _lies_on(cluster.device(0).type, problem.model):
+        profile = measure(graph, problem, most if copies else 1)
     meets = _samples_meet(graph)
-    job = setup.Job(graph, subject.optimizer, subject.whole, {}, profile)
-    basis = setup.basis(job, cluster, Method())
+    captured = problem.captured(graph, profile=profile)
+    basis = setup.basis(captured, cluster, Method())
     limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
-    wish = Wish(subject.batch, tuple(sorted(workers)), most, (Method(),), limit, whole=meets)
-    estimates = setup.estimates(basis, subject.batch, _staying(graph))
+    wish = Wish(batch, tuple(sorted(workers)), most, (Method(),), limit, whole=meets)
+    estimates = setup.estimates(basis, batch, _staying(graph))
 
     def keep(candidate: Candidate) -> bool:
-        return candidate.workers in workers and _enough(subject.batch, candidate, fewest)
+        return candidate.workers in workers and _enough(batch, candidate, fewest)
 
-    answer = search(estimates, setup.footprint(job, cluster), wish, keep=keep)
+    answer = search(estimates, setup.footprint(captured, cluster), wish, keep=keep)
     if not answer.found:
         raise PolylaneError(f"plan auto: {_nothing(answer, wish)}")
     return answer
@@ -118,23 +101,26 @@ def _lies_on(device: str, model: nn.Module) -> bool:
     return all(parameter.device.type == device for parameter in model.parameters())
 
 
-def measure(graph: Graph, subject: Subject, copies: int = 1) -> Profile | None:
+def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile | None:
     """The times of a graph's nodes at the sizes that a worker may have in hand; None for a model without weights.
 
     Args:
+        graph: the problem's, captured.
+        problem: its example has the samples that nodes are measured on.
         copies: up to so many are forked, to see what they slow each other by (on a CPU); 1: none.
     """
-    parameters = list(subject.model.parameters())
+    model, objective, (leaves, rebuild) = problem.model, problem.objective, problem.flat_example
+    parameters = list(model.parameters())
     if graph.opaque or any(parameter.is_meta for parameter in parameters):
         return None
     fewest = fewest_samples([graph]).samples
-    sizes = sorted({max(fewest, -(-subject.batch // parts)) for parts in PARTS})
-    found = profiled(graph, subject.model, subject.loss, subject.optimizer, subject.leaves, subject.rebuild, sizes)
+    sizes = sorted({max(fewest, -(-problem.samples // parts)) for parts in PARTS})
+    found = profiled(graph, model, objective.loss, objective.optimizer, leaves, rebuild, sizes)
     if copies < 2 or any(parameter.device.type != "cpu" for parameter in parameters):
         return found
-    half = few(subject.leaves, max(fewest, subject.batch // 2))
+    half = few(leaves, max(fewest, problem.samples // 2))
     counts = {count for count in COPIES if count <= copies}
-    return replace(found, together=together(subject.model, subject.loss, half, subject.rebuild, counts))
+    return replace(found, together=together(model, objective.loss, half, rebuild, counts))
 
 
 def _samples_meet(graph: Graph) -> bool:
@@ -145,6 +131,12 @@ def _samples_meet(graph: Graph) -> bool:
 def _staying(graph: Graph) -> list[str]:
     """Values that may not cross between stages with other numbers of replicas."""
     return [name for name, order in orders_of(graph, known_orders(graph)).items() if order is Order.OTHER]
+
+
+def announced(answer: Answer) -> Plan:
+    """The first plan of a search; says on stderr which one it is."""
+    print(told(answer), file=sys.stderr, flush=True)
+    return answer.found[0].plan
 
 
 def told(answer: Answer) -> str:

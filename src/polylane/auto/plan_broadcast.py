@@ -7,14 +7,13 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
 from polylane.errors import PeerLost, PolylaneError
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.failure import Failure
-from polylane.runtime.materialize import Init
-from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.runtime.prepare import Prepared
+from polylane.runtime.training_problem import TrainingProblem
 from polylane.runtime.transport import objects
 from polylane.runtime.world import World
 from polylane.values import register
@@ -75,15 +74,7 @@ def _told(error: Exception) -> tuple[str | None, str | None]:
     return None, f"{failure.error_type}: {failure.error_message}"
 
 
-def prepare_together(
-    world: World,
-    model: nn.Module,
-    objectives: dict[str, Objective],
-    example: Any,
-    spec: Spec | Plan,
-    batch_size: int | None,
-    init: Init | None = None,
-) -> Prepared:
+def prepare_together(world: World, problem: TrainingProblem, spec: Spec | Plan) -> Prepared:
     """Prepare on every worker what rank 0 chose.
 
     Raises:
@@ -92,7 +83,7 @@ def prepare_together(
     if spec.processes != world.size:
         raise PolylaneError(f"the plan takes {spec.processes} workers, torchrun started {world.size}")
     if world.rank == 0:
-        prepared, refusal = _attempt(model, objectives, example, spec, batch_size, init)
+        prepared, refusal = _attempt(problem, spec)
         world.exchange((None if prepared is None else prepared.plan, None if refusal is None else str(refusal)))
         if refusal is not None:
             raise refusal
@@ -100,7 +91,7 @@ def prepare_together(
         decision, refused = world.exchange(None)[0]
         if refused is not None:
             raise PolylaneError(refused)
-        prepared, refusal = _attempt(model, objectives, example, decision, batch_size, init)
+        prepared, refusal = _attempt(problem, decision)
     refusals: list[str | None] = world.exchange(None if refusal is None else str(refusal))
     for rank, reason in enumerate(refusals):
         if reason is not None:
@@ -109,15 +100,8 @@ def prepare_together(
     return prepared
 
 
-def _attempt(
-    model: nn.Module,
-    objectives: dict[str, Objective],
-    example: Any,
-    plan: Spec | Plan,
-    batch_size: int | None,
-    init: Init | None,
-) -> tuple[Prepared | None, PolylaneError | None]:
+def _attempt(problem: TrainingProblem, plan: Spec | Plan) -> tuple[Prepared | None, PolylaneError | None]:
     try:
-        return prepare(model, objectives, example, plan, batch_size=batch_size, init=init), None
+        return problem.prepare(plan), None
     except PolylaneError as error:
         return None, error

@@ -6,13 +6,14 @@ import functools
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polylane import recipe as recipes
+from polylane.commands.requests import RecipeRequest, WorkersRequest
 from polylane.errors import PolylaneError
 from polylane.plan import spec as specs
 from polylane.plan.spec import Spec
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from polylane.plan.plan import Plan
+    from polylane.runtime.training_problem import TrainingProblem
 
 
 # How many workers are started on one host: more would only wait for each other.
@@ -31,20 +33,19 @@ EACH_CORE = 4
 # The plan ------------------------------------------------------------------------------------------------------------
 
 
-def choose_plan(text: str | None, workers: int | None, find: Callable[[int], Plan]) -> Spec | Plan:
+def choose_plan(request: WorkersRequest) -> Spec | Plan:
     """The plan that a command line asks for: one line or a file; without either, replicas on all workers.
-
-    Args:
-        text: of ``--plan``.
-        workers: of ``--workers``.
-        find: the best plan for up to so many workers, where ``auto`` is asked for.
 
     Raises:
         PolylaneError: the plan cannot be read, or takes another number of workers, or more than a host can start.
     """
+    text, workers = request.plan, request.workers
     if text == specs.AUTO:
-        return find(workers or os.cpu_count() or 1)
-    plan = Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1"))) if text is None else read_plan(text)
+        return find_plan(request, workers)
+    if text is None:
+        plan: Spec | Plan = Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1")))
+    else:
+        plan = read_plan(text) if isinstance(text, str) else text
     if workers is not None and plan.processes != workers:
         product = " times ".join(specs.degrees_of(plan.meshes))
         product += f", and servers={plan.sync.server_count}" if plan.sync.dedicated else ""
@@ -56,6 +57,30 @@ def choose_plan(text: str | None, workers: int | None, find: Callable[[int], Pla
             "torchrun start them on several hosts"
         )
     return plan
+
+
+def find_plan(request: RecipeRequest, workers: int | None = None) -> Plan:
+    """The plan that is best for a recipe on this machine, for at most so many workers, or as many as it has cores.
+
+    Raises:
+        PolylaneError: the recipe is wrong, nothing fits, or torchrun started several processes, which would all
+            measure at once.
+    """
+    if "RANK" in os.environ:
+        raise PolylaneError(
+            "--plan auto measures in one process: run this command without torchrun, or write the plan first "
+            "(polylane inspect RECIPE --plan auto --write plan.yaml) and give that file"
+        )
+    recipe = open_recipe(request)
+    from polylane.auto.choose import best_plan
+    from polylane.probe.machine import here
+    from polylane.runtime.launch import single_threaded
+
+    single_threaded()
+    problem, _ = open_problem(recipe, request)
+    # A step has the samples of the example, which are fewer than were asked for where there are no more.
+    problem, most = replace(problem, batch_size=None), workers or os.cpu_count() or 1
+    return best_plan(problem, range(1, most + 1), here(most), copies=True)
 
 
 def read_plan(text: str) -> Spec | Plan:
@@ -92,7 +117,7 @@ def positive(option: str, value: float | None) -> None:
 # The recipe ----------------------------------------------------------------------------------------------------------
 
 
-def open_recipe(path: str, settings: Sequence[str]) -> Recipe:
+def open_recipe(request: RecipeRequest) -> Recipe:
     """A recipe whose functions turn what they raise into one sentence.
 
     The loss stays as it is: it is captured, and capture has its own words for what fails inside.
@@ -101,7 +126,7 @@ def open_recipe(path: str, settings: Sequence[str]) -> Recipe:
     Raises:
         RecipeError: the recipe or a setting is wrong.
     """
-    recipe = recipes.load(path, recipes.assignments(settings))
+    recipe = recipes.load(request.recipe, recipes.assignments(request.settings))
     scheduler, collate = recipe.scheduler, recipe.collate
     return replace(
         recipe,
@@ -175,6 +200,34 @@ def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
         refuse_untrainable(parameters)  # torch's optimizers fail of an empty list
         raise
     scheduler_of(recipe.scheduler, optimizer)
+
+
+def open_problem(recipe: Recipe, request: RecipeRequest) -> tuple[TrainingProblem, Any]:
+    """The recipe's model with its weights, its loss and optimizer and a first batch; and the data that it is of.
+
+    Raises:
+        PolylaneError: one of the recipe's functions raised, or did not return what it should.
+    """
+    model = build_model(recipe, request.seed)
+    rehearse_optimizer(recipe, model)
+    dataset = open_data(recipe, "train")
+    return problem_of(recipe, model, example_batch(recipe, dataset, request.batch), request.batch), dataset
+
+
+def problem_of(recipe: Recipe, model: nn.Module, example: Any, batch: int) -> TrainingProblem:
+    """A model of the recipe's with its one loss.
+
+    Args:
+        recipe: the user's functions.
+        model: what its ``model()`` returned.
+        example: a batch of its training data, of any size.
+        batch: samples of a step, over all workers.
+    """
+    from polylane.runtime.prepare import Objective
+    from polylane.runtime.training_problem import TrainingProblem
+
+    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
+    return TrainingProblem(model, {"loss": objective}, example, batch, recipe.init)
 
 
 # The data ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -14,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from polylane.commands import inputs
-from polylane.commands.automatic import automatic
 from polylane.commands.output import console, count, plural, print_json, ranges, write
 from polylane.commands.totals import elements, value_bytes
 from polylane.errors import PolylaneError
@@ -23,14 +21,13 @@ from polylane.observe.lane_layout import duration
 from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from polylane.commands.requests import InspectRequest
     from polylane.cost.compute import Both
     from polylane.graph.graph import Graph, Node
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
-    from polylane.recipe import Recipe
-    from polylane.runtime.prepare import Objective, Prepared
+    from polylane.runtime.prepare import Prepared
+    from polylane.runtime.training_problem import TrainingProblem
 
 ROWS = 40  # modules in a table; --json has all
 _OF_A_RANK = ("parameters", "gradients", "values", "time")  # what is shown of every stage
@@ -57,93 +54,70 @@ class Row:
     bytes: int
 
 
-def run(
-    path: str,
-    *,
-    plan: str | None,
-    batch: int,
-    settings: Sequence[str],
-    file: Path | None = None,
-    svg: Path | None = None,
-    json: bool,
-) -> None:
+def run(request: InspectRequest) -> None:
     """Capture, cut where there is a plan, write and draw that where asked to, and print.
 
     Raises:
         PolylaneError: what was given is wrong, or the file cannot be written.
     """
-    if file is not None and plan is None:
-        raise PolylaneError(f"--write {file} writes a plan: say which one with --plan, as in --plan pipeline=2")
-    if svg is not None and plan is None:
-        raise PolylaneError(f"--svg {svg} draws a plan: say which one with --plan, as in --plan pipeline=2")
-    chosen = None if plan is None else _chosen(plan, path, settings, batch)
-    recipe = inputs.open_recipe(path, settings)
+    for option, path, verb in (("write", request.plan_file, "writes"), ("svg", request.svg, "draws")):
+        if path is not None and request.plan is None:
+            raise PolylaneError(f"--{option} {path} {verb} a plan: say which one with --plan, as in --plan pipeline=2")
+    plan = None if request.plan is None else _chosen(request.plan, request)
+    recipe = inputs.open_recipe(request)
     from polylane.runtime.launch import single_threaded
 
     single_threaded()
-    from polylane.runtime.prepare import Objective
-
-    model = inputs.build_model(recipe, seed=0)
-    inputs.rehearse_optimizer(recipe, model)
-    example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), batch)
-    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
-    found = {"recipe": path}
-    if chosen is None:
-        graph = _captured(recipe, model, objective, example)
+    problem, _ = inputs.open_problem(recipe, request)
+    found: dict[str, Any] = {"recipe": request.recipe}
+    if plan is None:
+        graph = problem.capture()
         found |= describe(graph)
     else:
-        from polylane.commands.cut import cut, step_at_best
-
-        prepared, seconds = _prepared(model, objective, example, chosen, batch)
+        prepared, seconds = _prepared(problem, plan)
         graph = prepared.main.graph
-        found |= {**describe(graph), **cut(prepared, seconds, batch)}
-        if file is not None:
-            from polylane.plan.plan import dump
-
-            write(file, dump(prepared.plan))
-            found["file"] = str(file)
-        if svg is not None:
-            write(svg, swimlane.svg(step_at_best(prepared, seconds, batch)))
-            found["svg"] = str(svg)
-    if json:
+        found |= {**describe(graph), **_cut(request, prepared, seconds)}
+    if request.json:
         print_json(found)
     else:
         _show(graph, found)
 
 
-def _chosen(plan: str, path: str, settings: Sequence[str], batch: int) -> Spec | Plan:
+def _chosen(text: str, request: InspectRequest) -> Spec | Plan:
     """A plan for any number of workers: none of them is started."""
-    if plan != AUTO:
-        return inputs.read_plan(plan)
-    return inputs.choose_plan(plan, None, lambda most: automatic(path, settings, batch, most))
+    return inputs.find_plan(request) if text == AUTO else inputs.read_plan(text)
 
 
-def _captured(recipe: Recipe, model: nn.Module, objective: Objective, example: Any) -> Graph:
-    from polylane.runtime.prepare import named_parameters, optimized
-    from polylane.samples.counts import capture_with_counts
+def _cut(request: InspectRequest, prepared: Prepared, seconds: tuple[Both, ...]) -> dict[str, Any]:
+    """The plan's cuts as plain data; written and drawn where that is asked for."""
+    from polylane.commands.cut import cut, step_at_best
+    from polylane.plan.plan import dump
 
-    trainable = optimized(named_parameters(model, [recipe.loss]), objective.optimizer)
-    return capture_with_counts(model, recipe.loss, example, trainable=trainable)
+    found = cut(prepared, seconds, request.batch)
+    if request.plan_file is not None:
+        write(request.plan_file, dump(prepared.plan))
+        found["file"] = str(request.plan_file)
+    if request.svg is not None:
+        write(request.svg, swimlane.svg(step_at_best(prepared, seconds, request.batch)))
+        found["svg"] = str(request.svg)
+    return found
 
 
-def _prepared(
-    model: nn.Module, objective: Objective, example: Any, plan: Spec | Plan, batch: int
-) -> tuple[Prepared, tuple[Both, ...]]:
+def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[Prepared, tuple[Both, ...]]:
     """The graph of what one worker has in hand, cut; and the times of every node."""
     from polylane.cost import compute
-    from polylane.graph.batch import cloned, flatten, take
-    from polylane.runtime.prepare import prepare
+    from polylane.graph.batch import cloned, take
 
     measured: list[tuple[Both, ...]] = []
 
     def measure(graph: Graph, loss: Any, leaves: list[Any]) -> tuple[float, ...]:
-        measured.append(compute.measure_both(graph, model, loss, cloned(leaves)))
+        measured.append(compute.measure_both(graph, problem.model, loss, cloned(leaves)))
         return tuple(map(sum, measured[0]))
 
-    prepared = prepare(model, {objective.name: objective}, example, plan, batch_size=batch, seconds=measure)
+    prepared = problem.prepare(plan, seconds=measure)
     if not measured:  # nothing had to be balanced
-        leaves, _ = flatten(example)
-        measure(prepared.main.graph, objective.loss, take(leaves, 0, prepared.main.graph.samples))
+        graph = prepared.main.graph
+        measure(graph, problem.objective.loss, take(problem.flat_example[0], 0, graph.samples))
     return prepared, measured[0]
 
 

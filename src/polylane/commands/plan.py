@@ -5,67 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table as Grid
 from rich.text import Text
 
-from polylane.commands import planning
+from polylane.commands import inputs, planning
 from polylane.commands.output import console, count, plural, print_json, write
 from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
+    from polylane.commands.requests import PlanRequest
     from polylane.cost.footprint import Footprint
     from polylane.cost.method import Method
     from polylane.cost.predict import Basis, Prediction
     from polylane.planner.estimate import Estimates
     from polylane.planner.search import Answer, Found, Wish
+    from polylane.planner.setup import CapturedProblem
 
 MOST = 1 << 14  # devices that are thought of where nothing fits
 
 
 @planning.uncollected()
-def run(
-    path: str,
-    *,
-    cluster: str,
-    batch: int,
-    settings: Sequence[str],
-    workers: int | None,
-    memory: str | None,
-    method: Method,
-    top: int,
-    output: Path | None,
-    profile: bool,
-    json: bool,
-) -> None:
+def run(request: PlanRequest) -> None:
     """Search, say what was found and why, and write the best plan where that is asked for.
 
     Raises:
         PolylaneError: what was given is wrong, or nothing fits: with the number of devices that would do.
     """
+    from polylane.cluster.line import given
     from polylane.plan.plan import dump
     from polylane.planner import advice
 
+    method, output = planning.method_of(request), request.output
     if output is not None:
         _see_that_a_plan_says(method)
-    bound = None if memory is None else _bytes(memory)
-    scene = planning.scene(path, settings, cluster, batch, {}, profile)
-    searched = search_for(scene, method, workers=workers, memory=bound, top=top)
-    answer = searched.answer
-    told = advice.advise(searched.estimates, searched.weigh, searched.wish, answer, searched.on)
+    bound = None if request.memory is None else _bytes(request.memory)
+    cluster = given(request.cluster)
+    problem = planning.capture_for(planning.open_on_meta(inputs.open_recipe(request), request), cluster, request)
+    found = search_for(problem, cluster, request.batch, method, workers=request.workers, memory=bound, top=request.top)
+    answer = found.answer
+    told = advice.advise(found.estimates, found.weigh, found.wish, answer, found.on)
     if output is not None:
         write(output, dump(answer.found[0].plan))
     words = advice.sentences(told, answer.found[0], lambda bytes_: count(bytes_, "B"))
-    if json:
-        print_json({"plans": [_row(found, scene) for found in answer.found], "advice": asdict(told), "words": words})
+    if request.json:
+        print_json({"plans": [_row(each, cluster) for each in answer.found], "advice": asdict(told), "words": words})
         return
-    _show(answer, scene, words)
+    _show(answer, cluster, words)
     if output is not None:
-        console().print(f"The best plan is in {output}: polylane train {path} --plan {output}")
+        console().print(f"The best plan is in {output}: polylane train {request.recipe} --plan {output}")
 
 
 def _see_that_a_plan_says(method: Method) -> None:
@@ -105,12 +96,21 @@ class Searched:
 
 
 def search_for(
-    scene: planning.Scene, method: Method, *, workers: int | None = None, memory: int | None = None, top: int = 5
+    problem: CapturedProblem,
+    cluster: Cluster,
+    batch: int,
+    method: Method,
+    *,
+    workers: int | None = None,
+    memory: int | None = None,
+    top: int = 5,
 ) -> Searched:
-    """The fastest plans for a recipe on a cluster.
+    """The fastest plans for a training on a cluster.
 
     Args:
-        scene: the recipe and the cluster.
+        problem: what is to be trained, captured.
+        cluster: the machines that it shall run on.
+        batch: samples of a step, over all workers.
         method: how training is done.
         workers: how many devices to use at most; None: all.
         memory: bytes that a worker may use; None: all.
@@ -122,19 +122,19 @@ def search_for(
     from polylane.planner import advice, setup
     from polylane.planner.search import Wish, search
 
-    most = scene.cluster.count if workers is None else workers
-    if most > scene.cluster.count:
-        raise PolylaneError(f"--workers {most}: the cluster has {plural(scene.cluster.count, 'device')}")
-    limit = min(device.memory for device in scene.cluster.devices(range(most)))
+    most = cluster.count if workers is None else workers
+    if most > cluster.count:
+        raise PolylaneError(f"--workers {most}: the cluster has {plural(cluster.count, 'device')}")
+    limit = min(device.memory for device in cluster.devices(range(most)))
     limit = min(limit, memory or limit)
-    wish = Wish(scene.batch, worthwhile(most), _inner(scene.cluster), (method,), float(limit), top=max(top, 1))
-    basis = setup.basis(scene.job, scene.cluster, method)
-    estimates, weigh = setup.estimates(basis, scene.batch), setup.footprint(scene.job, scene.cluster)
+    wish = Wish(batch, worthwhile(most), _inner(cluster), (method,), float(limit), top=max(top, 1))
+    basis = setup.basis(problem, cluster, method)
+    estimates, weigh = setup.estimates(basis, batch), setup.footprint(problem, cluster)
     found = Searched(basis, estimates, weigh, wish, search(estimates, weigh, wish))
     if not found.answer.found:
         enough = partial(advice.enough, weigh, wish, estimates, found.on, MOST)
         raise PolylaneError(_nothing(found.answer, wish, enough))
-    return replace(found, answer=_first_exactly(basis, scene.batch, found.answer))
+    return replace(found, answer=_first_exactly(basis, batch, found.answer))
 
 
 def _first_exactly(basis: Basis, batch: int, answer: Answer) -> Answer:
@@ -190,7 +190,7 @@ def _nothing(answer: Answer, wish: Wish, would_do: Callable[[], int | None]) -> 
     return f"{words}; {found} such devices would do" if found else f"{words}; more devices do not help"
 
 
-def _row(found: Found, scene: planning.Scene) -> dict[str, Any]:
+def _row(found: Found, cluster: Cluster) -> dict[str, Any]:
     prediction = found.prediction
     worst = max((stage.memory for stage in prediction.stages), key=lambda memory: memory.total)
     return {
@@ -201,7 +201,7 @@ def _row(found: Found, scene: planning.Scene) -> dict[str, Any]:
         "memory": worst.total,
         "utilization": prediction.utilization,
         "exposed_communication": _share(prediction),
-        "price": scene.cluster.price * found.plan.workers / scene.cluster.count * prediction.seconds / 3600,
+        "price": cluster.price * found.plan.workers / cluster.count * prediction.seconds / 3600,
         "estimate_seconds": found.candidate.seconds,
     }
 
@@ -211,13 +211,13 @@ def _share(prediction: Prediction) -> float:
     return sum(timeline.exposed_communication()) / (timeline.ranks * timeline.makespan() or 1.0)
 
 
-def _show(answer: Answer, scene: planning.Scene, words: Sequence[str]) -> None:
+def _show(answer: Answer, cluster: Cluster, words: Sequence[str]) -> None:
     grid = Grid(box=box.SIMPLE, title=f"Of {answer.looked} plans, {len(answer.fitting)} fit; the fastest")
     grid.add_column("plan", overflow="fold", ratio=1)
     for name in ("workers", "step", "samples/s", "memory", "computing", "messages", "price"):
         grid.add_column(name, justify="right")
     for found in answer.found:
-        row = _row(found, scene)
+        row = _row(found, cluster)
         bound = "" if found is answer.found[0] else "≤ "
         grid.add_row(
             Text(row["plan"]),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from polylane.commands import inputs
@@ -14,11 +13,13 @@ from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
+    from polylane.commands.requests import PredictRequest
     from polylane.cost.method import Method
     from polylane.cost.profile import Profile
     from polylane.graph.graph import Graph
-    from polylane.planner.setup import Job
+    from polylane.planner.setup import CapturedProblem
     from polylane.recipe import Recipe
+    from polylane.runtime.training_problem import TrainingProblem
 
 # Samples of the example that shows the form of a batch.
 EXAMPLE = 2
@@ -36,62 +37,40 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A recipe ready to be priced.
-
-    Attributes:
-        recipe: the user's.
-        job: its graph and optimizer.
-        cluster: on what.
-        batch: samples of a step.
-        tokens: integers of one sample's first tensor, where those are whole numbers; 0 elsewhere.
-    """
-
-    recipe: Recipe
-    job: Job
-    cluster: Cluster
-    batch: int
-    tokens: int
-
-
-def scene(
-    path: str,
-    settings: Sequence[str],
-    cluster: str,
-    batch: int,
-    pins: Mapping[str, Mapping[str, str]],
-    profile: bool = False,
-) -> Scene:
-    """Capture a recipe's model without its weights, and read the cluster.
-
-    Args:
-        path, settings: of the recipe.
-        cluster: a line or a file.
-        batch: samples of a step.
-        pins: placements asked for, by axis.
-        profile: take measured times of the recipe's nodes.
+def open_on_meta(recipe: Recipe, request: PredictRequest) -> TrainingProblem:
+    """The recipe's model without its weights, and an example of a few samples that shows the form of a batch.
 
     Raises:
-        PolylaneError: the cluster, the recipe or the model is wrong, or nothing was measured of it.
+        PolylaneError: one of the recipe's functions raised, or did not return what it should.
     """
-    from polylane.cluster.line import given
-
-    machines = given(cluster)
-    recipe = inputs.open_recipe(path, settings)
-    from polylane.planner.setup import Job
     from polylane.runtime.launch import single_threaded
-    from polylane.runtime.optimizer_probe import whole_parameters
-    from polylane.runtime.prepare import named_parameters
 
     single_threaded()
     model = _without_weights(recipe)
     example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), EXAMPLE)
-    graph = _captured(recipe, model, example)
-    whole = whole_parameters(named_parameters(model, [recipe.loss]), [recipe.optimizer])
-    known = _profile(graph, machines, path) if profile else None
-    job = Job(graph, recipe.optimizer, {name: str(why) for name, why in whole.items()}, pins, known)
-    return Scene(recipe, job, machines, batch, _tokens(example))
+    return inputs.problem_of(recipe, model, example, request.batch)
+
+
+def capture_for(
+    problem: TrainingProblem,
+    cluster: Cluster,
+    request: PredictRequest,
+    pins: Mapping[str, Mapping[str, str]] | None = None,
+) -> CapturedProblem:
+    """What predictions for a cluster need of a training problem.
+
+    Args:
+        problem: the model, mostly without its weights.
+        cluster: the machines; measured times are those of its first device.
+        request: says whether measured times are taken.
+        pins: placements that a plan asks for: axis -> name of a parameter or node -> placement.
+
+    Raises:
+        PolylaneError: the model cannot be captured, or nothing was measured of it.
+    """
+    graph = problem.capture()
+    profile = _profile(graph, cluster, request.recipe) if request.profile else None
+    return problem.captured(graph, pins=pins or {}, profile=profile)
 
 
 def _profile(graph: Graph, cluster: Cluster, path: str) -> Profile:
@@ -117,20 +96,11 @@ def _without_weights(recipe: Recipe) -> Any:
         return inputs.build_model(recipe, seed=0)
 
 
-def _captured(recipe: Recipe, model: Any, example: Any) -> Graph:
-    from polylane.runtime.prepare import named_parameters, optimized
-    from polylane.samples.counts import capture_with_counts
-
-    trainable = optimized(named_parameters(model, [recipe.loss]), recipe.optimizer)
-    return capture_with_counts(model, recipe.loss, example, trainable=trainable)
-
-
-def _tokens(example: Any) -> int:
+def tokens_per_sample(problem: TrainingProblem) -> int:
+    """Integers of one sample's first tensor, where those are whole numbers in a row; 0 elsewhere."""
     from torch import Tensor
 
-    from polylane.graph.batch import flatten
-
-    first = next((leaf for leaf in flatten(example)[0] if isinstance(leaf, Tensor)), None)
+    first = next((leaf for leaf in problem.flat_example[0] if isinstance(leaf, Tensor)), None)
     if first is None or first.is_floating_point() or first.dim() != 2:
         return 0
     return int(first.shape[1])
@@ -156,7 +126,7 @@ def model_flops(graph: Graph, batch: int) -> float:
     return 3.0 * sum(node.flops for node in graph.nodes) * batch / graph.samples
 
 
-def method_of(dtype: str, masters: bool, recompute: str, shard: str, overlap: bool) -> Method:
+def method_of(request: PredictRequest) -> Method:
     """How training is done, from the options of a command.
 
     Raises:
@@ -164,10 +134,11 @@ def method_of(dtype: str, masters: bool, recompute: str, shard: str, overlap: bo
     """
     from polylane.cost.method import Method
 
+    dtype = request.dtype or "float32"
     if dtype == "float64":
         raise PolylaneError("--dtype 'float64': choose one of float32, bfloat16, float16")
     try:
-        return Method(dtype, masters, recompute, shard, overlap)  # type: ignore[arg-type]
+        return Method(dtype, True, request.recompute, request.shard, request.overlap)  # type: ignore[arg-type]
     except PolylaneError as error:
         raise PolylaneError(f"--{error}") from None
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,43 +20,29 @@ from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
     from polylane.cluster.device import Device
+    from polylane.commands.requests import ProbeRequest, RecipeRequest
     from polylane.cost.profile import Profile
     from polylane.graph.graph import Graph
     from polylane.probe.conclude import Measured
     from polylane.probe.effort import Effort
     from polylane.runtime.launch import Context
 
-# Parts of a batch that a worker may have in hand: a recipe's nodes are measured at these sizes.
-PARTS = (1, 2, 4, 16)
-EXAMPLE = 4  # samples of the graph that shapes are read from
 BUSY = 0.5  # processes at work for each core, from which on figures are those of a busy machine
 
 
-def run(
-    output: Path | None,
-    *,
-    workers: int | None,
-    profiles: Sequence[str],
-    batch: int,
-    settings: Sequence[str],
-    json: bool,
-    effort: Effort | None = None,
-) -> None:
+def run(request: ProbeRequest, effort: Effort | None = None) -> None:
     """Measure what is asked for, and say what came out.
 
     Args:
-        output: the cluster file; None: this machine itself is not measured.
-        workers: how many will train on this machine; None: what is there, up to four.
-        profiles: recipes whose nodes are measured.
-        batch: samples of a step; nodes are measured at this size and at parts of it.
-        settings: of the recipes.
+        request: the command line.
         effort: how much is measured; None: what the device deserves.
 
     Raises:
         PolylaneError: nothing is asked for, a file cannot be written, there are no workers or more than the machine
             can hold, or a recipe is wrong.
     """
-    if output is None and not profiles:
+    output, workers = request.output, request.workers
+    if output is None and not request.recipes:
         raise PolylaneError("nothing to measure: give -o FILE for this machine, or --profile RECIPE for a recipe")
     if output is not None:
         _check_writable(output)
@@ -69,9 +54,9 @@ def run(
     check_workers(count)
     found: dict[str, Any] = {"workers": count}
     if output is not None:
-        found |= _machine(output, count, effort, json)
-    kept = [_recipe(path, settings, batch, count, json) for path in profiles]
-    if json:
+        found |= _machine(output, count, effort, request.json)
+    kept = [_recipe(recipe, count) for recipe in request.recipes]
+    if request.json:
         print_json({**found, "profiles": kept})
 
 
@@ -172,44 +157,33 @@ class _Display:
 # ---- a recipe's nodes ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What is to be measured of a recipe; it travels to the worker."""
-
-    recipe: str
-    settings: tuple[str, ...]
-    batch: int
-    threads: int
-
-
-def _recipe(path: str, settings: Sequence[str], batch: int, workers: int, json: bool) -> dict[str, Any]:
+def _recipe(request: RecipeRequest, workers: int) -> dict[str, Any]:
     """Measure a recipe's nodes in a process of their own, and keep what was measured."""
     from polylane.probe.machine import accelerators
     from polylane.runtime.elastic import spawn
     from polylane.runtime.launch import fork, threads_per_worker
 
-    start = time.perf_counter()
-    threads = threads_per_worker(workers)
-    if not json:
+    start, path = time.perf_counter(), request.recipe
+    if not request.json:
         print(f"measuring the operators of {path}", file=sys.stderr, flush=True)
-    request = _Request(path, tuple(settings), batch, threads)
-    file, nodes, samples = (spawn if accelerators() else fork)(partial(_measured, request), 1)[0]
+    work = partial(_measured, request, threads_per_worker(workers))
+    file, nodes, samples = (spawn if accelerators() else fork)(work, 1)[0]
     seconds = time.perf_counter() - start
-    if not json:
+    if not request.json:
         sizes = ", ".join(map(str, samples))
         print(f"{path}: {plural(nodes, 'node')} at batches of {sizes}, in {seconds:.0f} s; kept in {file}")
     return {"recipe": path, "file": str(file), "nodes": nodes, "samples": list(samples), "seconds": seconds}
 
 
-def _measured(request: _Request, context: Context) -> tuple[Path, int, tuple[int, ...]]:
+def _measured(request: RecipeRequest, threads: int, context: Context) -> tuple[Path, int, tuple[int, ...]]:
     """The worker: measure, and keep."""
     import torch
 
     from polylane.probe.profiles import save_profile
 
-    torch.set_num_threads(request.threads)
+    torch.set_num_threads(threads)
     graph, profile = _profile(request, context.device)
-    return save_profile(profile, graph, _device(), request.threads), len(graph.nodes), profile.samples
+    return save_profile(profile, graph, _device(), threads), len(graph.nodes), profile.samples
 
 
 def _device() -> Device:
@@ -222,22 +196,16 @@ def _device() -> Device:
     return preset.model_copy(update={"kind": kind()})
 
 
-def _profile(request: _Request, device: Any) -> tuple[Graph, Profile]:
-    from polylane.cost.profiling import profiled
-    from polylane.graph.batch import cloned, few, flatten, sample_count
-    from polylane.runtime.prepare import named_parameters, optimized
-    from polylane.samples.counts import capture_with_counts
+def _profile(request: RecipeRequest, device: Any) -> tuple[Graph, Profile]:
+    from polylane.auto.choose import EXAMPLE, measure
+    from polylane.graph.batch import to_device
 
-    recipe = inputs.open_recipe(request.recipe, request.settings)
-    model = inputs.build_model(recipe, seed=0).to(device)
-    inputs.rehearse_optimizer(recipe, model)
-    dataset = inputs.open_data(recipe, "train")
-    leaves, rebuild = flatten(inputs.example_batch(recipe, dataset, request.batch))
-    leaves = [leaf.to(device) if hasattr(leaf, "to") else leaf for leaf in leaves]
-    trainable = optimized(named_parameters(model, [recipe.loss]), recipe.optimizer)
-    shown = rebuild(cloned(few(leaves, min(EXAMPLE, sample_count(leaves)))))
-    graph = capture_with_counts(model, recipe.loss, shown, trainable=trainable)
-    if graph.opaque:
+    recipe = inputs.open_recipe(request)
+    problem, _ = inputs.open_problem(recipe, request)
+    leaves, rebuild = problem.flat_example
+    problem = replace(problem, model=problem.model.to(device), example=rebuild(to_device(leaves, device)))
+    graph = problem.capture(EXAMPLE)
+    profile = measure(graph, problem)
+    if profile is None:
         raise PolylaneError(f"{request.recipe}: the model could not be captured, so its operators cannot be measured")
-    sizes = sorted({max(1, -(-request.batch // parts)) for parts in PARTS})
-    return graph, profiled(graph, model, recipe.loss, recipe.optimizer, leaves, rebuild, sizes)
+    return graph, profile

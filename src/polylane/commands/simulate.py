@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -21,92 +19,86 @@ from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
+    from polylane.commands.requests import SimulateRequest
     from polylane.cost.method import Method
     from polylane.cost.predict import Prediction
+    from polylane.graph.graph import Graph
     from polylane.graph.partition import Partition
     from polylane.observe.timeline import Timeline
     from polylane.plan.plan import Plan
     from polylane.plan.sync import Sync
+    from polylane.planner.setup import CapturedProblem
 
 TOP = 12  # rows of a breakdown
 
 
 @planning.uncollected()
-def run(
-    path: str,
-    *,
-    cluster: str,
-    plan: str,
-    batch: int,
-    settings: Sequence[str],
-    method: Method,
-    of_plan: bool,
-    slow: Sequence[str],
-    html: Path | None,
-    svg: Path | None,
-    breakdown: bool,
-    profile: bool,
-    chunks: int,
-    every: int,
-    json: bool,
-) -> None:
-    """Predict a step and print it; ``of_plan``: the passes have the plan's precision.
+def run(request: SimulateRequest) -> None:
+    """Predict a step and print it.
 
     Raises:
         PolylaneError: what was given is wrong.
     """
+    from polylane.cluster.line import given
     from polylane.cost.predict import predict
     from polylane.observe import swimlane
     from polylane.plan.plan import Plan
     from polylane.planner import setup
     from polylane.planner.subdivide import subdivided
 
-    checked(chunks, every, plan, method)
-    chosen = None if plan == AUTO else inputs.read_plan(plan)
-    pins = {axis: chosen.pins(axis) for axis in chosen.axes} if isinstance(chosen, Plan) else {}
-    scene = planning.scene(path, settings, cluster, batch, pins, profile)
-    scene = replace(scene, cluster=slowed(scene.cluster, slow))
-    if chosen is None:
-        chosen = fastest(scene, method)
-    planning.checked_workers(scene.cluster, chosen.workers)
-    if of_plan:
-        method = replace(method, dtype=chosen.precision)
-    method, every = of_sync(chosen.sync, method, every)
-    if chosen.slow:
+    method = planning.method_of(request)
+    check(request, method)
+    plan = None if request.plan == AUTO else inputs.read_plan(request.plan)
+    pins = {axis: plan.pins(axis) for axis in plan.axes} if isinstance(plan, Plan) else {}
+    cluster = slowed(given(request.cluster), request.slow)
+    recipe = inputs.open_recipe(request)
+    problem = planning.open_on_meta(recipe, request)
+    captured = planning.capture_for(problem, cluster, request, pins)
+    if plan is None:
+        plan = fastest(captured, cluster, request.batch, method)
+    elif request.dtype is None:
+        method = replace(method, dtype=plan.precision)
+    planning.checked_workers(cluster, plan.workers)
+    method, every = of_sync(plan.sync, method, request.every)
+    if plan.slow:
         raise PolylaneError(
             "slow in a plan is for runs: leave it out, and give --slow RANK=SPEED to predict a straggler"
         )
-    basis = setup.basis(scene.job, scene.cluster, method)
-    partition, fitted = subdivided(basis, chosen, batch, chunks)
-    drawn = html is not None or svg is not None
-    prediction = predict(basis, partition, fitted, batch, every=drawn, period=every)
-    found = {**summary(scene, prediction, method), "chunks": chunks, "every": prediction.period}
-    if breakdown:
+    basis = setup.basis(captured, cluster, method)
+    partition, fitted = subdivided(basis, plan, request.batch, request.chunks)
+    drawn = request.html is not None or request.svg is not None
+    prediction = predict(basis, partition, fitted, request.batch, every=drawn, period=every)
+    found = {"recipe": str(recipe.path), **summary(captured.graph, cluster, prediction, method)}
+    if tokens := planning.tokens_per_sample(problem):
+        found["tokens_per_second"] = prediction.samples_per_second * tokens
+    found |= {"chunks": request.chunks, "every": prediction.period}
+    if request.breakdown:
         found["breakdown"] = broken_down(basis, partition, prediction)
-    more = f" · {chunks} chunks" * (chunks > 1) + f" · the last of {every} steps" * (prediction.period > 1)
-    for file, draw in ((html, swimlane.html), (svg, swimlane.svg)):
+    more = f" · {request.chunks} chunks" * (request.chunks > 1)
+    more += f" · the last of {every} steps" * (prediction.period > 1)
+    for file, draw in ((request.html, swimlane.html), (request.svg, swimlane.svg)):
         if file is not None:
             write(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{more} · predicted")))
-    if json:
+    if request.json:
         print_json(found)
     else:
         show(found)
 
 
-def checked(chunks: int, every: int, plan: str, method: Method) -> None:
+def check(request: SimulateRequest, method: Method) -> None:
     """Refuse what no plan can have, before anything is captured.
 
     Raises:
         PolylaneError: naming the option.
     """
-    for name, value in (("chunks", chunks), ("every", every)):
+    for name, value in (("chunks", request.chunks), ("every", request.every)):
         if value < 1:
             raise PolylaneError(f"--{name} must be at least 1, not {value}")
-    if plan == AUTO and every > 1 and method.shard != "none":
+    if request.plan == AUTO and request.every > 1 and method.shard != "none":
         raise PolylaneError(
-            f"--shard {method.shard} needs replicas that are alike, and --every {every} lets them differ"
+            f"--shard {method.shard} needs replicas that are alike, and --every {request.every} lets them differ"
         )
-    if chunks > 1 and plan == AUTO:
+    if request.chunks > 1 and request.plan == AUTO:
         raise PolylaneError(
             "--chunks takes a plan in one line, such as pipeline=4: what auto finds cannot be divided further"
         )
@@ -130,17 +122,15 @@ def of_sync(sync: Sync, method: Method, every: int) -> tuple[Method, int]:
     return method, max(every, sync.every)
 
 
-def fastest(scene: planning.Scene, method: Method) -> Plan:
+def fastest(problem: CapturedProblem, cluster: Cluster, batch: int, method: Method) -> Plan:
     """The plan that ``polylane plan`` puts first; says on stderr which one.
 
     Raises:
         PolylaneError: nothing fits.
     """
-    from polylane.auto.choose import told
+    from polylane.auto.choose import announced
 
-    answer = search_for(scene, method).answer
-    print(told(answer), file=sys.stderr, flush=True)
-    return answer.found[0].plan
+    return announced(search_for(problem, cluster, batch, method).answer)
 
 
 def slowed(cluster: Cluster, options: Sequence[str]) -> Cluster:
@@ -161,18 +151,16 @@ def slowed(cluster: Cluster, options: Sequence[str]) -> Cluster:
 # Plain data ----------------------------------------------------------------------------------------------------------
 
 
-def summary(scene: planning.Scene, prediction: Prediction, method: Method) -> dict[str, Any]:
+def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Method) -> dict[str, Any]:
     """What a step takes, as plain data."""
-    plan, cluster = prediction.plan, scene.cluster
-    step = prediction.seconds
-    flops = planning.model_flops(scene.job.graph, scene.batch)
+    plan, step = prediction.plan, prediction.seconds
+    flops = planning.model_flops(graph, prediction.batch)
     each = flops / (step * plan.workers) if step else 0.0
     device = cluster.device(0)
-    found = {
-        "recipe": str(scene.recipe.path),
+    return {
         "plan": plan.spec,
         "workers": plan.workers,
-        "batch": scene.batch,
+        "batch": prediction.batch,
         "method": asdict(method),
         "step_seconds": step,
         "samples_per_second": prediction.samples_per_second,
@@ -186,9 +174,6 @@ def summary(scene: planning.Scene, prediction: Prediction, method: Method) -> di
         "stages": [_stage(prediction, index, cluster) for index in range(plan.pipeline)],
         "price": cluster.price * plan.workers / cluster.count * step / 3600,
     }
-    if scene.tokens:
-        found["tokens_per_second"] = prediction.samples_per_second * scene.tokens
-    return found
 
 
 def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]:

@@ -5,101 +5,68 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from polylane.commands import inputs
-from polylane.commands.automatic import automatic
 from polylane.commands.output import count, plural, print_json, seconds
 from polylane.commands.progress import display
-from polylane.commands.rates import Rates
 from polylane.commands.run_folder import RunFolder
 from polylane.errors import PolylaneError
 from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
+    from polylane.commands.requests import TrainRequest
     from polylane.commands.step_log import Outcome
-    from polylane.commands.training import OnNan, Request
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
 
 
-def run(
-    path: str,
-    *,
-    workers: int | None,
-    plan: str | None,
-    epochs: int | None,
-    steps: int | None,
-    batch: int,
-    folder: Path | None,
-    seed: int,
-    settings: Sequence[str],
-    clip_norm: float | None,
-    on_nan: OnNan,
-    drop_last: bool,
-    rates: Rates | None,
-    json: bool,
-) -> None:
+def run(request: TrainRequest) -> None:
     """Train, and print how it ended.
 
     Raises:
         PolylaneError: what was given is wrong, or the loss is no finite number and ``on_nan`` is stop.
         WorkerFailed: a worker raised.
     """
-    if epochs is not None and steps is not None:
+    if request.epochs is not None and request.steps is not None:
         raise PolylaneError("--epochs and --steps exclude each other: give one of them")
-    inputs.positive("--clip-norm", clip_norm)
-    chosen = _chosen(plan, workers, lambda most: automatic(path, settings, batch, most, seed))
-    inputs.open_recipe(path, settings)  # before torch is imported, where the recipe itself does not
-    place = RunFolder(folder or Path("run") / _name(path), given=folder is not None)
+    inputs.positive("--clip-norm", request.clip_norm)
+    request = replace(request, plan=_chosen(request))
+    inputs.open_recipe(request)  # before torch is imported, where the recipe itself does not
+    given = request.run_folder
+    place = RunFolder(given or Path("run") / _name(request.recipe), given=given is not None)
     place.check()
     with place.claimed(os.environ.get("RANK", "0") == "0"):  # of torchrun's workers the first one writes
-        from polylane.commands.training import Request
-
-        request = Request(
-            recipe=path,
-            settings=tuple(settings),
-            plan=chosen,
-            batch=batch,
-            epochs=epochs if steps is not None or epochs is not None else 1,
-            steps=steps,
-            seed=seed,
-            clip_norm=clip_norm,
-            on_nan=on_nan,
-            drop_last=drop_last,
-            rates=rates,
-            model_path=place.model,
-        )
-        _train(request, place, json)
+        _train(replace(request, model_path=place.model), place)
 
 
-def _train(request: Request, place: RunFolder, json: bool) -> None:
+def _train(request: TrainRequest, place: RunFolder) -> None:
     if "RANK" in os.environ:
-        _under_torchrun(request, place, json)
+        _under_torchrun(request, place)
         return
-    assert not isinstance(request.plan, str)
     try:
-        with _Reporter(place, to_stderr=json) as reporter:
-            outcome = _start(request, request.plan.processes, reporter)
+        with _Reporter(place, to_stderr=request.json) as reporter:
+            outcome = _start(request, reporter)
     except KeyboardInterrupt:
         if (kept := place.kept()) is not None:
             print(f"{kept}/ keeps what was written so far", file=sys.stderr)
         raise
-    _finish(request, place, outcome, json)
+    _finish(request, place, outcome)
 
 
-def _chosen(plan: str | None, workers: int | None, find: Callable[[int], Plan]) -> Spec | Plan | Literal["auto"]:
-    """The plan; of torchrun's workers none is asked for the best one before they are together."""
-    if plan != AUTO or "RANK" not in os.environ:
-        return inputs.choose_plan(plan, workers, find)
+def _chosen(request: TrainRequest) -> Spec | Plan | Literal["auto"]:
+    """The plan; under torchrun the best one is found only when the workers have met."""
+    if request.plan != AUTO or "RANK" not in os.environ:
+        return inputs.choose_plan(request)
     started = os.environ.get("WORLD_SIZE")
-    if workers is not None and str(workers) != started:
-        raise PolylaneError(f"--workers {workers}, but torchrun started {started}: they must be equal")
+    if request.workers is not None and str(request.workers) != started:
+        raise PolylaneError(f"--workers {request.workers}, but torchrun started {started}: they must be equal")
     return "auto"
 
 
@@ -145,25 +112,27 @@ class _Reporter:
 # Three ways to start -------------------------------------------------------------------------------------------------
 
 
-def _start(request: Request, workers: int, reporter: _Reporter) -> Outcome:
+def _start(request: TrainRequest, reporter: _Reporter) -> Outcome:
     """On this host: forked workers on the CPU, new processes where there are accelerators."""
     from polylane.runtime.world import accelerator_type
 
+    plan = request.plan
+    assert plan is not None and not isinstance(plan, str)
     if accelerator_type() is not None:
         from polylane.commands.training import spawned
         from polylane.runtime.elastic import spawn
 
-        return spawn(partial(spawned, request), workers, reporter)[0]
+        return spawn(partial(spawned, request), plan.processes, reporter)[0]
     from polylane.commands.training import forked, gather, prepare_once
     from polylane.runtime.launch import fork, single_threaded
 
     single_threaded()
-    materials = gather(request)
-    prepared = prepare_once(request, materials)
-    return fork(partial(forked, request, materials, prepared), workers, reporter)[0]
+    training = gather(request)
+    prepared = prepare_once(training, plan)
+    return fork(partial(forked, training, prepared), plan.processes, reporter)[0]
 
 
-def _under_torchrun(request: Request, place: RunFolder, json: bool) -> None:
+def _under_torchrun(request: TrainRequest, place: RunFolder) -> None:
     """This process is one of the workers already; rank 0 writes and prints."""
     import torch
 
@@ -179,7 +148,7 @@ def _under_torchrun(request: Request, place: RunFolder, json: bool) -> None:
             outcome = apart(request, world, lambda message: None)
             _refuse_stopped(place, outcome)
             return
-        with _Reporter(place, to_stderr=json) as reporter:
+        with _Reporter(place, to_stderr=request.json) as reporter:
             outcome = apart(request, world, partial(reporter, 0))
     except PolylaneError:
         raise
@@ -190,7 +159,7 @@ def _under_torchrun(request: Request, place: RunFolder, json: bool) -> None:
             sys.exit(1)
         print(f"polylane: {failure.error()}", file=sys.stderr, flush=True)
         sys.exit(1)
-    _finish(request, place, outcome, json)
+    _finish(request, place, outcome)
 
 
 # The end -------------------------------------------------------------------------------------------------------------
@@ -209,7 +178,7 @@ def _said(outcome: Outcome, at: tuple[int, int]) -> str:
     return f"the loss was {outcome.bad_loss} at step {at[0]} (epoch {at[1]})"
 
 
-def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) -> None:
+def _finish(request: TrainRequest, place: RunFolder, outcome: Outcome) -> None:
     place.timeline(outcome.timeline)
     _refuse_stopped(place, outcome)
     if not outcome.saved:
@@ -239,7 +208,7 @@ def _finish(request: Request, place: RunFolder, outcome: Outcome, json: bool) ->
         "run": str(place.path),
         "files": files,
     }
-    if json:
+    if request.json:
         print_json(summary)
         return
     test = "" if outcome.test_loss is None else f", test loss {outcome.test_loss:.4f}"

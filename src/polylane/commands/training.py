@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
-
-from torch import nn
+from functools import cached_property
+from typing import Any
 
 from polylane.auto.on_workers import settled
 from polylane.auto.plan_broadcast import prepare_together
 from polylane.commands import inputs
-from polylane.commands.rates import Rates
+from polylane.commands.requests import TrainRequest
 from polylane.commands.step_log import Log, Outcome, Tell, last_steps
 from polylane.errors import NotFinite
 from polylane.plan import plan as plans
@@ -26,145 +24,118 @@ from polylane.runtime.division import Batch
 from polylane.runtime.finite import Anomalies, Fault, first_of
 from polylane.runtime.job import Job
 from polylane.runtime.launch import Context
-from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.runtime.prepare import Prepared
 from polylane.runtime.server_job import job_of
 from polylane.runtime.sync.server_log import distribution
+from polylane.runtime.training_problem import TrainingProblem
 from polylane.runtime.world import World
 
-OnNan = Literal["stop", "warn"]
-
 
 @dataclass(frozen=True)
-class Request:
-    """What a command line asks for. Plain data: it travels to workers in new processes.
+class RecipeTraining:
+    """A recipe's model and data, made before any worker computes, and how they are to be trained.
 
     Attributes:
-        recipe, settings: as given.
-        plan: one line, read, or a plan file; "auto" where workers are to find it when they are together.
-        batch: samples in a batch, over all workers.
-        epochs, steps: how long; one of them is None.
-        on_nan: what is done about a loss that is not finite: stop, or say so and go on.
-        drop_last: leave out an epoch's last batch where it is shorter than the others.
-        rates: what is done with the recipe's learning rates; None: nothing.
-        model_path: where the weights go.
+        request: the command line.
+        recipe: the user's functions, with the learning rates that the command line asks for.
+        problem: the model, its loss and optimizer, and the first batch.
+        train: the training data, map-style or iterable.
+        test: the test data, likewise; None where there is nothing to test on.
     """
 
-    recipe: str
-    settings: tuple[str, ...]
-    plan: Spec | Plan | Literal["auto"]
-    batch: int
-    epochs: int | None
-    steps: int | None
-    seed: int
-    clip_norm: float | None
-    on_nan: OnNan
-    drop_last: bool
-    rates: Rates | None
-    model_path: Path
-
-
-@dataclass(frozen=True)
-class Materials:
-    """What a recipe gives, made before any worker computes."""
-
+    request: TrainRequest
     recipe: Recipe
-    model: nn.Module
+    problem: TrainingProblem
     train: Any
     test: Any
-    example: Any
+
+    @cached_property
+    def batch_sizes(self) -> list[int]:
+        """How many samples each batch of an epoch has; none where that is not known."""
+        if not inputs.is_mapped(self.train):
+            return []
+        return data.batch_sizes(len(self.train), self.request.batch, self.request.drop_last)
 
     @property
-    def objectives(self) -> dict[str, Objective]:
-        """The recipe's one objective, by name."""
-        return {"loss": Objective("loss", self.recipe.loss, self.recipe.optimizer, self.recipe.scheduler)}
+    def ends_before_last(self) -> bool:
+        """Whether there are too few steps for the first epoch's last batch."""
+        steps = self.request.steps
+        return steps is not None and steps < len(self.batch_sizes)
+
+    @property
+    def epochs(self) -> int | None:
+        """Times through the data; None where the steps are counted instead."""
+        return 1 if self.request.epochs is None and self.request.steps is None else self.request.epochs
+
+    def job(self, prepared: Prepared, world: World, same_weights: bool = True) -> Job:
+        """This worker's part in the training.
+
+        Args:
+            prepared: the problem, compiled for a plan.
+            world: of all workers.
+            same_weights: all workers were forked from the process that built the model.
+        """
+        request, example = self.request, self.problem.example
+        how: dict[str, Any] = {"clip_norm": request.clip_norm, "seed": request.seed, "same_weights": same_weights}
+        return job_of(prepared, world, example=example, **how)
 
 
-def gather(request: Request) -> Materials:
+def gather(request: TrainRequest) -> RecipeTraining:
     """Model, data and an example batch.
 
     Raises:
         PolylaneError: the recipe is wrong, or one of its functions raised.
     """
-    recipe = inputs.open_recipe(request.recipe, request.settings)
+    recipe = inputs.open_recipe(request)
     recipe = recipe if request.rates is None else request.rates.of(recipe)
-    model = inputs.build_model(recipe, request.seed)
-    inputs.rehearse_optimizer(recipe, model)
-    dataset = inputs.open_data(recipe, "train")
-    example = inputs.example_batch(recipe, dataset, request.batch)
+    problem, dataset = inputs.open_problem(recipe, request)
     if isinstance(dataset, Iterator):  # the example used some of it up
         dataset = inputs.open_data(recipe, "train")
-    return Materials(recipe, model, dataset, inputs.open_data(recipe, "test"), example)
+    return RecipeTraining(request, recipe, problem, dataset, inputs.open_data(recipe, "test"))
 
 
 # Three ways to a job -------------------------------------------------------------------------------------------------
 
 
-def prepare_once(request: Request, materials: Materials) -> Prepared:
+def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> Prepared:
     """In the parent, for workers that are forked from it."""
-    prepared = prepare(
-        materials.model,
-        materials.objectives,
-        materials.example,
-        request.plan,
-        batch_size=request.batch,
-        evaluation=materials.test is not None,
-        init=materials.recipe.init,
-    )
-    _see_last_batch(request, materials, prepared)
+    prepared = training.problem.prepare(plan, evaluation=training.test is not None)
+    _see_last_batch(training, prepared)
     return prepared
 
 
-def forked(request: Request, materials: Materials, prepared: Prepared, context: Context) -> Outcome:
+def forked(training: RecipeTraining, prepared: Prepared, context: Context) -> Outcome:
     """A worker that was forked from the process in which all was prepared."""
-    job = job_of(prepared, context.world, example=materials.example, clip_norm=request.clip_norm, seed=request.seed)
-    return train(job, request, materials, prepared, context.message if context.rank == 0 else _silent)
+    job = training.job(prepared, context.world)
+    return train(job, training, prepared, context.message if context.rank == 0 else _silent)
 
 
-def spawned(request: Request, context: Context) -> Outcome:
+def spawned(request: TrainRequest, context: Context) -> Outcome:
     """A worker in a new process: everything is made in it."""
     return apart(request, context.world, context.message if context.rank == 0 else _silent)
 
 
-def apart(request: Request, world: World, tell: Tell) -> Outcome:
+def apart(request: TrainRequest, world: World, tell: Tell) -> Outcome:
     """A worker that shares no memory with the others: rank 0 measures and decides, and its weights count."""
-    materials = gather(request)
-    model, objectives, example = materials.model, materials.objectives, materials.example
-    plan = settled(world, model, objectives, example, request.plan, None)
-    prepared = prepare_together(world, model, objectives, example, plan, request.batch, materials.recipe.init)
-    _see_last_batch(request, materials, prepared)
-    job = job_of(
-        prepared,
-        world,
-        example=materials.example,
-        clip_norm=request.clip_norm,
-        seed=request.seed,
-        same_weights=False,
-    )
-    return train(job, request, materials, prepared, tell)
+    training = gather(request)
+    assert request.plan is not None
+    # The best plan is that of steps of as many samples as there are.
+    plan = settled(world, replace(training.problem, batch_size=None), request.plan)
+    prepared = prepare_together(world, training.problem, plan)
+    _see_last_batch(training, prepared)
+    return train(training.job(prepared, world, same_weights=False), training, prepared, tell)
 
 
-def _see_last_batch(request: Request, materials: Materials, prepared: Prepared) -> None:
+def _see_last_batch(training: RecipeTraining, prepared: Prepared) -> None:
     """Refuse now what could not be trained on at the end of an epoch.
 
     Raises:
         PolylaneError: the last batch is too short for the model.
     """
-    sizes = _sizes(request, materials)
-    if sizes and not _ends_before_last(request, sizes):
-        what = f"the last batch of an epoch ({sum(sizes)} samples in batches of {request.batch})"
+    sizes = training.batch_sizes
+    if sizes and not training.ends_before_last:
+        what = f"the last batch of an epoch ({sum(sizes)} samples in batches of {training.request.batch})"
         prepared.fewest.check(sizes[-1], what, "leave it out with --drop-last, or take another --batch")
-
-
-def _sizes(request: Request, materials: Materials) -> list[int]:
-    """How many samples each batch of an epoch has; none where that is not known."""
-    if not inputs.is_mapped(materials.train):
-        return []
-    return data.batch_sizes(len(materials.train), request.batch, request.drop_last)
-
-
-def _ends_before_last(request: Request, sizes: Sequence[int]) -> bool:
-    """Whether there are too few steps for the first epoch's last batch."""
-    return request.steps is not None and request.steps < len(sizes)
 
 
 def _silent(message: dict[str, Any]) -> None:
@@ -174,18 +145,19 @@ def _silent(message: dict[str, Any]) -> None:
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-def train(job: Job, request: Request, materials: Materials, prepared: Prepared, tell: Tell) -> Outcome:
+def train(job: Job, training: RecipeTraining, prepared: Prepared, tell: Tell) -> Outcome:
     """Train as long as was asked for, test after each epoch, save the weights, and leave.
 
     What is told: one "begin", a "step" for each, a "testing" and an "epoch" after each epoch.
     """
-    tell(_begin(job, request, materials, prepared))
+    request, epochs = training.request, training.epochs
+    tell(_begin(job, training, prepared))
     log, stops = Log(tell, lambda: job.slack), request.on_nan == "stop"
     job.anomalies = Anomalies() if stops else None  # it runs a pass again, which a run that goes on must not
     test_loss = None
-    for epoch in itertools.count(1) if request.epochs is None else range(1, request.epochs + 1):
+    for epoch in itertools.count(1) if epochs is None else range(1, epochs + 1):
         log.begin_epoch()
-        for batch in _epoch(job, request, materials, epoch):
+        for batch in _epoch(job, training, epoch):
             rate = _learning_rate(job)
             log.add(job.step(batch), epoch, rate, job.staleness if job.apart else None)
             if (stops and log.stopped and not job.apart) or log.launched == request.steps:
@@ -195,9 +167,9 @@ def train(job: Job, request: Request, materials: Materials, prepared: Prepared, 
             log.agree(job.gathered(log.own()))
         if stops and log.stopped:
             break
-        if materials.test is not None:
+        if training.test is not None:
             tell({"kind": "testing", "epoch": epoch})
-            test_loss = _test_loss(job, request, materials)
+            test_loss = _test_loss(job, training)
         tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), "test_loss": test_loss})
         if log.launched == request.steps:
             break
@@ -223,8 +195,9 @@ def _caused(fault: Fault, outcome: Outcome) -> str:
     return f"{fault.said}{when}, on stage {fault.at[2]}"
 
 
-def _saved(job: Job, request: Request, outcome: Outcome) -> Outcome:
+def _saved(job: Job, request: TrainRequest, outcome: Outcome) -> Outcome:
     """Save the weights, where they are numbers."""
+    assert request.model_path is not None
     try:
         job.save(request.model_path)
     except NotFinite as error:
@@ -232,11 +205,10 @@ def _saved(job: Job, request: Request, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _begin(job: Job, request: Request, materials: Materials, prepared: Prepared) -> dict[str, Any]:
-    in_epoch = len(_sizes(request, materials)) or None
-    total = request.steps
-    if total is None and in_epoch is not None and request.epochs is not None:
-        total = in_epoch * request.epochs
+def _begin(job: Job, training: RecipeTraining, prepared: Prepared) -> dict[str, Any]:
+    in_epoch, epochs, total = len(training.batch_sizes) or None, training.epochs, training.request.steps
+    if total is None and in_epoch is not None and epochs is not None:
+        total = in_epoch * epochs
     return {
         "kind": "begin",
         "plan": plans.dump(prepared.plan),
@@ -244,8 +216,8 @@ def _begin(job: Job, request: Request, materials: Materials, prepared: Prepared)
         "workers": prepared.plan.processes,
         "device": str(job.world.device.type),
         "steps": total,
-        "epochs": request.epochs or (-(-total // in_epoch) if total and in_epoch else None),
-        "notes": [*prepared.main.graph.notes, *_own_rule(prepared.plan), *_short_epoch(request, materials)],
+        "epochs": epochs or (-(-total // in_epoch) if total and in_epoch else None),
+        "notes": [*prepared.main.graph.notes, *_own_rule(prepared.plan), *_short_epoch(training)],
     }
 
 
@@ -256,21 +228,21 @@ def _own_rule(plan: Plan) -> list[str]:
     return [f"{','.join(plan.sync.words())}: the numbers are those of this rule, not those of one device"]
 
 
-def _short_epoch(request: Request, materials: Materials) -> list[str]:
+def _short_epoch(training: RecipeTraining) -> list[str]:
     """A note where there are fewer samples than a batch was to have."""
-    samples = sum(_sizes(request, materials))
-    if not 0 < samples < request.batch:
+    samples, batch = sum(training.batch_sizes), training.request.batch
+    if not 0 < samples < batch:
         return []
-    return [f"--batch {request.batch}: data('train') has {samples} samples, so that an epoch is one batch of {samples}"]
+    return [f"--batch {batch}: data('train') has {samples} samples, so that an epoch is one batch of {samples}"]
 
 
-def _epoch(job: Job, request: Request, materials: Materials, epoch: int) -> Iterator[Batch]:
-    dataset = materials.train
+def _epoch(job: Job, training: RecipeTraining, epoch: int) -> Iterator[Batch]:
+    dataset, request = training.train, training.request
     if epoch > 1 and isinstance(dataset, Iterator):  # the first epoch used it up
-        dataset = inputs.open_data(materials.recipe, "train")
+        dataset = inputs.open_data(training.recipe, "train")
     # What is not reached must not be refused.
-    drop_last = request.drop_last or _ends_before_last(request, _sizes(request, materials))
-    collate = materials.recipe.collate
+    drop_last = request.drop_last or training.ends_before_last
+    collate = training.recipe.collate
     return job.batches(dataset, request.batch, first_epoch=epoch - 1, drop_last=drop_last, collate=collate)
 
 
@@ -279,13 +251,13 @@ def _learning_rate(job: Job) -> float | None:
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 
-def _test_loss(job: Job, request: Request, materials: Materials) -> float:
+def _test_loss(job: Job, training: RecipeTraining) -> float:
     """Mean over all test samples, or over what a ``polylane.Mean`` counts."""
-    test = materials.test
+    test = training.test
     if isinstance(test, Iterator):
-        test = inputs.open_data(materials.recipe, "test")
+        test = inputs.open_data(training.recipe, "test")
     total = count = 0.0
-    for batch in job.batches(test, request.batch, shuffle=False, collate=materials.recipe.collate):
+    for batch in job.batches(test, training.request.batch, shuffle=False, collate=training.recipe.collate):
         sums = job.evaluate_sums(batch)
         total, count = total + sums[0], count + sums[1]
     return total / count if count else math.nan

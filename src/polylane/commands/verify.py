@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
 from polylane.commands import inputs
-from polylane.commands.automatic import automatic
 from polylane.commands.output import console, plural, print_json
 from polylane.errors import PolylaneError
 from polylane.plan.spec import degrees_of
 
 if TYPE_CHECKING:
+    from polylane.commands.requests import VerifyRequest
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
     from polylane.verify import Free, Verdict
@@ -26,18 +25,7 @@ ROWS = 20  # of the table; --json has all
 NAMED = 4  # tensors in a line; --json has all
 
 
-def run(
-    path: str,
-    *,
-    workers: int | None,
-    plan: str | None,
-    steps: int,
-    batch: int,
-    seed: int,
-    settings: Sequence[str],
-    clip_norm: float | None,
-    json: bool,
-) -> bool:
+def run(request: VerifyRequest) -> bool:
     """Prove it, and print the outcome; whether it holds.
 
     Raises:
@@ -46,14 +34,12 @@ def run(
     """
     if "RANK" in os.environ:
         raise PolylaneError("verify starts its own workers: run it without torchrun")
-    chosen = inputs.choose_plan(plan, workers, lambda most: automatic(path, settings, batch, most, seed))
-    inputs.positive("--clip-norm", clip_norm)
-    _refuse_too_small(batch, chosen)
-    note = f"{path}: {plural(steps, 'step')} in float64, on one worker and on {chosen.processes} ({_line(chosen)})"
-    say = partial(print, note, file=sys.stderr if json else sys.stdout, flush=True)
-    verdict = _prove(path, chosen, steps, batch, seed, settings, clip_norm, say)
-    if json:
-        print_json({"recipe": path, **verdict.to_dict()})
+    plan = inputs.choose_plan(request)
+    inputs.positive("--clip-norm", request.clip_norm)
+    _refuse_too_small(request.batch, plan)
+    verdict = _prove(request, plan)
+    if request.json:
+        print_json({"recipe": request.recipe, **verdict.to_dict()})
     else:
         _show(verdict)
     return verdict.passed
@@ -71,29 +57,23 @@ def _line(plan: Spec | Plan) -> str:
     return ",".join([*degrees_of(plan.meshes), f"schedule={plan.schedule}"])
 
 
-def _prove(
-    path: str,
-    plan: Spec | Plan,
-    steps: int,
-    batch: int,
-    seed: int,
-    settings: Sequence[str],
-    clip_norm: float | None,
-    say: Callable[[], None],
-) -> Verdict:
-    recipe = inputs.open_recipe(path, settings)
+def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
+    recipe = inputs.open_recipe(request)
     from polylane.runtime.launch import single_threaded
 
     single_threaded()
     from polylane.runtime.prepare import Objective
     from polylane.verify import verify
 
+    seed = request.seed
     model = inputs.build_model(recipe, seed)
     inputs.rehearse_optimizer(recipe, model)
-    batches = inputs.whole_batches(recipe, batch, steps, seed)
+    batches = inputs.whole_batches(recipe, request.batch, request.steps, seed)
     objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
-    say()
-    return verify(model, objective, batches, plan, clip_norm=clip_norm, seed=seed, init=recipe.init)
+    where = f"on one worker and on {plan.processes} ({_line(plan)})"
+    note = f"{request.recipe}: {plural(request.steps, 'step')} in float64, {where}"
+    print(note, file=sys.stderr if request.json else sys.stdout, flush=True)
+    return verify(model, objective, batches, plan, clip_norm=request.clip_norm, seed=seed, init=recipe.init)
 
 
 def _show(verdict: Verdict) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,50 +41,52 @@ PASSES = 4
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be trained, as far as costs depend on it.
+class CapturedProblem:
+    """What is to be trained, as far as costs depend on it: a graph, and what a graph does not say.
 
     Attributes:
-        graph: captured.
-        optimizer: makes the user's optimizer.
-        whole: parameters that every rank must hold whole, and why.
-        pins: placements asked for, by axis.
-        profile: measured times of the graph's nodes, or None for the device's model.
+        graph: of the model and its loss, captured with any number of samples.
+        optimizer: takes (name, parameter) pairs and makes the user's optimizer.
+        whole: names of the parameters that every rank must hold whole -> why.
+        pins: placements asked for: axis -> name of a parameter or node -> placement.
+        profile: measured times of the graph's nodes; None: the device's model tells them.
     """
 
     graph: Graph
     optimizer: Factory
-    whole: Mapping[str, str]
-    pins: Mapping[str, Mapping[str, str]]
+    whole: Mapping[str, str] = field(default_factory=dict)
+    pins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     profile: Profile | None = None
 
 
-def basis(job: Job, cluster: Cluster, method: Method) -> Basis:
-    """What predictions of a job on a cluster rest on."""
-    graph, device = job.graph, cluster.device(0)
+def basis(problem: CapturedProblem, cluster: Cluster, method: Method) -> Basis:
+    """What predictions of a training on a cluster rest on."""
+    graph, device = problem.graph, cluster.device(0)
     kind = device.type
-    states = optimizer_state(graph, job.optimizer, kind)
+    states = optimizer_state(graph, problem.optimizer, kind)
     rates = network.rates(cluster, range(min(cluster.count, 2)), method.dtype)
 
     offer = Offer(graph, graph.samples)
 
     def lay(mesh: Degrees) -> Layout:
         degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
-        return choose_layout(graph, degrees, graph.samples, pins=job.pins, whole=job.whole, rates=rates, offer=offer)
+        return choose_layout(
+            graph, degrees, graph.samples, pins=problem.pins, whole=problem.whole, rates=rates, offer=offer
+        )
 
     def sheet(splits: Mapping[str, Split], shown: View | None) -> Sheet:
         return Sheet(graph, splits, graph.samples, item=method.item if method.low else None, shown=shown)
 
     setting = Setting(graph.samples, device=kind, **_precision(method))
     return Basis(
-        cluster=_shared(cluster, job.profile),
+        cluster=_shared(cluster, problem.profile),
         stages=Stages(graph, lay, sheet, setting),
         method=method,
-        clock=_clocks(job.profile, method),
-        update=_updates(job, states),
+        clock=_clocks(problem.profile, method),
+        update=_updates(problem, states),
         optimizer=states,
         margin=MARGINS[kind],
-        overhead=0.0 if job.profile is not None else device.turn / device.speed,
+        overhead=0.0 if problem.profile is not None else device.turn / device.speed,
     )
 
 
@@ -112,14 +114,14 @@ def _clocks(profile: Profile | None, method: Method) -> Callable[[Device], Clock
     return of
 
 
-def _updates(job: Job, states: OptimizerState) -> Callable[[Device, int, int], float]:
+def _updates(problem: CapturedProblem, states: OptimizerState) -> Callable[[Device, int, int], float]:
     """Seconds of the optimizer's step: measured, or by the bytes that pass through memory."""
-    trained = [(n, info) for n, info in job.graph.parameters.items() if info.trainable]
+    trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
     elements = sum(_elements(info.shape) for _, info in trained)
     kept = sum(states.bytes(name, info.shape) for name, info in trained)
     own = sum(info.bytes for _, info in trained)
     each = (PASSES * own + 2 * kept) / max(elements, 1)
-    measured = None if job.profile is None or not elements else job.profile.update / elements
+    measured = None if problem.profile is None or not elements else problem.profile.update / elements
 
     def seconds(device: Device, count: int, tensors: int) -> float:
         if measured is not None:
@@ -136,12 +138,12 @@ def _elements(shape: Sequence[int]) -> int:
     return count
 
 
-def footprint(job: Job, cluster: Cluster) -> Footprint:
+def footprint(problem: CapturedProblem, cluster: Cluster) -> Footprint:
     """Bytes of workers by what they hold."""
     device = cluster.device(0)
     kind = device.type
-    states = optimizer_state(job.graph, job.optimizer, kind)
-    trained = [(n, info) for n, info in job.graph.parameters.items() if info.trainable]
+    states = optimizer_state(problem.graph, problem.optimizer, kind)
+    trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
     elements = sum(_elements(info.shape) for _, info in trained) or 1
     kept = sum(states.bytes(name, info.shape) for name, info in trained) / elements
     item = sum(info.bytes for _, info in trained) // elements or 4

@@ -1,0 +1,179 @@
+"""What a command line asks for, one frozen record for each command, passed whole to everything below.
+
+Plain data without torch: a request is made before torch is imported, and travels to workers in new processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from polylane.commands.rates import Rates
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import Spec
+
+OnNan = Literal["stop", "warn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeRequest:
+    """Which recipe, on batches of which size: what all commands that read a recipe are given.
+
+    Attributes:
+        recipe: the path of a Python file, or the dotted name of a module.
+        batch: samples of a step, over all workers.
+        settings: texts NAME=VALUE, keyword arguments of the recipe's functions.
+        seed: of the weights, of the samples' order and of all dropout.
+        json: print the result as one JSON object, in place of tables for people.
+    """
+
+    recipe: str
+    batch: int
+    settings: tuple[str, ...] = ()
+    seed: int = 0
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersRequest(RecipeRequest):
+    """A plan to be carried out by workers on this machine, or by those that torchrun started.
+
+    Attributes:
+        workers: how many workers there shall be; None: as many as the plan takes.
+        plan: a line, the path of a plan file, or "auto"; None: replicas on all workers. A command replaces it by what
+            it read, and leaves "auto" only where torchrun's workers are to find the plan together.
+        clip_norm: bound on the 2-norm of all gradients together; None: gradients are not clipped.
+    """
+
+    workers: int | None = None
+    plan: str | Spec | Plan | None = None
+    clip_norm: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(WorkersRequest):
+    """``polylane train``.
+
+    Attributes:
+        epochs: times through the training data; None: as many as ``steps`` take, or one where these are None as well.
+        steps: optimizer steps after which the training ends; None: it ends after ``epochs``.
+        run_folder: where the files of the run go; None: a new folder below ``run/``.
+        on_nan: what is done about a loss that is not finite: "stop", naming the first operator, or "warn" and go on.
+        drop_last: leave out an epoch's last batch where it has fewer samples than the others.
+        rates: what is done with the recipe's optimizer and learning rates; None: nothing.
+        model_path: the file that the weights are written to; None until the run's folder is claimed.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    run_folder: Path | None = None
+    on_nan: OnNan = "stop"
+    drop_last: bool = False
+    rates: Rates | None = None
+    model_path: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest(WorkersRequest):
+    """``polylane verify``.
+
+    Attributes:
+        steps: optimizer steps that are trained and compared.
+    """
+
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectRequest(RecipeRequest):
+    """``polylane inspect``.
+
+    Attributes:
+        plan: a line, the path of a plan file, or "auto"; None: the model alone is shown.
+        plan_file: the file that the plan is written to; None: it is not written.
+        svg: the file that a step is drawn into; None: no step is drawn.
+    """
+
+    plan: str | None = None
+    plan_file: Path | None = None
+    svg: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictRequest(RecipeRequest):
+    """A prediction for a cluster that need not be there.
+
+    Attributes:
+        cluster: a line such as 8:h100-80g, or the path of a cluster file.
+        dtype: of the passes: "float32", "bfloat16" or "float16"; None: the plan's.
+        recompute: what is computed again instead of being kept: "none", "selective" or "full".
+        shard: what replicas hold a part of only: "none", "optimizer", "gradients" or "parameters".
+        overlap: whether gradients are summed while the backward pass still runs.
+        profile: take the times that ``polylane probe --profile`` measured of the recipe's nodes.
+    """
+
+    cluster: str
+    dtype: str | None = None
+    recompute: str = "none"
+    shard: str = "none"
+    overlap: bool = True
+    profile: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(PredictRequest):
+    """``polylane plan``.
+
+    Attributes:
+        workers: how many devices to use at most; None: all of the cluster's.
+        memory: bytes that a worker may use, as text with a unit ("30 GB"); None: all that a device has.
+        top: how many plans are shown.
+        output: the file that the best plan is written to; None: it is not written.
+    """
+
+    workers: int | None = None
+    memory: str | None = None
+    top: int = 5
+    output: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateRequest(PredictRequest):
+    """``polylane simulate``.
+
+    Attributes:
+        plan: a line, the path of a plan file, or "auto" for the plan that ``polylane plan`` puts first.
+        slow: stragglers as texts RANK=SPEED: 3=0.8 makes the device of rank 3 four fifths as fast.
+        html: the page that the predicted swimlanes are written to; None: none.
+        svg: the picture that the predicted swimlanes are written to; None: none.
+        breakdown: say what the times consist of, by kind of operator.
+        chunks: virtual stages of every worker, interleaved (1F1B).
+        every: steps after which replicas sum parameters; 1: gradients are summed in each step.
+    """
+
+    plan: str
+    slow: tuple[str, ...] = ()
+    html: Path | None = None
+    svg: Path | None = None
+    breakdown: bool = False
+    chunks: int = 1
+    every: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest:
+    """``polylane probe``.
+
+    Attributes:
+        output: the cluster file that this machine is measured into; None: the machine itself is not measured.
+        workers: how many will train on this machine; None: what is there, up to four.
+        recipes: the recipes whose nodes are measured, at their batch size and at parts of it.
+        json: print the result as one JSON object, in place of sentences.
+    """
+
+    output: Path | None = None
+    workers: int | None = None
+    recipes: tuple[RecipeRequest, ...] = ()
+    json: bool = False
