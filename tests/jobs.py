@@ -91,7 +91,7 @@ def basis(graph: Graph, cluster: str, method: Method | None = None) -> Basis:
 
 
 def estimates(graph: Graph, cluster: str, batch: int, method: Method | None = None) -> Estimates:
-    return setup.estimates(basis(graph, cluster, method), batch)
+    return Estimates(basis(graph, cluster, method), batch)
 
 
 def footprint(graph: Graph, cluster: str) -> Footprint:

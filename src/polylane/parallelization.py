@@ -1,4 +1,7 @@
-"""The front door: split the training of a plain model over the workers that are here."""
+"""``polylane.parallelize``, the public entry point: split the training of a plain model over the workers that are here.
+
+No module is called parallelize: importing it would put the module in the place of the function in ``polylane``.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def parallelize(
 
 
 def _refuse_alone(spec: Spec | Plan) -> None:
-    """One process does not do what a plan for several says, however well it computes the same.
+    """Refuse a plan for several workers in a process that has no others beside it.
 
     Raises:
         PolylaneError: the plan takes more than one.
@@ -95,9 +98,11 @@ def _refuse_alone(spec: Spec | Plan) -> None:
 
 
 def _alone(spec: Spec | Plan, samples: int) -> Spec:
-    """The same training, of batches of so many samples, on one worker, with the same microbatches.
+    """The same training on one worker, with the same microbatches; a single replica has nothing to synchronize.
 
-    A single replica has nobody to agree with.
+    Args:
+        spec: the plan for several workers.
+        samples: of a batch, which decide how many microbatches there are where the plan does not say it.
     """
     if isinstance(spec, Plan):
         return Spec(schedule=spec.schedule, microbatches=spec.microbatches, precision=spec.precision)

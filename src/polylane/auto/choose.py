@@ -21,6 +21,7 @@ from polylane.graph.orders import Order, orders_of
 from polylane.plan.plan import Plan
 from polylane.planner import setup
 from polylane.planner.candidate import Candidate
+from polylane.planner.estimate import Estimates
 from polylane.planner.search import Answer, Wish, search
 from polylane.runtime.training_problem import TrainingProblem
 from polylane.samples.derivation import derive, known_orders
@@ -68,7 +69,7 @@ def choose(
     basis = setup.basis(captured, cluster, Method())
     limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
     wish = Wish(batch, tuple(sorted(workers)), most, (Method(),), limit, whole=meets)
-    estimates = setup.estimates(basis, batch, _staying(graph))
+    estimates = Estimates(basis, batch, _staying(graph))
 
     def keep(candidate: Candidate) -> bool:
         return candidate.workers in workers and _enough(batch, candidate, fewest)

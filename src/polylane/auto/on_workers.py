@@ -1,4 +1,4 @@
-"""``plan="auto"``: the plan that is best for a model on the workers that are here, found by rank 0 for all of them."""
+"""``plan="auto"`` on workers that are here: rank 0 finds the best plan that takes all of them, all ranks get it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def settled(world: World, problem: TrainingProblem, plan: str | Spec | Plan) -> 
     """A plan as it was given, read; for "auto" the best one that takes every worker, the same on all of them.
 
     Rank 0 measures the model's nodes while the others wait, and says on stderr what it chose.
+
+    Args:
+        world: of all workers.
+        problem: what is to be trained; "auto" takes problems of one loss only.
+        plan: one line, read or not, a plan, or "auto".
 
     Raises:
         PolylaneError: the plan cannot be read; or, on every worker alike, there are several hosts or several losses,

@@ -1,4 +1,4 @@
-"""Workers started apart (by torchrun) agree on one plan: rank 0 measures and decides, or all give up alike."""
+"""Broadcast from rank 0 to workers that torchrun started: what it found out, or why it could not, on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def found_by_first(world: World, find: Callable[[], T]) -> T:
 
     Args:
         world: of all workers, more than one.
-        find: called on rank 0 alone; its result must be plain, see :mod:`polylane.values`.
+        find: called on rank 0 alone; its result must be plain data, see :mod:`polylane.values`.
 
     Raises:
         PolylaneError: on every rank, where rank 0 raised it.
@@ -75,7 +75,12 @@ def _told(error: Exception) -> tuple[str | None, str | None]:
 
 
 def prepare_together(world: World, problem: TrainingProblem, spec: Spec | Plan) -> Prepared:
-    """Prepare on every worker what rank 0 chose.
+    """The problem compiled on every worker for the plan that rank 0 completes, with the same cuts everywhere.
+
+    Args:
+        world: of all workers.
+        problem: the same model, losses and form of batches on each of them.
+        spec: the plan that was asked for, as a line says it or complete.
 
     Raises:
         PolylaneError: on every worker, when rank 0 could not prepare, or another worker's model is not the same.

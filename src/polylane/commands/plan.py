@@ -120,6 +120,7 @@ def search_for(
         PolylaneError: more workers than devices, or nothing fits: with the number of devices that would do.
     """
     from polylane.planner import advice, setup
+    from polylane.planner.estimate import Estimates
     from polylane.planner.search import Wish, search
 
     most = cluster.count if workers is None else workers
@@ -129,7 +130,7 @@ def search_for(
     limit = min(limit, memory or limit)
     wish = Wish(batch, worthwhile(most), _inner(cluster), (method,), float(limit), top=max(top, 1))
     basis = setup.basis(problem, cluster, method)
-    estimates, weigh = setup.estimates(basis, batch), setup.footprint(problem, cluster)
+    estimates, weigh = Estimates(basis, batch), setup.footprint(problem, cluster)
     found = Searched(basis, estimates, weigh, wish, search(estimates, weigh, wish))
     if not found.answer.found:
         enough = partial(advice.enough, weigh, wish, estimates, found.on, MOST)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,7 +118,7 @@ def _clocks(profile: Profile | None, method: Method) -> Callable[[Device], Clock
 def _updates(problem: CapturedProblem, states: OptimizerState) -> Callable[[Device, int, int], float]:
     """Seconds of the optimizer's step: measured, or by the bytes that pass through memory."""
     trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
-    elements = sum(_elements(info.shape) for _, info in trained)
+    elements = sum(math.prod(info.shape) for _, info in trained)
     kept = sum(states.bytes(name, info.shape) for name, info in trained)
     own = sum(info.bytes for _, info in trained)
     each = (PASSES * own + 2 * kept) / max(elements, 1)
@@ -131,20 +132,13 @@ def _updates(problem: CapturedProblem, states: OptimizerState) -> Callable[[Devi
     return seconds
 
 
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def footprint(problem: CapturedProblem, cluster: Cluster) -> Footprint:
     """Bytes of workers by what they hold."""
     device = cluster.device(0)
     kind = device.type
     states = optimizer_state(problem.graph, problem.optimizer, kind)
     trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
-    elements = sum(_elements(info.shape) for _, info in trained) or 1
+    elements = sum(math.prod(info.shape) for _, info in trained) or 1
     kept = sum(states.bytes(name, info.shape) for name, info in trained) / elements
     item = sum(info.bytes for _, info in trained) // elements or 4
     return Footprint(kept, item, MARGINS[kind].share, MARGINS[kind].fixed)
@@ -172,8 +166,3 @@ def fitted(found: Basis, plan: Spec | Plan, batch: int) -> tuple[Partition, Plan
         times = np.diff(table.forward + table.backward + table.waits + table.backward_waits)
         partition = balanced(graph, plan.pipeline, list(times), [mesh.workers for mesh in plan.meshes])
     return partition, fit.from_partition(partition, plan, microbatches)
-
-
-def estimates(found: Basis, batch: int, staying: Sequence[str] = ()) -> Estimates:
-    """What stages take, for a search; arguments as of :class:`polylane.planner.estimate.Estimates`."""
-    return Estimates(found, batch, staying)
