@@ -106,7 +106,7 @@ def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile 
     """The times of a graph's nodes at the sizes that a worker may have in hand; None for a model without weights.
 
     Args:
-        graph: the problem's, captured.
+        graph: of the problem's model and loss, captured with any number of samples.
         problem: its example has the samples that nodes are measured on.
         copies: up to so many are forked, to see what they slow each other by (on a CPU); 1: none.
     """

@@ -24,7 +24,7 @@ def settled(world: World, problem: TrainingProblem, plan: str | Spec | Plan) -> 
     Rank 0 measures the model's nodes while the others wait, and says on stderr what it chose.
 
     Args:
-        world: of all workers.
+        world: the process group of all workers.
         problem: what is to be trained; "auto" takes problems of one loss only.
         plan: one line, read or not, a plan, or "auto".
 

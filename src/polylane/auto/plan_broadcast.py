@@ -78,7 +78,7 @@ def prepare_together(world: World, problem: TrainingProblem, spec: Spec | Plan) 
     """The problem compiled on every worker for the plan that rank 0 completes, with the same cuts everywhere.
 
     Args:
-        world: of all workers.
+        world: the process group of all workers.
         problem: the same model, losses and form of batches on each of them.
         spec: the plan that was asked for, as a line says it or complete.
 

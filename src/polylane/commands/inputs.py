@@ -218,7 +218,7 @@ def problem_of(recipe: Recipe, model: nn.Module, example: Any, batch: int) -> Tr
     """A model of the recipe's with its one loss.
 
     Args:
-        recipe: the user's functions.
+        recipe: the user's functions, as they were opened.
         model: what its ``model()`` returned.
         example: a batch of its training data, of any size.
         batch: samples of a step, over all workers.

@@ -78,10 +78,11 @@ class Searched:
     """A search on a cluster, and what it rested on.
 
     Attributes:
-        basis: of predictions.
-        estimates, weigh: time and memory of what was compared.
-        wish: what was asked for.
-        answer: at least one plan.
+        basis: what predictions on the cluster rest on.
+        estimates: seconds of stages, by which plans were compared.
+        weigh: bytes of a worker, by which plans were excluded.
+        wish: the numbers of workers, the memory and the methods that were allowed.
+        answer: the plans that were found, at least one.
     """
 
     basis: Basis

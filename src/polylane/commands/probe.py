@@ -34,7 +34,7 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
     """Measure what is asked for, and say what came out.
 
     Args:
-        request: the command line.
+        request: what the command line asks for.
         effort: how much is measured; None: what the device deserves.
 
     Raises:

@@ -23,12 +23,12 @@ class Rates:
     """What is done with a recipe's optimizer and its learning rates.
 
     Attributes:
-        optimizer: in place of the recipe's, "lars" or "lamb"; None: its own.
-        lr: its rate.
-        batch: samples of a step.
-        rule: how rates grow with the batch, "linear" or "sqrt"; None: not at all.
-        base_batch: that they are meant for.
-        warmup: steps in which they rise to what they are.
+        optimizer: in place of the recipe's, "lars" or "lamb"; None: the recipe's own.
+        lr: learning rate of that optimizer; None with the recipe's own.
+        batch: samples of a step, over all workers.
+        rule: how learning rates grow with the batch, "linear" or "sqrt"; None: not at all.
+        base_batch: samples of a step that the learning rates are meant for.
+        warmup: steps in which learning rates rise to their full value.
     """
 
     optimizer: Literal["lars", "lamb"] | None

@@ -31,12 +31,12 @@ class RunFolder:
     """Where the files of one run go.
 
     Args:
-        path: of the folder.
-        given: by the user. Otherwise it is the first of ``path``, ``path-2``, ``path-3``, ... that does not exist, for
-            no run replaces another unasked.
+        path: where the folder is or shall be.
+        given: whether the user named it. Otherwise it is the first of ``path``, ``path-2``, ``path-3``, ... that does
+            not exist, for no run replaces another unasked.
 
     Attributes:
-        path: of the folder, once it is claimed.
+        path: where the folder is, once it is claimed.
 
     Raises:
         PolylaneError: from every method, where the folder or a file cannot be written.

@@ -30,7 +30,7 @@ class Outcome:
     """How a training ended, the same on every worker (but for the clock).
 
     Attributes:
-        plan: in one line.
+        plan: how the training was split, in one line.
         steps, samples, seconds: done, tests not counted.
         loss: of the last step's batch, before that step.
         train_loss: mean over the last epoch's samples.
@@ -40,7 +40,7 @@ class Outcome:
         staleness: how many updates of parameter servers were how stale; None where they are synchronous, or are none.
         stopped: the step and the epoch at which the loss was no number and training stopped.
         not_finite: the same, whether or not training stopped.
-        bad_loss: of that step.
+        bad_loss: the loss of the step that ``stopped`` or ``not_finite`` names.
         cause: where that began, as far as is known.
         saved: whether the weights were: not where they are no numbers.
         traffic: bytes that every worker sent in a step, see :meth:`polylane.Job.traffic`.

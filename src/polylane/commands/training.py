@@ -36,7 +36,7 @@ class RecipeTraining:
     """A recipe's model and data, made before any worker computes, and how they are to be trained.
 
     Attributes:
-        request: the command line.
+        request: what the command line asks for.
         recipe: the user's functions, with the learning rates that the command line asks for.
         problem: the model, its loss and optimizer, and the first batch.
         train: the training data, map-style or iterable.
@@ -72,7 +72,7 @@ class RecipeTraining:
 
         Args:
             prepared: the problem, compiled for a plan.
-            world: of all workers.
+            world: the process group of all workers.
             same_weights: all workers were forked from the process that built the model.
         """
         request, example = self.request, self.problem.example

@@ -78,7 +78,7 @@ class TrainingProblem:
         """What costs depend on, of one of its graphs.
 
         Args:
-            graph: what :meth:`capture` returned.
+            graph: one that :meth:`capture` returned, of any number of samples.
             known: ``pins`` and ``profile`` of :class:`polylane.planner.setup.CapturedProblem`.
         """
         whole = whole_parameters(self.parameters, [self.objective.optimizer])
