@@ -69,7 +69,7 @@ def test_two_losses_share_the_running_statistics() -> None:
     batches = [batch_of(samples, seed)[0] for seed, samples in enumerate((8, 6, 8))]
 
     def work(job: Job) -> dict[str, Tensor]:
-        cuts = job._prepared.partitions
+        cuts = job._role._prepared.partitions
         assert [[s for s in (0, 1) if cuts[name].buffers(s)] for name in losses] == [[0], [1]]
         for batch in batches:
             for name in losses:

@@ -59,7 +59,7 @@ def one_step(job: Job, batch: Any) -> Seen:
     result = job.step(batch)
     handed += sum(counters.given for counters in job.counters) - result._report.vector.nbytes  # itself apart
     timeline = result.timeline
-    worker = next(iter(job._trainers["loss"].lanes.values())).worker
+    worker = next(iter(job._role._trainers["loss"].lanes.values())).worker
     local = {
         (name, share.microbatch): prod(wire.shape(share.samples)) * wire.dtype.itemsize
         for name, wire in worker.wires.items()

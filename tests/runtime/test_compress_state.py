@@ -113,7 +113,7 @@ def test_what_one_form_of_batches_leaves_out_travels_with_another(words: str) ->
         for batch in sequences():
             job.step(batch)
             sums.append(copied({name: g for name, g in job.gradients().items() if g is not None}))
-        trainer = job._trainers["loss"]
+        trainer = job._role._trainers["loss"]
         return sums, trainer.codec.state_dict(), len(trainer.lanes)
 
     torch.manual_seed(0)

@@ -104,7 +104,7 @@ def test_a_value_of_another_shape_is_refused_before_it_travels() -> None:
     """gloo would end the process."""
 
     def work(job: Job) -> str:
-        worker: Worker = next(iter(job._trainers["loss"].lanes.values())).worker
+        worker: Worker = next(iter(job._role._trainers["loss"].lanes.values())).worker
         if job.world.rank == 0:
             send = next(a for a in worker.program.actions if a.kind is Kind.SEND)
             share = worker.shares(8)[0]

@@ -27,7 +27,6 @@ from polylane.runtime.finite import Anomalies, Fault, first_of
 from polylane.runtime.job import Job
 from polylane.runtime.launch import Context
 from polylane.runtime.prepare import Objective, Prepared, prepare
-from polylane.runtime.server_job import job_of
 from polylane.runtime.sync.server_log import distribution
 from polylane.runtime.world import World
 
@@ -116,7 +115,7 @@ def prepare_once(request: Request, materials: Materials) -> Prepared:
 
 def forked(request: Request, materials: Materials, prepared: Prepared, context: Context) -> Outcome:
     """A worker that was forked from the process in which all was prepared."""
-    job = job_of(prepared, context.world, example=materials.example, clip_norm=request.clip_norm, seed=request.seed)
+    job = Job(prepared, context.world, example=materials.example, clip_norm=request.clip_norm, seed=request.seed)
     return train(job, request, materials, prepared, context.message if context.rank == 0 else _silent)
 
 
@@ -132,7 +131,7 @@ def apart(request: Request, world: World, tell: Tell) -> Outcome:
     plan = settled(world, model, objectives, example, request.plan, None)
     prepared = prepare_together(world, model, objectives, example, plan, request.batch, materials.recipe.init)
     _see_last_batch(request, materials, prepared)
-    job = job_of(
+    job = Job(
         prepared,
         world,
         example=materials.example,

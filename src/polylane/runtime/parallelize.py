@@ -21,7 +21,6 @@ from polylane.runtime.automatic import settled
 from polylane.runtime.job import Job
 from polylane.runtime.materialize import Init
 from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, objectives_of, prepare
-from polylane.runtime.server_job import job_of
 from polylane.runtime.world import World
 
 
@@ -84,7 +83,7 @@ def parallelize(
         )
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
     together = prepare_together(world, model, objectives, example, spec, batch_size, init)
-    return job_of(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
+    return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
 
 
 def _refuse_alone(spec: Spec | Plan) -> None:

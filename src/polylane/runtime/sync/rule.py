@@ -5,15 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from polylane.values import travels
+
 if TYPE_CHECKING:
     from polylane.runtime.sync.server_log import Update
     from polylane.runtime.trainer import Trainer
     from polylane.runtime.transport.protocol import Counters, Transport
+
+
+@travels
+class CollectiveCall(Enum):
+    """A method of a job that all workers call, dedicated parameter servers too; its value is the method's name."""
+
+    EVALUATE = "evaluate"
+    WHOLE_GRADIENTS = "whole_gradients"
+    STATE_DICT = "state_dict"
+    SAVE = "save"
+    UPDATES = "updates"
+    GATHERED = "gathered"
+    CLOSE = "close"
 
 
 @dataclass(frozen=True)
@@ -96,14 +112,13 @@ class Rule:
         """Of what this process sends for the rule's sake, beside what goes through the job's own transports."""
         return ()
 
-    def told(self, what: str, value: Any) -> Any:
-        """What the workers that train have found together; it is told to those that only serve.
+    def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
+        """Send the result of a collective call from the training workers to the dedicated parameter servers.
 
         Args:
-            what: the name of the method that all call.
-            value: the same on all that train.
+            call: the method that all workers are in.
+            value: a plain value, equal on all training workers.
         """
-        return value
 
     def gathered(self, value: Any) -> list[Any]:
         """Every worker's plain value, by rank, of those that only serve as well; all must ask for it."""

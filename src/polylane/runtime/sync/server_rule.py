@@ -15,11 +15,10 @@ from polylane.plan.plan import Plan
 from polylane.runtime.connections import replica_of
 from polylane.runtime.mesh import Waits
 from polylane.runtime.sync.mean import means
-from polylane.runtime.sync.rule import Rule, Stepping
+from polylane.runtime.sync.rule import CollectiveCall, Rule, Stepping
 from polylane.runtime.sync.server_host import Host
 from polylane.runtime.sync.server_line import Head, Kind, Line
 from polylane.runtime.sync.server_log import Update
-from polylane.runtime.sync.server_news import announce
 from polylane.runtime.sync.server_share import Trade
 from polylane.runtime.sync.server_weights import options_of
 from polylane.runtime.transport.protocol import Counters, Transport
@@ -220,7 +219,7 @@ class FromServers(Rule):
     def updates(self) -> tuple[tuple[Update, ...], ...]:
         """See :meth:`Rule.updates`."""
         self._transport.barrier()
-        self._announce("updates", None)
+        self.broadcast_result(CollectiveCall.UPDATES, None)
         return self._host.updates()
 
     def counters(self) -> tuple[Counters, ...]:
@@ -229,19 +228,13 @@ class FromServers(Rule):
 
     # ---- those that only serve ---------------------------------------------------------------------------------------
 
-    def told(self, what: str, value: Any) -> Any:
-        """See :meth:`Rule.told`."""
-        self._announce(what, value)
-        return value
+    def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
+        if self._transport.rank == 0:
+            self._host.broadcast_result(call, value)
 
     def gathered(self, value: Any) -> list[Any]:
-        """See :meth:`Rule.gathered`."""
-        self._announce("gathered", None)
+        self.broadcast_result(CollectiveCall.GATHERED, None)
         return self._host.transport.all_gather_object(value)
-
-    def _announce(self, what: str, value: Any) -> None:
-        if self._transport.rank == 0:
-            announce(self._host, self._plan.workers, what, value)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -259,5 +252,5 @@ class FromServers(Rule):
         with self.watch():
             for _, line in self._host.lines.values():
                 line.put(Head(Kind.END))
-            self._announce("close", None)
+            self.broadcast_result(CollectiveCall.CLOSE, None)
             self._host.close()
