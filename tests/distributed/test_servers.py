@@ -105,6 +105,7 @@ def test_no_thread_serves_a_closed_job() -> None:
     def names(job: Job) -> list[str]:
         job.step(batch_of(8))
         serving = [t.name for t in threading.enumerate() if t.name.startswith("polylane-server")]
+        job.gathered(None)  # all have looked: a thread ends with the job of its worker
         job.close()
         left = [t.name for t in threading.enumerate() if t.name.startswith("polylane-server")]
         job.close = lambda: None  # type: ignore[method-assign]  # it is

@@ -15,10 +15,10 @@ from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import objectives_of, prepare
+from polylane.runtime.sync.flat_packing import Packing, Slot
 from polylane.runtime.sync.server_line import Head, Kind
 from polylane.runtime.sync.server_log import Log, Update, distribution
 from polylane.runtime.sync.server_rule import FromServers
-from polylane.runtime.sync.server_share import Packing, Slot
 from polylane.runtime.sync.server_split import host_of, shared_out
 from training import batch_of, classify, mlp, sgd, workers
 

@@ -71,7 +71,7 @@ class Buffers:
             return shared(own, owns, self._transport, self._column)
         part = self._pieces.whole(name, own if owns else None, own)
         whole = shared(part, True, self._transport, self._column)
-        return self._pieces.of({name: whole}).get(name, whole)
+        return self._pieces.local_shard(name, whole)
 
     def owner(self, name: str) -> int:
         """A stage that has the current value."""

@@ -57,6 +57,19 @@ class Pieces:
             if cuts[name] and tuple(tensor.shape) == self.shapes[name]
         }
 
+    def local_shard(self, name: str, whole: Tensor) -> Tensor:
+        """This worker's part of a tensor in a parameter's or buffer's whole shape; the tensor itself where it is whole.
+
+        Args:
+            name: canonical name of the parameter or buffer.
+            whole: a tensor of its whole shape, such as its value or its gradient.
+        """
+        return self.of({name: whole}).get(name, whole)
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this worker's part of a parameter or buffer."""
+        return tuple(self.local_shard(name, torch.empty(self.shapes[name], device="meta")).shape)
+
     def cut_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         """Cut what an optimizer made for whole parameters at once, before they were cut."""
         for name, parameter in parameters.items():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from polylane.runtime.sync.flat_packing import flatten_tensors, split_views
 from polylane.runtime.transport.protocol import Pending, Transport
 
 
@@ -119,22 +119,14 @@ class PlainFlight:
 
 def joined(shares: Shares) -> Tensor:
     """All gradients as one vector, or the one that there is as it lies; the flags behind them."""
-    (first, *more), flags = shares.gradients, shares.flags
-    if not more and not len(flags) and first.is_contiguous():
-        return first.detach().view(-1)  # large ones travel alone, and without being copied
-    return torch.cat([*(gradient.reshape(-1) for gradient in shares.gradients), flags])
+    # The flags have no elements in most models: then a single large gradient travels without being copied.
+    return flatten_tensors((*shares.gradients, shares.flags) if len(shares.flags) else shares.gradients)
 
 
 def parted(shares: Shares, vector: Tensor) -> Summed:
     """The sums that a vector as :func:`joined` makes it holds; views of it."""
-    *gradients, flags = cut(vector, [*(gradient.shape for gradient in shares.gradients), shares.flags.shape])
+    *gradients, flags = split_views(vector, [*(gradient.shape for gradient in shares.gradients), shares.flags.shape])
     return Summed(tuple(gradients), shares.dropped(flags))
-
-
-def cut(vector: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The tensors that lie one behind the other in a vector; views of it."""
-    pieces = vector.split([prod(shape) for shape in shapes])
-    return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.plan.sync import Outer, Sync
-from polylane.runtime.sync.mean import means
+from polylane.runtime.sync.mean import means, restore_values
 from polylane.runtime.sync.rule import Rule
 from polylane.runtime.transport.protocol import Transport
 
@@ -123,18 +123,12 @@ class LocalSteps(Rule):
         tensors: dict[str, Tensor] = {n: t for course in courses for n, t in course.parameters.items()}
         if courses:
             tensors |= self._buffers
-        own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        # Copied, not exchanged: the code of a stage is bound to the tensors themselves.
-        with torch.no_grad():
-            for course in courses:
-                for name, mean in self._means({**course.parameters, **self._buffers}, course.seen).items():
-                    tensors[name].copy_(mean)
-        try:
-            yield
-        finally:
+        with restore_values(tensors.values()):
             with torch.no_grad():
-                for name, tensor in tensors.items():
-                    tensor.copy_(own[name])
+                for course in courses:
+                    for name, mean in self._means({**course.parameters, **self._buffers}, course.seen).items():
+                        tensors[name].copy_(mean)
+            yield
 
 
 def _started(parameters: Mapping[str, nn.Parameter], outer: Outer | None) -> _Course:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.runtime.sync.codec import Flight, Plain, Shares, Summed, cut, precise
+from polylane.runtime.sync.codec import Flight, Plain, Shares, Summed, precise
+from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.sync.memory import Memory, restored
 from polylane.runtime.transport.protocol import Pending, Transport
 
@@ -159,7 +160,7 @@ class _Rounds:
         """The second round; see :meth:`.codec.Flight.advance`."""
         lefts = [matrix.left.shape for matrix in self._matrices.values()]
         rest = [gradient.shape for gradient in self._rest.values()]
-        summed = cut(self._pending.wait(), [*lefts, *rest, self._shares.flags.shape])
+        summed = split_views(self._pending.wait(), [*lefts, *rest, self._shares.flags.shape])
         self._dropped = self._shares.dropped(summed[-1])
         for name, total in zip(self._rest, summed[len(lefts) : -1], strict=True):
             self._rest[name] = total.to(self._shares.flags.dtype)
@@ -174,7 +175,7 @@ class _Rounds:
 
     def wait(self) -> Summed:
         """See :meth:`.codec.Flight.wait`."""
-        summed = cut(self._pending.wait(), [matrix.right.shape for matrix in self._matrices.values()])
+        summed = split_views(self._pending.wait(), [matrix.right.shape for matrix in self._matrices.values()])
         found = dict(self._rest)
         for matrix, total in zip(self._matrices.values(), summed, strict=True):
             matrix.right = total

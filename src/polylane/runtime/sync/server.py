@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from polylane.observe.timeline import Span
-from polylane.runtime.sync.server_line import Head, Kind, Line, Sizes
+from polylane.runtime.sync.flat_packing import Packing
+from polylane.runtime.sync.server_line import CPU, Head, Kind, Line, Sizes
 from polylane.runtime.sync.server_log import ALL, Log, Update
-from polylane.runtime.sync.server_share import Packing, Trade
+from polylane.runtime.sync.server_share import Trade
 from polylane.runtime.sync.server_sum import Arriving
 from polylane.runtime.sync.server_weights import Weights, set_options
 from polylane.schedule import action
@@ -250,7 +251,7 @@ class Server:
     def _rows(self, trade: Trade, objectives: Sequence[str]) -> list[Tensor]:
         """A worker's part of the weights that some objectives train."""
         packing = trade.got(objectives)
-        return packing.packed(_parts(self.weights.parameters, packing, trade))
+        return packing.packed(_parts(self.weights.parameters, packing, trade), CPU)
 
     def _answer(self, rank: int, asked: Head, objectives: Sequence[str], rows: Sequence[Tensor]) -> None:
         client = self._clients[rank]
@@ -267,7 +268,7 @@ class Server:
         packing, held = trade.gets[name], self.weights.courses[name].held
         gradients = {n: grad for n in packing.names if (grad := held[n].grad) is not None}
         flags = bytes(n in gradients for n in packing.names)
-        rows = packing.packed(_parts(gradients, packing, trade))
+        rows = packing.packed(_parts(gradients, packing, trade), CPU)
         self._clients[trade.rank].line.put(
             Head(Kind.ANSWER, head.objective, head.step, self._version, flags=flags), rows
         )

@@ -18,6 +18,8 @@ from polylane.runtime.transport.protocol import Pending, Transport
 
 Sizes = Sequence[tuple[int, torch.dtype]]
 
+CPU = torch.device("cpu")  # where the rows of messages are, whatever device computes at either end
+
 _NUMBERS = struct.Struct("<8q")
 
 

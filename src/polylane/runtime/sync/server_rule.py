@@ -14,10 +14,10 @@ from polylane.errors import PeerLost
 from polylane.plan.plan import Plan
 from polylane.runtime.connections import replica_of
 from polylane.runtime.mesh import Waits
-from polylane.runtime.sync.mean import means
+from polylane.runtime.sync.mean import means, restore_values
 from polylane.runtime.sync.rule import CollectiveCall, Rule, Stepping
 from polylane.runtime.sync.server_host import Host
-from polylane.runtime.sync.server_line import Head, Kind, Line
+from polylane.runtime.sync.server_line import CPU, Head, Kind, Line
 from polylane.runtime.sync.server_log import Update
 from polylane.runtime.sync.server_share import Trade
 from polylane.runtime.sync.server_weights import options_of
@@ -77,7 +77,7 @@ class FromServers(Rule):
         mine = [(t, line) for t, line in self._host.lines.values() if t.replica == 0]
         with self.watch():
             for trade, line in mine:
-                line.put(Head(Kind.WEIGHTS), trade.all[0].packed(self._parameters))
+                line.put(Head(Kind.WEIGHTS), trade.all[0].packed(self._parameters, CPU))
             for _, line in mine:
                 line.get(lambda head: ())
         self._transport.barrier()
@@ -117,7 +117,7 @@ class FromServers(Rule):
         if kind is Kind.GRADIENTS:
             found = {name: self._parameters[name].grad for name in packing.names}
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-            rows, flags = packing.packed(gradients), bytes(name in gradients for name in packing.names)
+            rows, flags = packing.packed(gradients, CPU), bytes(name in gradients for name in packing.names)
             self._waits.bytes += packing.bytes
             if options:
                 rows.append(torch.frombuffer(bytearray(options), dtype=torch.uint8))
@@ -137,7 +137,7 @@ class FromServers(Rule):
         start = time.perf_counter()
         head, rows = line.get(lambda head: trade.got(self._told(head)).sizes)
         self._waits.seconds += time.perf_counter() - start
-        return head, trade.got(self._told(head)).unpacked(rows, torch.device("cpu"))
+        return head, trade.got(self._told(head)).unpacked(rows)
 
     def _told(self, head: Head) -> list[str]:
         return [name for number, name in enumerate(self._names) if head.objectives >> number & 1]
@@ -196,25 +196,19 @@ class FromServers(Rule):
         if not self._sync.alone:
             yield
             return
-        tensors = {**self._parameters, **self._buffers}
-        own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        with self.watch():
-            self._transport.barrier()  # every step that was begun is done
-            for _, line in self._host.lines.values():
-                line.put(Head(Kind.READ_WEIGHTS))
-            for trade, line in self._host.lines.values():
-                self._take(self._asked(trade, line)[1])
-        if any(self._seen):
-            share = self._seen[self._members.index(self._transport.rank)] / sum(self._seen)
-            with torch.no_grad():
-                for name, mean in means(self._buffers, share, self._members, self._transport).items():
-                    self._buffers[name].copy_(mean)
-        try:
+        with restore_values([*self._parameters.values(), *self._buffers.values()]):
+            with self.watch():
+                self._transport.barrier()  # every step that was begun is done
+                for _, line in self._host.lines.values():
+                    line.put(Head(Kind.READ_WEIGHTS))
+                for trade, line in self._host.lines.values():
+                    self._take(self._asked(trade, line)[1])
+            if any(self._seen):
+                share = self._seen[self._members.index(self._transport.rank)] / sum(self._seen)
+                with torch.no_grad():
+                    for name, mean in means(self._buffers, share, self._members, self._transport).items():
+                        self._buffers[name].copy_(mean)
             yield
-        finally:
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    tensor.copy_(own[name])
 
     def updates(self) -> tuple[tuple[Update, ...], ...]:
         """See :meth:`Rule.updates`."""

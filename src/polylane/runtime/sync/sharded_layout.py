@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from polylane.graph.graph import TensorInfo
 from polylane.plan.plan import Plan
 from polylane.program.program import Bucket, Program
+from polylane.runtime.sync.server_split import assign_longest_first
 from polylane.schedule.action import Action, Kind
 
 
@@ -102,21 +103,11 @@ def units_of(
             if cut := tuple(name for name in names if name not in whole):
                 found.append(Unit(label, cut))
             if kept := [name for name in names if name in whole]:
-                sizes = {name: parameters[name].bytes for name in kept}
-                load = loads.setdefault(bucket.ranks, [0] * ranks)
-                owners = _shared_out(sizes, load)
+                sizes = {name: parameters[name].bytes for name in sorted(kept)}
+                owners = assign_longest_first(sizes, loads.setdefault(bucket.ranks, [0] * ranks))
                 order = sorted(kept, key=owners.__getitem__)
                 found.append(Unit(f"{label}.whole", tuple(order), tuple(owners[name] for name in order)))
     return tuple(found)
-
-
-def _shared_out(sizes: Mapping[str, int], load: list[int]) -> dict[str, int]:
-    """Owners of things of these sizes, the largest first to whoever has least so far; ``load`` is what they have."""
-    owners = dict[str, int]()
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = load.index(min(load))
-        load[owners[name]] += sizes[name]
-    return owners
 
 
 @dataclass(frozen=True)

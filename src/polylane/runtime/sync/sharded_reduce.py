@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from polylane.program.program import Bucket
 from polylane.runtime.mesh import Waits
 from polylane.runtime.sync.all_reduce import Reducer
+from polylane.runtime.sync.bucket_launcher import BucketLauncher
+from polylane.runtime.sync.flat_packing import flatten_tensors
 from polylane.runtime.sync.sharded import Flat, Shards
 from polylane.runtime.transport.protocol import Pending, Transport
 
@@ -101,9 +102,9 @@ class ShardedReducer(Reducer):
         self._slices, self._shards, self._each_pass, self._used = tuple(slices), shards, each_pass, used
         self._waits = waits
         self._wholly = [b for b in others if len(b.ranks) > 1 and any(name in shards.of for name in b.parameters)]
-        self._missing: list[set[str]] = []
-        self._at, self._last = 0, False
-        self._cut_hooks: list[RemovableHandle] = []
+        early = [not each.optional for each in self._slices]
+        self._slice_launcher = BucketLauncher([each.parameters for each in self._slices], early)
+        self._last = False
         self._sent: deque[_Flight] = deque()
         self._since: dict[str, float] = {}
 
@@ -116,45 +117,30 @@ class ShardedReducer(Reducer):
 
     def begin(self) -> None:
         """Before every backward pass."""
-        if not (self._last or self._each_pass):
-            return
-        self._missing, self._at = [set(s.parameters) for s in self._slices], 0
-        for number, each in enumerate(self._slices):
-            for name, parameter in each.parameters.items():
-                hook = parameter.register_post_accumulate_grad_hook(self._done(number, name))
-                self._cut_hooks.append(hook)
-
-    def _done(self, number: int, name: str) -> Callable[[Tensor], None]:
-        def done(_: Tensor) -> None:
-            self._missing[number].discard(name)
-            # In order, always: the other workers' gradients may be complete in another one.
-            while self._at < len(self._slices) and not self._missing[self._at] and not self._slices[self._at].optional:
-                self._leave(self._slices[self._at])
-
-        return done
+        if self._last or self._each_pass:
+            self._slice_launcher.begin(self._leave)
 
     def end(self) -> None:
         """After every backward pass."""
         if not (self._last or self._each_pass):
             return
-        for hook in self._cut_hooks:
-            hook.remove()
-        self._cut_hooks.clear()
-        while self._at < len(self._slices):
-            self._leave(self._slices[self._at])
+        self._slice_launcher.end(self._leave)
         if not self._last:
             self._land(0)
-        self._missing, self._last = [], False
+        self._last = False
 
     # ---- one bucket --------------------------------------------------------------------------------------------------
 
-    def _leave(self, each: Slice) -> None:
-        self._at += 1
+    def _leave(self, index: int) -> None:
+        each = self._slices[index]
         silent = self._transport.rank in each.bucket.silent
-        grads = {name: None if silent else p.grad for name, p in each.parameters.items()}
-        vector, name = _end_to_end(list(grads.values()), list(each.parameters.values())), each.bucket.name
-        each.had |= {name for name, gradient in grads.items() if gradient is not None}
-        grads.clear()
+        grads = {name: p.grad for name, p in each.parameters.items() if p.grad is not None and not silent}
+        vector = flatten_tensors(
+            [grads[name] if name in grads else p.new_zeros(p.shape) for name, p in each.parameters.items()]
+        )
+        name = each.bucket.name
+        each.had |= grads.keys()
+        grads.clear()  # with each_pass the last reference to the whole gradients but for the vector
         if self._each_pass:
             for parameter in each.parameters.values():
                 parameter.grad = None
@@ -246,11 +232,3 @@ class ShardedReducer(Reducer):
                 piece.parameter.grad = piece.of(parameter.grad)
             if self._each_pass:
                 parameter.grad = None
-
-
-def _end_to_end(grads: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Tensor:
-    """All gradients as one vector, zeros where there is none; one that is alone as it lies."""
-    if len(grads) == 1 and grads[0] is not None and grads[0].is_contiguous():
-        return grads[0].detach().view(-1)
-    every = [p.new_zeros(p.shape) if g is None else g for g, p in zip(grads, parameters, strict=True)]
-    return torch.cat([each.detach().reshape(-1) for each in every])

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from polylane.cost.agreement import entries
-from polylane.runtime.sync.codec import Flight, Shares, Summed, cut, precise
+from polylane.runtime.sync.codec import Flight, Shares, Summed, precise
+from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.sync.memory import Memory
 from polylane.runtime.transport.protocol import Pending, Transport
 
@@ -161,7 +162,7 @@ class _Gathering:
         for name, pick in zip(self.shares.names, self.picks, strict=True):
             if name in dropped:  # the sum is thrown away: nothing has been sent
                 pick.take_back()
-        return Summed(tuple(cut(total.to(flags.dtype), shapes)), dropped)
+        return Summed(tuple(split_views(total.to(flags.dtype), shapes)), dropped)
 
     def _received(self, elements: int) -> tuple[Tensor, Tensor]:
         """Every rank's values with its flags behind them, and its places: a row for each."""

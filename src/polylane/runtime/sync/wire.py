@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polylane.runtime.sync.codec import Flight, Plain, Shares, Summed, cut, joined
+from polylane.runtime.sync.codec import Flight, Plain, Shares, Summed, joined
+from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import Transport
 
 
@@ -170,5 +171,5 @@ class _Parts:
 
 def _summed(shares: Shares, vector: Tensor, flags: Sequence[Tensor]) -> Summed:
     """The sums that a vector as :func:`joined` makes it holds, and who had gradients by everybody's flags."""
-    gradients = cut(vector, [gradient.shape for gradient in shares.gradients])
+    gradients = split_views(vector, [gradient.shape for gradient in shares.gradients])
     return Summed(tuple(gradients), shares.dropped(sum(flags[1:], flags[0])))
