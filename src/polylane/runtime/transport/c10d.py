@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polylane.runtime.transport import objects
-from polylane.runtime.transport.backend_work import Blame, Exchanged, Finished, Transfer, as_bytes, as_real
+from polylane.runtime.transport.backend_work import Blame, Finished, Transfer, as_bytes, as_real
 from polylane.runtime.transport.protocol import (
     Counters,
     Done,
@@ -24,8 +24,12 @@ from polylane.runtime.transport.protocol import (
     gathered_sizes,
     normalised,
     reduced_bytes,
+    require_channel,
     require_flat,
+    require_pieces,
+    require_source,
     require_summable,
+    undeclared,
 )
 from polylane.runtime.world import TIMEOUT, World
 
@@ -130,8 +134,7 @@ class Transport:
     def _open_channels(self, channels: Iterable[Channel], shared: bool) -> None:
         """The group of each of this rank's channels, and the peer's rank in that group."""
         for sender, receiver in dict.fromkeys(channels):
-            if sender == receiver or not {sender, receiver} <= set(range(self.size)):
-                raise ValueError(f"({sender}, {receiver}) is no channel between two of {self.size} workers")
+            require_channel(sender, receiver, self.size)
             group = self._groups.world if shared else self._groups.make((sender, receiver))
             if self.rank in (sender, receiver):
                 peer = receiver if self.rank == sender else sender
@@ -268,8 +271,7 @@ class Transport:
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return Done(tensor)
-        if source not in members:
-            raise ValueError(f"rank {source} cannot be the source for ranks {members}: it is none of them")
+        require_source(source, members)
         wire = as_sent(tensor)
         if source == self.rank:
             self.counters.put("broadcast", wire, wire.nbytes * (len(members) - 1))
@@ -290,12 +292,11 @@ class Transport:
             ValueError: the group was not declared, or there is not a piece and a shape for each of its ranks.
         """
         group, members = self._group(ranks)
-        if not len(pieces) == len(shapes) == len(ranks):
-            raise ValueError(f"{len(pieces)} pieces and {len(shapes)} shapes for the {len(ranks)} ranks {tuple(ranks)}")
+        require_pieces(pieces, shapes, ranks)
         ranks = tuple(ranks)
         own, others = pieces[ranks.index(self.rank)], [rank for rank in members if rank != self.rank]
         if group is None:
-            return Exchanged(None, [], [own])
+            return Done([own])
         result = [
             own if rank == self.rank else own.new_empty(tuple(shape)) for rank, shape in zip(ranks, shapes, strict=True)
         ]
@@ -312,7 +313,13 @@ class Transport:
         )
         with (blame := Blame(None, f"exchanging pieces among ranks {members}", own)):
             work = group.alltoall_base(got, given, *lengths, dist.AllToAllOptions())
-        return Exchanged(Finished(work, blame, lambda: got, given), [ranks.index(rank) for rank in others], result)
+
+        def part() -> list[Tensor]:
+            for rank, came in zip(others, got.split([coming[rank] for rank in others]), strict=True):
+                as_bytes(result[ranks.index(rank)]).copy_(came)
+            return result
+
+        return Finished(work, blame, part, given)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`.protocol.Transport.all_gather_object`."""
@@ -357,13 +364,11 @@ class Transport:
         if members == (self.rank,):
             return None, members
         if members not in self._groups.sums:
-            raise ValueError(f"rank {self.rank} has no group {members}: declare it when the transport is made")
+            raise undeclared(self.rank, f"group {members}")
         return self._groups.sums[members], members
 
     def _channel(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup, int]:
         try:
             return self._groups.channels[sender, receiver]
         except KeyError:
-            raise ValueError(
-                f"rank {self.rank} has no channel from {sender} to {receiver}: declare it when the transport is made"
-            ) from None
+            raise undeclared(self.rank, f"channel from {sender} to {receiver}") from None

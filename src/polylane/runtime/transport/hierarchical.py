@@ -23,7 +23,17 @@ from polylane.errors import PolylaneError
 from polylane.runtime.transport import c10d, shared_memory
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.transport.in_turn import InTurn
-from polylane.runtime.transport.protocol import Counters, Done, Outcome, Pending, as_sent, normalised, require_summable
+from polylane.runtime.transport.protocol import (
+    Counters,
+    Deferred,
+    Done,
+    Outcome,
+    Pending,
+    as_sent,
+    copy_back,
+    normalised,
+    require_summable,
+)
 from polylane.runtime.transport.rendezvous import Meeting, hub_of, met_again
 from polylane.runtime.world import World
 
@@ -192,32 +202,33 @@ class Transport:
         return self._far if normalised(ranks, self.size) in self._climbs else self._near
 
 
-class _Climbing:
-    """A sum over hosts, under way in the sums' own thread."""
+class _Climbing(Deferred[Tensor]):
+    """A sum over hosts, under way in the sums' own thread.
+
+    Args:
+        future: of the thread's call, which leaves the sum in ``wire``.
+        wire: this worker's values, contiguous.
+        target: the caller's tensor, which gets the sum too where it has other memory.
+    """
 
     __slots__ = ("_future", "_target", "_wire")
 
     def __init__(self, future: Future[None], wire: Tensor, target: Tensor) -> None:
-        self._future: Future[None] | None = future
-        self._wire, self._target = wire, target
+        super().__init__()
+        self._future, self._wire, self._target = future, wire, target
 
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`."""
-        if self._future is not None:
-            self._future.result()
-            self._future = None
-            if self._target.data_ptr() != self._wire.data_ptr():
-                self._target.copy_(self._wire)
-        return self._target
+    def _finish(self) -> Tensor:
+        self._future.result()
+        return copy_back(self._wire, self._target)
 
 
 class Hierarchical:
-    """Makes transports over several hosts; see :class:`.choose.SharedMemory`.
+    """Makes transports over shared memory inside each host, all over the same connections; see :class:`Transport`.
 
     Args:
-        world: this worker among all.
-        hub: its connections inside its host.
-        hosts: of every rank.
+        world: this worker among all, as it was when the hub was made.
+        hub: connections of this worker to the others of its host.
+        hosts: the host of every rank; where they are all equal, nothing goes over the network.
     """
 
     def __init__(self, world: World, hub: Hub, hosts: Sequence[Hashable]) -> None:
@@ -230,7 +241,7 @@ class Hierarchical:
         groups: Iterable[Iterable[int]] = (),
         tag: int = 0,
         own_groups: bool = False,
-    ) -> Transport:
+    ) -> Transport | shared_memory.Transport:
         """See :class:`.c10d.Transport`.
 
         Raises:
@@ -239,6 +250,8 @@ class Hierarchical:
         """
         if self._hub.closed:  # with the last transport: all workers made and closed the same ones
             self._hub = met_again(self._world, self._hosts)
+        if len(set(self._hosts)) == 1:
+            return shared_memory.Transport(self._hub, world, channels, groups, tag, own_groups)
         return Transport(self._hub, self._hosts, world, channels, groups, tag, own_groups)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -214,14 +215,35 @@ def require_flat(tensor: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A transfer that had nothing to do."""
+class Done(Generic[R]):
+    """An operation that had nothing to do.
 
-    tensor: Tensor
+    Attributes:
+        result: what its wait returns, at once.
+    """
 
-    def wait(self) -> Tensor:
-        """The tensor, at once."""
-        return self.tensor
+    result: R
+
+    def wait(self) -> R:
+        return self.result
+
+
+class Deferred(Generic[R]):
+    """An operation whose result is made by the first wait, and returned again by every later one."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self) -> None:
+        self._result: R | None = None
+
+    def _finish(self) -> R:
+        """Wait for the other workers, and make the result."""
+        raise NotImplementedError
+
+    def wait(self) -> R:
+        if self._result is None:
+            self._result = self._finish()
+        return self._result
 
 
 # Floats and whole numbers that gloo and NCCL both sum. bool is left out: its sum is no bool.
@@ -246,6 +268,58 @@ def as_sent(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.detach().contiguous()
+
+
+def copy_back(wire: Tensor, target: Tensor) -> Tensor:
+    """The caller's tensor, with the values of the plain memory that stood for it (see :func:`as_sent`).
+
+    Args:
+        wire: contiguous, with the result of the operation in it.
+        target: of as many elements; the same memory, or overwritten.
+    """
+    if target.data_ptr() != wire.data_ptr():
+        target.copy_(wire.view(target.shape))
+    return target
+
+
+def require_channel(sender: int, receiver: int, size: int) -> None:
+    """Refuse a channel that does not join two ranks of a world of ``size`` workers.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if sender == receiver or not {sender, receiver} <= set(range(size)):
+        raise ValueError(f"({sender}, {receiver}) is no channel between two of {size} workers")
+
+
+def require_pieces(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    """Refuse an exchange that has not a piece and a shape for each of its ranks.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if not len(pieces) == len(shapes) == len(ranks):
+        raise ValueError(f"{len(pieces)} pieces and {len(shapes)} shapes for the {len(ranks)} ranks {tuple(ranks)}")
+
+
+def require_source(source: int, members: Sequence[int]) -> None:
+    """Refuse a broadcast from a rank that is not in its group.
+
+    Raises:
+        ValueError: the source is none of the members.
+    """
+    if source not in members:
+        raise ValueError(f"rank {source} cannot be the source for ranks {members}: it is none of them")
+
+
+def undeclared(rank: int, what: str) -> ValueError:
+    """The error for a channel or group that a transport was not made with.
+
+    Args:
+        rank: of the worker that asks for it.
+        what: the channel or group in words, as ``"group (0, 1)"``.
+    """
+    return ValueError(f"rank {rank} has no {what}: declare it when the transport is made")
 
 
 def normalised(ranks: Iterable[int], size: int) -> tuple[int, ...]:

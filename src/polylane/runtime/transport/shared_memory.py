@@ -32,8 +32,12 @@ from polylane.runtime.transport.protocol import (
     gathered_sizes,
     normalised,
     reduced_bytes,
+    require_channel,
     require_flat,
+    require_pieces,
+    require_source,
     require_summable,
+    undeclared,
 )
 from polylane.runtime.transport.sums import Sum, SumInParts, SumInTurns, add
 from polylane.runtime.transport.under_way import Collected, Exchange, Group, Receive, length
@@ -86,8 +90,7 @@ class Transport:
         self._sends: dict[int, int] = {}
         self._receives: dict[int, int] = {}
         for sender, receiver in channels:
-            if sender == receiver or not {sender, receiver} <= set(range(self.size)):
-                raise ValueError(f"({sender}, {receiver}) is no channel between two of {self.size} workers")
+            require_channel(sender, receiver, self.size)
             if self.rank == sender:
                 self._sends[receiver] = self._base
             elif self.rank == receiver:
@@ -111,7 +114,7 @@ class Transport:
             PeerLost: the peer is already known to be gone.
         """
         if peer not in self._sends:
-            raise self._undeclared(self.rank, peer)
+            raise undeclared(self.rank, f"channel from {self.rank} to {peer}")
         if tensor.numel() == 0:
             return Done(tensor)
         wire = as_sent(tensor)
@@ -126,7 +129,7 @@ class Transport:
             ValueError: the channel was not declared.
         """
         if peer not in self._receives:
-            raise self._undeclared(peer, self.rank)
+            raise undeclared(self.rank, f"channel from {peer} to {self.rank}")
         shape = tuple(shape)
         elements = 1
         for size in shape:
@@ -255,8 +258,7 @@ class Transport:
         group = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return Done(tensor)
-        if source not in group.members:
-            raise ValueError(f"rank {source} cannot be the source for ranks {group.members}: it is none of them")
+        require_source(source, group.members)
         key = group.next()
         shape = tuple(tensor.shape)
         if source == self.rank:
@@ -280,11 +282,10 @@ class Transport:
             ValueError: the group was not declared, or there is not a piece and a shape for each of its ranks.
         """
         ranks, group = tuple(ranks), self._group(ranks)
-        if not len(pieces) == len(shapes) == len(ranks):
-            raise ValueError(f"{len(pieces)} pieces and {len(shapes)} shapes for the {len(ranks)} ranks {ranks}")
+        require_pieces(pieces, shapes, ranks)
         own = pieces[ranks.index(self.rank)]
         if group is None:
-            return Exchange([own])
+            return Done([own])
         key = group.next()
         for peer, piece in zip(ranks, pieces, strict=True):
             if peer != self.rank and piece.numel():
@@ -369,11 +370,6 @@ class Transport:
             if members == (self.rank,):
                 return None
             if members not in self._groups:
-                raise ValueError(f"rank {self.rank} has no group {members}: declare it when the transport is made")
+                raise undeclared(self.rank, f"group {members}")
             group = self._named[named] = self._groups[members]
         return group if group.peers else None
-
-    def _undeclared(self, sender: int, receiver: int) -> ValueError:
-        return ValueError(
-            f"rank {self.rank} has no channel from {sender} to {receiver}: declare it when the transport is made"
-        )
