@@ -209,7 +209,7 @@ class Job:
         """The part of a tensor in a parameter's shape that goes with :meth:`gradients`; None where it has none of it.
 
         Args:
-            name: of the parameter.
+            name: canonical name of the parameter.
             tensor: in the shape that this worker's operators have.
         """
         return self._role.shard_of(name, tensor)

@@ -1,4 +1,4 @@
-"""Pieces: which part of every parameter and buffer this worker holds, where operators are split."""
+"""Shards of split operators: which part of every parameter and buffer this worker holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pieces:
 
     Args:
         prepared: with the layouts of all graphs.
-        stage: this worker's.
+        stage: of the worker, from 0.
         coordinates: its index on each axis that cuts parameters.
 
     Attributes:

@@ -242,7 +242,7 @@ class TrainingRole:
         """The batches of one epoch, with this worker's samples.
 
         Args:
-            dataset, batch_size, drop_last, how: see :meth:`polylane.runtime.job.Job.batches`.
+            dataset, batch_size, drop_last, how: as for :meth:`polylane.runtime.job.Job.batches`.
             epoch: its number, which decides the order of samples.
         """
         return data.batches(

@@ -1,7 +1,7 @@
-"""Gradients summed over all who hold a parameter, bucket by bucket, while the rest of the backward pass still runs.
+"""Gradient all-reduce in buckets, while the rest of the backward pass still runs (DistributedDataParallel).
 
-The idea is that of PyTorch's DistributedDataParallel (Li et al., VLDB'20, section 3.2), with two differences:
-gradients are not copied back, and a gradient that is large enough travels as it is.
+After PyTorch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2), with two differences: gradients are not
+copied back, and a gradient that is large enough travels as it is.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Reducer:
 
     Args:
         buckets: in the order of reduction, the same on every worker.
-        parameters: by canonical name.
+        parameters: this worker's, whole or its parts of them, by canonical name.
         optional: parameters that may get no gradient at all in some step (the user's own Python decides): whether
             anybody had one is summed with them, so that the optimizer skips them just as on one device.
-        transport: between the workers.
+        transport: between all training workers, with a group for every bucket.
         codec: how the sums over the replicas of one stage are made; this worker's own, for it may remember. Reducers of
             the same parameters that work in turns share one. Default: plainly.
         replicas: the ranks that hold the same parts of the same stage as this worker does. A bucket that others sum as

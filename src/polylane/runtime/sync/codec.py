@@ -1,4 +1,4 @@
-"""How the gradients of one bucket become their sum: what every way of doing it offers, and the plain one."""
+"""Gradient compression: what every way of summing the gradients of a bucket offers, and the plain all-reduce."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Shares:
     """What one worker adds to the sum of a bucket.
 
     Attributes:
-        ranks: who sums.
+        ranks: the ranks that sum, in order.
         names: the parameters, the same at every rank.
         gradients: of each, what this worker has of it, in the parameter's shape; all of one dtype. The sum may be
             written into them.
@@ -91,7 +91,6 @@ class Plain:
         """Nothing depends on the step."""
 
     def launch(self, shares: Shares, transport: Transport) -> Flight:
-        """See :meth:`Codec.launch`."""
         return PlainFlight(shares, transport.all_reduce(joined(shares), shares.ranks))
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,7 +112,6 @@ class PlainFlight:
         """There is one round."""
 
     def wait(self) -> Summed:
-        """See :meth:`Flight.wait`."""
         return parted(self.shares, self.pending.wait())
 
 

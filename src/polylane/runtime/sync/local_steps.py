@@ -1,4 +1,4 @@
-"""Replicas that train alone for some steps, and then agree on the mean of their weights: local SGD and its family.
+"""Local SGD and its family: replicas train alone for some steps, and then agree on the mean of their weights.
 
 Local SGD: Stich, ICLR 2019, algorithm 1; after a start with gradients summed in each step: post-local SGD, Lin et al.,
 ICLR 2020. Means are weighted by the samples that each replica has seen, as in federated averaging (McMahan et al.,
@@ -51,7 +51,7 @@ class LocalSteps(Rule):
     Args:
         sync: how often, after which start, with which outer optimizer.
         members: this stage's replicas: ranks that hold the same parts, in the order of the replicas.
-        transport: between them.
+        transport: between the workers, with a group of ``members``.
         trained: by objective, the parameters that it trains and this worker holds.
         buffers: this worker's, by name.
     """
@@ -78,15 +78,12 @@ class LocalSteps(Rule):
 
     @property
     def differs(self) -> bool:  # type: ignore[override]
-        """See :class:`Rule`."""
         return any(course.seen for course in self._courses.values())
 
     def alone(self, objective: str) -> bool:
-        """See :meth:`Rule.alone`."""
         return self._courses[objective].steps >= self._sync.warmup
 
     def stepped(self, objective: str, samples: Sequence[int]) -> None:
-        """See :meth:`Rule.stepped`."""
         course = self._courses[objective]
         apart = course.steps >= self._sync.warmup
         course.steps += 1

@@ -58,11 +58,9 @@ class PowerSGD:
         self._directions: dict[str, Tensor] = {}  # Q, transposed: with few rows its products are several times as fast
 
     def begin(self) -> None:
-        """See :meth:`.codec.Codec.begin`."""
         self._steps += 1
 
     def launch(self, shares: Shares, transport: Transport) -> Flight:
-        """See :meth:`.codec.Codec.launch`."""
         low = frozenset(
             name for name, g in zip(shares.names, shares.gradients, strict=True) if pays(g.shape, g.dtype, self.rank)
         )
@@ -92,7 +90,6 @@ class PowerSGD:
         return {"steps": self._steps, "memory": self.memory.state_dict(), "directions": dict(self._directions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`.codec.Codec.load_state_dict`."""
         self._steps = state["steps"]
         self.memory.load_state_dict(state["memory"])
         self._directions = {name: tensor.clone() for name, tensor in state["directions"].items()}
@@ -174,7 +171,6 @@ class _Rounds:
                 matrix.whole.addmm_(matrix.left.T, matrix.right, alpha=-1)
 
     def wait(self) -> Summed:
-        """See :meth:`.codec.Flight.wait`."""
         summed = split_views(self._pending.wait(), [matrix.right.shape for matrix in self._matrices.values()])
         found = dict(self._rest)
         for matrix, total in zip(self._matrices.values(), summed, strict=True):

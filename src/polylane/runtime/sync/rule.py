@@ -1,4 +1,4 @@
-"""What a rule of agreement between replicas decides in a step; the plain one: gradients are summed in each."""
+"""Gradient synchronization as a job sees it: the interface, and the plain rule, where every step sums gradients."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class Rule:
         """Turn the gradients of a step into new weights.
 
         Args:
-            objective: that is stepped.
-            trainer: its.
-            samples: whether this replica had any.
+            objective: name of the objective whose step this is.
+            trainer: its optimizer, with the gradients of the step in its parameters.
+            samples: whether this replica had any samples in the batch.
         """
         trainer.update(samples)
 
@@ -87,29 +87,31 @@ class Rule:
         """After an optimizer step: agree, where it is time.
 
         Args:
-            objective: that was stepped.
-            samples: that each replica had of the batch; none of them is told where replicas never go apart.
+            objective: name of the objective whose step it was.
+            samples: number of samples of each replica in the batch; empty where replicas never go apart.
         """
 
     def stepping(self) -> list[Stepping] | None:
-        """Optimizers of the first objective that step in the place of the workers' own, if any do: those of them that
-        live in this process, which may be none. None: the workers' own step."""
+        """The first objective's optimizers of the parameter servers in this process, which may be none.
+
+        None where there are no parameter servers: the workers' own optimizers step.
+        """
         return None
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """For the while, this worker's weights are those on which all replicas agree. All workers must enter it."""
+        """Context manager: temporarily load the weights on which all replicas agree; a collective of all workers."""
         yield
 
     def summed_gradients(self, objective: str) -> None:
         """Let this worker's gradients of the last step be those that the optimizer took."""
 
     def updates(self) -> tuple[tuple[Update, ...], ...]:
-        """Of every parameter server what it did, in its order; all workers must ask for it."""
+        """The updates of every parameter server, in its order; a collective of all workers."""
         return ()
 
     def counters(self) -> tuple[Counters, ...]:
-        """Of what this process sends for the rule's sake, beside what goes through the job's own transports."""
+        """Counters of the transports that the rule has of its own, beside the job's."""
         return ()
 
     def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
@@ -126,7 +128,7 @@ class Rule:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """For the while, another worker that is lost is blamed on what ended here, if that was the reason."""
+        """Context manager: re-raise PeerLost as the local parameter server's failure that caused it, if one did."""
         yield
 
     def close(self) -> None:

@@ -49,13 +49,13 @@ class Server:
     """One parameter server: a thread for each worker waits for what it sends; one at a time changes the weights.
 
     Args:
-        number, rank: of the server, and of the process where it lives.
+        number, rank: of the server among all servers, and of the process where it lives.
         clients: the workers that hold any of its parameters, by rank.
-        objectives: names, in their order.
-        staleness: steps by which a replica may be ahead; 0: all go together; "any".
-        begin: makes the weights and optimizers out of first values.
-        device: where it computes.
-        fellows: ends of lines to other servers: server 0's to all others, theirs to it.
+        objectives: names of the objectives, in the order of their numbers in messages.
+        staleness: most steps by which a replica may be ahead; 0: all replicas go together; "any": no bound.
+        begin: makes the weights and optimizers of this server out of first values by name.
+        device: where weights and optimizer states are.
+        fellows: ends of lines to the other servers: those of server 0 to all others; of others, that to server 0.
 
     Attributes:
         log: the updates so far, in their order.

@@ -1,4 +1,4 @@
-"""The parameter servers of one process, and the lines from it to all servers."""
+"""Parameter servers of one process, and its channels to all servers; all processes open them together."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Host:
         transport: between all of them, for collective calls; its channels lead from rank 0 to the dedicated servers.
         dedicated: ranks of the processes that only serve parameters.
         ahead: seconds that this process's clock is ahead of rank 0's.
-        servers: that live here.
+        servers: those that live in this process, by ascending number.
         lines: from this worker to every server that holds something of its, by number, with what they give each other.
-        transports: of the lines.
+        transports: those that carry the lines of this process.
         results: sends of results to the dedicated servers that may still be under way.
     """
 
@@ -130,9 +130,9 @@ def opened(world: World, prepared: Prepared, holders: Mapping[str, Collection[in
     """Open the lines between workers and servers, and start the servers of this process; all processes must call it.
 
     Args:
-        world: of all processes.
-        prepared: the training.
-        holders: stages that hold each parameter.
+        world: of all processes of the training, dedicated servers last.
+        prepared: the training, equal on every worker.
+        holders: stages that hold each parameter, by its canonical name.
         clip_norm: bound on the norm of sums of gradients, or None.
     """
     plan = prepared.plan

@@ -1,4 +1,9 @@
-"""Replicas whose weights parameter servers hold, as each of their workers sees it."""
+"""Parameter-server client: a worker that trains sends its gradients to the servers and takes its weights from them.
+
+step of a worker         forward, backward | push gradients | wait | pull weights |
+server, synchronous                         ... of all replicas | one update
+server, asynchronous                        | one update for each replica; waits only for one that is too far behind
+"""
 
 from __future__ import annotations
 
@@ -86,11 +91,9 @@ class FromServers(Rule):
 
     @property
     def differs(self) -> bool:  # type: ignore[override]
-        """See :class:`Rule`."""
         return self._sync.alone and self._steps > 0
 
     def alone(self, objective: str) -> bool:
-        """See :meth:`Rule.alone`."""
         return self._sync.alone
 
     def update(self, objective: str, trainer: Trainer, samples: bool) -> None:
@@ -108,7 +111,6 @@ class FromServers(Rule):
         self._follow(objective, trainer, max((head.updates for head in heads), default=0), bool(samples))
 
     def stepped(self, objective: str, samples: Sequence[int]) -> None:
-        """See :meth:`Rule.stepped`."""
         if samples:
             self._seen = [seen + more for seen, more in zip(self._seen, samples, strict=True)]
 
@@ -187,7 +189,6 @@ class FromServers(Rule):
         return next(iter(self._parameters.values())).device
 
     def stepping(self) -> list[Stepping]:
-        """See :meth:`Rule.stepping`."""
         return self._host.stepping()
 
     @contextmanager
@@ -211,13 +212,11 @@ class FromServers(Rule):
             yield
 
     def updates(self) -> tuple[tuple[Update, ...], ...]:
-        """See :meth:`Rule.updates`."""
         self._transport.barrier()
         self.broadcast_result(CollectiveCall.UPDATES, None)
         return self._host.updates()
 
     def counters(self) -> tuple[Counters, ...]:
-        """See :meth:`Rule.counters`."""
         return self._host.counters
 
     # ---- those that only serve ---------------------------------------------------------------------------------------
@@ -242,7 +241,6 @@ class FromServers(Rule):
             raise cause from None
 
     def close(self) -> None:
-        """See :meth:`Rule.close`."""
         with self.watch():
             for _, line in self._host.lines.values():
                 line.put(Head(Kind.END))

@@ -1,4 +1,4 @@
-"""What a parameter server and each worker give each other."""
+"""Messages of one worker and one parameter server: which gradients it sends, and which weights it receives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Trade:
     """What one worker and one server give each other.
 
     Attributes:
-        rank, replica: the worker's.
+        rank, replica: of the worker, and the number of its replica.
         place: what it has in common with its counterparts in other replicas, and with nobody else.
         pieces: which parts it holds.
         gives: by objective, the gradients that it sends: of a replica's workers that hold the same part, one does.

@@ -1,4 +1,4 @@
-"""Which parameters each server holds, and in whose process it lives."""
+"""Assignment of parameters to servers, and of servers to processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of which replicas hold a part each, whole and in parts (ZeRO: Rajbhandari et al., SC 2020).
+"""ZeRO: parameters of which every replica holds a shard, whole and in parts (Rajbhandari et al., SC 2020).
 
 Over n replicas, for P bytes of parameters and K of optimizer states, a worker holds beside its activations
 
@@ -33,14 +33,14 @@ class Flat:
     Attributes:
         unit: what is in it.
         ranks: that hold a part each, by the index of their part.
-        index: this worker's.
+        index: of this worker's part among ``ranks``.
         parameters: this worker's, whole to whoever looks at them, as long as the unit is.
         shard: this worker's part, a vector.
         pieces: of the parameters, what this worker updates; None: nothing of it.
         whole: all parts, a vector; None where only the shard is held.
         blank: what they show while only the shard is held.
-        faces: tensors that show a parameter, by where it begins: the parameter itself, and what stands for it where it
-            takes part as a constant.
+        faces: (tensor, offset, shape) of every alias of the flat buffer: the parameter itself, and its detached
+            constant where one is used.
     """
 
     unit: Unit
@@ -104,10 +104,10 @@ def flat_of(
     """A unit's parameters, laid end to end.
 
     Args:
-        unit: its names.
+        unit: names of the parameters, and how they are cut.
         ranks: that hold a part each, by the index of their part.
-        rank: this worker's.
-        parameters: by name.
+        rank: of this worker, one of ``ranks``.
+        parameters: this worker's, by canonical name.
         hidden: only this worker's part is kept.
         kept: this worker's part of each parameter, where the whole is not here any more.
     """
@@ -147,11 +147,10 @@ class Shards:
         flats: the units, in the order in which they are summed.
         hidden: only the parts of parameters are kept between uses (ZeRO-3).
         counts: whether this worker's pieces count in sums over all workers.
-        transport: for what is done once a step.
-        gathers: for what is gathered during passes.
+        transport: of the gathering of new values after an update, once a step.
+        gathers: transport of what is gathered during passes; None where parameters stay whole.
 
     Attributes:
-        flats, hidden, counts: as given.
         of: the unit of every parameter that has one.
     """
 
@@ -213,7 +212,7 @@ class Shards:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """For the while, all parameters are whole; all workers must enter it."""
+        """Context manager: all parameters are whole; a collective of all workers."""
         if self.hidden and self.gathers is not None:
             for flat in self.flats:
                 flat.show(flat.gather(self.gathers).wait())

@@ -1,4 +1,4 @@
-"""Units of parameters of which replicas hold a part each: what is in them, how they are cut, who sums which part."""
+"""Shard units of ZeRO: which parameters are cut, summed and gathered together, and which ranks sum which part."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def units_of(
     Args:
         plan: how the training is split.
         programs: the rank's, by objective; what several objectives train is in the unit of the first.
-        parameters: of the model.
+        parameters: of the model, by canonical name.
         whole: those that their optimizer must see whole.
     """
     found, seen, loads = list[Unit](), set[str](), dict[tuple[int, ...], list[int]]()
@@ -137,7 +137,7 @@ def units_of_all(
     Args:
         plan: how the training is split.
         programs: of all ranks, by objective.
-        parameters: of the model.
+        parameters: of the model, by canonical name.
         whole: those that their optimizer must see whole.
     """
     lanes = ({name: each[rank] for name, each in programs.items()} for rank in range(plan.workers))

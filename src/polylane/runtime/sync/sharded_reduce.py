@@ -1,4 +1,4 @@
-"""Gradients summed over replicas of which each keeps a part: reduce-scatter, bucket by bucket, in the backward pass.
+"""Gradient reduce-scatter in buckets, in the backward pass, over replicas of which each keeps a part (ZeRO).
 
 ZeRO-1 sums once a step, in the last backward pass, and keeps whole gradients until then. ZeRO-2 and -3 sum in every
 backward pass and add up what they keep, so that no worker ever has all gradients at once: m microbatches take m
@@ -30,7 +30,7 @@ class Slice:
 
     Attributes:
         bucket: a unit's gradients, or some of them.
-        flat: the unit.
+        flat: the unit whose parameters the bucket has.
         crossing: the ranks that sum the same part for shard groups of their own, with this one.
         optional: those of the parameters that may get no gradient at all.
         sizes: elements of each rank's part of the bucket.
@@ -76,9 +76,9 @@ class ShardedReducer(Reducer):
     Args:
         slices: the buckets that are cut, in the order of reduction.
         others: buckets that are summed whole.
-        parameters: by canonical name.
+        parameters: those of the buckets, as the model has them, by canonical name.
         optional: parameters that may get no gradient at all in some step.
-        transport: between the workers.
+        transport: between all training workers, with the shard groups among its groups.
         shards: what this worker holds.
         waits: of the action under way.
         each_pass: sum after each backward pass, and keep nothing whole; else after the last.
@@ -111,7 +111,6 @@ class ShardedReducer(Reducer):
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """See :meth:`Reducer.arm`."""
         super().arm()
         self._last = True
 
@@ -211,7 +210,6 @@ class ShardedReducer(Reducer):
     # ---- after the last pass -----------------------------------------------------------------------------------------
 
     def wait(self, name: str) -> float:
-        """See :meth:`Reducer.wait`."""
         if name not in self._since:
             started = super().wait(name)
             self._cut_whole(name)

@@ -51,7 +51,6 @@ class TopK:
         """Nothing depends on the step."""
 
     def launch(self, shares: Shares, transport: Transport) -> Flight:
-        """See :meth:`.codec.Codec.launch`."""
         picks = list[_Pick]()
         for name, gradient in zip(shares.names, shares.gradients, strict=True):
             count = entries(self.fraction, gradient.numel())
@@ -63,7 +62,6 @@ class TopK:
         return {"memory": self.memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`.codec.Codec.load_state_dict`."""
         self.memory.load_state_dict(state["memory"])
 
 
@@ -94,7 +92,7 @@ def largest(vector: Tensor, count: int) -> Tensor:
     """Where the entries with the largest absolute values are; of equal ones those that come first.
 
     Args:
-        vector: 1-D.
+        vector: 1-D, of real numbers.
         count: at most its elements.
     """
     if count == len(vector):
@@ -150,7 +148,6 @@ class _Gathering:
         """There is one round."""
 
     def wait(self) -> Summed:
-        """See :meth:`.codec.Flight.wait`."""
         shapes = [gradient.shape for gradient in self.shares.gradients]
         flags = self.shares.flags
         total = torch.zeros(sum(map(prod, shapes)), dtype=precise(flags.dtype), device=flags.device)

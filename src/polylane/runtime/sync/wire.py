@@ -1,4 +1,4 @@
-"""Gradients in half precision on the wire: half the bytes of float32, a quarter of those of float64."""
+"""Half-precision compression: gradients travel with half the bytes of float32, a quarter of those of float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Wire:
     in float32 but for the flags and powers.
 
     Args:
-        dtype: float16 or bfloat16.
+        dtype: of the messages, float16 or bfloat16.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -51,7 +51,6 @@ class Wire:
         """Nothing depends on the step."""
 
     def launch(self, shares: Shares, transport: Transport) -> Flight:
-        """See :meth:`.codec.Codec.launch`."""
         if shares.flags.dtype.itemsize <= self.dtype.itemsize:
             return self._plain.launch(shares, transport)
         vector = joined(replace(shares, optional=(), flags=shares.flags[:0]))
@@ -74,7 +73,7 @@ class Form:
     """How numbers lie in a message: rounded, behind them flags, and where they are scaled the power of two.
 
     Attributes:
-        dtype: of the message.
+        dtype: of the message, float16 or bfloat16.
     """
 
     dtype: torch.dtype
@@ -137,7 +136,6 @@ class _Swap:
         """There is one round."""
 
     def wait(self) -> Summed:
-        """See :meth:`.codec.Flight.wait`."""
         messages = self._pending.wait().view(len(self._shares.ranks), -1).unbind()
         flags = [self._form.flags(message, len(self._vector)) for message in messages]
         return _summed(self._shares, self._form.added(messages, self._vector), flags)
@@ -161,7 +159,6 @@ class _Parts:
         self._sums = self._transport.all_gather(self._form.packed(total, self._shares.flags), self._shares.ranks)
 
     def wait(self) -> Summed:
-        """See :meth:`.codec.Flight.wait`."""
         messages = self._sums.wait().view(len(self._shares.ranks), -1).unbind()
         for i, message in enumerate(messages):
             own = self._vector[i * self._part : (i + 1) * self._part]

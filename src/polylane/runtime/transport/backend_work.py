@@ -1,4 +1,4 @@
-"""Operations of torch.distributed under way: waited for, put in their place, and blamed on whoever is gone."""
+"""Pending operations of torch.distributed, and the error that names the peer where one fails."""
 
 from __future__ import annotations
 

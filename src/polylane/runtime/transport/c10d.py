@@ -1,4 +1,4 @@
-"""Tensors over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+"""Transport over torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -221,6 +221,7 @@ class Transport:
         own = as_sent(tensor)
         if group is None or max(sizes) == 0:
             return Done(own.clone())
+        # The backend gathers equal parts in the order of the group: shorter ones are padded, and cut off again.
         longest, by_rank = max(sizes), dict(zip(ranks, sizes, strict=True))
         padded = own if own.numel() == longest else torch.cat([own, own.new_zeros(longest - own.numel())])
         whole = own.new_empty(longest * len(members))
@@ -300,6 +301,7 @@ class Transport:
         result = [
             own if rank == self.rank else own.new_empty(tuple(shape)) for rank, shape in zip(ranks, shapes, strict=True)
         ]
+        # One exchange of bytes for all pieces; this rank's own piece has no bytes in it.
         leaving = {rank: as_bytes(as_sent(pieces[ranks.index(rank)])) for rank in others}
         coming = {rank: as_bytes(result[ranks.index(rank)]).numel() for rank in others}
         for rank in others:
@@ -322,7 +324,6 @@ class Transport:
         return Finished(work, blame, part, given)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`.protocol.Transport.all_gather_object`."""
         values: list[Any] = [value] * self.size
         if self._groups.control is not None:
             self.counters.add("object")
@@ -331,7 +332,6 @@ class Transport:
         return values
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        """See :meth:`.protocol.Transport.gather_object`."""
         if self._groups.control is None:
             return [value]
         self.counters.add("object")
@@ -339,7 +339,6 @@ class Transport:
             return objects.gather(value, destination, self._groups.control)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """See :meth:`.protocol.Transport.broadcast_object`."""
         if self._groups.control is None:
             return value
         self.counters.add("object")
@@ -347,13 +346,11 @@ class Transport:
             return objects.broadcast(value, source, self._groups.control)
 
     def barrier(self) -> None:
-        """See :meth:`.protocol.Transport.barrier`."""
         if self._groups.control is not None:
             with Blame(None, "waiting for all ranks"):
                 dist.barrier(group=self._groups.control)
 
     def close(self) -> None:
-        """See :meth:`.protocol.Transport.close`."""
         while self._unsent:
             next(iter(self._unsent)).wait()
         self._groups.release()

@@ -1,4 +1,4 @@
-"""Which transport a world's workers use: shared memory inside a host, torch.distributed between hosts and GPUs."""
+"""Choice of transport: shared memory inside a host, torch.distributed between hosts and on GPUs."""
 
 from __future__ import annotations
 

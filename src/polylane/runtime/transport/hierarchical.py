@@ -1,4 +1,4 @@
-"""Tensors between several hosts of several CPU workers each: shared memory inside a host, torch.distributed between.
+"""Hierarchical transport over hosts of several CPU workers: shared memory inside a host, torch.distributed between.
 
 A sum over several hosts climbs and descends: inside each host every worker gets the sum of one part (reduce-scatter),
 the workers that have the same part on all hosts sum it over the network, and inside each host the parts are joined
@@ -128,15 +128,12 @@ class Transport:
         self._peers = {peer for pair in near if world.rank in pair for peer in pair} - {world.rank}
 
     def send(self, tensor: Tensor, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.send`."""
         return (self._near if peer in self._peers else self._far).send(tensor, peer)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.receive`."""
         return (self._near if peer in self._peers else self._far).receive(shape, dtype, peer)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.all_reduce`."""
         members = normalised(ranks, self.size)
         climb = self._climbs.get(members)
         if climb is None:
@@ -158,41 +155,32 @@ class Transport:
             wire.copy_(self._steps.all_gather(part, climb.here, sizes).wait())
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.all_gather`."""
         return self._of(ranks).all_gather(tensor, ranks, sizes)
 
     def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.reduce_scatter`."""
         return self._of(ranks).reduce_scatter(tensor, ranks, sizes)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.broadcast`."""
         return self._of(ranks := tuple(ranks)).broadcast(tensor, source, ranks)
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> Outcome[list[Tensor]]:
-        """See :meth:`.protocol.Transport.all_to_all`."""
         return self._of(ranks).all_to_all(pieces, shapes, ranks)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`.protocol.Transport.all_gather_object`."""
         return self._far.all_gather_object(value)
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        """See :meth:`.protocol.Transport.gather_object`."""
         return self._far.gather_object(value, destination)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """See :meth:`.protocol.Transport.broadcast_object`."""
         return self._far.broadcast_object(value, source)
 
     def barrier(self) -> None:
-        """See :meth:`.protocol.Transport.barrier`."""
         self._far.barrier()
 
     def close(self) -> None:
-        """See :meth:`.protocol.Transport.close`."""
         self._thread.close()
         for transport in (self._steps, self._near, self._across, self._far):
             transport.close()

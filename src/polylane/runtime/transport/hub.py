@@ -1,10 +1,26 @@
-"""One worker's lines to the others of its host: what it tells them, what they told it, and waiting for that.
+"""Per-process event loop over the Unix sockets to the other local ranks, for all transports of the process.
 
-Order between the memory of two workers is the kernel's: values are written into a block before the message that names
-it is sent, and read after it was received; a block is written again only after the message that answers for it.
+The states of a message from W to R, and of the block of W that holds its values where these are longer than INLINE:
 
-Nothing runs in the background. Who waits here handles whatever comes, for all transports that share the hub, so that
-waits may come in any order. One thread at a time sleeps in the kernel; other threads that wait are told by it.
+    state      at W                                at R                                       block of W
+    -------    --------------------------------    ---------------------------------------    --------------------
+    posted     post, tell or show was called       -                                          in use, values written
+    queued     Link has no room in its socket      -                                          in use
+    sent       in the kernel                       in the kernel                              in use
+    arrived    -                                   in link.inbox, by key; expect's call made  in use
+    taken      -                                   taken out by take; values are read         in use
+    kept       -                                   a large one is a tensor of its receiver    in use while that lives
+    owed       -                                   read; in _owed until the next answer       in use
+    answered   an ANSWERS message has come         -                                          free, after all readers
+
+The kernel orders the memory of two workers: values are written before the message that names them is sent, and read
+after it has arrived; a block is written again only after all its readers have answered.
+
+Nothing runs in the background: a thread that waits handles whatever arrives, so that waits may come in any order.
+
+    threads that wait    what they do
+    the first            looks at its link for SPIN_SECONDS, then sleeps in the kernel; handles what arrives
+    the others           sleep on _changed, and look again whenever the first has woken up
 """
 
 from __future__ import annotations
@@ -56,11 +72,11 @@ class Hub:
     """See the module.
 
     Args:
-        rank: this worker.
+        rank: of this worker in its world.
         connections: a connected socket for every peer on this host, by rank.
         bound: bytes of blocks in use from which on a send waits for its readers.
         timeout: seconds after which a peer that lives but does not answer counts as lost.
-        spins: every worker of the host has a core to itself.
+        spins: whether every worker of the host has a core to itself, so that waits may look before they sleep.
     """
 
     def __init__(
@@ -74,13 +90,14 @@ class Hub:
         self._timeout, self._spin = timeout, SPIN_SECONDS if spins else 0.0
         self._buffer = buffer_for_reading()
         self._owed: deque[tuple[int, int]] = deque()  # (peer, block): read, and not answered for yet
-        self._due = False
+        self._due = False  # an answer must go out at the next chance: a peer may wait for the memory
         self._changed = threading.Condition(self.lock)
         self._asleep = False  # some thread is in the kernel, and handles what comes
-        self._listening = 0
+        self._listening = 0  # threads that wait for _changed
         self._users, self._numbered = 0, 0
         self._poll = select.epoll()
         self._by_descriptor = {link.socket.fileno(): link for link in self.links.values()}
+        # What the kernel wakes this worker for, by descriptor: EPOLLOUT only while a queue is not empty.
         self._watched = dict.fromkeys(self._by_descriptor, select.EPOLLIN)
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.EPOLLIN)
@@ -224,6 +241,7 @@ class Hub:
                 self._await(self.links[peer], ready, what)
 
     def _await(self, link: Link, ready: Callable[[], bool], what: Doing) -> None:
+        # Most answers come within microseconds, before a thread could fall asleep and be woken again.
         if not self._asleep:
             end = time.perf_counter() + self._spin
             while True:
@@ -240,6 +258,7 @@ class Hub:
         deadline = time.monotonic() + self._timeout
         while not ready():
             left = deadline - time.monotonic()
+            # What one peer must bring about fails with that peer; what anybody may, only once all others are gone.
             gone = self._left() if link is None else link.gone
             if gone is not None or left <= 0:
                 doing = what if isinstance(what, str) else what.doing()
@@ -337,6 +356,7 @@ class Hub:
             self._answer()
 
     def _answer(self) -> None:
+        """Send each peer the numbers of its blocks that were read here since the last answer, in one message."""
         self._due = False
         by_peer: dict[int, list[int]] = {}
         while self._owed:

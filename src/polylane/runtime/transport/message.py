@@ -1,4 +1,12 @@
-"""What workers of one host tell each other: the form of a message between two of them."""
+"""Message format between two workers of one host: a header, a description, and what the header's kind says.
+
+    kind        description           what follows
+    WITHIN      kind, dtype, shape    the values, up to INLINE bytes
+    IN_BLOCK    kind, dtype, shape    nothing: the values are in the shared block that the header names
+    ANSWERS     none                  numbers of the receiver's blocks that the sender has read
+
+The description is what both ends must agree on; a message that says other than its receiver expects is an error there.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +50,9 @@ class Message:
     """Values that came from a peer.
 
     Attributes:
-        peer: whose they are.
-        description: see :func:`described`.
-        nbytes: of the values.
+        peer: rank of the worker that sent them.
+        description: what the peer does, packed; see :func:`described`.
+        nbytes: bytes of the values.
         values: themselves, or None where they are in a block.
         arena, block, offset: where; the block's number is for the answer.
         pressed: the sender is short of memory.

@@ -1,4 +1,4 @@
-"""What every transport offers, whatever carries the tensors."""
+"""Transport interface: messages and collectives between workers, whatever carries the tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Transport(Protocol):
         """Start to join every rank's tensor, of one dimension and any dtype, into a new one, in the order of ``ranks``.
 
         Args:
-            tensor: this rank's part.
+            tensor: this rank's part, of one dimension.
             ranks: of a declared group.
             sizes: elements of the part of each of ``ranks``, where they differ; some may be 0.
         """
@@ -97,7 +97,7 @@ class Transport(Protocol):
         Args:
             pieces: one for each of ``ranks``, in their order, all of one dtype; empty ones do not travel.
             shapes: of what each of ``ranks`` gives this one.
-            ranks: of the group.
+            ranks: all members of the group, in the order of the pieces.
 
         Returns:
             One tensor from each of ``ranks``; this rank's own piece is itself.
@@ -134,7 +134,7 @@ class Counters:
     counted at all.
 
     Attributes:
-        messages: calls.
+        messages: calls of the method.
         bytes: of the tensors handed over, not what an algorithm makes of them; objects have none.
         wire: bytes that left this worker, once for each worker that they went to; ``"header"``: control messages and
             objects, as far as the transport knows them.

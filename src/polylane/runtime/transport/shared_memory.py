@@ -1,4 +1,4 @@
-"""Tensors between workers of one host on CPUs: small ones in messages, large ones in memory that both see."""
+"""Transport over shared memory, for CPU workers of one host: small tensors in messages, large ones in blocks."""
 
 from __future__ import annotations
 
@@ -310,14 +310,12 @@ class Transport:
     # --------------------------------------------------------------------------------------------------------- objects
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`.protocol.Transport.all_gather_object`."""
         everyone = range(self.size)
         data = encode(value)
         self._give([rank for rank in everyone if rank != self.rank], data)
         return [decode(data if rank == self.rank else self._got(rank)) for rank in everyone]
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        """See :meth:`.protocol.Transport.gather_object`."""
         if self.rank != destination:
             self._give([destination], encode(value))
             return None
@@ -325,7 +323,6 @@ class Transport:
         return [value if rank == self.rank else decode(self._got(rank)) for rank in range(self.size)]
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """See :meth:`.protocol.Transport.broadcast_object`."""
         if self.rank == source:
             self._give([rank for rank in range(self.size) if rank != source], encode(value))
             return value
@@ -333,7 +330,6 @@ class Transport:
         return decode(self._got(source))
 
     def barrier(self) -> None:
-        """See :meth:`.protocol.Transport.barrier`."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._objects += 2
         self.counters.wire["header"] += self._hub.post_bytes(others, self._objects, _OBJECT, b"")
@@ -341,7 +337,6 @@ class Transport:
             self._hub.take(peer, self._objects, self)
 
     def doing(self) -> str:
-        """See :class:`.hub.Doing`."""
         return "exchanging objects, or waiting for all ranks"
 
     def _give(self, peers: Sequence[int], data: bytes) -> None:
@@ -357,7 +352,6 @@ class Transport:
         return data
 
     def close(self) -> None:
-        """See :meth:`.protocol.Transport.close`."""
         if self._open:
             self._open = False
             self._hub.leave()

@@ -1,4 +1,4 @@
-"""Operations between workers of one host that have been asked for: what is left to do until they are done.
+"""Pending operations over shared memory: what is left to do until they are done.
 
 Every operation has put its own values where the others find them before it becomes one of these: what is left is to
 wait for the others' and to read them. Only large sums have steps in between, see :mod:`.sums`.
@@ -23,10 +23,10 @@ class Group:
     """Ranks that run collectives together, as one of them sees it.
 
     Attributes:
-        members: in order.
+        members: all its ranks, in order.
         index: of this rank among them.
         peers: the others, in order.
-        key: of the next collective.
+        key: of the latest collective; each takes two keys.
     """
 
     members: tuple[int, ...]
