@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.runtime.sync.codec import Flight, Plain, Shares, Summed, precise
+from polylane.runtime.sync.codec import Codec, Flight, Plain, Shares, Summed, precise
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.sync.memory import Memory, restored
 from polylane.runtime.transport.protocol import Pending, Transport
 
 
-class PowerSGD:
+class PowerSGD(Codec):
     """Sums every matrix M = sum of M_k of a bucket by its projection on r directions that all ranks agree on.
 
     Each rank k adds what it left out before to its gradient, M_k = G_k + E_k. Then, with Q (m x r) of the last step:
@@ -130,7 +130,7 @@ class _Matrix:
         return torch.mm(self.left.T, self.right).view(gradient.shape).to(gradient.dtype)
 
 
-class _Rounds:
+class _Rounds(Flight):
     """A bucket's two all-reduces; see :class:`.codec.Flight`."""
 
     def __init__(self, codec: PowerSGD, shares: Shares, low: frozenset[str], transport: Transport) -> None:

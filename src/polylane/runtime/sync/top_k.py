@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polylane.cost.agreement import entries
-from polylane.runtime.sync.codec import Flight, Shares, Summed, precise
+from polylane.runtime.sync.codec import Codec, Flight, Shares, Summed, precise
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.sync.memory import Memory
 from polylane.runtime.transport.protocol import Pending, Transport
@@ -24,7 +24,7 @@ SAMPLED = 1 << 16
 _SAMPLE = 1 << 13
 
 
-class TopK:
+class TopK(Codec):
     """Sums of every parameter those entries that each rank finds to be the largest of its own.
 
     Each rank adds what it left out before to its gradient, M_k = G_k + E_k. Of each parameter it sends the
@@ -46,9 +46,6 @@ class TopK:
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
         self.memory = Memory()
-
-    def begin(self) -> None:
-        """Nothing depends on the step."""
 
     def launch(self, shares: Shares, transport: Transport) -> Flight:
         picks = list[_Pick]()
@@ -137,15 +134,12 @@ def _places_in(elements: int) -> torch.dtype:
 
 
 @dataclass
-class _Gathering:
+class _Gathering(Flight):
     """A bucket's messages on their way; see :class:`.codec.Flight`."""
 
     shares: Shares
     picks: list[_Pick]
     pending: Pending
-
-    def advance(self) -> None:
-        """There is one round."""
 
     def wait(self) -> Summed:
         shapes = [gradient.shape for gradient in self.shares.gradients]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polylane.runtime.sync.codec import Flight, Plain, Shares, Summed, joined
+from polylane.runtime.sync.codec import Codec, Flight, Plain, Shares, Summed, joined
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import Transport
 
 
-class Wire:
+class Wire(Codec):
     """Sums a bucket of gradients rounded to half precision; added up in the gradients' own dtype, rank after rank.
 
     An all-reduce in half precision would round each partial sum as well, in an order that is its algorithm's. Here the
@@ -47,21 +46,11 @@ class Wire:
         self.dtype = dtype
         self._plain = Plain()
 
-    def begin(self) -> None:
-        """Nothing depends on the step."""
-
     def launch(self, shares: Shares, transport: Transport) -> Flight:
         if shares.flags.dtype.itemsize <= self.dtype.itemsize:
             return self._plain.launch(shares, transport)
         vector = joined(replace(shares, optional=(), flags=shares.flags[:0]))
         return (_Swap if len(shares.ranks) == 2 else _Parts)(shares, vector, Form(self.dtype), transport)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is remembered."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing is remembered."""
 
 
 # Of a dtype's bits: as which whole numbers, where the exponent begins, what is added to it.
@@ -125,15 +114,12 @@ def _two_to(power: Tensor, dtype: torch.dtype) -> Tensor:
     return ((power.to(whole) + bias) << start).view(dtype)
 
 
-class _Swap:
+class _Swap(Flight):
     """Every rank gets all vectors whole; see :class:`.codec.Flight`."""
 
     def __init__(self, shares: Shares, vector: Tensor, form: Form, transport: Transport) -> None:
         self._shares, self._vector, self._form = shares, vector, form
         self._pending = transport.all_gather(form.packed(vector, shares.flags), shares.ranks)
-
-    def advance(self) -> None:
-        """There is one round."""
 
     def wait(self) -> Summed:
         messages = self._pending.wait().view(len(self._shares.ranks), -1).unbind()
@@ -141,7 +127,7 @@ class _Swap:
         return _summed(self._shares, self._form.added(messages, self._vector), flags)
 
 
-class _Parts:
+class _Parts(Flight):
     """Every rank adds up its part of the vectors, and all get the sums; see :class:`.codec.Flight`."""
 
     def __init__(self, shares: Shares, vector: Tensor, form: Form, transport: Transport) -> None:
