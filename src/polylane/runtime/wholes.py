@@ -85,6 +85,7 @@ class Wholes:
         """
         names, parameters, own = list(names), self._tensors.parameters(), dict[str, Tensor]()
         for name in names:
+            # Of workers that hold the same part of a gradient, one of them gives it to the sum.
             counts = self.shards.counts if name in self.shards.of else self._replica == 0
             gradient = self.shards.gradient(name, parameters[name]) if counts else None
             if gradient is not None and self._stage == min(holders[name]):

@@ -88,6 +88,7 @@ class LocalSteps(Rule):
         apart = course.steps >= self._sync.warmup
         course.steps += 1
         if not apart:
+            # While gradients are summed, all replicas agree after every step: the anchor follows.
             with torch.no_grad():
                 for name, anchor in course.anchor.items():
                     anchor.copy_(course.parameters[name])
@@ -100,6 +101,7 @@ class LocalSteps(Rule):
         tensors: dict[str, Tensor] = {**course.parameters, **self._buffers}
         found = self._means(tensors, course.seen)
         if course.outer is not None:
+            # DiLoCo: how far the mean has moved away from the anchor is the outer optimizer's gradient.
             for name, anchor in course.anchor.items():
                 anchor.grad = anchor.detach() - found[name]
             course.outer.step()

@@ -161,6 +161,7 @@ class _Rounds(Flight):
         self._dropped = self._shares.dropped(summed[-1])
         for name, total in zip(self._rest, summed[len(lefts) : -1], strict=True):
             self._rest[name] = total.to(self._shares.flags.dtype)
+        # P is the same at every rank after the first round; the second one sums Q = sum of M_k^T P.
         for matrix, total in zip(self._matrices.values(), summed, strict=False):
             matrix.left = orthogonal(total)
             matrix.right = matrix.left @ matrix.whole

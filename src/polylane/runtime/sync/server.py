@@ -186,7 +186,13 @@ class Server:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def _step(self, trade: Trade, head: Head, rows: Sequence[Tensor]) -> None:
-        """One worker's part of one step."""
+        """One worker's part of one step. The last part that an update needs makes it, and releases replicas.
+
+        Args:
+            trade: of the worker.
+            head: says which objective and step it is, and which weights the gradients belong to.
+            rows: packed gradients, and behind them the optimizer's options where they have changed.
+        """
         name = self._objectives[head.objective]
         packing, parts, had = trade.gives[name], dict[str, Tensor](), list[str]()
         if head.kind is Kind.GRADIENTS:
@@ -194,6 +200,7 @@ class Server:
             had = [n for n, flag in zip(packing.names, head.flags, strict=False) if flag]
         if head.extra:
             set_options(self.weights.courses[name].optimizer, rows[-1].numpy().tobytes())
+        # Synchronous: the parts of all replicas make one update. Asynchronous: those of each replica make one.
         together = self._staleness == 0
         key = ALL if together else trade.replica
         if not self._arrived(trade, key, head, parts, had):
@@ -232,12 +239,13 @@ class Server:
         self.log.add(Update(replica, head.step, head.objective, head.version, self._version, ahead))
 
     def _release(self) -> None:
-        """Answer every replica that may take its next step."""
+        """Answer every replica that may take its next step: it is no more than ``staleness`` ahead of the slowest."""
         slowest = min(self._clocks.values())
         packed: dict[tuple[tuple[int, ...], tuple[str, ...]], list[Tensor]] = {}
         for replica in sorted(self._owed):
             if self._staleness == "any" or self._clocks[replica] - slowest <= int(self._staleness):
                 self._owed.discard(replica)
+                # Only weights that changed since this replica's last answer travel: those of other objectives wait.
                 changed = tuple(n for n in self._objectives if self.weights.courses[n].latest > self._seen[replica])
                 self._seen[replica] = self._version
                 for rank in self._ranks[replica]:

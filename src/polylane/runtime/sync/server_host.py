@@ -136,6 +136,7 @@ def opened(world: World, prepared: Prepared, holders: Mapping[str, Collection[in
         clip_norm: bound on the norm of sums of gradients, or None.
     """
     plan = prepared.plan
+    # Lines carry CPU tensors over gloo, whatever device computes: a group of their own, with another time limit.
     device = torch.device("cpu")
     world.connect()
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None

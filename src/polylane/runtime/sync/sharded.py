@@ -111,6 +111,7 @@ def flat_of(
         hidden: only this worker's part is kept.
         kept: this worker's part of each parameter, where the whole is not here any more.
     """
+    # Where each parameter begins and ends in the unit, and where each rank's part does: the two cuts are independent.
     index, own = ranks.index(rank), tuple(parameters[name] for name in unit.parameters)
     elements = [parameter.numel() for parameter in own]
     bounds, spans = unit.bounds(elements, len(ranks)), tuple(pairwise((0, *accumulate(elements))))
@@ -123,6 +124,7 @@ def flat_of(
     for name, parameter, (begin, _) in zip(unit.parameters, own, spans, strict=True):
         flat.faces.append((parameter, begin, parameter.shape))
         flat.pieces[name] = None
+        # What of the parameter lies in this rank's part; an owner has all of it, even of a parameter without elements.
         low, high = unit.part(name, elements, len(ranks), index)
         if high > low or (unit.owners and unit.owners[unit.parameters.index(name)] == index):
             at = begin + low - bounds[index][0]

@@ -132,6 +132,7 @@ class _Parts(Flight):
 
     def __init__(self, shares: Shares, vector: Tensor, form: Form, transport: Transport) -> None:
         self._shares, self._vector, self._form, self._transport = shares, vector, form, transport
+        # Equal parts, one for each rank to add up; the flags go with the second round only.
         ranks, none = len(shares.ranks), shares.flags[:0]
         self._part = part = -(-len(vector) // ranks)
         rest = part * ranks - len(vector)

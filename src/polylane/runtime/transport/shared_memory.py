@@ -236,6 +236,7 @@ class Transport:
         given = {peer: places[peer] for peer in group.peers if length(places[peer])}
         large = {peer: place for peer, place in given.items() if length(place) * item > INLINE}
         headers = 0
+        # Long parts lie in one block of this rank, each where it is in the tensor; short ones travel in their messages.
         with hub.lock:
             if large:
                 block = hub.block(wire.nbytes, len(large))
