@@ -142,15 +142,6 @@ class Hub:
             block.view(values.dtype, values.numel()).copy_(values.view(-1))
             return self.show(peers, key, description, block, 0, values.nbytes)
 
-    def post_bytes(self, peers: Sequence[int], key: int, description: bytes, values: bytes) -> int:
-        """The same for plain bytes."""
-        with self.lock:
-            if len(values) <= INLINE:
-                return self.tell(peers, key, description, values)
-            block = self.block(len(values), len(peers))
-            block.arena.map[block.offset : block.offset + len(values)] = values
-            return self.show(peers, key, description, block, 0, len(values))
-
     def block(self, nbytes: int, readers: int) -> Block:
         """A block of this worker's own, under the lock; waits where too many are in use."""
         found = self._blocks.take(nbytes, readers, fresh=False)

@@ -52,6 +52,7 @@ MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; the groups' own
 IN_TURNS = 8 << 20  # bytes from which on two ranks sum chunk by chunk
 
 _OBJECT = described(OBJECT, torch.uint8, ())
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # the values of a barrier's messages
 
 
 class Transport:
@@ -333,7 +334,7 @@ class Transport:
     def barrier(self) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._objects += 2
-        self.counters.wire["header"] += self._hub.post_bytes(others, self._objects, _OBJECT, b"")
+        self.counters.wire["header"] += self._hub.post(others, self._objects, _OBJECT, _NOTHING)
         for peer in others:
             self._hub.take(peer, self._objects, self)
 
@@ -343,8 +344,10 @@ class Transport:
     def _give(self, peers: Sequence[int], data: bytes) -> None:
         self.counters.messages["object"] += 1
         self._objects += 2
-        headers = self._hub.post_bytes(peers, self._objects, _OBJECT, data) if peers else 0
-        self.counters.wire["header"] += headers + len(data) * len(peers)
+        if peers:
+            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            headers = self._hub.post(peers, self._objects, _OBJECT, values)
+            self.counters.wire["header"] += headers + len(data) * len(peers)
 
     def _got(self, peer: int) -> bytes | bytearray:
         message = self._hub.take(peer, self._objects, self)
