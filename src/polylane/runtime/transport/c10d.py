@@ -161,12 +161,6 @@ class Transport:
             group.allreduce([torch.zeros(1, device=self._device)]).wait()
 
     def send(self, tensor: Tensor, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.send`.
-
-        Raises:
-            ValueError: the channel was not declared.
-            PeerLost: the peer is already known to be gone.
-        """
         group, there = self._channel(self.rank, peer)
         if tensor.numel() == 0:
             return Done(tensor)
@@ -178,12 +172,6 @@ class Transport:
         return Transfer(work, blame, wire, unsent=self._unsent)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.receive`.
-
-        Raises:
-            ValueError: the channel was not declared.
-            PeerLost: the peer is already known to be gone.
-        """
         group, there = self._channel(peer, self.rank)
         wire = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         if wire.numel() == 0:
@@ -194,12 +182,6 @@ class Transport:
         return Transfer(work, blame, wire)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.all_reduce`.
-
-        Raises:
-            ValueError: the group was not declared, or this rank is not in it.
-            TypeError: no backend sums the dtype.
-        """
         require_summable(tensor)
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
@@ -211,11 +193,6 @@ class Transport:
         return Transfer(work, blame, wire, target=tensor.detach())
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.all_gather`. Parts that differ are padded to the longest of them.
-
-        Raises:
-            ValueError: the group was not declared, or the tensor does not fit it.
-        """
         group, members = self._group(ranks)
         sizes = gathered_sizes(tensor, tuple(ranks).index(self.rank), ranks, sizes)
         own = as_sent(tensor)
@@ -239,12 +216,6 @@ class Transport:
         return Finished(work, blame, join, (padded, parts))
 
     def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.reduce_scatter`. Parts that differ are padded to the longest of them.
-
-        Raises:
-            ValueError: the group was not declared, or the sizes do not fit the tensor.
-            TypeError: no backend sums the dtype.
-        """
         require_summable(tensor)
         require_flat(tensor)
         group, members = self._group(ranks)
@@ -252,6 +223,7 @@ class Transport:
         wire = as_sent(tensor)
         if group is None or wire.numel() == 0:
             return Done(wire.clone())
+        # Parts that differ are padded to the longest of them, as in all_gather.
         by_rank, longest = dict(zip(ranks, wire.split(list(sizes)), strict=True)), max(sizes)
         padded = wire.new_zeros(longest * len(members))
         for place, rank in zip(padded.split(longest), members, strict=True):
@@ -264,11 +236,6 @@ class Transport:
         return Finished(work, blame, lambda: own[: by_rank[self.rank].numel()], (padded, parts))
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.broadcast`.
-
-        Raises:
-            ValueError: the group was not declared, or the source is not in it.
-        """
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return Done(tensor)
@@ -287,11 +254,6 @@ class Transport:
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> Outcome[list[Tensor]]:
-        """See :meth:`.protocol.Transport.all_to_all`.
-
-        Raises:
-            ValueError: the group was not declared, or there is not a piece and a shape for each of its ranks.
-        """
         group, members = self._group(ranks)
         require_pieces(pieces, shapes, ranks)
         ranks = tuple(ranks)

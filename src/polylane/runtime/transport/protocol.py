@@ -44,9 +44,19 @@ class Transport(Protocol):
     """Tensors and small objects between the workers of one world.
 
     Each directed channel is first in, first out: receives are matched to sends in the order in which they were asked
-    for, not waited for. Collectives are asked for in the same order by all their ranks. Shapes and dtypes must agree at
-    both ends: gloo aborts the process where they do not. Every group that a collective runs over is declared when the
-    transport is made; a group is a set of ranks, in whatever order they are named.
+    for, not waited for. Collectives are asked for in the same order by all their ranks. Every channel, and every group
+    that a collective runs over, is declared when the transport is made; a group is a set of ranks, in whatever order
+    they are named.
+
+    Methods raise ValueError for a channel or group that was not declared, for a group without this rank, and for
+    arguments that do not fit one another; sums raise TypeError for a dtype that no backend sums; a message to a peer
+    that is known to be gone raises PeerLost. Shapes and dtypes must agree at all ranks: where they do not, a wait over
+    shared memory raises ValueError, and gloo aborts the process.
+
+    Attributes:
+        rank: of this worker in the world.
+        size: number of workers of the world.
+        counters: what was handed over, and what left, since the transport was made.
     """
 
     rank: int

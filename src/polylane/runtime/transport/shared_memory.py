@@ -108,12 +108,6 @@ class Transport:
     # ----------------------------------------------------------------------------------------------- between two ranks
 
     def send(self, tensor: Tensor, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.send`.
-
-        Raises:
-            ValueError: the channel was not declared.
-            PeerLost: the peer is already known to be gone.
-        """
         if peer not in self._sends:
             raise undeclared(self.rank, f"channel from {self.rank} to {peer}")
         if tensor.numel() == 0:
@@ -124,11 +118,6 @@ class Transport:
         return Done(tensor)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.receive`. Its wait raises ValueError where another shape or dtype was sent.
-
-        Raises:
-            ValueError: the channel was not declared.
-        """
         if peer not in self._receives:
             raise undeclared(self.rank, f"channel from {peer} to {self.rank}")
         shape = tuple(shape)
@@ -145,12 +134,6 @@ class Transport:
     # ----------------------------------------------------------------------------------------------------- collectives
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.all_reduce`. Its wait raises ValueError where shapes or dtypes differ.
-
-        Raises:
-            ValueError: the group was not declared, or this rank is not in it.
-            TypeError: no backend sums the dtype.
-        """
         require_summable(tensor)
         group = self._group(ranks)
         if group is None or tensor.numel() == 0:
@@ -171,11 +154,6 @@ class Transport:
         return large
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.all_gather`. Its wait raises ValueError where lengths or dtypes differ.
-
-        Raises:
-            ValueError: the group was not declared, or the tensor does not fit it.
-        """
         ranks, group = tuple(ranks), self._group(ranks)
         sizes = gathered_sizes(tensor, ranks.index(self.rank), ranks, sizes)
         own = as_sent(tensor)
@@ -199,12 +177,6 @@ class Transport:
         return Collected(self._hub, group.members, key, expected, join)
 
     def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.reduce_scatter`. Its wait raises ValueError where lengths or dtypes differ.
-
-        Raises:
-            ValueError: the group was not declared, or the sizes do not fit the tensor.
-            TypeError: no backend sums the dtype.
-        """
         require_summable(tensor)
         require_flat(tensor)
         ranks, group = tuple(ranks), self._group(ranks)
@@ -252,11 +224,6 @@ class Transport:
         self.counters.wire["header"] += headers
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.broadcast`. Its wait raises ValueError where shapes or dtypes differ.
-
-        Raises:
-            ValueError: the group was not declared, or the source is not in it.
-        """
         group = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return Done(tensor)
@@ -278,11 +245,6 @@ class Transport:
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> Outcome[list[Tensor]]:
-        """See :meth:`.protocol.Transport.all_to_all`. Its wait raises ValueError where shapes or dtypes differ.
-
-        Raises:
-            ValueError: the group was not declared, or there is not a piece and a shape for each of its ranks.
-        """
         ranks, group = tuple(ranks), self._group(ranks)
         require_pieces(pieces, shapes, ranks)
         own = pieces[ranks.index(self.rank)]
