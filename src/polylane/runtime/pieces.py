@@ -13,7 +13,7 @@ from polylane.runtime.prepare import Prepared
 
 
 class Pieces:
-    """How parameters and buffers lie on the mesh, and this worker's place in it.
+    """Placements of parameters and buffers on a stage's mesh, and this worker's place in it.
 
     Args:
         prepared: with the layouts of all graphs.

@@ -46,7 +46,7 @@ class Reducer:
 
     Attributes:
         bytes: by the name of a bucket, what this worker handed to the transport when it was last summed.
-        codec: as given; its state belongs into a checkpoint.
+        codec: sums the gradients of replicas; its state belongs into a checkpoint.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from polylane.runtime.sync.mean import means, restore_values
 from polylane.runtime.sync.rule import Rule
 from polylane.runtime.transport.protocol import Transport
 
-# Steps that replicas may be apart by, however rarely they agree: what a step came to is told that much later.
+# Most steps in flight, however rarely replicas agree: the loss of a step is known that many steps later.
 MOST_APART = 32
 
 
@@ -44,7 +44,7 @@ class _Course:
 
 
 class LocalSteps(Rule):
-    """Replicas agree every so many steps of an objective.
+    """Replicas agree on the mean of their weights every ``sync.every`` steps of an objective.
 
     What a replica's optimizer remembers (momenta) stays its own. Running statistics are averaged with the weights.
 

@@ -104,8 +104,8 @@ def pays(shape: torch.Size, dtype: torch.dtype, rank: int) -> bool:
 def orthogonal(rows: Tensor) -> Tensor:
     """Orthonormal rows that span what the given ones do.
 
-    There are as many as given, were these zeros: so a matrix whose gradients were zero for a while finds its directions
-    again.
+    As many rows come out as go in, even where these are all zero: so a matrix whose gradients were zero for some steps
+    finds its directions again.
     """
     basis: Tensor = torch.linalg.qr(rows.T).Q
     return basis.T
@@ -117,7 +117,7 @@ class _Matrix:
 
     name: str
     gradient: Tensor
-    whole: Tensor  # M_k, n x m; afterwards E_k: it lies in the memory
+    whole: Tensor  # M_k, n x m; afterwards E_k: a view of the memory
     left: Tensor  # P^T, r x n
     right: Tensor  # Q^T, r x m
 

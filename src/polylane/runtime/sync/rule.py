@@ -54,7 +54,7 @@ class Rule:
         transport: between the workers that train.
 
     Attributes:
-        slack: steps by which replicas may be apart: as many reports of steps may be under way.
+        slack: most steps in flight: reports of steps that a worker may not have waited for yet.
         together: ranks whose losses make up that of a step, where those of others are not waited for; None: all.
         staleness: updates by others between reading the weights of this worker's last step and its own update.
         differs: whether this worker's weights may be others than those of its stage's other replicas now.
@@ -70,7 +70,7 @@ class Rule:
         self._transport = transport
 
     def alone(self, objective: str) -> bool:
-        """Whether replicas take the next step of an objective apart from each other."""
+        """Whether each replica takes the next step of an objective with its own gradients only."""
         return False
 
     def update(self, objective: str, trainer: Trainer, samples: bool) -> None:
@@ -88,7 +88,7 @@ class Rule:
 
         Args:
             objective: name of the objective whose step it was.
-            samples: number of samples of each replica in the batch; empty where replicas never go apart.
+            samples: number of samples of each replica in the batch; empty where all replicas always go together.
         """
 
     def stepping(self) -> list[Stepping] | None:

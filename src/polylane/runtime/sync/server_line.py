@@ -76,7 +76,7 @@ class Head:
     flags: bytes = b""
 
     def to_tensor(self, flags: int) -> Tensor:
-        """As it travels, with room for so many flags."""
+        """The head as bytes, with room for ``flags`` flags: both ends of a line know how many."""
         numbers = (self.objective, self.step, self.version, self.updates, self.staleness, self.objectives, self.extra)
         content = _NUMBERS.pack(int(self.kind), *numbers) + self.flags.ljust(flags, b"\0")
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -118,7 +118,7 @@ class Wire:
         transport: with channels there and back; several threads use it for lines to several peers.
         lock: for it: its calls are short, only waits are long, and they are outside.
         peer: the rank at the other end.
-        flags: room for so many in every head.
+        flags: how many flags every head on this line has room for.
         doing: what a wait is for, in words for errors.
     """
 

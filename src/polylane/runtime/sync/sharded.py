@@ -34,7 +34,7 @@ class Flat:
         unit: what is in it.
         ranks: that hold a part each, by the index of their part.
         index: of this worker's part among ``ranks``.
-        parameters: this worker's, whole to whoever looks at them, as long as the unit is.
+        parameters: this worker's; they show their whole values as long as ``whole`` is there, else NaN.
         shard: this worker's part, a vector.
         pieces: of the parameters, what this worker updates; None: nothing of it.
         whole: all parts, a vector; None where only the shard is held.
@@ -74,7 +74,7 @@ class Flat:
             face.data = whole[begin : begin + shape.numel()].view(shape)
 
     def keep(self, shard: Tensor) -> None:
-        """Let the pieces lie in ``shard``, which has their values."""
+        """Let the pieces be views of ``shard``, which has their values."""
         self.shard, first = shard, self.bounds[self.index][0]
         for (begin, _), piece in zip(self.spans, self.pieces.values(), strict=True):
             if piece is not None:
@@ -82,7 +82,7 @@ class Flat:
                 piece.parameter.data = shard[at : at + piece.end - piece.begin].view(piece.parameter.shape)
 
     def hide(self) -> None:
-        """Let go of all but the shard: parameters keep their shapes only, and whoever reads them reads NaN."""
+        """Let go of all but the shard: parameters keep their shapes only, and read as NaN."""
         self.whole = None
         for face, _, shape in self.faces:
             face.data = self.blank.expand(shape)
@@ -124,7 +124,7 @@ def flat_of(
     for name, parameter, (begin, _) in zip(unit.parameters, own, spans, strict=True):
         flat.faces.append((parameter, begin, parameter.shape))
         flat.pieces[name] = None
-        # What of the parameter lies in this rank's part; an owner has all of it, even of a parameter without elements.
+        # Which elements of the parameter are in this rank's part; an owner has all of it, even of a parameter without elements.
         low, high = unit.part(name, elements, len(ranks), index)
         if high > low or (unit.owners and unit.owners[unit.parameters.index(name)] == index):
             at = begin + low - bounds[index][0]
@@ -190,7 +190,7 @@ class Shards:
         return found
 
     def constant(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """A parameter's value without a gradient, wherever the value lies from now on."""
+        """A detached alias of a parameter, which shows its value whenever the parameter does."""
         if name not in self.of:
             return parameter.detach()
         if name not in self._constants:

@@ -15,11 +15,11 @@ from polylane.schedule.action import Action, Kind
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that lie end to end and are cut, summed and gathered as one.
+    """Parameters that are laid end to end and cut, summed and gathered as one.
 
     Attributes:
         name: that of the bucket that it was made of.
-        parameters: canonical names, in the order in which they lie.
+        parameters: canonical names, in their order in the unit.
         owners: of each the index of the one replica that updates it, ascending, where the optimizer must see it whole;
             empty: the unit is cut evenly, wherever parameters begin and end.
     """
@@ -29,7 +29,12 @@ class Unit:
     owners: tuple[int, ...] = ()
 
     def bounds(self, elements: Sequence[int], ranks: int) -> tuple[tuple[int, int], ...]:
-        """Begin and end of each rank's part, for parameters of so many elements; parts differ by one where even."""
+        """Begin and end of each rank's part; even parts differ by at most one element.
+
+        Args:
+            elements: number of elements of each parameter of the unit.
+            ranks: number of parts, one for each rank.
+        """
         if self.owners:
             sizes = [sum(n for n, o in zip(elements, self.owners, strict=True) if o == rank) for rank in range(ranks)]
         else:
@@ -149,7 +154,7 @@ def _regrouped(program: Program, units: Sequence[Unit]) -> Program:
     buckets, known = list[Bucket](), {name for unit in units for name in unit.parameters}
     for unit in units:
         alike: dict[tuple[tuple[int, ...], frozenset[int]], list[str]] = {}
-        # In the order of the buckets, not as they lie: that may be another one on stages with other replicas.
+        # In the order of the buckets, not of the unit: that may be another one on stages with other replicas.
         for name in (name for name in of if name in unit.parameters):
             alike.setdefault((of[name].ranks, of[name].silent), []).append(name)
         for number, ((ranks, silent), names) in enumerate(alike.items()):

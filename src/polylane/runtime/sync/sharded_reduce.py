@@ -34,7 +34,7 @@ class Slice:
         crossing: the ranks that sum the same part for shard groups of their own, with this one.
         optional: those of the parameters that may get no gradient at all.
         sizes: elements of each rank's part of the bucket.
-        parameters: the bucket's, as they lie in the unit.
+        parameters: the bucket's by name, in their order in the unit.
         had: those of which this worker had a gradient in the step.
         total: this worker's part of the sum over its shard group, as far as it has come in the step.
         crossed: its sum over ``crossing``, under way.
@@ -159,7 +159,7 @@ class ShardedReducer(Reducer):
         return self._transport.all_reduce(had, each.bucket.ranks)
 
     def _land(self, most: int) -> None:
-        """Wait until no more than so many buckets are under way, in the order in which they left."""
+        """Wait until no more than ``most`` buckets are under way, in the order in which they left."""
         start = time.perf_counter()
         while len(self._sent) > most:
             self._take(self._sent.popleft())

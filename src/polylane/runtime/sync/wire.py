@@ -59,7 +59,7 @@ _EXPONENT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64,
 
 @dataclass(frozen=True)
 class Form:
-    """How numbers lie in a message: rounded, behind them flags, and where they are scaled the power of two.
+    """Layout of a message: rounded numbers, behind them flags, and where the numbers are scaled the power of two.
 
     Attributes:
         dtype: of the message, float16 or bfloat16.
@@ -81,7 +81,7 @@ class Form:
         return torch.cat([small, flags.to(self.dtype), power.to(torch.int16).view(self.dtype)])
 
     def flags(self, message: Tensor, count: int) -> Tensor:
-        """The flags of a message of so many numbers."""
+        """The flags of a message, which follow its ``count`` numbers."""
         return message[count : len(message) - self.scaled]
 
     def added(self, messages: Sequence[Tensor], total: Tensor) -> Tensor:

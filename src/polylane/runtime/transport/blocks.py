@@ -113,7 +113,7 @@ class Blocks:
             self._free[block.size].append(block)
 
     def close(self) -> None:
-        """Let go of the files; memory that tensors still lie in goes with them."""
+        """Close the files; memory that is still seen by tensors is released with these."""
         for arena in self._arenas:
             os.close(arena.descriptor)
         self._arenas.clear()
@@ -145,7 +145,7 @@ def _made(number: int, size: int) -> Arena:
 def opened(number: int, descriptor: int) -> Arena:
     """A peer's arena, by the file that came from it; takes the descriptor."""
     try:
-        # Writable, as the tensors that lie in it are; a reader writes to none before its owner has given it up.
+        # Writable, as the tensors over it are; a reader writes to none before its owner has given it up.
         memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
@@ -153,5 +153,5 @@ def opened(number: int, descriptor: int) -> Arena:
 
 
 def bound(workers: int) -> int:
-    """Bytes that each of so many workers of this host may have in use: together half of its memory."""
+    """Bytes that each of ``workers`` workers of this host may have in use: together half of its memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 * workers)

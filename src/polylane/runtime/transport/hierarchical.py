@@ -64,7 +64,12 @@ class Climb:
         return [elements * (i + 1) // count - elements * i // count for i in range(count)]
 
     def wire(self, elements: int, item: int) -> int:
-        """Bytes that this worker sends to sum so many elements: two steps inside the host, and a ring between hosts."""
+        """Bytes that this worker sends in a sum: two steps inside the host, and a ring between hosts.
+
+        Args:
+            elements: of the whole tensor.
+            item: bytes of one element.
+        """
         sizes = self.sizes(elements)
         own, hosts = sizes[self.index], max(len(self.across), 1)
         inside = elements - own + own * (len(self.here) - 1)

@@ -172,7 +172,7 @@ class Hub:
         return headers
 
     def show(self, peers: Iterable[int], key: int, description: bytes, block: Block, offset: int, nbytes: int) -> int:
-        """Tell each peer where values lie, under the lock."""
+        """Tell each peer where in a block its values are, under the lock."""
         kind = IN_BLOCK | PRESSED if self._blocks.pressed else IN_BLOCK
         arena = block.arena
         head = HEADER.pack(key, kind, len(description), arena.number, block.number, block.offset + offset, nbytes)
@@ -315,7 +315,7 @@ class Hub:
     # ---------------------------------------------------------------------------------------------------- what was read
 
     def kept(self, message: Message, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """A new tensor of a message's values: where they lie, or a copy where that costs less."""
+        """A new tensor of a message's values: over the sender's block, or a copy where that costs less."""
         if message.arena is None:
             return message.tensor(dtype).view(shape)
         if message.nbytes < KEPT or message.pressed:

@@ -53,7 +53,7 @@ class InTurn:
 
 
 def _run(tasks: SimpleQueue[_Task | None]) -> None:
-    """Knows the queue only, so that whoever gives the calls can be let go of between them."""
+    """The thread: it knows the queue only, so that the owner of the executor can be freed between calls."""
     while (task := tasks.get()) is not None:
         future, call, arguments = task
         try:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from polylane.runtime.transport.blocks import Arena
 
-INLINE = 64 << 10  # bytes that travel inside their message; what is longer lies in a block
+INLINE = 64 << 10  # bytes that travel inside their message; what is longer is in a block
 LONGEST = INLINE + 4096  # bytes of a message, with its header and the shape of a tensor of 64 dimensions
 
 # Of every message: the key; what follows; bytes of the description; arena and block; offset there; bytes of the values.
@@ -68,7 +68,7 @@ class Message:
     pressed: bool = False
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """The values, of one dimension, where they lie: no longer there once the block has been answered for."""
+        """The values as a vector over the message or the block; invalid once the block has been answered for."""
         if self.values is not None:
             return torch.frombuffer(self.values, dtype=dtype)
         assert self.arena is not None

@@ -161,7 +161,7 @@ class Counters:
             self.bytes[kind] += tensor.numel() * tensor.element_size()
 
     def put(self, kind: str, tensor: Tensor, wire: int) -> None:
-        """Count one message of which so many bytes leave this worker."""
+        """Count one message of which ``wire`` bytes leave this worker."""
         self.messages[kind] += 1
         self.bytes[kind] += tensor.nbytes
         self.wire[kind] += wire
@@ -173,12 +173,12 @@ class Counters:
 
     @property
     def sent(self) -> int:
-        """Bytes of tensors that left this worker, once for each worker that they went to; headers are apart."""
+        """Bytes of tensors that left this worker, once for each worker that they went to; without headers."""
         return self.wire.total() - self.wire["header"]
 
 
 def reduced_bytes(tensor: Tensor, ranks: int) -> int:
-    """What one of so many ranks sends in an all-reduce: reduce-scatter and all-gather, in a ring or directly.
+    """Bytes that each of ``ranks`` ranks sends in an all-reduce: reduce-scatter and all-gather, ring or direct.
 
     Each of the two sends every part but one: 2 n (p - 1) / p bytes of n (Patarasuk and Yuan 2009, section 3).
     """
@@ -186,7 +186,7 @@ def reduced_bytes(tensor: Tensor, ranks: int) -> int:
 
 
 def equal_sizes(elements: int, ranks: Sequence[int], sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """The elements of each rank's part of a whole, as given or all equal.
+    """The elements of each rank's part of a whole: ``sizes``, or by default equal parts.
 
     Raises:
         ValueError: they do not make up the whole.

@@ -58,7 +58,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)  # the values of a barrier's messag
 class Transport:
     """The workers of a world over shared memory; the interface is :class:`~.protocol.Transport`.
 
-    Sends are done when they return: their values have been copied out. A received tensor may lie in the sender's
+    Sends are done when they return: their values have been copied out. A received tensor may be in the sender's
     memory, which is this worker's as long as the tensor lives: its storage cannot be resized. Sums add up in the order
     of the ranks, the same bits at every rank. A transport is one thread's; those that share a hub may be several's.
 
@@ -209,7 +209,7 @@ class Transport:
         given = {peer: places[peer] for peer in group.peers if length(places[peer])}
         large = {peer: place for peer, place in given.items() if length(place) * item > INLINE}
         headers = 0
-        # Long parts lie in one block of this rank, each where it is in the tensor; short ones travel in their messages.
+        # Long parts are in one block of this rank, each where it is in the tensor; short ones travel in their messages.
         with hub.lock:
             if large:
                 block = hub.block(wire.nbytes, len(large))
