@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.errors import PeerLost, PolylaneError
+from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.observe.timeline import Span
 from polylane.runtime import data
@@ -68,13 +68,11 @@ class ServingRole:
         """The result of a collective call; ``otherwise`` where the training workers have closed the job instead."""
         if self._closed:
             return otherwise
-        try:
+        with self._host.watch():
             called, value = self._host.receive_result()
             if called is CollectiveCall.CLOSE:
                 self._closed = True
                 self._host.close()
-        except PeerLost as lost:
-            raise self._host.blame(lost) from None
         if called not in (call, CollectiveCall.CLOSE):
             raise PolylaneError(
                 f"the workers that train call {called.value}, and rank {self.world.rank}, which serves parameters, "

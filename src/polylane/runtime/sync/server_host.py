@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -67,14 +68,19 @@ class Host:
         """Of what went between workers and servers, and between servers."""
         return tuple(transport.counters for transport in self.transports)
 
-    def cause(self) -> BaseException | None:
-        """What ended a server here, where that was its own fault."""
-        errors = (server.error for server in self.servers)
-        return next((error for error in errors if error is not None and not is_peer_loss(error)), None)
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Context manager: re-raise PeerLost as the error that ended a server here, where that was its own fault.
 
-    def blame(self, lost: PeerLost) -> BaseException:
-        """What to raise where another worker was lost: that may be the consequence of a server's end here."""
-        return self.cause() or lost
+        The other workers have then left because of this process, and not the other way round.
+        """
+        try:
+            yield
+        except PeerLost:
+            for server in self.servers:
+                if server.error is not None and not is_peer_loss(server.error):
+                    raise server.error from None
+            raise
 
     def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
         """On rank 0: send every dedicated server which method the training workers are in, and its result.

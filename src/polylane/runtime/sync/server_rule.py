@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from polylane.errors import PeerLost
 from polylane.plan.plan import Plan
 from polylane.runtime.connections import replica_of
 from polylane.runtime.mesh import Waits
@@ -229,16 +228,8 @@ class FromServers(Rule):
         self.broadcast_result(CollectiveCall.GATHERED, None)
         return self._host.transport.all_gather_object(value)
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """See :meth:`Rule.watch`: where a server here has failed, that is why the others are gone."""
-        try:
-            yield
-        except PeerLost as lost:
-            cause = self._host.blame(lost)
-            if cause is lost:
-                raise
-            raise cause from None
+    def watch(self) -> AbstractContextManager[None]:
+        return self._host.watch()
 
     def close(self) -> None:
         with self.watch():

@@ -124,7 +124,7 @@ def flat_of(
     for name, parameter, (begin, _) in zip(unit.parameters, own, spans, strict=True):
         flat.faces.append((parameter, begin, parameter.shape))
         flat.pieces[name] = None
-        # Which elements of the parameter are in this rank's part; an owner has all of it, even of a parameter without elements.
+        # Which elements of the parameter are in this rank's part; an owner has all of them, even where there are none.
         low, high = unit.part(name, elements, len(ranks), index)
         if high > low or (unit.owners and unit.owners[unit.parameters.index(name)] == index):
             at = begin + low - bounds[index][0]
