@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from polylane.recipe import load
-from polylane.runtime import captures, finite, worker
+from polylane.runtime import compile_cache, finite, worker
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import objectives_of, prepare
@@ -31,7 +31,7 @@ PLANS = ("data=1", "data=2", "pipeline=2,microbatches=4")
 WATCHED = {
     "counts": (worker.Worker, "_with_counts"),
     "counts: waiting for the other replicas": (worker.Worker, "_add_replicas"),
-    "attributes": (captures.Captures, "number"),
+    "attributes": (compile_cache.SettingsVersions, "current"),
     "finite": (finite.Anomalies, "look"),
 }
 

@@ -112,13 +112,14 @@ def trace(prepared: Prepared, world: World, batch: Any, seed: int, step: int = 0
         programs = programs_of(partition, plan, holders_of(prepared), True, prepared.layouts_of(partition))
     else:
         programs = lower_evaluation(partition, plan)
-    worker = role.lane(partition, programs).worker
+    whole = Batch.whole(batch)
+    worker = role.lane(partition, programs, whole.samples).worker
     runner = worker.runner
     replica = 0 if "data" in worker.mesh.axes else worker.program.replica
     own = Trace(worker.program.stage, replica, worker.mesh.coordinates)
     same = (runner.code, runner.tensors, runner.gradients, runner.device, runner.autocast, runner.local)
-    worker.runner = _Tracer(*same, trace=own)
+    worker.runner = _Tracer(*same, codes=runner.codes, trace=own)
     with torch.set_grad_enabled(backward), own_calls():
-        worker.run(Batch.whole(batch), step, seed, lambda state: None)
+        worker.run(whole, step, seed, lambda state: None)
     role.close()
     return own

@@ -40,7 +40,8 @@ def traffic_of(
         return agreement.sent(plan.sync, held[name], step, microbatches, answers[name])
 
     if not plan.sync.serves:
-        return Traffic(connections.transport.counters, others, theory)
+        cycle = plan.sync.warmup, plan.sync.every
+        return Traffic(connections.transport.counters, others, theory, cycle=cycle)
     served, settle = rule.counters() if within else (), connections.transport.barrier
     return Traffic(connections.transport.counters, others, theory, served, settle)
 

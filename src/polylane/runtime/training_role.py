@@ -8,7 +8,7 @@ worker holds (:mod:`polylane.runtime.holding`), the optimizers (:mod:`polylane.r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten, sampled_leaves, signature
 from polylane.graph.partition import Partition
-from polylane.graph.whole_batch import statistics_of
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
 from polylane.runtime import allocator, clock, data, weights
 from polylane.runtime.binding import Binding, Lane
-from polylane.runtime.connections import Connect, Connections, connected, replica_of
-from polylane.runtime.division import Batch, Form, Share, counted, shares
+from polylane.runtime.compile_cache import CompileCache
+from polylane.runtime.connections import Connect, connected, replica_of
+from polylane.runtime.division import Batch, Share, shares
 from polylane.runtime.finite import Anomalies
-from polylane.runtime.holding import Holders, Holding, holders_of, layout_of
-from polylane.runtime.lane import programs_of
+from polylane.runtime.holding import Holding, holders_of, layout_of
+from polylane.runtime.lane import lower_ahead
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.result import STEPS_KEPT, Reports, StepResult, gathered, on_one_clock
 from polylane.runtime.stale import own_calls, stale_of
@@ -35,17 +34,10 @@ from polylane.runtime.sync.choose import rule_of
 from polylane.runtime.sync.rule import CollectiveCall, Stepping
 from polylane.runtime.sync.server_log import Update
 from polylane.runtime.traffic_of import traffic_of
-from polylane.runtime.trainer import optimizer_of, trainer_of
-from polylane.runtime.transport.choose import transport_for
+from polylane.runtime.trainer import trainers_of
 from polylane.runtime.transport.protocol import Counters
 from polylane.runtime.worker import StepState
 from polylane.runtime.world import World
-
-
-def _shares_statistics(partition: Partition) -> bool:
-    """Whether replicas tell each other of their samples: for batch normalization, or for counts of the whole batch."""
-    code = partition.graph.code
-    return code.batch_statistics or bool(statistics_of(code.fx))
 
 
 class TrainingRole:
@@ -75,15 +67,13 @@ class TrainingRole:
         everyone, world = world, world.first(prepared.plan.workers)
         self.plan, self.world = prepared.plan, world
         self._prepared, self._seed, self._step = prepared, seed, 0
-        leaves, _ = flatten(example)
-        self._sampled = sampled_leaves(leaves)
         self._compared = False
         holders = holders_of(prepared)
-        programs = self._lowered(holders, alone=False)
-        layout = layout_of(prepared, programs)
-        self._programs = {name: layout.regrouped(each) for name, each in programs.items()}
-        alone = self._lowered(holders, alone=True) if self.plan.sync.alone else {}
-        self._connections = self._opened([*self._programs.values(), *alone.values()], connect)
+        lowered = lower_ahead(prepared, holders)
+        layout = layout_of(prepared, lowered)
+        self._programs = {name: layout.regrouped(programs) for name, programs in lowered.items()}
+        alone = lower_ahead(prepared, holders, alone=True) if self.plan.sync.alone else {}
+        self._connections = connected(prepared, world, [*self._programs.values(), *alone.values()], connect)
         self._transport = self._connections.transport
         self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
         self._holding = Holding(
@@ -96,59 +86,30 @@ class TrainingRole:
             layout=layout,
             gathers=self._connections.gathers,
         )
-        optimizers = {name: optimizer_of(self._holding, name) for name in prepared.objectives}
-        self._holding.keep_parts(optimizers.values())
-        example_form = Form.of(example)
-        form = example_form.structure, signature(leaves, self._sampled)
-        self._binding = Binding(self._holding, self._connections, example_form, form)
-        self._trainers = {
-            name: trainer_of(self._holding, name, optimizers[name], programs, clip_norm)
-            for name, programs in self._programs.items()
-        }
-        self._bind(form, alone)
-        self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
+        self._trainers = trainers_of(self._holding, self._programs, clip_norm)
+        codecs = {name: trainer.codec for name, trainer in self._trainers.items()}
+        self._binding = Binding(self._holding, self._connections, self._programs, alone, codecs)
+        self._cache = CompileCache[Lane](prepared, self._binding, example)
+        self._cache.bind_ahead([False, True] if alone else [False])
+        waits = self._connections.mesh.waits
+        self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, waits)
         self._stale = stale_of(self._holding)
-        self._reports = Reports()
+        self._reports, self._spans = Reports(), deque[tuple[Span, ...]](maxlen=STEPS_KEPT)
         self._traffic = traffic_of(self._connections, self._rule, self._holding, self._programs)
-        self._spans: deque[tuple[Span, ...]] = deque(maxlen=STEPS_KEPT)
-
-    def _opened(self, programs: Sequence[Sequence[Program]], connect: Connect | None) -> Connections:
-        """All that this worker talks by, for all its programs."""
-        prepared, world = self._prepared, self.world
-        return connected(
-            world,
-            self.plan,
-            programs,
-            any(_shares_statistics(partition) for partition in prepared.partitions.values()),
-            transport_for(world) if connect is None else connect,
-            [prepared.axes(stage) for stage in range(self.plan.pipeline)],
-            any(layouts.together for layouts in prepared.layouts.values()),
-        )
-
-    def _bind(self, form: Any, alone: Mapping[str, Sequence[Program]]) -> None:
-        """Make the lanes for batches like the example ready."""
-        for name, trainer in self._trainers.items():
-            partition = self._prepared.partitions[name]
-            bound = self._binding.lane(partition, self._programs[name], codec=trainer.codec)
-            trainer.lanes[form, self.plan.microbatches, False, 0] = bound
-            if name in alone:
-                bound = self._binding.lane(partition, alone[name], True)
-                trainer.lanes[form, self.plan.microbatches, True, 0] = bound
-
-    def _lowered(self, holders: Holders, alone: bool) -> dict[str, tuple[Program, ...]]:
-        """Every objective's programs, of all workers."""
-        return {
-            name: programs_of(partition, self.plan, holders, True, self._prepared.layouts_of(partition), alone)
-            for name, partition in self._prepared.partitions.items()
-        }
 
     @property
     def slack(self) -> int:
         return self._rule.slack
 
-    def lane(self, partition: Partition, programs: Sequence[Program]) -> Lane:
-        """A partition of one of the model's graphs, with every worker's program, bound to this worker's tensors."""
-        return self._binding.lane(partition, programs)
+    def lane(self, partition: Partition, programs: Sequence[Program], samples: int) -> Lane:
+        """A partition of one of the training's graphs, with every worker's program, bound to this worker's tensors.
+
+        Args:
+            partition: of a graph that was compiled ahead.
+            programs: of all workers.
+            samples: in the batches that it is for.
+        """
+        return self._binding.fit(self._binding.lane(self._prepared.graph_of(partition), programs), samples)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -157,15 +118,16 @@ class TrainingRole:
         own = self._own(batch)
         self._refuse_short(own)
         with own_calls(), self._rule.watch():
-            lane = self._binding.for_training(trainer.lanes, name, own, self._rule.alone(name), trainer.codec)
+            lane = self._cache.compiled_for(name, own, replica_local=self._rule.alone(name))
             self._reports.make_room(self._rule.slack)
             trainer.zero_grad()
-            self._holding.buffers.fetch(lane.partition)
+            if lane.buffers:
+                self._holding.buffers.fetch(lane.buffers)
             lane.worker.anomalies = anomalies
-            passes = min(self._binding.microbatches(own.samples), own.samples)
-            with self._traffic.counted(name, passes):
-                state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(name, lane, own, state))
-            self._holding.buffers.written(lane.partition)
+            with self._traffic.counted(name, lane.passes):
+                state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(name, lane, state))
+            if lane.buffers:
+                self._holding.buffers.written(lane.buffers)
             report = gathered(
                 lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.together
             )
@@ -182,7 +144,7 @@ class TrainingRole:
             self._refuse_different(own)
         if own.samples == 0:
             raise PolylaneError("the batch has no samples")
-        return own.as_in(self._sampled, self.world.device)
+        return own.as_in(self._cache.sampled, self.world.device)
 
     def _refuse_different(self, batch: Batch) -> None:
         """See once, at the first whole batch, that it is the same on every worker.
@@ -201,11 +163,14 @@ class TrainingRole:
 
     def _refuse_short(self, batch: Batch) -> None:
         """See that the model can be trained on a batch and, before any step, on all others of its epoch."""
+        fewest = self._prepared.fewest
+        if batch.shortest >= fewest.samples:
+            return
         what = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
         remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
-        self._prepared.fewest.check(batch.shortest, what, remedy)
+        fewest.check(batch.shortest, what, remedy)
 
-    def _finish(self, name: str, lane: Lane, batch: Batch, state: StepState) -> None:
+    def _finish(self, name: str, lane: Lane, state: StepState) -> None:
         trainer = self._trainers[name]
         if not lane.partition.graph.mean:
             # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
@@ -214,16 +179,15 @@ class TrainingRole:
             if count:
                 trainer.rescale(state.counted / count)
         self._rule.update(name, trainer, bool(state.shares))
-        parts, replicas = self._binding.microbatches(batch.samples), self.plan.data
-        self._rule.stepped(name, counted(batch.samples, parts, replicas) if self.plan.sync.alone else ())
+        self._rule.stepped(name, lane.counted)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
         own = self._own(batch)
         with own_calls():
-            lane = self._binding.for_evaluation(name, own)
-        self._holding.buffers.fetch(lane.partition)
+            lane = self._cache.compiled_for(name, own, training=False)
+        self._holding.buffers.fetch(lane.buffers)
         with torch.no_grad(), own_calls(), self._rule.agreed(), self._binding.kept(lane.partition):
             state = lane.worker.run(own, 0, self._seed, lambda state: None)
         sums = self._summed(state, range(self.world.size))
@@ -252,7 +216,7 @@ class TrainingRole:
     def shares(self, samples: int) -> tuple[Share, ...]:
         """Which samples of a batch of ``samples`` samples this worker computes."""
         program = next(iter(self._programs.values()))[self.world.rank]
-        return shares(samples, self._binding.microbatches(samples), len(program.replicas), program.replica)
+        return shares(samples, self._prepared.microbatches_of(samples), len(program.replicas), program.replica)
 
     def optimizer_of(self, name: str) -> torch.optim.Optimizer:
         return self._trainers[name].optimizer
