@@ -18,9 +18,9 @@ import torch
 from polylane.observe import swimlane
 from polylane.observe.timeline import Timeline
 from polylane.recipe import Recipe, load
+from polylane.runtime.job import Job
 from polylane.runtime.launch import Context, fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.server_job import job_of
 from polylane.runtime.world import World
 
 KINDS = (
@@ -82,7 +82,7 @@ def trained(recipe: Recipe, plan: str, epochs: int) -> tuple[float, float, float
     plain = copy.deepcopy(prepared.model)
 
     def work(context: Context) -> tuple[dict[str, Any], float, float]:
-        with job_of(prepared, World.join(), example=example) as job:
+        with Job(prepared, World.join(), example=example) as job:
             start, samples = time.perf_counter(), 0
             for batch in job.batches(recipe.data("train"), BATCH, epochs):
                 samples += len(batch)
@@ -110,14 +110,14 @@ def slowed(recipe: Recipe, plan: str) -> float:
     prepared, example = prepared_for(recipe, f"{plan},{STRAGGLERS}")
 
     def work(context: Context) -> tuple[int, float]:
-        with job_of(prepared, World.join(), example=example) as job:
+        with Job(prepared, World.join(), example=example) as job:
             samples, start = 0, 0.0
             for step, batch in enumerate(job.batches(recipe.data("train"), BATCH, 1 + SLOWED * BATCH // 1400)):
                 if step == LEAD:
                     samples, start = 0, time.perf_counter()
                 if step == LEAD + SLOWED:
                     break
-                samples += sum(share.samples * share.weight for share in job._shares(len(batch)))
+                samples += sum(share.samples * share.weight for share in job._role.shares(len(batch)))
                 job.step(batch)
             return samples, time.perf_counter() - start
 
@@ -130,7 +130,7 @@ def drawn(recipe: Recipe, plan: str, folder: Path) -> Path:
     prepared, example = prepared_for(recipe, f"{plan},{STRAGGLERS}")
 
     def work(context: Context) -> Timeline:
-        with job_of(prepared, World.join(), example=example) as job:
+        with Job(prepared, World.join(), example=example) as job:
             for _, batch in zip(range(LEAD + 9), job.batches(recipe.data("train"), BATCH), strict=False):
                 job.step(batch)
             return job.timeline(steps=4)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from polylane.recipe import load
-from polylane.runtime import captures, finite, worker
+from polylane.runtime import compile_cache, finite, worker
+from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.server_job import job_of
 from polylane.runtime.world import World
 
 LEAD = 3  # steps that do not count
@@ -31,7 +31,7 @@ PLANS = ("data=1", "data=2", "pipeline=2,microbatches=4")
 WATCHED = {
     "counts": (worker.Worker, "_with_counts"),
     "counts: waiting for the other replicas": (worker.Worker, "_add_replicas"),
-    "attributes": (captures.Captures, "number"),
+    "attributes": (compile_cache.SettingsVersions, "current"),
     "finite": (finite.Anomalies, "look"),
 }
 
@@ -64,7 +64,7 @@ def measured(name: str, plan: str, steps: int) -> tuple[float, dict[str, float]]
         spent: dict[str, float] = defaultdict(float)
         for what, (owner, method) in WATCHED.items():
             setattr(owner, method, timed(getattr(owner, method), what, spent))
-        with job_of(prepared, World.join(), example=batch) as job:
+        with Job(prepared, World.join(), example=batch) as job:
             job.anomalies = finite.Anomalies()
             for _ in range(LEAD):
                 job.step(batch)

@@ -18,7 +18,6 @@ from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.server_job import job_of
 from polylane.runtime.world import World
 
 Pairs = Iterable[tuple[str, nn.Parameter]]
@@ -77,7 +76,7 @@ def workers(
     prepared = prepare(model, objectives_of(loss, optimizer, scheduler), example, plan)
 
     def run(_: Any) -> Any:
-        with job_of(prepared, World.join(), example=example, **options) as job:
+        with Job(prepared, World.join(), example=example, **options) as job:
             return work(job)
 
     return fork(run, prepared.plan.processes)

@@ -23,7 +23,6 @@ from polylane.plan.sync import SUM
 from polylane.runtime.job import Job
 from polylane.runtime.materialize import Init
 from polylane.runtime.prepare import OptimizerFactory, SchedulerFactory, objectives_of
-from polylane.runtime.server_job import job_of
 from polylane.runtime.training_problem import TrainingProblem
 from polylane.runtime.world import World
 
@@ -78,7 +77,7 @@ def parallelize(
         chosen = problem.prepare(_alone(spec, problem.samples), fewer=spec.microbatches is None)
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
     together = prepare_together(world, problem, spec)
-    return job_of(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
+    return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
 
 
 def _refuse_alone(spec: Spec | Plan) -> None:

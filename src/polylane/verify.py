@@ -33,7 +33,6 @@ from polylane.runtime.lane import Tensors
 from polylane.runtime.launch import Context, fork, threads_per_worker
 from polylane.runtime.materialize import Init, materialize, on_meta
 from polylane.runtime.prepare import Objective, Prepared, named_parameters, prepare
-from polylane.runtime.server_job import job_of
 from polylane.runtime.sync.server_log import Update
 from polylane.runtime.weights import digest
 from polylane.runtime.world import World
@@ -238,7 +237,7 @@ class _Proof:
         """On every process of the plan."""
 
         def together(context: Context) -> _T:
-            job = job_of(self.prepared, World.join(), example=self.batches[0], clip_norm=self.clip_norm, seed=self.seed)
+            job = Job(self.prepared, World.join(), example=self.batches[0], clip_norm=self.clip_norm, seed=self.seed)
             result = run(job)
             job.close()
             return result

@@ -24,9 +24,9 @@ from polylane.graph.batch import bounds, cloned, flatten, part_count, sample_cou
 from polylane.graph.graph import Graph
 from polylane.graph.precision import Promoted
 from polylane.recipe import Mean
+from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.server_job import job_of
 from polylane.runtime.world import World
 
 TOLERANCE = 1e-9
@@ -90,7 +90,7 @@ def by_plan(training: Training, prepared: Prepared, seed: int = 0) -> Trained:
 
     def run(_: Any) -> Trained:
         losses = []
-        with job_of(prepared, World.join(), example=batches[0], seed=seed) as job:
+        with Job(prepared, World.join(), example=batches[0], seed=seed) as job:
             for step, batch in enumerate(batches):
                 if training.before is not None:
                     training.before(prepared.model, step)

@@ -216,7 +216,7 @@ def test_captures_are_not_kept_for_ever() -> None:
         for step in range(12):
             anneal(step, job.model)
             job.step(BATCHES[0])
-        return len(job._trainers["loss"].lanes)
+        return len(job._role._cache)
 
     with pytest.warns(UserWarning, match="temperature is another one again"):
         model, whole = scheduled(), BATCHES[0]

@@ -112,9 +112,9 @@ PASSES = [
 REDUCTION = [
     Mutant(
         "bucket-before-its-gradients", "a bucket leaves with the first gradient of a backward pass",
-        "runtime.sync.all_reduce:Reducer._finisher",
-        "self._next < len(self._buckets) and not self._waiting[self._next] and self._sure[self._next]",
-        "self._next < len(self._buckets) and self._sure[self._next]",
+        "runtime.sync.bucket_launcher:BucketLauncher._on_gradient",
+        "self._next < len(self._buckets) and not self._missing[self._next] and self._early[self._next]",
+        "self._next < len(self._buckets) and self._early[self._next]",
         COVERING, gpt="data=2", network="data=2 optimizer=adamw",
     ),
     Mutant(
@@ -352,9 +352,9 @@ SHARDS = [
     ),
     Mutant(
         "shard-before-its-gradients", "a unit is scattered with the first gradient of a backward pass",
-        "runtime.sync.sharded_reduce:ShardedReducer._done",
-        "self._at < len(self._slices) and not self._missing[self._at] and not self._slices[self._at].optional",
-        "self._at < len(self._slices) and not self._slices[self._at].optional",
+        "runtime.sync.bucket_launcher:BucketLauncher._on_gradient",
+        "self._next < len(self._buckets) and not self._missing[self._next] and self._early[self._next]",
+        "self._next < len(self._buckets) and self._early[self._next]",
         "tests/equivalence/test_sharded.py", gpt="data=2,shard=gradients",
         network="data=2,shard=gradients optimizer=adamw",
     ),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.graph.partition import Partition
-from polylane.runtime.buffers import Buffers
+from polylane.runtime.buffers import Buffers, stages_of_buffers
 from polylane.runtime.job import Job
 from polylane.runtime.transport.local import LocalTransport, run_local
 from synthetic import graph
@@ -22,11 +22,11 @@ def test_the_next_graph_gets_what_the_last_one_wrote() -> None:
         buffers = Buffers(transport.rank, 3, range(3), True, lambda: tensors, torch.device("cpu"), transport)
         seen = []
         for step, (partition, stage) in enumerate([(FIRST, 0), (LATER, 1), (LATER, 1), (FIRST, 0)]):
-            buffers.fetch(partition)
+            buffers.fetch(stages_of_buffers(partition))
             if transport.rank == stage:
                 seen.append(tensors["mean"][0].item())
                 tensors["mean"] += 10**step
-            buffers.written(partition)
+            buffers.written(stages_of_buffers(partition))
         return seen, buffers.owner("mean"), transport.counters.messages["all_reduce"]
 
     first, second, third = run_local(3, worker)
@@ -40,8 +40,8 @@ def test_nothing_travels_within_one_graph() -> None:
         tensors = {"mean": torch.zeros(2), "mask": torch.ones(2)}
         buffers = Buffers(transport.rank, 3, range(3), True, lambda: tensors, torch.device("cpu"), transport)
         for _ in range(3):
-            buffers.fetch(FIRST)
-            buffers.written(FIRST)
+            buffers.fetch(stages_of_buffers(FIRST))
+            buffers.written(stages_of_buffers(FIRST))
         return transport.counters.messages["all_reduce"]
 
     assert run_local(3, worker) == [0, 0, 0]
@@ -69,7 +69,7 @@ def test_two_losses_share_the_running_statistics() -> None:
     batches = [batch_of(samples, seed)[0] for seed, samples in enumerate((8, 6, 8))]
 
     def work(job: Job) -> dict[str, Tensor]:
-        cuts = job._prepared.partitions
+        cuts = job._role._prepared.partitions
         assert [[s for s in (0, 1) if cuts[name].buffers(s)] for name in losses] == [[0], [1]]
         for batch in batches:
             for name in losses:

@@ -17,6 +17,7 @@ from polylane.graph.partition import Crossing
 from polylane.observe.messages import messages
 from polylane.observe.timeline import Span, Timeline
 from polylane.plan.plan import Plan
+from polylane.runtime.division import Batch
 from polylane.runtime.job import Job
 from polylane.schedule.action import Kind
 from training import batch_of, mlp, sgd, workers
@@ -59,7 +60,7 @@ def one_step(job: Job, batch: Any) -> Seen:
     result = job.step(batch)
     handed += sum(counters.given for counters in job.counters) - result._report.vector.nbytes  # itself apart
     timeline = result.timeline
-    worker = next(iter(job._trainers["loss"].lanes.values())).worker
+    worker = job._role._cache.compiled_for("loss", Batch.whole(batch)).worker
     local = {
         (name, share.microbatch): prod(wire.shape(share.samples)) * wire.dtype.itemsize
         for name, wire in worker.wires.items()

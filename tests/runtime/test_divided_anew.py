@@ -12,13 +12,12 @@ from torch import Tensor, nn
 import models
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
-from polylane.graph.orders import Order, Seen
+from polylane.graph.orders import Order
 from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
 from polylane.runtime.world import World
-from polylane.samples.derivation import known_orders
 from training import batch_of, classify, mlp, sgd
 
 
@@ -75,17 +74,17 @@ def test_language_models_on_the_meta_device_are_divided_anew(name: str, plan: st
     with torch.device("meta"):
         model = case.model()
     made = prepared(model, plan, case.loss, case.batch(6, 0))
-    for partition in (made.main, *made.evaluations.values()):
-        orders = made.orders_of(partition)
-        assert {orders[each.value] for each in partition.crossings} - {Order.ALIKE} == {Order.ROWS}
+    for graph in (*made.graphs.values(), *made.evaluations.values()):
+        crossings = graph.partition.crossings
+        assert {graph.orders[each.value] for each in crossings} - {Order.ALIKE} == {Order.ROWS}
 
 
 def test_workers_that_saw_another_order_do_not_start() -> None:
     example, model = batch_of(8), mlp(6, 8, 4)
     made = prepared(model, "[data=2 | 1]")
     crossing = made.main.crossings[0]
-    known = dict(known_orders(made.main.graph).orders)
-    other = replace(made, seen=[(made.main, Seen({**known, crossing.value: Order.MEAN}))])
+    (graph,) = made.graphs.values()
+    other = replace(made, graphs={"loss": replace(graph, orders={**graph.orders, crossing.value: Order.MEAN})})
 
     def work(_: Any) -> str:
         world = World.join()

@@ -123,7 +123,7 @@ def test_every_worker_sees_the_same_result(plan: str) -> None:
 
 def test_the_timeline_has_all_that_all_workers_did() -> None:
     def work(job: Job) -> tuple[Timeline, list[int]]:
-        return job.step(BATCHES[0]).timeline, [len(p.actions) for p in job._programs["loss"]]
+        return job.step(BATCHES[0]).timeline, [len(p.actions) for p in job._role._programs["loss"]]
 
     (timeline, counts), *_ = workers(work, mlp(6, 8, 8, 4), "data=2,pipeline=2,microbatches=2")
     assert timeline.ranks == 4 and min(span.start for span in timeline.spans) == 0.0

@@ -67,9 +67,9 @@ def test_what_is_not_known_is_warned_of_where_parameters_are_cut() -> None:
         UserWarning, match=r"4 parameters stay whole on every rank of tensor=2, .*a first layer of \(4, 4"
     ):
         made = prepared(of_large_ones, "tensor=2")
-    assert set(made.whole) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert set(made.layouts["loss"].distinct[0].whole) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert prepared(sgd, "tensor=2").whole == {}
+        assert prepared(sgd, "tensor=2").layouts["loss"].distinct[0].whole == {}
         prepared(of_large_ones, "sequence=2")  # which holds parameters whole anyway
         prepared(of_large_ones, "data=2")

@@ -17,7 +17,6 @@ from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.server_job import job_of
 from polylane.runtime.sync.server_log import Update, distribution
 from polylane.runtime.world import World
 from training import adamw, assert_state, batch_of, classify, mlp, sgd
@@ -49,7 +48,7 @@ def run(
     prepared = prepare(model, objectives_of(loss, optimizer, options.pop("scheduler", None)), batches[0], plan)
 
     def work(_: Any) -> Seen:
-        with job_of(prepared, World.join(), example=batches[0], **options) as job:
+        with Job(prepared, World.join(), example=batches[0], **options) as job:
             return seen(job, batches)
 
     return prepared, fork(work, prepared.plan.processes)
@@ -141,7 +140,7 @@ def test_dropout() -> None:
 
 def test_evaluation_and_weights_in_between_change_nothing() -> None:
     def work(_: Any) -> Seen:
-        with job_of(prepared, World.join(), example=BATCHES[0]) as job:
+        with Job(prepared, World.join(), example=BATCHES[0]) as job:
             sums = []
             for batch in BATCHES:
                 sums.append(job.step(batch).sums)

@@ -15,11 +15,10 @@ from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.server_job import ServerJob
+from polylane.runtime.sync.flat_packing import Packing, Slot
 from polylane.runtime.sync.server_line import Head, Kind
 from polylane.runtime.sync.server_log import Log, Update, distribution
 from polylane.runtime.sync.server_rule import FromServers
-from polylane.runtime.sync.server_share import Packing, Slot
 from polylane.runtime.sync.server_split import host_of, shared_out
 from training import batch_of, classify, mlp, sgd, workers
 
@@ -123,7 +122,7 @@ def pushed_and_answered(plan: str, model: nn.Module) -> tuple[int, int]:
 
 def _sent(job: Job) -> Callable[[], tuple[int, int]]:
     """Counts from now on what goes between workers and servers."""
-    counters = job.counters if isinstance(job, ServerJob) else job._rule.counters()
+    counters = job.counters if job.world.rank >= job.plan.workers else job._role._rule.counters()
     job.gathered(None)
 
     def count() -> tuple[int, int]:
@@ -163,7 +162,7 @@ def test_parts_travel_as_parts() -> None:
 
 def test_a_rule_is_what_the_plan_says() -> None:
     def work(job: Job) -> Any:
-        rule = job._rule
+        rule = job._role._rule
         assert isinstance(rule, FromServers)
         return rule.alone("loss"), rule.together
 

@@ -12,9 +12,11 @@ from polylane.errors import ActionFailed
 from polylane.graph.capture import capture
 from polylane.graph.part import Part
 from polylane.graph.partition import Partition, cut_positions
+from polylane.runtime.division import Batch
 from polylane.runtime.job import Job
 from polylane.runtime.lane import Tensors
-from polylane.runtime.stage import StageRunner, extract, node_at_fault, wires
+from polylane.runtime.stage import StageRunner, extract, node_at_fault
+from polylane.runtime.value_spec import wires
 from polylane.runtime.worker import StepState, Worker
 from polylane.schedule.action import Action, Kind
 from training import batch_of, classify, mlp, workers
@@ -104,12 +106,12 @@ def test_a_value_of_another_shape_is_refused_before_it_travels() -> None:
     """gloo would end the process."""
 
     def work(job: Job) -> str:
-        worker: Worker = next(iter(job._trainers["loss"].lanes.values())).worker
+        worker: Worker = job._role._cache.compiled_for("loss", Batch.whole(batch_of(8))).worker
         if job.world.rank == 0:
             send = next(a for a in worker.program.actions if a.kind is Kind.SEND)
             share = worker.shares(8)[0]
             wrong = {0: {str(send.value): torch.zeros(share.samples, 99)}}
-            state = StepState({0: share}, {0: Part(share.samples)}, {0: share.samples}, counted=8, outgoing=wrong)
+            state = StepState({0: share}, {0: Part(share.samples)}, worker._tables, counted=8, outgoing=wrong)
             with pytest.raises(RuntimeError) as caught:
                 worker._send(Action(Kind.SEND, 0, 0, send.value, 1), state)
             return str(caught.value)

@@ -12,7 +12,7 @@ from polylane.graph.batch import bounds
 from polylane.program.relay import volume
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.relays import Relays
-from polylane.runtime.stage import wires
+from polylane.runtime.value_spec import wires
 
 
 def edges(prepared: Prepared, samples: int, dtypes: Mapping[str, torch.dtype]) -> list[dict[str, Any]]:

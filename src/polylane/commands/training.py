@@ -25,7 +25,6 @@ from polylane.runtime.finite import Anomalies, Fault, first_of
 from polylane.runtime.job import Job
 from polylane.runtime.launch import Context
 from polylane.runtime.prepare import Prepared
-from polylane.runtime.server_job import job_of
 from polylane.runtime.sync.server_log import distribution
 from polylane.runtime.training_problem import TrainingProblem
 from polylane.runtime.world import World
@@ -77,7 +76,7 @@ class RecipeTraining:
         """
         request, example = self.request, self.problem.example
         how: dict[str, Any] = {"clip_norm": request.clip_norm, "seed": request.seed, "same_weights": same_weights}
-        return job_of(prepared, world, example=example, **how)
+        return Job(prepared, world, example=example, **how)
 
 
 def gather(request: TrainRequest) -> RecipeTraining:

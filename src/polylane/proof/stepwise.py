@@ -79,14 +79,14 @@ class Parts:
         """Of what it keeps up to date."""
         if self._pieces is None:
             return whole
-        own = self._pieces.of({name: whole}).get(name, whole)
+        own = self._pieces.local_shard(name, whole)
         return self._job.shard_of(name, own) if self._hidden else own
 
     def updated(self, name: str, whole: Tensor) -> Tensor | None:
         """Of what its optimizer has; a parameter server has all of it."""
         if self._serves or self._pieces is None:
             return whole
-        return self._job.shard_of(name, self._pieces.of({name: whole}).get(name, whole))
+        return self._job.shard_of(name, self._pieces.local_shard(name, whole))
 
 
 def train_stepwise(job: Job, prepared: Prepared, batches: Sequence[Any], reference: Reference) -> Distances:

@@ -1,21 +1,22 @@
-"""Binding: a training's graphs made ready on one worker, anew where a batch of another form or size comes."""
+"""Binding: the slow path of a worker's compile cache: capture a further form, lower it, bind it, fit it to a size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import few, part_count, signature
 from polylane.graph.export import python_kept
 from polylane.graph.orders import digest
 from polylane.graph.partition import Partition
 from polylane.program.program import Program
-from polylane.runtime.captures import Captures
+from polylane.runtime.buffers import stages_of_buffers
+from polylane.runtime.compile_cache import CacheKey
+from polylane.runtime.compiled_graph import CompiledGraph
 from polylane.runtime.connections import Connections
-from polylane.runtime.division import Batch, Form
+from polylane.runtime.division import counted
 from polylane.runtime.holding import Holding
 from polylane.runtime.lane import bind, counts_of, programs_of
 from polylane.runtime.own_python import effects_in, refuse_effects
@@ -25,69 +26,114 @@ from polylane.runtime.worker import Worker
 from polylane.samples.division import refuse_meeting
 
 
-@dataclass
+@dataclass(frozen=True)
 class Lane:
-    """One graph, bound."""
+    """One graph's programs, bound to one worker; once it is fitted, ready for batches of one size.
+
+    Attributes:
+        partition: the graph and its cuts.
+        programs: of every worker, by rank.
+        worker: runs this worker's program.
+        buffers: of every buffer that the graph uses, the stages that do.
+        passes: microbatches of a batch that have samples.
+        counted: samples of a batch that count at each replica, where replicas may go their own ways.
+    """
 
     partition: Partition
     programs: tuple[Program, ...]
     worker: Worker
-
-
-# By (the form of a batch, into how many microbatches it is divided, whether each replica goes its own way, the number
-# of the settings that they were captured with).
-Lanes = dict[tuple[Any, int, bool, int], Lane]
+    buffers: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    passes: int = 0
+    counted: tuple[int, ...] = ()
 
 
 class Binding:
-    """Binds graphs to this worker's tensors and connections.
+    """Makes graphs ready on this worker: see :class:`polylane.runtime.compile_cache.Compiler`.
 
     Args:
         holding: what this worker holds.
         connections: what it reaches the others by.
-        example: the form of the example batch.
-        form: its structure, and the signature of its leaves.
+        programs: of all workers, for every objective's graph that was compiled ahead for training.
+        alone: likewise, for steps in which replicas go their own ways; empty where they never do.
+        codecs: how replicas sum the gradients of each objective, whatever the form of its batches.
     """
 
-    def __init__(self, holding: Holding, connections: Connections, example: Form, form: Any) -> None:
-        self._holding, self._connections = holding, connections
+    def __init__(
+        self,
+        holding: Holding,
+        connections: Connections,
+        programs: Mapping[str, tuple[Program, ...]],
+        alone: Mapping[str, tuple[Program, ...]],
+        codecs: Mapping[str, Codec],
+    ) -> None:
+        self._holding, self._connections, self._codecs = holding, connections, codecs
+        self._ahead = {False: programs, True: alone}
         self._prepared, self._plan = holding.prepared, holding.prepared.plan
-        self._example, self._form = example, form
         self._losses = [objective.loss for objective in self._prepared.objectives.values()]
-        self._evaluations: dict[str, Lanes] = {name: {} for name in self._prepared.objectives}
-        ahead = ((True, self._prepared.partitions), (False, self._prepared.evaluations))
-        self._captures = {
-            (name, training): Captures(self._prepared, name, training, partitions.get(name))
-            for training, partitions in ahead
-            for name in self._prepared.objectives
-        }
 
-    def microbatches(self, samples: int) -> int:
-        """Into how many microbatches a batch is divided: a short one into fewer, if the model needs the samples."""
-        return part_count(samples, self._plan.microbatches, self._prepared.fewest.samples)
-
-    def lane(
-        self, partition: Partition, programs: Sequence[Program], alone: bool = False, codec: Codec | None = None
-    ) -> Lane:
-        """A partition of one of the model's graphs, with every worker's program, bound to this worker.
+    def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
+        """Capture an objective anew from a small batch, and see that the plan can run what is found.
 
         Args:
-            partition: the graph and its cuts.
+            objective: name of the loss.
+            training: whether in training mode.
+            batch: a few samples of the form that came.
+            which: what batch it is, for the user.
+        """
+        prepared = self._prepared
+        main, about = prepared.graphs[objective].partition, prepared.objectives[objective]
+        with self._holding.wholes.in_model(self._holding.materialized), python_kept(prepared.model, *self._losses):
+            partition = recaptured(prepared.model, about, main, batch, training, prepared.in_float64, which)
+        self._refuse(partition, training)
+        return prepared.compile_further(partition)
+
+    def lower(self, key: CacheKey, graph: CompiledGraph, replica_local: bool) -> tuple[Program, ...]:
+        """Every worker's program for a graph."""
+        if graph is self._prepared.graphs[key.objective]:
+            return self._ahead[replica_local][key.objective]
+        if graph is self._prepared.evaluations.get(key.objective):
+            self._refuse(graph.partition, key.training)
+        programs = programs_of(
+            graph.partition, self._plan, self._holding.holders, key.training, graph.layouts, replica_local
+        )
+        return self._holding.layout.regrouped(programs)
+
+    def bind(
+        self, key: CacheKey, graph: CompiledGraph, programs: tuple[Program, ...], microbatches: int, replica_local: bool
+    ) -> Lane:
+        """The programs of the first microbatches, bound to this worker's tensors and connections."""
+        if microbatches < self._plan.microbatches:
+            programs = tuple(shortened(program, microbatches) for program in programs)
+        codec = self._codecs[key.objective] if key.training and not replica_local else None
+        return self.lane(graph, programs, replica_local, codec)
+
+    def fit(self, bound: Lane, samples: int) -> Lane:
+        """A lane for batches of one size."""
+        plan, parts = self._plan, bound.worker.microbatches
+        own = tuple(counted(samples, parts, plan.data)) if plan.sync.alone else ()
+        return replace(bound, worker=bound.worker.fit(samples), passes=min(parts, samples), counted=own)
+
+    def lane(
+        self, graph: CompiledGraph, programs: Sequence[Program], alone: bool = False, codec: Codec | None = None
+    ) -> Lane:
+        """One of the model's graphs, with every worker's program, bound to this worker.
+
+        Args:
+            graph: as the plan runs it.
             programs: of all workers.
             alone: every replica goes its own way.
             codec: how replicas sum gradients, the same for all lanes of an objective; None: plainly, or not at all.
         """
-        stage = self._holding.stage
-        counted = counts_of(partition, stage).buffers
-        self._holding.tensors.hold({*partition.parameters(stage), *partition.buffers(stage), *counted})
-        layouts, transport = self._prepared.layouts_of(partition), self._connections.transport
-        if layouts.distinct and len(set(transport.all_gather_object(layouts.digest))) > 1:
+        partition, stage = graph.partition, self._holding.stage
+        counts = counts_of(partition, stage).buffers
+        self._holding.tensors.hold({*partition.parameters(stage), *partition.buffers(stage), *counts})
+        transport = self._connections.transport
+        if graph.layouts.distinct and len(set(transport.all_gather_object(graph.layouts.digest))) > 1:
             raise PolylaneError(
                 "workers chose different splits of the operators: are their models, batches and library versions the "
                 "same? A plan file may fix placements"
             )
-        orders = self._prepared.orders_of(partition)
-        if self._plan.redivides and len(set(transport.all_gather_object(digest(partition, orders)))) > 1:
+        if self._plan.redivides and len(set(transport.all_gather_object(digest(partition, graph.orders)))) > 1:
             raise PolylaneError(
                 "workers found the samples in another order in what crosses between stages: are their models, batches "
                 "and library versions the same? Stages with the same data do not divide samples anew"
@@ -99,23 +145,12 @@ class Binding:
             transport,
             self._connections.statistics,
             self._connections.mesh,
-            layouts,
-            orders,
+            graph,
             alone,
             self._holding.shards,
             codec,
         )
-        return Lane(partition, tuple(programs), worker)
-
-    def for_training(
-        self, lanes: Lanes, name: str, batch: Batch, alone: bool = False, codec: Codec | None = None
-    ) -> Lane:
-        """An objective's lane for batches like this one, bound when the first of them comes; see :meth:`lane`."""
-        return self._for(lanes, name, batch, True, alone, codec)
-
-    def for_evaluation(self, name: str, batch: Batch) -> Lane:
-        """As :meth:`for_training`, in evaluation mode and forward only."""
-        return self._for(self._evaluations[name], name, batch, False, False, None)
+        return Lane(partition, tuple(programs), worker, stages_of_buffers(partition))
 
     def kept(self, partition: Partition) -> AbstractContextManager[None]:
         """While a graph is evaluated: what the user's own Python in it keeps is afterwards as it was."""
@@ -123,51 +158,12 @@ class Binding:
             return nullcontext()
         return python_kept(self._prepared.model, *self._losses)
 
-    def _for(self, lanes: Lanes, name: str, batch: Batch, training: bool, alone: bool, codec: Codec | None) -> Lane:
-        structure = (batch.form or self._example).structure
-        form, count = (structure, signature(batch.leaves, batch.sampled)), self.microbatches(batch.samples)
-        captures = self._captures[name, training]
-        number, forgotten = captures.number()
-        for key in [key for key in lanes if key[3] == forgotten]:
-            del lanes[key]
-        if (form, count, alone, number) not in lanes:
-            full = self._plan.microbatches
-            if (form, full, alone, number) not in lanes:
-                other = lanes.get((form, full, not alone, number))
-                known = None if other is None else other.partition
-                if known is None and not training and form == self._form and number == 0:
-                    known = self._prepared.evaluations.get(name)
-                found, programs = self._captured(name, batch, form, training, alone, known)
-                captures.add(number, found)
-                lanes[form, full, alone, number] = self.lane(found, programs, alone, codec)
-            if count < full:
-                lane = lanes[form, full, alone, number]
-                programs = tuple(shortened(p, count) for p in lane.programs)
-                lanes[form, count, alone, number] = self.lane(lane.partition, programs, alone, codec)
-        return lanes[form, count, alone, number]
-
-    def _captured(
-        self, name: str, batch: Batch, form: Any, training: bool, alone: bool, partition: Partition | None
-    ) -> tuple[Partition, tuple[Program, ...]]:
-        """A graph that is captured now, or was captured ahead, and every worker's program for it."""
-        prepared = self._prepared
-        if partition is None:
-            rebuild, main = (batch.form or self._example).rebuild, prepared.partitions[name]
-            example = rebuild(few(batch.leaves, 4, batch.sampled))
-            objective = prepared.objectives[name]
-            which = "a batch like the example" if form == self._form else "a batch of another form than the example's"
-            which += "" if training else " in evaluation mode"
-            with self._holding.wholes.in_model(self._holding.materialized), python_kept(prepared.model, *self._losses):
-                partition = recaptured(prepared.model, objective, main, example, training, prepared.in_float64, which)
-                prepared.look_at(partition)
+    def _refuse(self, partition: Partition, training: bool) -> None:
         self._refuse_moved(partition)
         self._refuse_meeting(partition)
         if training:
             refuse_effects(partition, self._plan)
         self._refuse_new_statistics(partition)
-        layouts = prepared.layouts_of(partition)
-        programs = programs_of(partition, self._plan, self._holding.holders, training, layouts, alone)
-        return partition, self._holding.layout.regrouped(programs)
 
     def _refuse_new_statistics(self, partition: Partition) -> None:
         graphs = [each.graph for each in self._prepared.partitions.values()]
@@ -182,7 +178,7 @@ class Binding:
 
     def _refuse_meeting(self, partition: Partition) -> None:
         """A batch of another form, or another mode, may have another loss: it must be divisible as the first one is."""
-        if not any(layouts.together for layouts in self._prepared.layouts.values()):
+        if not self._prepared.together:
             refuse_meeting(partition.graph, self._plan.microbatches, self._plan.data, self._plan.per_sample)
 
     def _refuse_moved(self, partition: Partition) -> None:

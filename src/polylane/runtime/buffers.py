@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,42 +47,44 @@ class Buffers:
         self._tensors = tensors
         self._device = device
         self._transport = transport
-        self._current: dict[str, set[int]] = {}  # the stages that have it; all of them, until the first step
-        self._uses: dict[int, tuple[Partition, dict[str, set[int]]]] = {}  # by the partition's identity
+        self._current: dict[str, frozenset[int]] = {}  # the stages that have it; all of them, until the first step
 
-    def fetch(self, partition: Partition) -> None:
-        """Before a graph runs: every stage gets the buffers that it uses. All workers must call it."""
-        for name, stages in self._used(partition).items():
+    def fetch(self, used: Mapping[str, Collection[int]]) -> None:
+        """Before a graph runs: every stage gets the buffers that it uses. All workers must call it.
+
+        Args:
+            used: of each buffer that the graph reads or writes, the stages that do; see :func:`stages_of_buffers`.
+        """
+        for name, stages in used.items():
             current = self._current.get(name)
-            if current is not None and not stages <= current:
+            if current is not None and not current.issuperset(stages):
                 tensor = self._tensors()[name]
                 owns = self._speaks and self._stage == min(current)
                 with torch.no_grad():
                     tensor.copy_(self._handed_on(name, tensor.to(self._device), owns))
-                self._current[name] = set(range(self._stages))
+                self._current[name] = frozenset(range(self._stages))
 
-    def written(self, partition: Partition) -> None:
+    def written(self, used: Mapping[str, frozenset[int]]) -> None:
         """After a graph has run in training: only the stages that used a buffer have its new value."""
         if self._stages > 1:
-            self._current |= self._used(partition)
+            self._current |= used
 
     def _handed_on(self, name: str, own: Tensor, owns: bool) -> Tensor:
         if self._pieces is None:
             return shared(own, owns, self._transport, self._column)
         part = self._pieces.whole(name, own if owns else None, own)
         whole = shared(part, True, self._transport, self._column)
-        return self._pieces.of({name: whole}).get(name, whole)
+        return self._pieces.local_shard(name, whole)
 
     def owner(self, name: str) -> int:
         """A stage that has the current value."""
         return min(self._current.get(name, {0}))
 
-    def _used(self, partition: Partition) -> dict[str, set[int]]:
-        """The stages that read or write a buffer, by its name, in the same order on every worker."""
-        if id(partition) not in self._uses:
-            used: dict[str, set[int]] = {}
-            for stage in range(partition.stages):
-                for name in partition.buffers(stage):
-                    used.setdefault(name, set()).add(stage)
-            self._uses[id(partition)] = partition, used
-        return self._uses[id(partition)][1]
+
+def stages_of_buffers(partition: Partition) -> dict[str, frozenset[int]]:
+    """The stages that read or write a buffer, by its name, in the same order on every worker."""
+    used: dict[str, set[int]] = {}
+    for stage in range(partition.stages):
+        for name in partition.buffers(stage):
+            used.setdefault(name, set()).add(stage)
+    return {name: frozenset(stages) for name, stages in used.items()}

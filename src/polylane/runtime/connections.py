@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from polylane.errors import PolylaneError
+from polylane.graph.partition import Partition
+from polylane.graph.whole_batch import statistics_of
 from polylane.plan.plan import Plan
 from polylane.program.check import channels
 from polylane.program.program import Program
 from polylane.runtime.mesh import Mesh, TransportAxis, Waits
+from polylane.runtime.prepare import Prepared
 from polylane.runtime.sync.sharded_layout import shard_group, shard_groups
 from polylane.runtime.traffic import AGREEMENT, OPERATORS, STATISTICS
+from polylane.runtime.transport.choose import transport_for
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.world import World
 
@@ -60,25 +64,18 @@ def check_size(plan: Plan, world: World) -> None:
 
 
 def connected(
-    world: World,
-    plan: Plan,
-    programs: Collection[Sequence[Program]],
-    statistics: bool,
-    connect: Connect,
-    axes: Sequence[Sequence[str]],
-    together: bool,
+    prepared: Prepared, world: World, programs: Collection[Sequence[Program]], connect: Connect | None = None
 ) -> Connections:
     """Open all that a job talks by.
 
     Args:
+        prepared: the training.
         world: this worker among all.
-        plan: how the training is split.
         programs: of all workers, for every objective.
-        statistics: whether any operator shares statistics between replicas.
-        connect: makes a transport.
-        axes: of every stage, along which operators are split, in the order of the mesh.
-        together: whether replicas split operators too.
+        connect: makes a transport; default: what suits where the workers are.
     """
+    plan, connect = prepared.plan, transport_for(world) if connect is None else connect
+    statistics = any(_shares_statistics(partition) for partition in prepared.partitions.values())
     ranks = range(world.size)
     peers = {(rank, peer) for rank in ranks for s in range(plan.pipeline) for peer in plan.peers(rank, s)}
     replicas = sorted({plan.group(rank, ("data",)) for rank in ranks})
@@ -91,12 +88,12 @@ def connected(
     columns = {column_of(plan, rank) for rank in ranks}
     shards = shard_groups(plan, programs)
     transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole, *shards, tuple(ranks)}))
-    mesh, inner = _mesh(world, plan, connect, axes)
+    mesh, inner = _mesh(world, plan, connect, [prepared.axes(stage) for stage in range(plan.pipeline)])
     apart = {} if inner is None else {OPERATORS: inner}
     if plan.sync.shard == "parameters":  # gathered whenever a pass needs them, whatever else is under way
         groups = sorted({shard_group(plan, rank) for rank in ranks})
         apart[AGREEMENT] = connect(world, [], groups, tag=3, own_groups=True)
-    if plan.data == 1 or not statistics or together:
+    if plan.data == 1 or not statistics or prepared.together:
         return Connections(transport, None, mesh, apart)
     # Statistics interleave with the gradients' own reductions, so they have groups of their own.
     apart[STATISTICS] = summing = connect(world, [], replicas, tag=1, own_groups=True)
@@ -106,6 +103,12 @@ def connected(
         return summing.all_reduce(tensor, members).wait()
 
     return Connections(transport, sum_replicas, mesh, apart)
+
+
+def _shares_statistics(partition: Partition) -> bool:
+    """Whether replicas tell each other of their samples: for batch normalization, or for counts of the whole batch."""
+    code = partition.graph.code
+    return code.batch_statistics or bool(statistics_of(code.fx))
 
 
 def replica_of(plan: Plan, rank: int) -> tuple[int, ...]:

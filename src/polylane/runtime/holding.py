@@ -132,7 +132,7 @@ class Holding:
         def keep(name: str, whole: Tensor) -> Tensor | None:
             if name in changed and name not in held:
                 return None  # another stage's
-            own = self.pieces.of({name: whole}).get(name, whole)
+            own = self.pieces.local_shard(name, whole)
             if name not in parts:
                 return own
             self._kept[name] = own.reshape(-1)[slice(*parts[name])].clone()

@@ -1,9 +1,12 @@
-"""Job: a training split over workers, from the user's side: steps, evaluation, batches and weights."""
+"""Job: the user's handle on a training that is split over workers. Its work is done by the role of its worker.
+
+A worker that computes a part of the model has the training role; a worker that a plan dedicates to parameter servers
+has the serving role. One script runs on both: it calls the same methods on every worker.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +14,23 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten, sampled_leaves, signature
-from polylane.graph.partition import Partition
-from polylane.graph.whole_batch import statistics_of
-from polylane.observe.timeline import Span
-from polylane.program.program import Program
-from polylane.runtime import allocator, clock, data, weights
-from polylane.runtime.accounts import Accounts
-from polylane.runtime.binding import Binding, Lane
-from polylane.runtime.connections import Connect, Connections, check_size, connected, replica_of
-from polylane.runtime.division import Batch, Form, Share, counted, shares
+from polylane.observe.timeline import Timeline
+from polylane.runtime import data
+from polylane.runtime.connections import Connect, check_size
+from polylane.runtime.division import Batch
 from polylane.runtime.finite import Anomalies
-from polylane.runtime.holding import Holders, Holding, holders_of, layout_of
-from polylane.runtime.lane import programs_of
 from polylane.runtime.leaving import close_at_exit
 from polylane.runtime.prepare import Prepared
-from polylane.runtime.result import STEPS_KEPT, Reports, StepResult, gathered
-from polylane.runtime.stale import own_calls, stale_of
-from polylane.runtime.sync.choose import rule_of
-from polylane.runtime.traffic_of import traffic_of
-from polylane.runtime.trainer import optimizer_of, trainer_of
-from polylane.runtime.transport.choose import transport_for
-from polylane.runtime.worker import StepState
+from polylane.runtime.result import StepResult, joined
+from polylane.runtime.server_job import ServingRole
+from polylane.runtime.sync.rule import Stepping
+from polylane.runtime.sync.server_log import Update
+from polylane.runtime.training_role import TrainingRole
+from polylane.runtime.transport.protocol import Counters
 from polylane.runtime.world import World
 
 
-def _shares_statistics(partition: Partition) -> bool:
-    """Whether replicas tell each other of their samples: for batch normalization, or for counts of the whole batch."""
-    code = partition.graph.code
-    return code.batch_statistics or bool(statistics_of(code.fx))
-
-
-class Job(Accounts):
+class Job:
     """One worker's handle on a training that is split over all of them; every worker calls the same methods.
 
     Made by :func:`polylane.parallelize`.
@@ -78,94 +66,44 @@ class Job(Accounts):
             connect: makes the transports; default: what suits where the workers are (shared memory on one host).
         """
         check_size(prepared.plan, world)
-        if world.device.type == "cpu":
-            allocator.keep_freed()
-        everyone, world = world, world.first(prepared.plan.workers)
-        self.plan, self.world, self.model = prepared.plan, world, prepared.model
-        self._prepared, self._seed, self._step = prepared, seed, 0
-        leaves, _ = flatten(example)
-        self._sampled = sampled_leaves(leaves)
-        self._compared = self._left = False
-        holders = holders_of(prepared)
-        programs = self._lowered(holders, alone=False)
-        layout = layout_of(prepared, programs)
-        self._programs = {name: layout.regrouped(each) for name, each in programs.items()}
-        alone = self._lowered(holders, alone=True) if self.plan.sync.alone else {}
-        self._connections = self._opened([*self._programs.values(), *alone.values()], connect)
-        self._transport = self._connections.transport
-        self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
-        self._holding = Holding(
-            prepared,
-            world,
-            holders,
-            self._transport,
-            seed=seed,
-            same_weights=same_weights,
-            layout=layout,
-            gathers=self._connections.gathers,
-        )
-        optimizers = {name: optimizer_of(self._holding, name) for name in prepared.objectives}
-        self._holding.keep_parts(optimizers.values())
-        example_form = Form.of(example)
-        form = example_form.structure, signature(leaves, self._sampled)
-        self._binding = Binding(self._holding, self._connections, example_form, form)
-        self._trainers = {
-            name: trainer_of(self._holding, name, optimizers[name], programs, clip_norm)
-            for name, programs in self._programs.items()
-        }
-        self._bind(form, alone)
-        self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
-        self._stale = stale_of(self._holding)
-        self._reports = Reports()
+        self.plan, self.model = prepared.plan, prepared.model
+        self._objectives, self._left = tuple(prepared.partitions), False
         self.anomalies: Anomalies | None = None
-        self._traffic = traffic_of(self._connections, self._rule, self._holding, self._programs)
-        self._spans: deque[tuple[Span, ...]] = deque(maxlen=STEPS_KEPT)
+        self._role: TrainingRole | ServingRole
+        if world.rank < prepared.plan.workers:
+            self._role = TrainingRole(
+                prepared,
+                world,
+                example=example,
+                clip_norm=clip_norm,
+                seed=seed,
+                same_weights=same_weights,
+                connect=connect,
+            )
+        else:
+            self._role = ServingRole(prepared, world, clip_norm)
+        self.world = self._role.world
         if self.plan.sync.serves:
             close_at_exit(self)
 
-    def _opened(self, programs: Sequence[Sequence[Program]], connect: Connect | None) -> Connections:
-        """All that this worker talks by, for all its programs."""
-        prepared, world = self._prepared, self.world
-        return connected(
-            world,
-            self.plan,
-            programs,
-            any(_shares_statistics(partition) for partition in prepared.partitions.values()),
-            transport_for(world) if connect is None else connect,
-            [prepared.axes(stage) for stage in range(self.plan.pipeline)],
-            any(layouts.together for layouts in prepared.layouts.values()),
-        )
-
-    def _bind(self, form: Any, alone: Mapping[str, Sequence[Program]]) -> None:
-        """Make the lanes for batches like the example ready."""
-        for name, trainer in self._trainers.items():
-            partition = self._prepared.partitions[name]
-            bound = self._binding.lane(partition, self._programs[name], codec=trainer.codec)
-            trainer.lanes[form, self.plan.microbatches, False, 0] = bound
-            if name in alone:
-                bound = self._binding.lane(partition, alone[name], True)
-                trainer.lanes[form, self.plan.microbatches, True, 0] = bound
-
-    def _lowered(self, holders: Holders, alone: bool) -> dict[str, tuple[Program, ...]]:
-        """Every objective's programs, of all workers."""
-        return {
-            name: programs_of(partition, self.plan, holders, True, self._prepared.layouts_of(partition), alone)
-            for name, partition in self._prepared.partitions.items()
-        }
-
-    @property
-    def slack(self) -> int:
-        """By how many steps workers may be apart: the loss of an earlier one is there without a wait."""
-        return self._rule.slack
-
-    def lane(self, partition: Partition, programs: Sequence[Program]) -> Lane:
-        """A partition of one of the model's graphs, with every worker's program, bound to this worker's tensors."""
-        return self._binding.lane(partition, programs)
+    def _objective(self, name: str | None) -> str:
+        if name is None:
+            return self._objectives[0]
+        if name not in self._objectives:
+            raise PolylaneError(f"there is no objective {name!r}, known are {', '.join(self._objectives)}")
+        return name
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
+    @property
+    def slack(self) -> int:
+        """Most steps that this worker may have under way: the loss of an earlier step is there without a wait."""
+        return self._role.slack
+
     def step(self, batch: Any, objective: str | None = None) -> StepResult:
         """One optimizer step on one batch: forward, backward, reduction, clipping, optimizer, scheduler.
+
+        A dedicated parameter server returns at once, with a loss of nan.
 
         Args:
             batch: from :meth:`batches`; or a whole batch, the same on every worker, of which each takes its own
@@ -177,79 +115,7 @@ class Job(Accounts):
             PolylaneError: an unknown objective; or a batch with fewer samples than the model needs in training, be it a
             later one of the same epoch.
         """
-        name = self._objective(objective)
-        trainer = self._trainers[name]
-        own = self._own(batch)
-        self._refuse_short(own)
-        with own_calls(), self._rule.watch():
-            lane = self._binding.for_training(trainer.lanes, name, own, self._rule.alone(name), trainer.codec)
-            self._reports.make_room(self._rule.slack)
-            trainer.zero_grad()
-            self._holding.buffers.fetch(lane.partition)
-            lane.worker.anomalies = self.anomalies
-            passes = min(self._binding.microbatches(own.samples), own.samples)
-            with self._traffic.counted(name, passes):
-                state = lane.worker.run(own, self._step, self._seed, lambda state: self._finish(name, lane, own, state))
-            self._holding.buffers.written(lane.partition)
-            report = gathered(
-                lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.together
-            )
-        self._stale.stepped(self._rule.differs)
-        self._reports.add(report)
-        self._spans.append(tuple(state.spans))
-        self._step += 1
-        return StepResult(self._step - 1, own.samples, report)
-
-    def _own(self, batch: Any) -> Batch:
-        """A batch as this worker has it, on its device."""
-        own: Batch = batch if isinstance(batch, Batch) else Batch.whole(batch)
-        if not isinstance(batch, Batch):
-            self._refuse_different(own)
-        if own.samples == 0:
-            raise PolylaneError("the batch has no samples")
-        return own.as_in(self._sampled, self.world.device)
-
-    def _refuse_different(self, batch: Batch) -> None:
-        """See once, at the first whole batch, that it is the same on every worker.
-
-        Elsewhere the habit is a batch of its own for each; here they would take their parts out of different wholes.
-        """
-        if self._compared or self.world.size == 1:
-            return
-        self._compared = True
-        own = [weights.digest(leaf) for leaf in batch.leaves if isinstance(leaf, Tensor)]
-        if any(other != own for other in self._transport.all_gather_object(own)):
-            raise PolylaneError(
-                "workers gave step() different batches: give each of them the same whole batch, of which it takes its "
-                "own samples, or let job.batches(dataset, batch_size) load only those"
-            )
-
-    def _refuse_short(self, batch: Batch) -> None:
-        """See that the model can be trained on a batch and, before any step, on all others of its epoch."""
-        what = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
-        remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
-        self._prepared.fewest.check(batch.shortest, what, remedy)
-
-    def _finish(self, name: str, lane: Lane, batch: Batch, state: StepState) -> None:
-        trainer = self._trainers[name]
-        if not lane.partition.graph.mean:
-            # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
-            together = replica_of(self.plan, self.world.rank) if lane.worker.alone else range(self.world.size)
-            count = self._summed(state, together)[1]
-            if count:
-                trainer.rescale(state.counted / count)
-        self._rule.update(name, trainer, bool(state.shares))
-        parts, replicas = self._binding.microbatches(batch.samples), self.plan.data
-        self._rule.stepped(name, counted(batch.samples, parts, replicas) if self.plan.sync.alone else ())
-
-    def _objective(self, name: str | None) -> str:
-        if name is None:
-            return next(iter(self._trainers))
-        if name not in self._trainers:
-            raise PolylaneError(f"there is no objective {name!r}, known are {', '.join(self._trainers)}")
-        return name
-
-    # ---- evaluation --------------------------------------------------------------------------------------------------
+        return self._role.step(batch, self._objective(objective), self.anomalies)
 
     def evaluate(self, batch: Any, objective: str | None = None) -> float:
         """The loss of a batch in evaluation mode, forward only, through the same stages. Changes nothing."""
@@ -258,23 +124,7 @@ class Job(Accounts):
 
     def evaluate_sums(self, batch: Any, objective: str | None = None) -> tuple[float, float]:
         """As :meth:`evaluate`, the loss as (total, count): to add up over a data set."""
-        name = self._objective(objective)
-        own = self._own(batch)
-        with own_calls():
-            lane = self._binding.for_evaluation(name, own)
-        self._holding.buffers.fetch(lane.partition)
-        with torch.no_grad(), own_calls(), self._rule.agreed(), self._binding.kept(lane.partition):
-            state = lane.worker.run(own, 0, self._seed, lambda state: None)
-        sums: tuple[float, float] = self._rule.told("evaluate", self._summed(state, range(self.world.size)))
-        return sums
-
-    def _summed(self, state: StepState, ranks: Sequence[int]) -> tuple[float, float]:
-        """The loss over some workers, as (total, count)."""
-        sums = torch.tensor(state.sums(), dtype=torch.float64, device=self.world.device)
-        total, count = self._transport.all_reduce(sums, ranks).wait().tolist()
-        return total, count
-
-    # ---- data and weights --------------------------------------------------------------------------------------------
+        return self._role.evaluate_sums(batch, self._objective(objective))
 
     def batches(
         self,
@@ -311,29 +161,20 @@ class Job(Accounts):
         if batch_size < self.plan.microbatches:
             raise PolylaneError(f"a batch of {batch_size} cannot be divided into {self.plan.microbatches} microbatches")
         for epoch in range(first_epoch, first_epoch + epochs):
-            yield from self._epoch(
+            yield from self._role.epoch(
                 dataset, batch_size, epoch, shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers
             )
 
-    def _epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
-        """The batches of one epoch, with this worker's samples; ``how`` they are loaded: see :meth:`batches`."""
-        return data.batches(
-            dataset, batch_size, shares=self._shares, epoch=epoch, seed=self._seed, drop_last=drop_last, **how
-        )
-
-    def _shares(self, samples: int) -> tuple[Share, ...]:
-        """What this worker computes of a batch of so many samples."""
-        program = next(iter(self._programs.values()))[self.world.rank]
-        return shares(samples, self._binding.microbatches(samples), len(program.replicas), program.replica)
+    # ---- weights and gradients ---------------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The first objective's optimizer, over the parameters that this worker holds."""
-        return next(iter(self._trainers.values())).optimizer
+        return self._role.optimizer_of(self._objective(None))
 
     def optimizer_of(self, objective: str) -> torch.optim.Optimizer:
         """The optimizer of one of several objectives."""
-        return self._trainers[self._objective(objective)].optimizer
+        return self._role.optimizer_of(self._objective(objective))
 
     def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
         """Gradients of the last step, of the parameters that this worker holds, after reduction and clipping.
@@ -342,10 +183,7 @@ class Job(Accounts):
         :meth:`whole_gradients`. Where each replica's gradients make an update of their own, they are those of this
         worker's replica.
         """
-        name = self._objective(objective)
-        self._rule.summed_gradients(name)
-        held = self._trainers[name].held
-        return {name: parameter.grad for name, parameter in held.items()}
+        return self._role.gradients(self._objective(objective))
 
     def whole_gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
         """Gradients of the last step, of all parameters that the objective trains; all workers must call it.
@@ -353,40 +191,35 @@ class Job(Accounts):
         They are whole, after reduction and clipping, by the model's own names and in its order, on every worker's CPU:
         what ``parameter.grad`` is on one device. None where a parameter got no gradient.
         """
-        name = self._objective(objective)
-        self._rule.summed_gradients(name)
-        found = self._holding.whole_gradients(self._trainers[name].order)
-        gradients: dict[str, Tensor | None] = self._rule.told("whole_gradients", found)
-        return gradients
+        return self._role.whole_gradients(self._objective(objective))
 
     def held(self) -> dict[str, Tensor]:
         """The parameters and buffers that this worker keeps up to date, by the model's own names.
 
-        Where operators are split, or replicas hold parts, what it holds may be a part.
+        Where operators are split, or replicas hold parts, what it holds may be a part. A dedicated parameter server
+        holds whole parameters.
         """
-        return self._holding.held()
+        return self._role.held()
 
     def part_of(self, name: str) -> str:
         """Which part of a parameter or buffer this worker holds, in words that are equal for equal parts."""
-        return self._holding.label(name)
+        return self._role.part_of(name)
 
     def shard_of(self, name: str, tensor: Tensor) -> Tensor | None:
         """The part of a tensor in a parameter's shape that goes with :meth:`gradients`; None where it has none of it.
 
         Args:
-            name: of the parameter.
+            name: canonical name of the parameter.
             tensor: in the shape that this worker's operators have.
         """
-        return self._holding.shards.part(name, tensor)
+        return self._role.shard_of(name, tensor)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's weights and buffers, with its own names, on every worker's CPU; all must call it.
 
         Where replicas differ, the weights that they agree on: their mean.
         """
-        with self._rule.agreed():
-            state: dict[str, Tensor] = self._rule.told("state_dict", self._holding.state_dict())
-        return state
+        return self._role.state_dict()
 
     def save(self, path: str | Path) -> None:
         """Write the whole model's weights as safetensors, loadable into the plain model; all workers must call it.
@@ -397,22 +230,67 @@ class Job(Accounts):
             NotFinite: on every worker alike, where a weight is NaN or infinite; a file that is there stays.
             PolylaneError: on rank 0, where the file cannot be written.
         """
-        try:
-            with self._rule.agreed():
-                self._holding.save(Path(path))
-        finally:
-            self._rule.told("save", None)
+        self._role.save(Path(path))
+
+    # ---- telemetry ---------------------------------------------------------------------------------------------------
+
+    def stepping(self) -> list[Stepping]:
+        """The first objective's optimizers that step in this process: this worker's, or those of parameter servers."""
+        return self._role.stepping()
+
+    @property
+    def staleness(self) -> int:
+        """Of this worker's last step, updates by others between reading the weights and its own (parameter servers)."""
+        return self._role.staleness
+
+    @property
+    def apart(self) -> bool:
+        """Whether replicas go at their own pace: each worker knows the losses of its own replica only."""
+        return self.plan.sync.serves and self.plan.sync.alone
+
+    @property
+    def counters(self) -> tuple[Counters, ...]:
+        """Of every transport of this process: what was handed over, and what left, since the job was made."""
+        return self._role.counters
+
+    def updates(self) -> tuple[tuple[Update, ...], ...]:
+        """What every parameter server did, update by update, in its order; all workers must call it."""
+        return self._role.updates()
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every worker's value, by rank; all must call it.
+
+        Args:
+            value: plain: numbers, text, tensors, None, and lists, tuples, sets, dicts of these.
+        """
+        return self._role.gather(lambda: value)
+
+    def traffic(self) -> list[dict[str, float]]:
+        """Bytes that every worker sent in a step, the mean over all steps; all workers must call it.
+
+        Of each worker, by rank: for ``"agreement"`` between replicas (gradients, weights), values between
+        ``"stages"``, inside split ``"operators"``, ``"statistics"`` of batches; and as ``"theory"`` what the closed
+        forms of :mod:`polylane.cost.agreement` give for agreement. Counted where tensors leave, without headers.
+        """
+        return self._role.gather(self._role.sent_bytes)
+
+    def timeline(self, steps: int = 1) -> Timeline:
+        """What every worker did in its last steps, on one clock; all must call it.
+
+        Unlike :attr:`StepResult.timeline` it shows replicas beside each other that go at their own pace, and the
+        updates that dedicated parameter servers made meanwhile.
+
+        Args:
+            steps: how many; the last :data:`polylane.runtime.result.STEPS_KEPT` are there.
+        """
+        return joined(self._role.gather(lambda: self._role.spans(steps)), self.plan.workers)
 
     def close(self) -> None:
         """Wait for all messages and leave the other workers, if this job joined them. Once is enough."""
         if self._left:
             return
         self._left = True
-        self._stale.close()
-        self._reports.complete()
-        self._rule.close()
-        self._connections.close()
-        self.world.leave()
+        self._role.close()
 
     def __enter__(self) -> Job:
         return self

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from polylane.graph.dtypes import dtypes_under_autocast
-from polylane.graph.orders import Order
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.planner.layouts import Layouts
@@ -18,14 +17,17 @@ from polylane.program.apart import apart
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
+from polylane.runtime.compiled_graph import CompiledGraph
 from polylane.runtime.mesh import Mesh
+from polylane.runtime.prepare import Prepared
 from polylane.runtime.relays import Relays
-from polylane.runtime.stage import OWN_PYTHON, Around, Localized, StageRunner, extract, ungated, wires
+from polylane.runtime.stage import OWN_PYTHON, Around, Localized, StageRunner, extract, ungated
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.sync.codec import Codec
 from polylane.runtime.sync.sharded import Shards
 from polylane.runtime.sync.sharded_lane import sharding
 from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.value_spec import wires
 from polylane.runtime.worker import Worker
 from polylane.samples.statistics import Statistics
 
@@ -96,6 +98,22 @@ def programs_of(
     return programs
 
 
+def lower_ahead(
+    prepared: Prepared, holders: Mapping[str, Collection[int]], alone: bool = False
+) -> dict[str, tuple[Program, ...]]:
+    """Every worker's programs for training, of each objective's graph that was compiled ahead.
+
+    Args:
+        prepared: the training.
+        holders: stages that keep each parameter up to date.
+        alone: every replica goes its own way.
+    """
+    return {
+        name: programs_of(graph.partition, prepared.plan, holders, True, graph.layouts, alone)
+        for name, graph in prepared.graphs.items()
+    }
+
+
 def bind(
     program: Program,
     plan: Plan,
@@ -103,8 +121,7 @@ def bind(
     transport: Transport,
     statistics: Callable[[Tensor], Tensor] | None,
     mesh: Mesh,
-    layouts: Layouts,
-    orders: Mapping[str, Order],
+    compiled: CompiledGraph,
     alone: bool = False,
     shards: Shards | None = None,
     codec: Codec | None = None,
@@ -112,6 +129,7 @@ def bind(
     """One worker's program, bound to its tensors.
 
     Args:
+        compiled: the graph that it runs, as the plan runs it.
         alone: its replica goes its own way.
         shards: what replicas hold parts of, if anything.
         codec: how replicas sum gradients; what it remembers goes on from one lane of an objective to the next.
@@ -138,7 +156,7 @@ def bind(
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
     cut = sharding(program, plan, shards, held, optional, transport, mesh.waits) if shards.flats else None
     gates = ungated if cut is None else cut.gates
-    code, layout = extract(partition, program.stage, tensors.device, gates), layouts[program.stage]
+    code, layout = extract(partition, program.stage, tensors.device, gates), compiled.layouts[program.stage]
     runner = StageRunner(
         code=code,
         tensors=table,
@@ -151,7 +169,7 @@ def bind(
     reducer = cut.reducer if cut else Reducer(program.buckets, held, optional, transport, codec, program.replicas)
     travelling = wires(partition, dtypes, layout, mesh.coordinates)
     sizes = {name: wire.sizes for name, wire in travelling.items()}
-    relays = Relays(program.rank, plan, partition, layouts, sizes, orders)
+    relays = Relays(program.rank, plan, partition, compiled.layouts, sizes, compiled.orders)
     shared, slow = None if alone else statistics, plan.slow.get(program.rank)
     return Worker(
         program, runner, travelling, relays, transport, shared, reducer, mesh, alone, slow, counts, plan.per_sample

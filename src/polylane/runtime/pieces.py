@@ -1,4 +1,4 @@
-"""Pieces: which part of every parameter and buffer this worker holds, where operators are split."""
+"""Shards of split operators: which part of every parameter and buffer this worker holds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from polylane.runtime.prepare import Prepared
 
 
 class Pieces:
-    """How parameters and buffers lie on the mesh, and this worker's place in it.
+    """Placements of parameters and buffers on a stage's mesh, and this worker's place in it.
 
     Args:
         prepared: with the layouts of all graphs.
-        stage: this worker's.
+        stage: of the worker, from 0.
         coordinates: its index on each axis that cuts parameters.
 
     Attributes:
@@ -56,6 +56,19 @@ class Pieces:
             for name, tensor in tensors.items()
             if cuts[name] and tuple(tensor.shape) == self.shapes[name]
         }
+
+    def local_shard(self, name: str, whole: Tensor) -> Tensor:
+        """This worker's part of a tensor in a parameter's or buffer's whole shape; the tensor itself where it is whole.
+
+        Args:
+            name: canonical name of the parameter or buffer.
+            whole: a tensor of its whole shape, such as its value or its gradient.
+        """
+        return self.of({name: whole}).get(name, whole)
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this worker's part of a parameter or buffer."""
+        return tuple(self.local_shard(name, torch.empty(self.shapes[name], device="meta")).shape)
 
     def cut_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         """Cut what an optimizer made for whole parameters at once, before they were cut."""

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from polylane.cost import compute
 from polylane.errors import PolylaneError
-from polylane.graph.batch import cloned, few, flatten, sample_count, sampled_leaves
+from polylane.graph.batch import cloned, few, flatten, part_count, sample_count, sampled_leaves
 from polylane.graph.export import Loss, python_kept
 from polylane.graph.fewest import Fewest
 from polylane.graph.graph import Graph
-from polylane.graph.orders import Order, Seen, orders_of, why_unknown
-from polylane.graph.partition import Partition, aligned, balanced
+from polylane.graph.orders import Order, Seen
+from polylane.graph.partition import Partition, aligned
 from polylane.plan import fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
-from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
+from polylane.planner.layouts import Layouts, layouts_like
+from polylane.runtime.compiled_graph import CompiledGraph, compile_graph, cut_graph, split_operators, warn_of_untried
 from polylane.runtime.microbatches import asked_for, fewest_for, seen_to_split, with_enough
-from polylane.runtime.optimizer_probe import Untried, whole_parameters
+from polylane.runtime.optimizer_probe import whole_parameters
 from polylane.runtime.own_python import keeps_state, refuse_effects, refuse_repeated
 from polylane.runtime.sync.fitting import check_sync
 from polylane.samples.counts import capture_with_counts
@@ -48,85 +47,87 @@ class Objective:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model ready to be trained by a plan.
+    """A model compiled for a plan, before any worker computes. It never changes: a worker keeps what it compiles for
+    further forms of batches in its own :class:`polylane.runtime.compile_cache.CompileCache`.
 
     Attributes:
         model: the user's, unchanged.
         objectives: by name, the first one is what the plan was made for.
-        partitions: of every objective's graph, by name.
+        graphs: every objective's graph in training mode, by name.
+        evaluations: the graphs in evaluation mode, by name; empty unless they were asked for ahead of the workers.
         plan: how it is split.
         in_float64: whether casts to lower types inside keep float64 (for proofs).
-        evaluations: of the graphs in evaluation mode, as far as they were asked for; others are captured when needed.
-        layouts: how the operators of every stage are split, for every objective's graph; empty where none is.
         init: fills a module's own tensors, for a model on the meta device.
-        whole: parameters that every rank holds whole for their optimizer's sake, and why.
-        seen: how the parts of a batch make up every value, for the graphs of which that was looked at.
+        fewest: how few samples a microbatch may have in training.
     """
 
     model: nn.Module
-    objectives: dict[str, Objective]
-    partitions: dict[str, Partition]
+    objectives: Mapping[str, Objective]
+    graphs: Mapping[str, CompiledGraph]
+    evaluations: Mapping[str, CompiledGraph]
     plan: Plan
-    in_float64: bool = False
-    evaluations: dict[str, Partition] = field(default_factory=dict)
-    layouts: dict[str, Layouts] = field(default_factory=dict)
-    init: Callable[[nn.Module], None] | None = None
-    whole: Mapping[str, str] = field(default_factory=dict)
-    seen: list[tuple[Partition, Seen]] = field(default_factory=list, repr=False, compare=False)
-    _others: dict[int, tuple[Partition, Layouts]] = field(default_factory=dict, repr=False, compare=False)
+    in_float64: bool
+    init: Callable[[nn.Module], None] | None
+    fewest: Fewest
+
+    @property
+    def partitions(self) -> dict[str, Partition]:
+        """The partitions of every objective's graph, by name."""
+        return {name: graph.partition for name, graph in self.graphs.items()}
+
+    @property
+    def main(self) -> Partition:
+        """The partition that the plan was made for."""
+        return next(iter(self.graphs.values())).partition
+
+    @property
+    def layouts(self) -> dict[str, Layouts]:
+        """How the operators of every objective's graph are split, by name; empty where none is."""
+        return {name: graph.layouts for name, graph in self.graphs.items() if graph.layouts.distinct}
+
+    @property
+    def together(self) -> bool:
+        """Whether replicas split operators too, because samples meet in a loss."""
+        return any(graph.layouts.together for graph in self.graphs.values())
 
     def axes(self, stage: int) -> tuple[str, ...]:
         """The axes along which a stage's operators are split; "data" among them where the samples of a batch meet."""
-        return next((layouts.axes(stage) for layouts in self.layouts.values()), ())
+        return next(iter(self.graphs.values())).layouts.axes(stage)
+
+    def microbatches_of(self, samples: int) -> int:
+        """Into how many a batch is divided in training: a short one into fewer, if the model needs the samples."""
+        return part_count(samples, self.plan.microbatches, self.fewest.samples)
+
+    def graph_of(self, partition: Partition) -> CompiledGraph:
+        """One of the graphs that were compiled ahead, by its partition.
+
+        Raises:
+            KeyError: there is none with this partition.
+        """
+        for graph in (*self.graphs.values(), *self.evaluations.values()):
+            if graph.partition is partition:
+                return graph
+        raise KeyError("no graph of this training has this partition")
 
     def layouts_of(self, partition: Partition) -> Layouts:
-        """How the operators of one of the model's graphs are split; its parameters lie as the main graph's do."""
-        if not self.layouts:
-            return Layouts((None,) * self.plan.pipeline)
-        for name, own in self.partitions.items():
-            if own is partition:
-                return self.layouts[name]
-        if id(partition) not in self._others:
-            main = next(iter(self.layouts.values()))
-            self._others[id(partition)] = partition, layouts_like(main, partition, self.plan)
-        return self._others[id(partition)][1]
+        """How the operators of one of these graphs are split; its parameters lie as the main graph's do."""
+        return self.graph_of(partition).layouts
 
     def orders_of(self, partition: Partition) -> Mapping[str, Order]:
-        """How the parts of a batch are brought together in the values of one of the model's graphs that cross.
+        """How the parts of a batch are brought together in the values of one of these graphs that cross."""
+        return self.graph_of(partition).orders
 
-        Where all stages have as many replicas that is no question: whatever a value is, each replica's part of it stays
-        with that replica, and is taken for its rows.
+    def compile_further(self, partition: Partition) -> CompiledGraph:
+        """Compile one more graph of the model (evaluation, batches of another form); parameters lie as in the main one.
 
         Raises:
             PolylaneError: a value crosses between stages with different numbers of replicas, and cannot be divided
             anew.
         """
-        replicas = [degrees.data for degrees in self.plan.meshes]
-        if not self.plan.redivides:
-            return {crossing.value: Order.ROWS for crossing in partition.crossings}
-        seen = next((seen for other, seen in self.seen if other is partition), Seen())
-        orders = orders_of(partition.graph, seen)
-        for crossing in partition.crossings:
-            counts = {replicas[stage] for stage in (crossing.producer, *crossing.consumers)}
-            if orders[crossing.value] is Order.OTHER and len(counts) > 1:
-                told = _cannot_cross(partition, seen, crossing.value, sorted(counts))
-                raise PolylaneError(f"{self.plan.title}: {told}")
-        return orders
-
-    def look_at(self, partition: Partition) -> None:
-        """Derive how the parts of a batch make up the values of one more of the model's graphs, where that matters."""
-        if self.plan.redivides:
-            self.seen.append((partition, known_orders(partition.graph, self.plan.per_sample)))
-
-    @cached_property
-    def fewest(self) -> Fewest:
-        """How few samples a microbatch may have in training."""
-        return fewest_for(self.plan, [partition.graph for partition in self.partitions.values()])
-
-    @property
-    def main(self) -> Partition:
-        """The partition that the plan was made for."""
-        return next(iter(self.partitions.values()))
+        main = next(iter(self.graphs.values())).layouts
+        layouts = layouts_like(main, partition, self.plan) if main.distinct else main
+        seen = known_orders(partition.graph, self.plan.per_sample) if self.plan.redivides else Seen()
+        return compile_graph(partition, self.plan, layouts, seen)
 
 
 def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
@@ -273,30 +274,40 @@ def _prepare(
     fewer = fewer or spec.microbatches is None
     if spec.microbatches is None and keeps_state(graphs.values()):
         microbatches = 1
-    microbatches = with_enough(microbatches, total, fewest_for(spec, graphs.values()), fewer)
+    fewest = fewest_for(spec, graphs.values())
+    microbatches = with_enough(microbatches, total, fewest, fewer)
     for graph in graphs.values():
         refuse_repeated(graph, spec, microbatches)
     partitions, seen, meets = _partitions(
         model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
     )
     chosen = _plan_of(next(iter(partitions.values())), spec, microbatches)
-    evaluations = {
+    captured = {
         name: recaptured(model, objectives[name], partition, rebuild(cloned(part)), False, in_float64)
         for name, partition in (partitions.items() if evaluation else ())
     }
     for partition in partitions.values():
         refuse_effects(partition, chosen)
     check_sync(chosen, partitions, meets)
-    layouts, whole = dict[str, Layouts](), dict[str, str]()
+    layouts = dict.fromkeys(partitions, Layouts((None,) * chosen.pipeline))
     if chosen.axes or meets:
-        whole = _kept_whole(parameters, objectives, chosen)
+        whole = whole_parameters(parameters, [o.optimizer for o in objectives.values()])
+        warn_of_untried(whole, chosen)
         sampled = sampled_leaves(leaves) if meets else ()
-        layouts = _layouts(partitions, chosen, -(-total // microbatches), whole, sampled)
-    prepared = Prepared(model, objectives, partitions, chosen, in_float64, evaluations, layouts, init, whole, seen)
-    for partition in evaluations.values():
-        prepared.look_at(partition)
-    _see_through(prepared)
-    return prepared
+        layouts = split_operators(partitions, chosen, -(-total // microbatches), whole, sampled)
+    compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
+    training = Prepared(
+        model=model,
+        objectives=MappingProxyType(objectives),
+        graphs=MappingProxyType(compiled),
+        evaluations=MappingProxyType({}),
+        plan=chosen,
+        in_float64=in_float64,
+        init=init,
+        fewest=fewest,
+    )
+    evaluations = {name: training.compile_further(each) for name, each in captured.items()}
+    return replace(training, evaluations=MappingProxyType(evaluations))
 
 
 def _partitions(
@@ -310,35 +321,24 @@ def _partitions(
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
     *,
     in_float64: bool,
-) -> tuple[dict[str, Partition], list[tuple[Partition, Seen]], bool]:
+) -> tuple[dict[str, Partition], dict[str, Seen], bool]:
     """Every objective's cuts, what is known of how samples lie in their values, and whether samples meet in a loss."""
-    partitions, seen, meets = dict[str, Partition](), list[tuple[Partition, Seen]](), False
+    partitions, seen, meets = dict[str, Partition](), dict[str, Seen](), False
     for objective in objectives.values():
         graph = graphs[objective.name]
         if spec.data > 1 or microbatches > 1:
             seen_to = seen_to_split(graph, model, objective.loss, leaves, in_float64)
             sync = "" if spec.sync.plain else ",".join(spec.sync.words())
             meets = samples_meet(graph, microbatches, spec.data, spec.per_sample, seen_to, sync) or meets
-        known = Seen()
-        if spec.redivides:
-            known = known_orders(graph, spec.per_sample)
+        known = seen[objective.name] = known_orders(graph, spec.per_sample) if spec.redivides else Seen()
         main = next(iter(partitions.values()), None)
-        partitions[objective.name] = _cut(graph, model, objective.loss, part, spec, main, seconds, known)
-        seen.append((partitions[objective.name], known))
+        partitions[objective.name] = cut_graph(graph, model, objective.loss, part, spec, main, seconds, known)
     return partitions, seen, meets
 
 
 def _graph_of(model: nn.Module, objective: Objective, parameters: Parameters, batch: Any, in_float64: bool) -> Graph:
     trainable = optimized(parameters, objective.optimizer)
     return capture_with_counts(model, objective.loss, batch, trainable=trainable, in_float64=in_float64)
-
-
-def _see_through(prepared: Prepared) -> None:
-    """Ask for what workers will: what cannot be is refused here, and what is forked from here has the answers."""
-    for partition in (*prepared.partitions.values(), *prepared.evaluations.values()):
-        prepared.orders_of(partition)
-    for partition in prepared.evaluations.values():
-        prepared.layouts_of(partition)
 
 
 def recaptured(
@@ -362,39 +362,6 @@ def recaptured(
     return aligned(main, graph)
 
 
-def _cut(
-    graph: Graph,
-    model: nn.Module,
-    loss: Loss,
-    leaves: list[Any],
-    plan: Spec | Plan,
-    main: Partition | None,
-    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
-    seen: Seen,
-) -> Partition:
-    if main is not None:
-        return aligned(main, graph)
-    if isinstance(plan, Plan):
-        return fit.partition_for(plan, graph)
-    if plan.pipeline == 1:
-        return Partition(graph, ())
-    times = seconds(graph, loss, leaves) if seconds is not None else compute.measure(graph, model, loss, cloned(leaves))
-    staying: list[str] = []
-    if plan.redivides:
-        staying = [name for name, order in orders_of(graph, seen).items() if order is Order.OTHER]
-    return balanced(graph, plan.pipeline, times, [degrees.workers for degrees in plan.meshes], staying)
-
-
-def _cannot_cross(partition: Partition, seen: Seen, name: str, replicas: Sequence[int]) -> str:
-    node = partition.graph.nodes[partition.graph.positions[name]]
-    line = f" ({node.source})" if node.source else ""
-    return (
-        f"stages: {name}{line} crosses between stages with {' and '.join(f'data={n}' for n in replicas)}, but how the "
-        "samples of a batch make it up is not known, so that it cannot be divided anew: give them the same data, or "
-        f"cut elsewhere{why_unknown(partition.graph, seen, name)}"
-    )
-
-
 def _plan_of(main: Partition, spec: Spec | Plan, microbatches: int) -> Plan:
     """The plan, with all that it says of its graph.
 
@@ -412,47 +379,3 @@ def _plan_of(main: Partition, spec: Spec | Plan, microbatches: int) -> Plan:
                 f"dimension is {longest}: lower {axis}"
             )
     return plan
-
-
-def _kept_whole(parameters: Parameters, objectives: Mapping[str, Objective], plan: Plan) -> dict[str, str]:
-    """What optimizers must see whole, and why; with a warning where that is not known."""
-    whole = whole_parameters(parameters, [o.optimizer for o in objectives.values()])
-    untried = [why for why in whole.values() if isinstance(why, Untried)]
-    if untried and plan.tensor > 1:
-        warnings.warn(
-            f"{len(untried)} parameters stay whole on every rank of tensor={plan.tensor}, for it is not known whether "
-            f"parts of them can be updated apart: {untried[0]}",
-            stacklevel=3,
-        )
-    return whole
-
-
-def _layouts(
-    partitions: Mapping[str, Partition], plan: Plan, samples: int, whole: Mapping[str, str], sampled: Sequence[bool]
-) -> dict[str, Layouts]:
-    layouts: dict[str, Layouts] = {}
-    whole = {**dict.fromkeys(shared(partitions.values(), plan), SHARED_BY), **whole}
-    for name, partition in partitions.items():
-        first = next(iter(layouts.values()), None)
-        if first is None:
-            layouts[name] = _first_layouts(partition, plan, samples, whole, sampled)
-        else:
-            layouts[name] = layouts_like(first, partition, plan)
-        if cut := layouts[name].cuts(shared(partitions.values(), plan)):
-            raise PolylaneError(
-                f"{plan.title}: {cut[0]} is on stages with different meshes, but cannot be whole on all of them: give "
-                "these stages the same mesh"
-            )
-    return layouts
-
-
-def _first_layouts(
-    partition: Partition, plan: Plan, samples: int, whole: Mapping[str, str], sampled: Sequence[bool]
-) -> Layouts:
-    try:
-        return choose_layouts(partition, plan, samples, whole, sampled)
-    except PolylaneError as error:
-        about, colon, rest = str(error).removeprefix("plan: ").partition(":")
-        if not about.startswith("placements"):
-            raise
-        raise PolylaneError(f"{plan.title}: {about}{colon}{rest}") from error

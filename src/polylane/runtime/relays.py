@@ -41,7 +41,6 @@ class Relays:
     layouts: Layouts
     sizes: Sizes
     orders: Mapping[str, Order]
-    _pieces: dict[tuple[str, int, int, int, bool], Box | None] = field(default_factory=dict)
     _known: dict[tuple[str, int, int, int, bool], tuple[Transfer, ...]] = field(default_factory=dict)
     _boxes: dict[tuple[str, int, int], Box] = field(default_factory=dict)
 
@@ -76,12 +75,6 @@ class Relays:
         return self._counts(producer, samples) * weight * (stop - start) / samples
 
     def _piece(self, value: str, sender: int, receiver: int, samples: int, gradient: bool) -> Box | None:
-        key = (value, sender, receiver, samples, gradient)
-        if key not in self._pieces:
-            self._pieces[key] = self._found_piece(*key)
-        return self._pieces[key]
-
-    def _found_piece(self, value: str, sender: int, receiver: int, samples: int, gradient: bool) -> Box | None:
         stages = self.plan.place(sender)[0], self.plan.place(receiver)[0]
         own = self._box(value, self.rank, samples)
         if self.plan.aligned(*stages):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +19,6 @@ from polylane.graph.leaf import LeafCall
 from polylane.graph.part import Part
 from polylane.graph.partition import Partition
 from polylane.graph.precision import innermost
-from polylane.graph.sizes import size_function
 from polylane.placement.overlap import overlap
 from polylane.placement.rewrite import rewrite
 from polylane.planner.layout import Layout
@@ -28,22 +27,6 @@ from polylane.runtime.sample_witness import Record
 _NUMBERS = itertools.count()
 
 OWN_PYTHON = ("leaf", "function")  # operators that run the user's own Python
-
-
-@dataclass(frozen=True)
-class Wire:
-    """What a travelling value looks like: its dtype, and its shape for any number of samples."""
-
-    name: str
-    dtype: torch.dtype
-    sizes: tuple[Callable[[int], int], ...]
-    layout: Layout | None = None
-    coordinates: Mapping[str, int] = field(default_factory=dict)
-
-    def shape(self, samples: int) -> tuple[int, ...]:
-        """Shape of what this worker has, for a part of so many samples."""
-        whole = tuple(size(samples) for size in self.sizes)
-        return whole if self.layout is None else self.layout.local(self.name, whole, samples, self.coordinates)
 
 
 class Watch:
@@ -147,26 +130,6 @@ class StageCode:
     watch: Watch
 
 
-def wires(
-    partition: Partition,
-    dtypes: Mapping[str, torch.dtype],
-    layout: Layout | None = None,
-    coordinates: Mapping[str, int] | None = None,
-) -> dict[str, Wire]:
-    """Every crossing value by name; ``dtypes`` overrides what capture saw (autocast changes it)."""
-    values = {n.meta["name"]: n.meta["val"] for n in partition.graph.code.fx.nodes if n.op == "call_function"}
-    return {
-        c.value: Wire(
-            c.value,
-            dtypes.get(c.value, values[c.value].dtype),
-            tuple(size_function(size) for size in values[c.value].shape),
-            layout,
-            coordinates or {},
-        )
-        for c in partition.crossings
-    }
-
-
 # For the while, a graph calls further functions of no value.
 Gates = Callable[[fx.Graph], AbstractContextManager[None]]
 
@@ -211,7 +174,7 @@ def extract(partition: Partition, stage: int, device: torch.device, gates: Gates
 
 
 class Localized:
-    """A stage's code as one rank of a mesh runs it: rewritten for every number of samples that comes."""
+    """A stage's code as one rank of a mesh runs it: rewritten for a number of samples."""
 
     def __init__(
         self,
@@ -225,31 +188,24 @@ class Localized:
         self._dtypes, self._gates = dtypes, gates
         self.whole, self._layout, self._coordinates = whole, layout, coordinates
         self._nodes = {node.name: node for node in partition.graph.nodes}
-        self._known: dict[int, StageCode] = {}
 
-    def at(self, samples: int) -> StageCode:
-        """The code for so many samples in hand."""
-        if samples not in self._known:
-            calls, splits = self._layout.at(samples)
-            graph = rewrite(
-                self.whole.graph,
-                calls,
-                splits,
-                samples,
-                self._coordinates,
-                aliases=self._layout.view.aliases,
-                leaving=self.whole.outputs,
-                dtypes=self._dtypes,
-            )
-            overlap(graph)
-            roles = tuple(n.meta["role"] for n in graph.nodes if n.op == "placeholder")
-            run, lines, file = _compiled(graph, f"{samples} samples of {self.whole.file}", self._nodes, self._gates)
-            self._known[samples] = replace(self.whole, run=run, roles=roles, lines=lines, file=file, graph=graph)
-        return self._known[samples]
-
-    def codes(self) -> list[StageCode]:
-        """All that there are so far."""
-        return list(self._known.values())
+    def rewrite_for(self, samples: int) -> StageCode:
+        """The code for so many samples that this rank's operators see."""
+        calls, splits = self._layout.at(samples)
+        graph = rewrite(
+            self.whole.graph,
+            calls,
+            splits,
+            samples,
+            self._coordinates,
+            aliases=self._layout.view.aliases,
+            leaving=self.whole.outputs,
+            dtypes=self._dtypes,
+        )
+        overlap(graph)
+        roles = tuple(n.meta["role"] for n in graph.nodes if n.op == "placeholder")
+        run, lines, file = _compiled(graph, f"{samples} samples of {self.whole.file}", self._nodes, self._gates)
+        return replace(self.whole, run=run, roles=roles, lines=lines, file=file, graph=graph)
 
 
 def _on(value: Any, device: torch.device) -> Any:
@@ -284,7 +240,7 @@ def _compiled(
 
 def node_at_fault(runner: StageRunner, error: BaseException) -> Node | None:
     """The node that was running, forward or backward, when ``error`` was raised; None if none of this stage's."""
-    codes = {code.file: code for code in ([runner.code] if runner.local is None else runner.local.codes())}
+    codes = {code.file: code for code in (runner.code, *runner.codes.values())}
     for frame in traceback.extract_tb(error.__traceback__):
         code = codes.get(frame.filename)
         if code is not None and frame.lineno in code.lines:
@@ -322,8 +278,10 @@ class StageRunner:
         tensors: parameters, buffers and constants by role.
         gradients: names of incoming values whose gradient is wanted.
         autocast: dtype of autocast, or None.
-        local: the code as this rank of a mesh runs it; None where no operator is split.
+        local: rewrites the code for this rank of a mesh; None where no operator is split.
         around: what goes on around passes.
+        codes: the code as this rank runs it, by the number of samples; empty where no operator is split.
+        live: of every microbatch between its passes, what its backward pass needs.
     """
 
     code: StageCode
@@ -333,11 +291,18 @@ class StageRunner:
     autocast: torch.dtype | None = None
     local: Localized | None = None
     around: Around = field(default_factory=Around)
+    codes: Mapping[int, StageCode] = field(default_factory=dict)
     live: dict[int, Live] = field(default_factory=dict)
 
     def at(self, samples: int) -> StageCode:
-        """The code for so many samples in hand."""
-        return self.code if self.local is None else self.local.at(samples)
+        """The code for so many samples in hand, which :meth:`fit` has made."""
+        return self.code if self.local is None else self.codes[samples]
+
+    def fit(self, sizes: Collection[int]) -> StageRunner:
+        """This runner for parts of these numbers of samples: with the code for each of them where it depends on it."""
+        if self.local is None:
+            return self
+        return replace(self, codes={samples: self.local.rewrite_for(samples) for samples in sizes}, live={})
 
     def forward(self, microbatch: int, values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part) -> Live:
         """One forward pass; what the backward pass needs is kept under ``microbatch`` until then.

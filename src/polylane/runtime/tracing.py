@@ -13,11 +13,11 @@ from polylane.graph.part import Part
 from polylane.program.lower import lower_evaluation
 from polylane.runtime.division import Batch
 from polylane.runtime.holding import holders_of
-from polylane.runtime.job import Job
 from polylane.runtime.lane import programs_of
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.stage import Live, StageRunner, values_of
 from polylane.runtime.stale import own_calls
+from polylane.runtime.training_role import TrainingRole
 from polylane.runtime.world import World
 
 
@@ -106,19 +106,20 @@ def trace(prepared: Prepared, world: World, batch: Any, seed: int, step: int = 0
         batch, seed, step: of which step.
         backward: gradients of values are kept instead of values; those of parameters are summed, and not used.
     """
-    job = Job(prepared, world, example=batch, seed=seed)
+    role = TrainingRole(prepared, world, example=batch, seed=seed)
     partition, plan = prepared.main, prepared.plan
     if backward:
         programs = programs_of(partition, plan, holders_of(prepared), True, prepared.layouts_of(partition))
     else:
         programs = lower_evaluation(partition, plan)
-    worker = job.lane(partition, programs).worker
+    whole = Batch.whole(batch)
+    worker = role.lane(partition, programs, whole.samples).worker
     runner = worker.runner
     replica = 0 if "data" in worker.mesh.axes else worker.program.replica
     own = Trace(worker.program.stage, replica, worker.mesh.coordinates)
     same = (runner.code, runner.tensors, runner.gradients, runner.device, runner.autocast, runner.local)
-    worker.runner = _Tracer(*same, trace=own)
+    worker.runner = _Tracer(*same, codes=runner.codes, trace=own)
     with torch.set_grad_enabled(backward), own_calls():
-        worker.run(Batch.whole(batch), step, seed, lambda state: None)
-    job.close()
+        worker.run(whole, step, seed, lambda state: None)
+    role.close()
     return own

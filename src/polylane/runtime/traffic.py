@@ -23,6 +23,7 @@ class Traffic:
         served: of the lines to parameter servers, where some live in this process: these answer in their own time, so
             all is counted that leaves from now on, between steps as well.
         settle: waits until every worker has what was sent to it in its steps; all must call it.
+        cycle: from which step on ``theory`` repeats itself, and after how many steps.
 
     Attributes:
         steps: that were counted, of each objective.
@@ -37,9 +38,11 @@ class Traffic:
         theory: Callable[[str, int, int], float],
         served: Sequence[Counters] = (),
         settle: Callable[[], None] = lambda: None,
+        cycle: tuple[int, int] = (0, 1),
     ) -> None:
         self._main, self._others, self._theory = main, others, theory
-        self._served, self._settle = tuple(served), settle
+        self._served, self._settle, self._cycle = tuple(served), settle, cycle
+        self._in_theory: dict[tuple[str, int, int], float] = {}  # by objective, step of the cycle, microbatches
         self._start = sum(each.sent for each in self._served)
         self.theory = 0.0
         self.steps: Counter[str] = Counter()
@@ -51,8 +54,15 @@ class Traffic:
         before = self._now()
         yield
         self.sent.update(self._now() - before)
-        self.theory += self._theory(objective, self.steps[objective], microbatches)
+        self.theory += self._step_in_theory(objective, microbatches)
         self.steps[objective] += 1
+
+    def _step_in_theory(self, objective: str, microbatches: int) -> float:
+        (begin, period), step = self._cycle, self.steps[objective]
+        key = objective, step if step < begin else begin + (step - begin) % period, microbatches
+        if key not in self._in_theory:
+            self._in_theory[key] = self._theory(*key)
+        return self._in_theory[key]
 
     def _now(self) -> Counter[str]:
         between = self._main.wire["send"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from polylane.cost import agreement
 from polylane.cost.agreement import Held
 from polylane.program.program import Program
@@ -42,7 +40,8 @@ def traffic_of(
         return agreement.sent(plan.sync, held[name], step, microbatches, answers[name])
 
     if not plan.sync.serves:
-        return Traffic(connections.transport.counters, others, theory)
+        cycle = plan.sync.warmup, plan.sync.every
+        return Traffic(connections.transport.counters, others, theory, cycle=cycle)
     served, settle = rule.counters() if within else (), connections.transport.barrier
     return Traffic(connections.transport.counters, others, theory, served, settle)
 
@@ -70,8 +69,7 @@ def _held(holding: Holding, program: Program, hosts: Mapping[str, int], sender: 
     pieces = Pieces(holding.prepared, stage, plan.coordinates(program.rank))
     for bucket in program.buckets:
         for name in bucket.parameters:
-            whole = torch.empty(pieces.shapes[name], device="meta")
-            shape = tuple(pieces.of({name: whole}).get(name, whole).shape)
+            shape = pieces.local_shape(name)
             speaks = stage == min(holding.holders[name]) and pieces.counts("parameter", name)
             leaves = hosts.get(name) != sender and speaks
             alike = set(bucket.ranks) == replicas

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from polylane.optim.trust import bind
 from polylane.program.program import Program
 from polylane.runtime import optimizer
-from polylane.runtime.binding import Lanes
 from polylane.runtime.connections import replica_of
 from polylane.runtime.holding import Holding
 from polylane.runtime.optimizer import Clipper, PartSums, scheduler_of
@@ -36,7 +35,6 @@ class Trainer:
         whole: this worker's parameters as its passes see them.
         codec: how its gradients are summed over replicas, in all of its lanes: what one of them could not send, the
             next one may.
-        lanes: the objective's graphs, bound, by the form of their batches.
     """
 
     optimizer: torch.optim.Optimizer
@@ -47,7 +45,6 @@ class Trainer:
     shards: Shards
     whole: dict[str, nn.Parameter]
     codec: Codec
-    lanes: Lanes = field(default_factory=dict)
 
     def zero_grad(self) -> None:
         """Forget the last step's gradients."""
@@ -60,7 +57,8 @@ class Trainer:
             if self.clipper is not None:
                 self.clipper.clip()
             self.optimizer.step()
-            self.shards.share(self.whole.keys())
+            if self.shards.flats:
+                self.shards.share(self.whole.keys())
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -71,7 +69,25 @@ class Trainer:
             torch._foreach_mul_(grads, factor)
 
 
-def optimizer_of(holding: Holding, name: str) -> torch.optim.Optimizer:
+def trainers_of(
+    holding: Holding, programs: Mapping[str, Sequence[Program]], clip_norm: float | None
+) -> dict[str, Trainer]:
+    """All that every objective needs on this worker, by name; from then on the worker holds parts only.
+
+    Args:
+        holding: what this worker holds, whole parameters until now: optimizers are made of these.
+        programs: of all workers, by objective.
+        clip_norm: bound on the gradients' 2-norm, or None.
+
+    Raises:
+        PolylaneError: a scheduler is none, or wants to know a metric; or gradients cannot travel as the plan says.
+    """
+    optimizers = {name: _optimizer_of(holding, name) for name in programs}
+    holding.keep_parts(optimizers.values())
+    return {name: _trainer_of(holding, name, optimizers[name], each, clip_norm) for name, each in programs.items()}
+
+
+def _optimizer_of(holding: Holding, name: str) -> torch.optim.Optimizer:
     """The user's optimizer of an objective, on what this worker holds."""
     prepared = holding.prepared
     _, held = _optimized(holding, name)
@@ -79,25 +95,13 @@ def optimizer_of(holding: Holding, name: str) -> torch.optim.Optimizer:
     return optimizer.build(prepared.objectives[name], list(held.items()), every)  # type: ignore[no-any-return]
 
 
-def trainer_of(
+def _trainer_of(
     holding: Holding,
     name: str,
     built: torch.optim.Optimizer,
     programs: Sequence[Program],
     clip_norm: float | None,
 ) -> Trainer:
-    """All that an objective needs on this worker, but for its lanes.
-
-    Args:
-        holding: what this worker holds.
-        name: of the objective.
-        built: its optimizer.
-        programs: of all workers.
-        clip_norm: bound on the gradients' 2-norm, or None.
-
-    Raises:
-        PolylaneError: its scheduler is none, or wants to know a metric; or gradients cannot travel as the plan says.
-    """
     order, whole = _optimized(holding, name)
     held = holding.shards.updated(whole)
     if holding.prepared.layouts or holding.layout.units:

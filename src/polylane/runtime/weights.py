@@ -1,4 +1,4 @@
-"""A model's weights across workers: the same at the start, whole at the end."""
+"""Weights across workers: the same at the start, whole at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def same_everywhere(
 
     Args:
         tensors: the same names on every worker.
-        transport: between them.
+        transport: between all training workers.
         device: of tensors that it carries; default: each tensor's own.
     """
     ranks = range(transport.size)
@@ -90,7 +90,7 @@ def require_finite(state: Mapping[str, Tensor], trained: Collection[str], path: 
     Args:
         state: what is to be saved.
         trained: names of parameters; others, such as the mask of an attention, may be infinite on purpose.
-        path: where.
+        path: of the file, for the error.
 
     Raises:
         NotFinite: naming the first of them.

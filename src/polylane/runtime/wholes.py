@@ -1,4 +1,4 @@
-"""Wholes: weights, gradients and buffers put together from the parts that workers hold."""
+"""Full tensors: weights, gradients and buffers put together from the parts that workers hold."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Wholes:
     """Puts parts together; all workers of a stage's mesh, or all workers, must ask for the same.
 
     Args:
-        prepared: the training.
-        world: this worker among all.
+        prepared: the training, equal on every worker.
+        world: this worker among all that train.
         tensors: the model's, of which this worker's are up to date.
         pieces: which part it holds.
         transport: between the workers; each stage's mesh is a group of its.
@@ -85,6 +85,7 @@ class Wholes:
         """
         names, parameters, own = list(names), self._tensors.parameters(), dict[str, Tensor]()
         for name in names:
+            # Of workers that hold the same part of a gradient, one of them gives it to the sum.
             counts = self.shards.counts if name in self.shards.of else self._replica == 0
             gradient = self.shards.gradient(name, parameters[name]) if counts else None
             if gradient is not None and self._stage == min(holders[name]):
@@ -102,7 +103,7 @@ class Wholes:
 
     @contextmanager
     def in_model(self, shapes: bool) -> Iterator[None]:
-        """For the while, let the model have whole parameters and buffers: the user's own code runs on nothing less.
+        """Context manager: the model has whole parameters and buffers, which the user's own code needs.
 
         Args:
             shapes: give them shapes only, for no worker could hold the whole.

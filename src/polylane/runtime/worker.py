@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +17,16 @@ from polylane.graph.part import Part
 from polylane.observe.timeline import Span
 from polylane.plan.slow import Slow
 from polylane.program.program import Program
-from polylane.program.relay import Box, shape_of
+from polylane.runtime.batch_tables import BatchTables, build_tables, count_microbatches
 from polylane.runtime.division import Batch, Share, shares
 from polylane.runtime.finite import Anomalies
 from polylane.runtime.mesh import Mesh
 from polylane.runtime.relays import Relays, place, taken
 from polylane.runtime.sample_witness import is_watched, witness
-from polylane.runtime.stage import StageRunner, Wire, node_at_fault
+from polylane.runtime.stage import StageRunner, node_at_fault
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.transport.protocol import Pending, Transport
+from polylane.runtime.value_spec import Wire
 from polylane.samples.statistics import Replicas, Statistics
 from polylane.schedule.action import Action, Kind
 
@@ -40,9 +42,9 @@ _Sent = tuple[int, int, bool]
 class StepState:
     """What a worker gathers in the course of one step."""
 
-    shares: dict[int, Share]
+    shares: Mapping[int, Share]
     parts: dict[int, Part]
-    sizes: dict[int, int]  # samples of the whole microbatch, of all replicas
+    tables: BatchTables
     counted: int  # samples over which gradients are means
     values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -66,6 +68,8 @@ class StepState:
 
 class Worker:
     """Runs one program, step after step.
+
+    Before it runs it is fitted to the size of a batch, see :meth:`fit`.
 
     Args:
         program: what to do.
@@ -108,12 +112,23 @@ class Worker:
         self.alone = alone
         self.anomalies: Anomalies | None = None  # what looks at forward passes in training
         self._slow, self._slowness = slow, 1.0
-        self._counts, self._per_sample = counts, per_sample
+        self._counts, self._per_sample = counts or None, per_sample
         self._horizon = _horizons(program.actions)
+        self.microbatches = count_microbatches(program)
+        self._reduces = any(len(bucket.ranks) > 1 for bucket in program.buckets)
+        self._speaks = mesh.first  # one of all that compute the same whole loss
+        self._tables: BatchTables | None = None
 
     def shares(self, batch: int) -> tuple[Share, ...]:
         """What this worker computes of a batch of so many samples."""
-        return shares(batch, self._microbatches(), len(self.program.replicas), self.program.replica)
+        return shares(batch, self.microbatches, len(self.program.replicas), self.program.replica)
+
+    def fit(self, samples: int) -> Worker:
+        """This worker for batches of one size: with its tables, and with the code for each of its parts."""
+        fitted, own = copy.copy(self), {s.microbatch: s for s in self.shares(samples) if s.weight or not self.alone}
+        tables = build_tables(self.program, self.relays, self.wires, samples, own, self._together)
+        fitted._tables, fitted.runner = tables, self.runner.fit(set(tables.held.values()))
+        return fitted
 
     def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
         """One step. ``finish`` is what the STEP action does.
@@ -121,16 +136,13 @@ class Worker:
         Raises:
             ActionFailed: from what an action raised, saying which.
         """
-        own = {s.microbatch: s for s in self.shares(batch.samples) if s.weight or not self.alone}
-        parts = self._with_counts(batch, own, self._parts(batch.samples, own, step, seed))
-        ends = bounds(batch.samples, self._microbatches())
+        tables = self._tables
+        assert tables is not None and tables.samples == batch.samples, "a worker runs batches of the size it is fit for"
+        own, last_backward = tables.shares, tables.last_backward
+        parts = self._with_counts(batch, own, self._parts(tables, step, seed))
         self._slowness = 1.0 if self._slow is None else self._slow.at(step, self.program.rank)
         counted = sum(s.samples for s in own.values()) if self.alone else batch.samples
-        state = StepState(own, parts, {i: ends[i][1] - ends[i][0] for i in own}, counted)
-        last_backward = max(
-            (i for i, a in enumerate(self.program.actions) if a.kind is Kind.BACKWARD and a.microbatch in own),
-            default=-1,
-        )
+        state = StepState(own, parts, tables, counted)
         watch = self.runner.code.watch
         watch.records = [] if self._has_witness(step, len(own)) else None
         posted = 0
@@ -139,16 +151,17 @@ class Worker:
                 continue  # a microbatch without samples, skipped by every worker alike
             if action.kind is Kind.REDUCE and not own:
                 continue  # this replica, which goes its own way, has no samples of this batch
-            if action.kind in _TRAVEL and self._piece(action, state) is None:
+            if action.kind in _TRAVEL and action not in tables.routes:
                 continue  # of these samples nothing goes this way
             try:
                 while posted < self._horizon[index]:
                     self._post(self.program.actions[posted], state)
                     posted += 1
-                if index == last_backward:
+                reduces = index == last_backward and self._reduces
+                if reduces:
                     self.reducer.arm()
                 self._do(action, batch, state, finish)
-                if index == last_backward:
+                if reduces:
                     self.reducer.flush()
             except (ActionFailed, PeerLost):
                 raise
@@ -162,16 +175,17 @@ class Worker:
             state.left(key)
         return state
 
-    def _parts(self, batch: int, own: Mapping[int, Share], step: int, seed: int) -> dict[int, Part]:
+    def _parts(self, tables: BatchTables, step: int, seed: int) -> dict[int, Part]:
         """What the operators may know of the samples in hand, by microbatch."""
+        own, batch = tables.shares, tables.samples
         averaged = sum(share.samples for share in own.values()) if self.alone else batch
-        return {i: replace(self._part(share, batch, step, seed), averaged=averaged) for i, share in own.items()}
+        return {i: replace(self._part(share, tables, step, seed), averaged=averaged) for i, share in own.items()}
 
     def _with_counts(self, batch: Batch, own: Mapping[int, Share], parts: dict[int, Part]) -> dict[int, Part]:
         """The parts with what must be counted over the whole batch before any of them is computed on."""
         replicas = self.program.replicas
         apart = self.alone or self._together or len(replicas) == 1
-        if not self._counts or (apart and len(parts) < 2):  # the part is the whole
+        if self._counts is None or (apart and len(parts) < 2):  # the part is the whole
             return parts
         ordered = [parts[i] for i in sorted(parts)]
         leaves = [batch.of(own[i]) for i in sorted(parts)]
@@ -213,15 +227,15 @@ class Worker:
             return self.statistics(tensor)
         return self.transport.all_reduce(tensor, self.program.replicas).wait()
 
-    def _part(self, share: Share, batch: int, step: int, seed: int) -> Part:
+    def _part(self, share: Share, tables: BatchTables, step: int, seed: int) -> Part:
         """What the operators may know of the samples in hand."""
         if self._together:  # replicas hold the microbatch as one, each its rows of it
-            begin, end = bounds(batch, self._microbatches())[share.microbatch]
-            return Part(end - begin, begin, batch, share.microbatch, step, seed)
+            begin, end = bounds(tables.samples, self.microbatches)[share.microbatch]
+            return Part(end - begin, begin, tables.samples, share.microbatch, step, seed)
         return Part(
             samples=share.samples,
             first=share.start,
-            batch=batch,
+            batch=tables.samples,
             microbatch=share.microbatch,
             step=step,
             seed=seed,
@@ -234,23 +248,11 @@ class Worker:
         """Whether replicas split operators too: samples meet in this graph."""
         return "data" in self.mesh.axes
 
-    def _microbatches(self) -> int:
-        return 1 + max((a.microbatch for a in self.program.actions if a.microbatch is not None), default=0)
-
     def _post(self, action: Action, state: StepState) -> None:
-        if action.kind is not Kind.RECEIVE or action.microbatch not in state.shares:
-            return
-        piece = self._piece(action, state)
-        if piece is not None:
+        if action.kind is Kind.RECEIVE and (route := state.tables.routes.get(action)) is not None:
             assert action.value is not None and action.peer is not None
             dtype = self.wires[action.value].dtype
-            state.received[action] = self.transport.receive(shape_of(piece), dtype, action.peer)
-
-    def _piece(self, action: Action, state: StepState) -> Box | None:
-        """What of this worker's part of a value is sent or received, by positions in that part."""
-        assert action.value is not None and action.peer is not None and action.microbatch is not None
-        find = self.relays.sent if action.kind is Kind.SEND else self.relays.received
-        return find(action.value, action.peer, state.sizes[action.microbatch], action.gradient)
+            state.received[action] = self.transport.receive(route.shape, dtype, action.peer)
 
     def _sum_replicas(self, tensor: Tensor) -> Tensor:
         assert self.statistics is not None
@@ -299,14 +301,14 @@ class Worker:
         values = state.values.pop(i, {})
         for crossing in self.program.receives:
             if crossing.value not in values:  # of which this worker has an empty part
-                values[crossing.value] = self._zeros(crossing.value, part.samples)
+                values[crossing.value] = self._zeros(crossing.value, part.samples, state)
         live = self.runner.forward(i, values, leaves, part)
         if self.anomalies is not None and share.weight and torch.is_grad_enabled():
             program = self.program
             self.anomalies.look(self.runner, program.partition.graph, program.stage, values, leaves, part, live)
         state.outgoing[i] = live.outputs
         if (
-            live.loss and share.weight and self.mesh.first
+            live.loss and share.weight and self._speaks
         ):  # what a stand-in computes counts for nothing, were it not a number
             total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
             # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
@@ -335,47 +337,44 @@ class Worker:
         gradients = state.gradients.pop(i, {})
         for crossing in self.program.sends:
             if crossing.requires_grad and crossing.value not in gradients:  # nobody was asked for anything
-                gradients[crossing.value] = self._zeros(crossing.value, state.parts[i].samples)
+                gradients[crossing.value] = self._zeros(crossing.value, state.parts[i].samples, state)
         state.returned[i] = self.runner.backward(i, gradients, seed)
 
     def _send(self, action: Action, state: StepState) -> None:
         i, name = action.microbatch, action.value
         assert i is not None and name is not None and action.peer is not None
         value = (state.returned if action.gradient else state.outgoing)[i][name]
-        wire, samples = self.wires[name], state.parts[i].samples
-        if tuple(value.shape) != wire.shape(samples) or value.dtype != wire.dtype:
+        dtype, shape = self.wires[name].dtype, state.tables.shapes[name, state.parts[i].samples]
+        if tuple(value.shape) != shape or value.dtype != dtype:
             # Checked here because gloo ends the process when sizes disagree.
             raise RuntimeError(
-                f"the value {name} is {value.dtype} {tuple(value.shape)} where capture saw "
-                f"{wire.dtype} {wire.shape(samples)}"
+                f"the value {name} is {value.dtype} {tuple(value.shape)} where capture saw {dtype} {shape}"
             )
-        piece = self._piece(action, state)
-        assert piece is not None
-        value = taken(value.detach(), piece)
-        factor = self.relays.factor(name, action.peer, state.sizes[i], action.gradient)
-        value = value if factor == 1.0 else value * factor
+        route = state.tables.routes[action]
+        value = taken(value.detach(), route.box)
+        value = value if route.factor == 1.0 else value * route.factor
         state.sent.setdefault((i, action.peer, action.gradient), []).append(self.transport.send(value, action.peer))
         self.mesh.waits.bytes += value.nbytes
 
     def _receive(self, action: Action, state: StepState) -> None:
         i, name = action.microbatch, action.value
         assert i is not None and name is not None and action.peer is not None
-        value, piece = state.received.pop(action).wait(), self._piece(action, state)
-        assert piece is not None
+        value = state.received.pop(action).wait()
         self.mesh.waits.bytes += value.nbytes
         if action.gradient:  # an answer to values that have arrived
             state.left((i, action.peer, False))
         found = (state.gradients if action.gradient else state.values).setdefault(i, {})
-        if value.shape != self.wires[name].shape(state.parts[i].samples):
+        samples = state.parts[i].samples
+        if value.shape != state.tables.shapes[name, samples]:
             into = found.pop(name, None)
-            into = self._zeros(name, state.parts[i].samples) if into is None else into
-            place(into, piece, value, add=action.gradient or self.relays.summed(name))
+            into = self._zeros(name, samples, state) if into is None else into
+            place(into, state.tables.routes[action].box, value, add=action.gradient or self.relays.summed(name))
             value = into
         found[name] = value if name not in found else found[name] + value
 
-    def _zeros(self, name: str, samples: int) -> Tensor:
-        wire = self.wires[name]
-        return torch.zeros(wire.shape(samples), dtype=wire.dtype, device=self.runner.device)
+    def _zeros(self, name: str, samples: int, state: StepState) -> Tensor:
+        shape = state.tables.shapes[name, samples]
+        return torch.zeros(shape, dtype=self.wires[name].dtype, device=self.runner.device)
 
 
 _TRAVEL = (Kind.SEND, Kind.RECEIVE)

@@ -1,7 +1,7 @@
-"""Gradients summed over all who hold a parameter, bucket by bucket, while the rest of the backward pass still runs.
+"""Gradient all-reduce in buckets, while the rest of the backward pass still runs (DistributedDataParallel).
 
-The idea is that of PyTorch's DistributedDataParallel (Li et al., VLDB'20, section 3.2), with two differences:
-gradients are not copied back, and a gradient that is large enough travels as it is.
+After PyTorch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2), with two differences: gradients are not
+copied back, and a gradient that is large enough travels as it is.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from polylane.program.program import Bucket
+from polylane.runtime.sync.bucket_launcher import BucketLauncher
 from polylane.runtime.sync.codec import Codec, Flight, Plain, Shares
 from polylane.runtime.sync.strides import laid_as
 from polylane.runtime.transport.protocol import Transport
@@ -35,10 +34,10 @@ class Reducer:
 
     Args:
         buckets: in the order of reduction, the same on every worker.
-        parameters: by canonical name.
+        parameters: this worker's, whole or its parts of them, by canonical name.
         optional: parameters that may get no gradient at all in some step (the user's own Python decides): whether
             anybody had one is summed with them, so that the optimizer skips them just as on one device.
-        transport: between the workers.
+        transport: between all training workers, with a group for every bucket.
         codec: how the sums over the replicas of one stage are made; this worker's own, for it may remember. Reducers of
             the same parameters that work in turns share one. Default: plainly.
         replicas: the ranks that hold the same parts of the same stage as this worker does. A bucket that others sum as
@@ -47,7 +46,7 @@ class Reducer:
 
     Attributes:
         bytes: by the name of a bucket, what this worker handed to the transport when it was last summed.
-        codec: as given; its state belongs into a checkpoint.
+        codec: sums the gradients of replicas; its state belongs into a checkpoint.
     """
 
     def __init__(
@@ -66,45 +65,24 @@ class Reducer:
         plain = Plain()
         self.codec: Codec = plain if codec is None else codec
         self._codecs = [self.codec if set(bucket.ranks) == set(replicas) else plain for bucket in self._buckets]
-        self._of = {name: i for i, bucket in enumerate(self._buckets) for name in bucket.parameters}
         # The user's own Python may give a gradient twice in one pass, or not at all: such buckets wait for its end.
-        self._sure = [self._optional.isdisjoint(bucket.parameters) for bucket in self._buckets]
-        self._waiting: list[set[str]] = []
-        self._next = 0
+        early = [self._optional.isdisjoint(bucket.parameters) for bucket in self._buckets]
+        self._launcher = BucketLauncher([{n: parameters[n] for n in b.parameters} for b in self._buckets], early)
         self._flights: dict[str, _Left] = {}
         self._advanced = True
         self.bytes: Counter[str] = Counter()
-        self._hooks: list[RemovableHandle] = []
 
     def arm(self) -> None:
         """Before the last backward pass of a step: a bucket leaves as soon as its gradients are complete."""
-        self._waiting = [set(bucket.parameters) for bucket in self._buckets]
-        self._next, self._advanced = 0, False
+        self._advanced = False
         self.codec.begin()
-        for name in self._of:
-            hook = self._parameters[name].register_post_accumulate_grad_hook(self._finisher(name))
-            self._hooks.append(hook)
-
-    def _finisher(self, name: str):  # type: ignore[no-untyped-def]
-        def finished(_: Tensor) -> None:
-            self._waiting[self._of[name]].discard(name)
-            # In order, always: the other workers' gradients may be complete in another one.
-            while self._next < len(self._buckets) and not self._waiting[self._next] and self._sure[self._next]:
-                self._launch(self._next)
-
-        return finished
+        self._launcher.begin(self._launch)
 
     def flush(self) -> None:
         """After the last backward pass: send what is left, with zeros for parameters that got no gradient."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        while self._next < len(self._buckets):
-            self._launch(self._next)
-        self._waiting = []
+        self._launcher.end(self._launch)
 
     def _launch(self, index: int) -> None:
-        self._next = index + 1
         bucket = self._buckets[index]
         given = self._transport.counters.given
         flight = self._codecs[index].launch(self._shares(bucket), self._transport)

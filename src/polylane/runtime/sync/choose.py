@@ -1,4 +1,4 @@
-"""From a plan's sync to the rule by which its replicas agree."""
+"""Choice of gradient synchronization: the rule by which this worker's replica agrees with the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rule_of(
 
     Args:
         holding: what the worker holds.
-        trainers: by objective.
+        trainers: optimizers and their parameters, by the name of the objective.
         everyone: the world with those in it that only serve parameters.
         clip_norm: bound on the gradients' 2-norm, or None.
         waits: where the time is counted that a step spends waiting.

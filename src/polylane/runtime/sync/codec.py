@@ -1,15 +1,15 @@
-"""How the gradients of one bucket become their sum: what every way of doing it offers, and the plain one."""
+"""Gradient compression: what every way of summing the gradients of a bucket offers, and the plain all-reduce."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from polylane.runtime.sync.flat_packing import flatten_tensors, split_views
 from polylane.runtime.transport.protocol import Pending, Transport
 
 
@@ -18,7 +18,7 @@ class Shares:
     """What one worker adds to the sum of a bucket.
 
     Attributes:
-        ranks: who sums.
+        ranks: the ranks that sum, in order.
         names: the parameters, the same at every rank.
         gradients: of each, what this worker has of it, in the parameter's shape; all of one dtype. The sum may be
             written into them.
@@ -45,96 +45,81 @@ class Summed:
     dropped: frozenset[str]
 
 
-class Flight(Protocol):
-    """The sum of one bucket, under way."""
+class Flight:
+    """The sum of one bucket, under way; this base has one round of messages."""
 
     def advance(self) -> None:
-        """Ask for the rounds that need the result of the first.
+        """Ask for the rounds that need the result of the first, where there are any.
 
         It is called once for every bucket, in their order, when all of them have been launched: so all ranks ask for
         all collectives in one order, whichever of them are complete.
         """
-        ...
 
     def wait(self) -> Summed:
         """Wait for the sum; :meth:`advance` has been called."""
-        ...
+        raise NotImplementedError
 
 
-class Codec(Protocol):
-    """A way to sum buckets, with what it remembers from one step to the next."""
+class Codec:
+    """A way to sum buckets; this base depends on no step and remembers nothing from one step to the next."""
 
     def begin(self) -> None:
         """A step's sums begin; called at every rank alike."""
-        ...
 
     def launch(self, shares: Shares, transport: Transport) -> Flight:
-        """Start to sum a bucket; called during the backward pass, in the order of the buckets."""
-        ...
+        """Start to sum a bucket; called during the backward pass, in the order of the buckets.
+
+        Args:
+            shares: the bucket's gradients of this worker, and the ranks that sum it.
+            transport: between the workers, with a group of these ranks.
+        """
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers, with which a checkpoint continues exactly; tensors are its own, not copies."""
-        ...
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what :meth:`state_dict` gave, of this rank or one that stood in its place."""
-        ...
+        """Remember what :meth:`state_dict` gave.
+
+        Args:
+            state: of this rank, or of one that stood in its place.
+        """
 
 
-class Plain:
+class Plain(Codec):
     """The sum itself, by the transport's all-reduce.
 
     Bytes of a bucket handed over by each rank: (elements + flags) x those of a number.
     """
 
-    def begin(self) -> None:
-        """Nothing depends on the step."""
-
     def launch(self, shares: Shares, transport: Transport) -> Flight:
-        """See :meth:`Codec.launch`."""
         return PlainFlight(shares, transport.all_reduce(joined(shares), shares.ranks))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is remembered."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing is remembered."""
 
 
 @dataclass
-class PlainFlight:
-    """A sum that is there after one round: all gradients as one vector, the flags behind them."""
+class PlainFlight(Flight):
+    """All gradients of a bucket as one vector, the flags behind them.
+
+    Attributes:
+        shares: what this worker gave of the bucket.
+        pending: the sum of the vectors of all ranks.
+    """
 
     shares: Shares
     pending: Pending
 
-    def advance(self) -> None:
-        """There is one round."""
-
     def wait(self) -> Summed:
-        """See :meth:`Flight.wait`."""
-        return parted(self.shares, self.pending.wait())
+        *gradients, flags = split_views(
+            self.pending.wait(), [*(gradient.shape for gradient in self.shares.gradients), self.shares.flags.shape]
+        )
+        return Summed(tuple(gradients), self.shares.dropped(flags))
 
 
 def joined(shares: Shares) -> Tensor:
-    """All gradients as one vector, or the one that there is as it lies; the flags behind them."""
-    (first, *more), flags = shares.gradients, shares.flags
-    if not more and not len(flags) and first.is_contiguous():
-        return first.detach().view(-1)  # large ones travel alone, and without being copied
-    return torch.cat([*(gradient.reshape(-1) for gradient in shares.gradients), flags])
-
-
-def parted(shares: Shares, vector: Tensor) -> Summed:
-    """The sums that a vector as :func:`joined` makes it holds; views of it."""
-    *gradients, flags = cut(vector, [*(gradient.shape for gradient in shares.gradients), shares.flags.shape])
-    return Summed(tuple(gradients), shares.dropped(flags))
-
-
-def cut(vector: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The tensors that lie one behind the other in a vector; views of it."""
-    pieces = vector.split([prod(shape) for shape in shapes])
-    return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
+    """All gradients as one vector with the flags behind them; a single gradient without flags is not copied."""
+    # The flags have no elements in most models: then a single large gradient travels without being copied.
+    return flatten_tensors((*shares.gradients, shares.flags) if len(shares.flags) else shares.gradients)
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:

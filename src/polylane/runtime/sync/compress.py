@@ -1,4 +1,4 @@
-"""Which codec a plan asks for: from its sync to the object that sums gradients that way."""
+"""Choice of gradient compression: the codec that a plan's sync asks for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def codec_of(sync: Sync, parameters: Mapping[str, Tensor]) -> Codec:
     """How the sums over replicas are made: a new codec, for one objective on one worker.
 
     Args:
-        sync: how replicas agree.
+        sync: the plan's choice of synchronization and compression.
         parameters: whose gradients are to be summed, by canonical name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Whether a training fits the rule by which a plan's replicas agree."""
+"""Check of a plan's sync against a training, before any worker starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that train alone for some steps, and then agree on the mean of their weights: local SGD and its family.
+"""Local SGD and its family: replicas train alone for some steps, and then agree on the mean of their weights.
 
 Local SGD: Stich, ICLR 2019, algorithm 1; after a start with gradients summed in each step: post-local SGD, Lin et al.,
 ICLR 2020. Means are weighted by the samples that each replica has seen, as in federated averaging (McMahan et al.,
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from polylane.plan.sync import Outer, Sync
-from polylane.runtime.sync.mean import means
+from polylane.runtime.sync.mean import means, restore_values
 from polylane.runtime.sync.rule import Rule
 from polylane.runtime.transport.protocol import Transport
 
-# Steps that replicas may be apart by, however rarely they agree: what a step came to is told that much later.
+# Most steps in flight, however rarely replicas agree: the loss of a step is known that many steps later.
 MOST_APART = 32
 
 
@@ -44,14 +44,14 @@ class _Course:
 
 
 class LocalSteps(Rule):
-    """Replicas agree every so many steps of an objective.
+    """Replicas agree on the mean of their weights every ``sync.every`` steps of an objective.
 
     What a replica's optimizer remembers (momenta) stays its own. Running statistics are averaged with the weights.
 
     Args:
         sync: how often, after which start, with which outer optimizer.
         members: this stage's replicas: ranks that hold the same parts, in the order of the replicas.
-        transport: between them.
+        transport: between the workers, with a group of ``members``.
         trained: by objective, the parameters that it trains and this worker holds.
         buffers: this worker's, by name.
     """
@@ -78,19 +78,17 @@ class LocalSteps(Rule):
 
     @property
     def differs(self) -> bool:  # type: ignore[override]
-        """See :class:`Rule`."""
         return any(course.seen for course in self._courses.values())
 
     def alone(self, objective: str) -> bool:
-        """See :meth:`Rule.alone`."""
         return self._courses[objective].steps >= self._sync.warmup
 
     def stepped(self, objective: str, samples: Sequence[int]) -> None:
-        """See :meth:`Rule.stepped`."""
         course = self._courses[objective]
         apart = course.steps >= self._sync.warmup
         course.steps += 1
         if not apart:
+            # While gradients are summed, all replicas agree after every step: the anchor follows.
             with torch.no_grad():
                 for name, anchor in course.anchor.items():
                     anchor.copy_(course.parameters[name])
@@ -103,6 +101,7 @@ class LocalSteps(Rule):
         tensors: dict[str, Tensor] = {**course.parameters, **self._buffers}
         found = self._means(tensors, course.seen)
         if course.outer is not None:
+            # DiLoCo: how far the mean has moved away from the anchor is the outer optimizer's gradient.
             for name, anchor in course.anchor.items():
                 anchor.grad = anchor.detach() - found[name]
             course.outer.step()
@@ -123,18 +122,12 @@ class LocalSteps(Rule):
         tensors: dict[str, Tensor] = {n: t for course in courses for n, t in course.parameters.items()}
         if courses:
             tensors |= self._buffers
-        own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        # Copied, not exchanged: the code of a stage is bound to the tensors themselves.
-        with torch.no_grad():
-            for course in courses:
-                for name, mean in self._means({**course.parameters, **self._buffers}, course.seen).items():
-                    tensors[name].copy_(mean)
-        try:
-            yield
-        finally:
+        with restore_values(tensors.values()):
             with torch.no_grad():
-                for name, tensor in tensors.items():
-                    tensor.copy_(own[name])
+                for course in courses:
+                    for name, mean in self._means({**course.parameters, **self._buffers}, course.seen).items():
+                        tensors[name].copy_(mean)
+            yield
 
 
 def _started(parameters: Mapping[str, nn.Parameter], outer: Outer | None) -> _Course:

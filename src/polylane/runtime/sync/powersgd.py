@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.runtime.sync.codec import Flight, Plain, Shares, Summed, cut, precise
+from polylane.runtime.sync.codec import Codec, Flight, Plain, Shares, Summed, precise
+from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.sync.memory import Memory, restored
 from polylane.runtime.transport.protocol import Pending, Transport
 
 
-class PowerSGD:
+class PowerSGD(Codec):
     """Sums every matrix M = sum of M_k of a bucket by its projection on r directions that all ranks agree on.
 
     Each rank k adds what it left out before to its gradient, M_k = G_k + E_k. Then, with Q (m x r) of the last step:
@@ -57,11 +58,9 @@ class PowerSGD:
         self._directions: dict[str, Tensor] = {}  # Q, transposed: with few rows its products are several times as fast
 
     def begin(self) -> None:
-        """See :meth:`.codec.Codec.begin`."""
         self._steps += 1
 
     def launch(self, shares: Shares, transport: Transport) -> Flight:
-        """See :meth:`.codec.Codec.launch`."""
         low = frozenset(
             name for name, g in zip(shares.names, shares.gradients, strict=True) if pays(g.shape, g.dtype, self.rank)
         )
@@ -91,7 +90,6 @@ class PowerSGD:
         return {"steps": self._steps, "memory": self.memory.state_dict(), "directions": dict(self._directions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`.codec.Codec.load_state_dict`."""
         self._steps = state["steps"]
         self.memory.load_state_dict(state["memory"])
         self._directions = {name: tensor.clone() for name, tensor in state["directions"].items()}
@@ -106,8 +104,8 @@ def pays(shape: torch.Size, dtype: torch.dtype, rank: int) -> bool:
 def orthogonal(rows: Tensor) -> Tensor:
     """Orthonormal rows that span what the given ones do.
 
-    There are as many as given, were these zeros: so a matrix whose gradients were zero for a while finds its directions
-    again.
+    As many rows come out as go in, even where these are all zero: so a matrix whose gradients were zero for some steps
+    finds its directions again.
     """
     basis: Tensor = torch.linalg.qr(rows.T).Q
     return basis.T
@@ -119,7 +117,7 @@ class _Matrix:
 
     name: str
     gradient: Tensor
-    whole: Tensor  # M_k, n x m; afterwards E_k: it lies in the memory
+    whole: Tensor  # M_k, n x m; afterwards E_k: a view of the memory
     left: Tensor  # P^T, r x n
     right: Tensor  # Q^T, r x m
 
@@ -132,7 +130,7 @@ class _Matrix:
         return torch.mm(self.left.T, self.right).view(gradient.shape).to(gradient.dtype)
 
 
-class _Rounds:
+class _Rounds(Flight):
     """A bucket's two all-reduces; see :class:`.codec.Flight`."""
 
     def __init__(self, codec: PowerSGD, shares: Shares, low: frozenset[str], transport: Transport) -> None:
@@ -159,10 +157,11 @@ class _Rounds:
         """The second round; see :meth:`.codec.Flight.advance`."""
         lefts = [matrix.left.shape for matrix in self._matrices.values()]
         rest = [gradient.shape for gradient in self._rest.values()]
-        summed = cut(self._pending.wait(), [*lefts, *rest, self._shares.flags.shape])
+        summed = split_views(self._pending.wait(), [*lefts, *rest, self._shares.flags.shape])
         self._dropped = self._shares.dropped(summed[-1])
         for name, total in zip(self._rest, summed[len(lefts) : -1], strict=True):
             self._rest[name] = total.to(self._shares.flags.dtype)
+        # P is the same at every rank after the first round; the second one sums Q = sum of M_k^T P.
         for matrix, total in zip(self._matrices.values(), summed, strict=False):
             matrix.left = orthogonal(total)
             matrix.right = matrix.left @ matrix.whole
@@ -173,8 +172,7 @@ class _Rounds:
                 matrix.whole.addmm_(matrix.left.T, matrix.right, alpha=-1)
 
     def wait(self) -> Summed:
-        """See :meth:`.codec.Flight.wait`."""
-        summed = cut(self._pending.wait(), [matrix.right.shape for matrix in self._matrices.values()])
+        summed = split_views(self._pending.wait(), [matrix.right.shape for matrix in self._matrices.values()])
         found = dict(self._rest)
         for matrix, total in zip(self._matrices.values(), summed, strict=True):
             matrix.right = total

@@ -1,19 +1,35 @@
-"""What a rule of agreement between replicas decides in a step; the plain one: gradients are summed in each."""
+"""Gradient synchronization as a job sees it: the interface, and the plain rule, where every step sums gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from polylane.values import travels
+
 if TYPE_CHECKING:
     from polylane.runtime.sync.server_log import Update
     from polylane.runtime.trainer import Trainer
     from polylane.runtime.transport.protocol import Counters, Transport
+
+
+@travels
+class CollectiveCall(Enum):
+    """A method of a job that all workers call, dedicated parameter servers too; its value is the method's name."""
+
+    EVALUATE = "evaluate"
+    WHOLE_GRADIENTS = "whole_gradients"
+    STATE_DICT = "state_dict"
+    SAVE = "save"
+    UPDATES = "updates"
+    GATHERED = "gathered"
+    CLOSE = "close"
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class Rule:
         transport: between the workers that train.
 
     Attributes:
-        slack: steps by which replicas may be apart: as many reports of steps may be under way.
+        slack: most steps in flight: reports of steps that a worker may not have waited for yet.
         together: ranks whose losses make up that of a step, where those of others are not waited for; None: all.
         staleness: updates by others between reading the weights of this worker's last step and its own update.
         differs: whether this worker's weights may be others than those of its stage's other replicas now.
@@ -54,16 +70,16 @@ class Rule:
         self._transport = transport
 
     def alone(self, objective: str) -> bool:
-        """Whether replicas take the next step of an objective apart from each other."""
+        """Whether each replica takes the next step of an objective with its own gradients only."""
         return False
 
     def update(self, objective: str, trainer: Trainer, samples: bool) -> None:
         """Turn the gradients of a step into new weights.
 
         Args:
-            objective: that is stepped.
-            trainer: its.
-            samples: whether this replica had any.
+            objective: name of the objective whose step this is.
+            trainer: its optimizer, with the gradients of the step in its parameters.
+            samples: whether this replica had any samples in the batch.
         """
         trainer.update(samples)
 
@@ -71,48 +87,48 @@ class Rule:
         """After an optimizer step: agree, where it is time.
 
         Args:
-            objective: that was stepped.
-            samples: that each replica had of the batch; none of them is told where replicas never go apart.
+            objective: name of the objective whose step it was.
+            samples: number of samples of each replica in the batch; empty where all replicas always go together.
         """
 
     def stepping(self) -> list[Stepping] | None:
-        """Optimizers of the first objective that step in the place of the workers' own, if any do: those of them that
-        live in this process, which may be none. None: the workers' own step."""
+        """The first objective's optimizers of the parameter servers in this process, which may be none.
+
+        None where there are no parameter servers: the workers' own optimizers step.
+        """
         return None
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """For the while, this worker's weights are those on which all replicas agree. All workers must enter it."""
+        """Context manager: temporarily load the weights on which all replicas agree; a collective of all workers."""
         yield
 
     def summed_gradients(self, objective: str) -> None:
         """Let this worker's gradients of the last step be those that the optimizer took."""
 
     def updates(self) -> tuple[tuple[Update, ...], ...]:
-        """Of every parameter server what it did, in its order; all workers must ask for it."""
+        """The updates of every parameter server, in its order; a collective of all workers."""
         return ()
 
     def counters(self) -> tuple[Counters, ...]:
-        """Of what this process sends for the rule's sake, beside what goes through the job's own transports."""
+        """Counters of the transports that the rule has of its own, beside the job's."""
         return ()
 
-    def told(self, what: str, value: Any) -> Any:
-        """What the workers that train have found together; it is told to those that only serve.
+    def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
+        """Send the result of a collective call from the training workers to the dedicated parameter servers.
 
         Args:
-            what: the name of the method that all call.
-            value: the same on all that train.
+            call: the method that all workers are in.
+            value: a plain value, equal on all training workers.
         """
-        return value
 
     def gathered(self, value: Any) -> list[Any]:
         """Every worker's plain value, by rank, of those that only serve as well; all must ask for it."""
         return self._transport.all_gather_object(value)
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """For the while, another worker that is lost is blamed on what ended here, if that was the reason."""
-        yield
+    def watch(self) -> AbstractContextManager[None]:
+        """Context manager: re-raise PeerLost as the local parameter server's failure that caused it, if one did."""
+        return nullcontext()
 
     def close(self) -> None:
         """This worker takes no more steps."""

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from polylane.observe.timeline import Span
-from polylane.runtime.sync.server_line import Head, Kind, Line, Sizes
+from polylane.runtime.sync.flat_packing import Packing
+from polylane.runtime.sync.server_line import CPU, Head, Kind, Line, Sizes
 from polylane.runtime.sync.server_log import ALL, Log, Update
-from polylane.runtime.sync.server_share import Packing, Trade
+from polylane.runtime.sync.server_share import Trade
 from polylane.runtime.sync.server_sum import Arriving
 from polylane.runtime.sync.server_weights import Weights, set_options
 from polylane.schedule import action
@@ -48,13 +49,13 @@ class Server:
     """One parameter server: a thread for each worker waits for what it sends; one at a time changes the weights.
 
     Args:
-        number, rank: of the server, and of the process where it lives.
+        number, rank: of the server among all servers, and of the process where it lives.
         clients: the workers that hold any of its parameters, by rank.
-        objectives: names, in their order.
-        staleness: steps by which a replica may be ahead; 0: all go together; "any".
-        begin: makes the weights and optimizers out of first values.
-        device: where it computes.
-        fellows: ends of lines to other servers: server 0's to all others, theirs to it.
+        objectives: names of the objectives, in the order of their numbers in messages.
+        staleness: most steps by which a replica may be ahead; 0: all replicas go together; "any": no bound.
+        begin: makes the weights and optimizers of this server out of first values by name.
+        device: where weights and optimizer states are.
+        fellows: ends of lines to the other servers: those of server 0 to all others; of others, that to server 0.
 
     Attributes:
         log: the updates so far, in their order.
@@ -185,7 +186,13 @@ class Server:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def _step(self, trade: Trade, head: Head, rows: Sequence[Tensor]) -> None:
-        """One worker's part of one step."""
+        """One worker's part of one step. The last part that an update needs makes it, and releases replicas.
+
+        Args:
+            trade: of the worker.
+            head: says which objective and step it is, and which weights the gradients belong to.
+            rows: packed gradients, and behind them the optimizer's options where they have changed.
+        """
         name = self._objectives[head.objective]
         packing, parts, had = trade.gives[name], dict[str, Tensor](), list[str]()
         if head.kind is Kind.GRADIENTS:
@@ -193,6 +200,7 @@ class Server:
             had = [n for n, flag in zip(packing.names, head.flags, strict=False) if flag]
         if head.extra:
             set_options(self.weights.courses[name].optimizer, rows[-1].numpy().tobytes())
+        # Synchronous: the parts of all replicas make one update. Asynchronous: those of each replica make one.
         together = self._staleness == 0
         key = ALL if together else trade.replica
         if not self._arrived(trade, key, head, parts, had):
@@ -231,12 +239,13 @@ class Server:
         self.log.add(Update(replica, head.step, head.objective, head.version, self._version, ahead))
 
     def _release(self) -> None:
-        """Answer every replica that may take its next step."""
+        """Answer every replica that may take its next step: it is no more than ``staleness`` ahead of the slowest."""
         slowest = min(self._clocks.values())
         packed: dict[tuple[tuple[int, ...], tuple[str, ...]], list[Tensor]] = {}
         for replica in sorted(self._owed):
             if self._staleness == "any" or self._clocks[replica] - slowest <= int(self._staleness):
                 self._owed.discard(replica)
+                # Only weights that changed since this replica's last answer travel: those of other objectives wait.
                 changed = tuple(n for n in self._objectives if self.weights.courses[n].latest > self._seen[replica])
                 self._seen[replica] = self._version
                 for rank in self._ranks[replica]:
@@ -250,7 +259,7 @@ class Server:
     def _rows(self, trade: Trade, objectives: Sequence[str]) -> list[Tensor]:
         """A worker's part of the weights that some objectives train."""
         packing = trade.got(objectives)
-        return packing.packed(_parts(self.weights.parameters, packing, trade))
+        return packing.packed(_parts(self.weights.parameters, packing, trade), CPU)
 
     def _answer(self, rank: int, asked: Head, objectives: Sequence[str], rows: Sequence[Tensor]) -> None:
         client = self._clients[rank]
@@ -267,7 +276,7 @@ class Server:
         packing, held = trade.gets[name], self.weights.courses[name].held
         gradients = {n: grad for n in packing.names if (grad := held[n].grad) is not None}
         flags = bytes(n in gradients for n in packing.names)
-        rows = packing.packed(_parts(gradients, packing, trade))
+        rows = packing.packed(_parts(gradients, packing, trade), CPU)
         self._clients[trade.rank].line.put(
             Head(Kind.ANSWER, head.objective, head.step, self._version, flags=flags), rows
         )

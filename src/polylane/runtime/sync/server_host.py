@@ -1,9 +1,10 @@
-"""The parameter servers of one process, and the lines from it to all servers."""
+"""Parameter servers of one process, and its channels to all servers; all processes open them together."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -19,7 +20,7 @@ from polylane.runtime import clock
 from polylane.runtime.failure import is_peer_loss
 from polylane.runtime.optimizer import Clipper
 from polylane.runtime.prepare import Prepared, named_parameters
-from polylane.runtime.sync.rule import Stepping
+from polylane.runtime.sync.rule import CollectiveCall, Stepping
 from polylane.runtime.sync.server import Client, Server
 from polylane.runtime.sync.server_line import Line, Wire, inside
 from polylane.runtime.sync.server_log import Update
@@ -29,6 +30,7 @@ from polylane.runtime.sync.server_weights import Weights
 from polylane.runtime.transport import c10d
 from polylane.runtime.transport.protocol import Counters, Pending, Transport
 from polylane.runtime.world import World
+from polylane.values import decode, encode
 
 # A server may have nothing to do for long, and a replica wait long for a slow one. One that dies is noticed at once.
 PATIENCE = timedelta(days=1)
@@ -43,35 +45,66 @@ class Host:
 
     Attributes:
         world: of all processes of the training, those that only serve among them, over gloo.
-        transport: between all of them; for what they all do together.
+        transport: between all of them, for collective calls; its channels lead from rank 0 to the dedicated servers.
+        dedicated: ranks of the processes that only serve parameters.
         ahead: seconds that this process's clock is ahead of rank 0's.
-        servers: that live here.
+        servers: those that live in this process, by ascending number.
         lines: from this worker to every server that holds something of its, by number, with what they give each other.
-        transports: of the lines.
-        announced: what was told to those that only serve, and may still be on its way.
+        transports: those that carry the lines of this process.
+        results: sends of results to the dedicated servers that may still be under way.
     """
 
     world: World
     transport: Transport
+    dedicated: range
     ahead: float
     servers: list[Server] = field(default_factory=list)
     lines: dict[int, tuple[Trade, Line]] = field(default_factory=dict)
     transports: list[Transport] = field(default_factory=list)
-    announced: list[Pending] = field(default_factory=list)
+    results: list[Pending] = field(default_factory=list)
 
     @property
     def counters(self) -> tuple[Counters, ...]:
         """Of what went between workers and servers, and between servers."""
         return tuple(transport.counters for transport in self.transports)
 
-    def cause(self) -> BaseException | None:
-        """What ended a server here, where that was its own fault."""
-        errors = (server.error for server in self.servers)
-        return next((error for error in errors if error is not None and not is_peer_loss(error)), None)
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Context manager: re-raise PeerLost as the error that ended a server here, where that was its own fault.
 
-    def blame(self, lost: PeerLost) -> BaseException:
-        """What to raise where another worker was lost: that may be the consequence of a server's end here."""
-        return self.cause() or lost
+        The other workers have then left because of this process, and not the other way round.
+        """
+        try:
+            yield
+        except PeerLost:
+            for server in self.servers:
+                if server.error is not None and not is_peer_loss(server.error):
+                    raise server.error from None
+            raise
+
+    def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
+        """On rank 0: send every dedicated server which method the training workers are in, and its result.
+
+        Args:
+            call: the method, the same on all training workers.
+            value: a plain value; None where a server needs to know only that the call is over.
+        """
+        for pending in self.results:
+            pending.wait()
+        content = torch.frombuffer(bytearray(encode((call, value))), dtype=torch.uint8)
+        length = torch.tensor([content.numel()])
+        self.results = [self.transport.send(each, rank) for rank in self.dedicated for each in (length, content)]
+
+    def receive_result(self) -> tuple[CollectiveCall, Any]:
+        """On a dedicated server: wait for the next collective call of the training workers, and its result.
+
+        Raises:
+            PeerLost: rank 0 is gone.
+        """
+        length = int(self.transport.receive((1,), torch.int64, 0).wait())
+        content = self.transport.receive((length,), torch.uint8, 0).wait()
+        call, value = decode(content.numpy().tobytes())
+        return call, value
 
     def stepping(self) -> list[Stepping]:
         """The optimizers of the servers that live here, of the first objective."""
@@ -103,20 +136,21 @@ def opened(world: World, prepared: Prepared, holders: Mapping[str, Collection[in
     """Open the lines between workers and servers, and start the servers of this process; all processes must call it.
 
     Args:
-        world: of all processes.
-        prepared: the training.
-        holders: stages that hold each parameter.
+        world: of all processes of the training, dedicated servers last.
+        prepared: the training, equal on every worker.
+        holders: stages that hold each parameter, by its canonical name.
         clip_norm: bound on the norm of sums of gradients, or None.
     """
     plan = prepared.plan
+    # Lines carry CPU tensors over gloo, whatever device computes: a group of their own, with another time limit.
     device = torch.device("cpu")
     world.connect()
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
     world.introduce(group)
     every = World(world.rank, world.size, world.local_rank, device, "gloo" if world.size > 1 else None, group=group)
-    first = [(0, rank) for rank in range(plan.workers, world.size)]
-    transport = c10d.Transport(every, first)
-    host = Host(every, transport, clock.ahead_of_rank_0(transport) if world.size > 1 else 0.0)
+    dedicated = range(plan.workers, world.size)
+    transport = c10d.Transport(every, [(0, rank) for rank in dedicated])
+    host = Host(every, transport, dedicated, clock.ahead_of_rank_0(transport) if world.size > 1 else 0.0)
     model = dict(named_parameters(prepared.model, [o.loss for o in prepared.objectives.values()]))
     fellows = _between(every, plan.sync.server_count, [host_of(plan, q) for q in range(plan.sync.server_count)], host)
     for number, share in enumerate(shared_out(prepared.partitions, plan)):

@@ -1,4 +1,15 @@
-"""Lines between workers and parameter servers: messages of a short head and rows of numbers, in order."""
+"""Channels between workers and parameter servers: messages of a short head and rows of numbers, first in, first out.
+
+    worker sends      rows                              server answers     rows
+    WEIGHTS           first weights, one replica's      ANSWER             none, once all have come
+    GRADIENTS         gradients of a step, options      ANSWER             weights that changed since the last answer
+    NOTHING           none: a step without samples      ANSWER             weights that changed since the last answer
+    READ_WEIGHTS      none                              ANSWER             all weights that this worker holds
+    READ_GRADIENTS    none                              ANSWER             gradients of the last update
+    END               none                              nothing
+
+A server that has ended with an error sends FAILED in place of its answers. Servers send each other SUM.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +28,8 @@ from polylane.errors import PeerLost
 from polylane.runtime.transport.protocol import Pending, Transport
 
 Sizes = Sequence[tuple[int, torch.dtype]]
+
+CPU = torch.device("cpu")  # where the rows of messages are, whatever device computes at either end
 
 _NUMBERS = struct.Struct("<8q")
 
@@ -40,8 +53,8 @@ class Head:
     """What precedes the rows of a message.
 
     Attributes:
-        kind: of message.
-        objective: its number.
+        kind: what the message asks for or gives.
+        objective: number of the objective that is stepped or asked for.
         step: the worker's, from 0.
         version: updates that the server had made when the weights were read: those of the answer, or those that the
             gradients were computed with.
@@ -63,7 +76,7 @@ class Head:
     flags: bytes = b""
 
     def to_tensor(self, flags: int) -> Tensor:
-        """As it travels, with room for so many flags."""
+        """The head as bytes, with room for ``flags`` flags: both ends of a line know how many."""
         numbers = (self.objective, self.step, self.version, self.updates, self.staleness, self.objectives, self.extra)
         content = _NUMBERS.pack(int(self.kind), *numbers) + self.flags.ljust(flags, b"\0")
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -105,8 +118,8 @@ class Wire:
         transport: with channels there and back; several threads use it for lines to several peers.
         lock: for it: its calls are short, only waits are long, and they are outside.
         peer: the rank at the other end.
-        flags: room for so many in every head.
-        doing: what a wait is for, for errors.
+        flags: how many flags every head on this line has room for.
+        doing: what a wait is for, in words for errors.
     """
 
     def __init__(self, transport: Transport, lock: threading.Lock, peer: int, flags: int, doing: str) -> None:
@@ -115,7 +128,6 @@ class Wire:
         self._sent: list[Pending] = []
 
     def put(self, head: Head, rows: Sequence[Tensor] = ()) -> None:
-        """See :meth:`Line.put`."""
         for pending in self._sent:
             pending.wait()
         with self._lock:
@@ -124,7 +136,6 @@ class Wire:
             ]
 
     def get(self, sizes: Callable[[Head], Sizes]) -> Message:
-        """See :meth:`Line.get`."""
         head = Head.of_tensor(self._received([(HEAD_BYTES + self._flags, torch.uint8)])[0])
         _refuse_failed(head, self._peer, self._doing)
         return head, self._received(sizes(head))
@@ -140,8 +151,8 @@ class Memory:
 
     Args:
         going, coming: what the ends share.
-        rank: of the process.
-        doing: as for :class:`Wire`.
+        rank: of the process that both ends are in, for errors.
+        doing: what a wait is for, in words for errors.
     """
 
     def __init__(
@@ -150,11 +161,9 @@ class Memory:
         self._going, self._coming, self._rank, self._doing = going, coming, rank, doing
 
     def put(self, head: Head, rows: Sequence[Tensor] = ()) -> None:
-        """See :meth:`Line.put`."""
         self._going.put((head, list(rows)))
 
     def get(self, sizes: Callable[[Head], Sizes]) -> Message:
-        """See :meth:`Line.get`."""
         head, rows = self._coming.get()
         _refuse_failed(head, self._rank, self._doing)
         return head, rows

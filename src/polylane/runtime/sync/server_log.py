@@ -1,4 +1,4 @@
-"""What a parameter server did, in its order: enough to do it again."""
+"""Update log of a parameter server: what it did, in its order, enough to do it again."""
 
 from __future__ import annotations
 

@@ -1,25 +1,28 @@
-"""Replicas whose weights parameter servers hold, as each of their workers sees it."""
+"""Parameter-server client: a worker that trains sends its gradients to the servers and takes its weights from them.
+
+step of a worker         forward, backward | push gradients | wait | pull weights |
+server, synchronous                         ... of all replicas | one update
+server, asynchronous                        | one update for each replica; waits only for one that is too far behind
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from polylane.errors import PeerLost
 from polylane.plan.plan import Plan
 from polylane.runtime.connections import replica_of
 from polylane.runtime.mesh import Waits
-from polylane.runtime.sync.mean import means
-from polylane.runtime.sync.rule import Rule, Stepping
+from polylane.runtime.sync.mean import means, restore_values
+from polylane.runtime.sync.rule import CollectiveCall, Rule, Stepping
 from polylane.runtime.sync.server_host import Host
-from polylane.runtime.sync.server_line import Head, Kind, Line
+from polylane.runtime.sync.server_line import CPU, Head, Kind, Line
 from polylane.runtime.sync.server_log import Update
-from polylane.runtime.sync.server_news import announce
 from polylane.runtime.sync.server_share import Trade
 from polylane.runtime.sync.server_weights import options_of
 from polylane.runtime.transport.protocol import Counters, Transport
@@ -78,7 +81,7 @@ class FromServers(Rule):
         mine = [(t, line) for t, line in self._host.lines.values() if t.replica == 0]
         with self.watch():
             for trade, line in mine:
-                line.put(Head(Kind.WEIGHTS), trade.all[0].packed(self._parameters))
+                line.put(Head(Kind.WEIGHTS), trade.all[0].packed(self._parameters, CPU))
             for _, line in mine:
                 line.get(lambda head: ())
         self._transport.barrier()
@@ -87,11 +90,9 @@ class FromServers(Rule):
 
     @property
     def differs(self) -> bool:  # type: ignore[override]
-        """See :class:`Rule`."""
         return self._sync.alone and self._steps > 0
 
     def alone(self, objective: str) -> bool:
-        """See :meth:`Rule.alone`."""
         return self._sync.alone
 
     def update(self, objective: str, trainer: Trainer, samples: bool) -> None:
@@ -109,7 +110,6 @@ class FromServers(Rule):
         self._follow(objective, trainer, max((head.updates for head in heads), default=0), bool(samples))
 
     def stepped(self, objective: str, samples: Sequence[int]) -> None:
-        """See :meth:`Rule.stepped`."""
         if samples:
             self._seen = [seen + more for seen, more in zip(self._seen, samples, strict=True)]
 
@@ -118,7 +118,7 @@ class FromServers(Rule):
         if kind is Kind.GRADIENTS:
             found = {name: self._parameters[name].grad for name in packing.names}
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-            rows, flags = packing.packed(gradients), bytes(name in gradients for name in packing.names)
+            rows, flags = packing.packed(gradients, CPU), bytes(name in gradients for name in packing.names)
             self._waits.bytes += packing.bytes
             if options:
                 rows.append(torch.frombuffer(bytearray(options), dtype=torch.uint8))
@@ -138,7 +138,7 @@ class FromServers(Rule):
         start = time.perf_counter()
         head, rows = line.get(lambda head: trade.got(self._told(head)).sizes)
         self._waits.seconds += time.perf_counter() - start
-        return head, trade.got(self._told(head)).unpacked(rows, torch.device("cpu"))
+        return head, trade.got(self._told(head)).unpacked(rows)
 
     def _told(self, head: Head) -> list[str]:
         return [name for number, name in enumerate(self._names) if head.objectives >> number & 1]
@@ -188,7 +188,6 @@ class FromServers(Rule):
         return next(iter(self._parameters.values())).device
 
     def stepping(self) -> list[Stepping]:
-        """See :meth:`Rule.stepping`."""
         return self._host.stepping()
 
     @contextmanager
@@ -197,67 +196,44 @@ class FromServers(Rule):
         if not self._sync.alone:
             yield
             return
-        tensors = {**self._parameters, **self._buffers}
-        own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        with self.watch():
-            self._transport.barrier()  # every step that was begun is done
-            for _, line in self._host.lines.values():
-                line.put(Head(Kind.READ_WEIGHTS))
-            for trade, line in self._host.lines.values():
-                self._take(self._asked(trade, line)[1])
-        if any(self._seen):
-            share = self._seen[self._members.index(self._transport.rank)] / sum(self._seen)
-            with torch.no_grad():
-                for name, mean in means(self._buffers, share, self._members, self._transport).items():
-                    self._buffers[name].copy_(mean)
-        try:
+        with restore_values([*self._parameters.values(), *self._buffers.values()]):
+            with self.watch():
+                self._transport.barrier()  # every step that was begun is done
+                for _, line in self._host.lines.values():
+                    line.put(Head(Kind.READ_WEIGHTS))
+                for trade, line in self._host.lines.values():
+                    self._take(self._asked(trade, line)[1])
+            if any(self._seen):
+                share = self._seen[self._members.index(self._transport.rank)] / sum(self._seen)
+                with torch.no_grad():
+                    for name, mean in means(self._buffers, share, self._members, self._transport).items():
+                        self._buffers[name].copy_(mean)
             yield
-        finally:
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    tensor.copy_(own[name])
 
     def updates(self) -> tuple[tuple[Update, ...], ...]:
-        """See :meth:`Rule.updates`."""
         self._transport.barrier()
-        self._announce("updates", None)
+        self.broadcast_result(CollectiveCall.UPDATES, None)
         return self._host.updates()
 
     def counters(self) -> tuple[Counters, ...]:
-        """See :meth:`Rule.counters`."""
         return self._host.counters
 
     # ---- those that only serve ---------------------------------------------------------------------------------------
 
-    def told(self, what: str, value: Any) -> Any:
-        """See :meth:`Rule.told`."""
-        self._announce(what, value)
-        return value
+    def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
+        if self._transport.rank == 0:
+            self._host.broadcast_result(call, value)
 
     def gathered(self, value: Any) -> list[Any]:
-        """See :meth:`Rule.gathered`."""
-        self._announce("gathered", None)
+        self.broadcast_result(CollectiveCall.GATHERED, None)
         return self._host.transport.all_gather_object(value)
 
-    def _announce(self, what: str, value: Any) -> None:
-        if self._transport.rank == 0:
-            announce(self._host, self._plan.workers, what, value)
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """See :meth:`Rule.watch`: where a server here has failed, that is why the others are gone."""
-        try:
-            yield
-        except PeerLost as lost:
-            cause = self._host.blame(lost)
-            if cause is lost:
-                raise
-            raise cause from None
+    def watch(self) -> AbstractContextManager[None]:
+        return self._host.watch()
 
     def close(self) -> None:
-        """See :meth:`Rule.close`."""
         with self.watch():
             for _, line in self._host.lines.values():
                 line.put(Head(Kind.END))
-            self._announce("close", None)
+            self.broadcast_result(CollectiveCall.CLOSE, None)
             self._host.close()

@@ -1,68 +1,16 @@
-"""What a parameter server and each worker give each other."""
+"""Messages of one worker and one parameter server: which gradients it sends, and which weights it receives."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polylane.program.lower import differentiated
 from polylane.runtime.pieces import Pieces
 from polylane.runtime.prepare import Prepared
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A tensor, or a worker's part of it, as it travels."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return torch.Size(self.shape).numel()
-
-
-class Packing:
-    """Tensors laid end to end, one row for each dtype.
-
-    Args:
-        slots: in the order in which they lie.
-    """
-
-    def __init__(self, slots: Iterable[Slot]) -> None:
-        self.rows: dict[torch.dtype, list[Slot]] = {}
-        for slot in slots:
-            self.rows.setdefault(slot.dtype, []).append(slot)
-        self.sizes = tuple((sum(slot.numel for slot in row), dtype) for dtype, row in self.rows.items())
-        self.names = tuple(slot.name for row in self.rows.values() for slot in row)
-
-    @property
-    def bytes(self) -> int:
-        """Of all rows."""
-        return sum(numel * dtype.itemsize for numel, dtype in self.sizes)
-
-    def packed(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """The rows, in new memory on the CPU; zeros for what is not there."""
-        rows = []
-        for dtype, slots in self.rows.items():
-            flat = [tensors[s.name].detach().reshape(-1) if s.name in tensors else None for s in slots]
-            device = next((f.device for f in flat if f is not None), torch.device("cpu"))
-            zeros = (torch.zeros(slot.numel, dtype=dtype, device=device) for slot in slots)
-            rows.append(torch.cat([z if f is None else f for f, z in zip(flat, zeros, strict=True)]).cpu())
-        return rows
-
-    def unpacked(self, rows: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
-        """The tensors, as views of the rows."""
-        found: dict[str, Tensor] = {}
-        for row, slots in zip(rows, self.rows.values(), strict=True):
-            pieces = row.to(device).split([slot.numel for slot in slots])
-            found |= {slot.name: piece.view(slot.shape) for slot, piece in zip(slots, pieces, strict=True)}
-        return found
+from polylane.runtime.sync.flat_packing import Packing, Slot
 
 
 @dataclass(frozen=True)
@@ -70,7 +18,7 @@ class Trade:
     """What one worker and one server give each other.
 
     Attributes:
-        rank, replica: the worker's.
+        rank, replica: of the worker, and the number of its replica.
         place: what it has in common with its counterparts in other replicas, and with nobody else.
         pieces: which parts it holds.
         gives: by objective, the gradients that it sends: of a replica's workers that hold the same part, one does.
@@ -116,7 +64,7 @@ def trades(
     for rank in range(plan.workers):
         stage, replica = plan.place(rank)
         pieces = Pieces(prepared, stage, plan.coordinates(rank))
-        held = {n: _slot(n, parameters[n], pieces) for n in order if stage in holders[n]}
+        held = {n: Slot(n, pieces.local_shape(n), parameters[n].dtype) for n in order if stage in holders[n]}
         speaks = [n for n in held if stage == min(holders[n]) and pieces.counts("parameter", n)]
         if not held:
             continue
@@ -126,8 +74,3 @@ def trades(
         place = stage, *plan.coordinates(rank).values()
         found.append(Trade(rank, replica, place, pieces, gives, gets, every))
     return tuple(found)
-
-
-def _slot(name: str, parameter: nn.Parameter, pieces: Pieces) -> Slot:
-    whole = torch.empty(pieces.shapes[name], device="meta")
-    return Slot(name, tuple(pieces.of({name: whole}).get(name, whole).shape), parameter.dtype)

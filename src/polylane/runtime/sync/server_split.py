@@ -1,4 +1,4 @@
-"""Which parameters each server holds, and in whose process it lives."""
+"""Assignment of parameters to servers, and of servers to processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from polylane.program.lower import differentiated
 
 
 def shared_out(partitions: Mapping[str, Partition], plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters that each server holds: whole ones, by bytes, each the longest of those left to the
-    server that has least (Graham 1969: never more than 4/3 of what the best division gives the fullest one).
+    """Names of the parameters that each server holds: whole ones, balanced by bytes.
 
     Only what some objective trains: the rest never changes.
+
+    Args:
+        partitions: of every objective's graph, by name.
+        plan: says how many servers there are.
 
     Raises:
         PolylaneError: there are more servers than parameters.
@@ -29,12 +32,27 @@ def shared_out(partitions: Mapping[str, Partition], plan: Plan) -> tuple[tuple[s
             f"{plan.title}: sync.servers: {count} servers are more than the {len(sizes)} parameters that are trained, "
             f"of which each is on one server: lower servers to at most {len(sizes)}"
         )
-    filled = [0] * count
-    found: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        found[name] = min(range(count), key=lambda server: filled[server])
-        filled[found[name]] += max(1, sizes[name])
+    found = assign_longest_first({name: max(1, size) for name, size in sizes.items()}, [0] * count)
     return tuple(tuple(name for name in sizes if found[name] == server) for server in range(count))
+
+
+def assign_longest_first(sizes: Mapping[str, int], load: list[int]) -> dict[str, int]:
+    """Longest-processing-time rule: each the largest of those left to the owner that has least so far.
+
+    The fullest owner has at most 4/3 of what the best division would give it (Graham 1969).
+
+    Args:
+        sizes: bytes by name; of equal ones the earlier comes first.
+        load: bytes that each owner has already; grows by what it is given.
+
+    Returns:
+        By name, the number of its owner.
+    """
+    owners = dict[str, int]()
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        owners[name] = load.index(min(load))
+        load[owners[name]] += sizes[name]
+    return owners
 
 
 def host_of(plan: Plan, server: int) -> int:

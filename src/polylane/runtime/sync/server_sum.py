@@ -1,4 +1,4 @@
-"""Gradients that arrive at a parameter server, from the workers of one replica or of all, in any order."""
+"""Gradient aggregation on a parameter server: sums in the order of the ranks, whichever gradients come first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Arriving:
         """One worker's part has come. Whether all have.
 
         Args:
-            rank: the worker's.
+            rank: of the worker that sent it.
             parts: of gradients; kept, and added to.
             had: those of them that are gradients at all: another one is zeros, for there was none.
         """

@@ -1,4 +1,4 @@
-"""The weights that a parameter server holds, and the user's own optimizers and schedulers on them."""
+"""Weights of a parameter server, with the user's own optimizers and schedulers on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Course:
         held: the parameters that it trains, of those that the server holds.
         optimizer, scheduler: the user's own; the one of ``held``, the other of its rates, or None.
         clipper: bounds the norm of sums of gradients over all servers, or None.
-        updates: so far.
+        updates: number of updates so far.
         latest: the server's version after the last of them.
     """
 
@@ -54,7 +54,7 @@ class Weights:
     """A server's part of the model: whole parameters, in memory of its own.
 
     Attributes:
-        parameters: by canonical name.
+        parameters: whole ones, by canonical name.
         courses: by the name of an objective.
     """
 
@@ -77,7 +77,7 @@ class Weights:
             values: of the server's parameters.
             model: all of the model's, for their names, types and whether they are trained at all.
             shapes: of whole parameters, by name; those of the model may be parts.
-            objectives: by name.
+            objectives: the user's losses and optimizer factories, by name.
             trained: by objective, the parameters that get gradients.
             device: where the server computes.
 

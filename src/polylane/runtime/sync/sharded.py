@@ -1,4 +1,4 @@
-"""Parameters of which replicas hold a part each, whole and in parts (ZeRO: Rajbhandari et al., SC 2020).
+"""ZeRO: parameters of which every replica holds a shard, whole and in parts (Rajbhandari et al., SC 2020).
 
 Over n replicas, for P bytes of parameters and K of optimizer states, a worker holds beside its activations
 
@@ -33,14 +33,14 @@ class Flat:
     Attributes:
         unit: what is in it.
         ranks: that hold a part each, by the index of their part.
-        index: this worker's.
-        parameters: this worker's, whole to whoever looks at them, as long as the unit is.
+        index: of this worker's part among ``ranks``.
+        parameters: this worker's; they show their whole values as long as ``whole`` is there, else NaN.
         shard: this worker's part, a vector.
         pieces: of the parameters, what this worker updates; None: nothing of it.
         whole: all parts, a vector; None where only the shard is held.
         blank: what they show while only the shard is held.
-        faces: tensors that show a parameter, by where it begins: the parameter itself, and what stands for it where it
-            takes part as a constant.
+        faces: (tensor, offset, shape) of every alias of the flat buffer: the parameter itself, and its detached
+            constant where one is used.
     """
 
     unit: Unit
@@ -74,7 +74,7 @@ class Flat:
             face.data = whole[begin : begin + shape.numel()].view(shape)
 
     def keep(self, shard: Tensor) -> None:
-        """Let the pieces lie in ``shard``, which has their values."""
+        """Let the pieces be views of ``shard``, which has their values."""
         self.shard, first = shard, self.bounds[self.index][0]
         for (begin, _), piece in zip(self.spans, self.pieces.values(), strict=True):
             if piece is not None:
@@ -82,7 +82,7 @@ class Flat:
                 piece.parameter.data = shard[at : at + piece.end - piece.begin].view(piece.parameter.shape)
 
     def hide(self) -> None:
-        """Let go of all but the shard: parameters keep their shapes only, and whoever reads them reads NaN."""
+        """Let go of all but the shard: parameters keep their shapes only, and read as NaN."""
         self.whole = None
         for face, _, shape in self.faces:
             face.data = self.blank.expand(shape)
@@ -104,13 +104,14 @@ def flat_of(
     """A unit's parameters, laid end to end.
 
     Args:
-        unit: its names.
+        unit: names of the parameters, and how they are cut.
         ranks: that hold a part each, by the index of their part.
-        rank: this worker's.
-        parameters: by name.
+        rank: of this worker, one of ``ranks``.
+        parameters: this worker's, by canonical name.
         hidden: only this worker's part is kept.
         kept: this worker's part of each parameter, where the whole is not here any more.
     """
+    # Where each parameter begins and ends in the unit, and where each rank's part does: the two cuts are independent.
     index, own = ranks.index(rank), tuple(parameters[name] for name in unit.parameters)
     elements = [parameter.numel() for parameter in own]
     bounds, spans = unit.bounds(elements, len(ranks)), tuple(pairwise((0, *accumulate(elements))))
@@ -123,6 +124,7 @@ def flat_of(
     for name, parameter, (begin, _) in zip(unit.parameters, own, spans, strict=True):
         flat.faces.append((parameter, begin, parameter.shape))
         flat.pieces[name] = None
+        # Which elements of the parameter are in this rank's part; an owner has all of them, even where there are none.
         low, high = unit.part(name, elements, len(ranks), index)
         if high > low or (unit.owners and unit.owners[unit.parameters.index(name)] == index):
             at = begin + low - bounds[index][0]
@@ -147,11 +149,10 @@ class Shards:
         flats: the units, in the order in which they are summed.
         hidden: only the parts of parameters are kept between uses (ZeRO-3).
         counts: whether this worker's pieces count in sums over all workers.
-        transport: for what is done once a step.
-        gathers: for what is gathered during passes.
+        transport: of the gathering of new values after an update, once a step.
+        gathers: transport of what is gathered during passes; None where parameters stay whole.
 
     Attributes:
-        flats, hidden, counts: as given.
         of: the unit of every parameter that has one.
     """
 
@@ -189,7 +190,7 @@ class Shards:
         return found
 
     def constant(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """A parameter's value without a gradient, wherever the value lies from now on."""
+        """A detached alias of a parameter, which shows its value whenever the parameter does."""
         if name not in self.of:
             return parameter.detach()
         if name not in self._constants:
@@ -213,7 +214,7 @@ class Shards:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """For the while, all parameters are whole; all workers must enter it."""
+        """Context manager: all parameters are whole; a collective of all workers."""
         if self.hidden and self.gathers is not None:
             for flat in self.flats:
                 flat.show(flat.gather(self.gathers).wait())

@@ -1,4 +1,4 @@
-"""What a program needs where replicas hold parts: its reducer, and what goes on around its passes."""
+"""ZeRO in one program: its gradient reducer, and what goes on around its forward and backward passes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ class ShardedAround(Around):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """See :meth:`Around.forward`."""
         with nullcontext() if self.passes is None else self.passes.forward():
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """See :meth:`Around.backward`."""
         with nullcontext() if self.passes is None else self.passes.backward():
             self.reducer.begin()
             yield
@@ -47,7 +45,7 @@ class Sharding:
     """How one program goes with parts.
 
     Attributes:
-        reducer: sums its gradients.
+        reducer: sums the gradients of its parameters.
         around: goes around its passes.
         gates: what its stage's code calls.
     """
@@ -70,11 +68,11 @@ def sharding(
 
     Args:
         program: of this worker, its buckets being units.
-        plan: it is for.
+        plan: how the training is split.
         shards: what this worker holds.
         held: the parameters of its buckets.
         optional: those of them that may get no gradient at all.
-        transport: between the workers.
+        transport: between all training workers.
         waits: of the action under way, for what passes wait for.
     """
     slices, others = list[Slice](), list[Bucket]()

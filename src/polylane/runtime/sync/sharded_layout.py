@@ -1,4 +1,4 @@
-"""Units of parameters of which replicas hold a part each: what is in them, how they are cut, who sums which part."""
+"""Shard units of ZeRO: which parameters are cut, summed and gathered together, and which ranks sum which part."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from itertools import accumulate, pairwise
 from polylane.graph.graph import TensorInfo
 from polylane.plan.plan import Plan
 from polylane.program.program import Bucket, Program
+from polylane.runtime.sync.server_split import assign_longest_first
 from polylane.schedule.action import Action, Kind
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that lie end to end and are cut, summed and gathered as one.
+    """Parameters that are laid end to end and cut, summed and gathered as one.
 
     Attributes:
         name: that of the bucket that it was made of.
-        parameters: canonical names, in the order in which they lie.
+        parameters: canonical names, in their order in the unit.
         owners: of each the index of the one replica that updates it, ascending, where the optimizer must see it whole;
             empty: the unit is cut evenly, wherever parameters begin and end.
     """
@@ -28,7 +29,12 @@ class Unit:
     owners: tuple[int, ...] = ()
 
     def bounds(self, elements: Sequence[int], ranks: int) -> tuple[tuple[int, int], ...]:
-        """Begin and end of each rank's part, for parameters of so many elements; parts differ by one where even."""
+        """Begin and end of each rank's part; even parts differ by at most one element.
+
+        Args:
+            elements: number of elements of each parameter of the unit.
+            ranks: number of parts, one for each rank.
+        """
         if self.owners:
             sizes = [sum(n for n, o in zip(elements, self.owners, strict=True) if o == rank) for rank in range(ranks)]
         else:
@@ -89,7 +95,7 @@ def units_of(
     Args:
         plan: how the training is split.
         programs: the rank's, by objective; what several objectives train is in the unit of the first.
-        parameters: of the model.
+        parameters: of the model, by canonical name.
         whole: those that their optimizer must see whole.
     """
     found, seen, loads = list[Unit](), set[str](), dict[tuple[int, ...], list[int]]()
@@ -102,21 +108,11 @@ def units_of(
             if cut := tuple(name for name in names if name not in whole):
                 found.append(Unit(label, cut))
             if kept := [name for name in names if name in whole]:
-                sizes = {name: parameters[name].bytes for name in kept}
-                load = loads.setdefault(bucket.ranks, [0] * ranks)
-                owners = _shared_out(sizes, load)
+                sizes = {name: parameters[name].bytes for name in sorted(kept)}
+                owners = assign_longest_first(sizes, loads.setdefault(bucket.ranks, [0] * ranks))
                 order = sorted(kept, key=owners.__getitem__)
                 found.append(Unit(f"{label}.whole", tuple(order), tuple(owners[name] for name in order)))
     return tuple(found)
-
-
-def _shared_out(sizes: Mapping[str, int], load: list[int]) -> dict[str, int]:
-    """Owners of things of these sizes, the largest first to whoever has least so far; ``load`` is what they have."""
-    owners = dict[str, int]()
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = load.index(min(load))
-        load[owners[name]] += sizes[name]
-    return owners
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,7 @@ def units_of_all(
     Args:
         plan: how the training is split.
         programs: of all ranks, by objective.
-        parameters: of the model.
+        parameters: of the model, by canonical name.
         whole: those that their optimizer must see whole.
     """
     lanes = ({name: each[rank] for name, each in programs.items()} for rank in range(plan.workers))
@@ -158,7 +154,7 @@ def _regrouped(program: Program, units: Sequence[Unit]) -> Program:
     buckets, known = list[Bucket](), {name for unit in units for name in unit.parameters}
     for unit in units:
         alike: dict[tuple[tuple[int, ...], frozenset[int]], list[str]] = {}
-        # In the order of the buckets, not as they lie: that may be another one on stages with other replicas.
+        # In the order of the buckets, not of the unit: that may be another one on stages with other replicas.
         for name in (name for name in of if name in unit.parameters):
             alike.setdefault((of[name].ranks, of[name].silent), []).append(name)
         for number, ((ranks, silent), names) in enumerate(alike.items()):

@@ -1,4 +1,5 @@
-"""Parameters gathered for a pass and let go of again, unit by unit (ZeRO-3: Rajbhandari et al., SC 2020, section 5.3).
+"""All-gather of parameters for a pass, unit by unit, and their release (ZeRO-3: Rajbhandari et al., SC 2020,
+section 5.3).
 
 In the forward pass a unit is whole from its first use to its last, and the next one is gathered meanwhile. What
 autograd keeps of it for the backward pass is kept as a place in the unit, not as a tensor; the unit is gathered again
@@ -92,7 +93,7 @@ class Passes:
 
     @contextmanager
     def gates(self, graph: fx.Graph) -> Iterator[None]:
-        """For the while, a graph calls :meth:`need` before a unit's first use, and lets go of it behind its last."""
+        """Context manager: the graph calls :meth:`need` before a unit's first use, and :meth:`drop` after its last."""
         uses, nodes = _uses(graph, self._shards), list(graph.nodes)
         if not self._uses:  # of the whole stage: its parts, one for each number of samples, follow this order
             self._uses = {use.flat.unit.name: use for use in uses}

@@ -1,4 +1,4 @@
-"""Parts of parameters in an optimizer that was made of whole ones, and which optimizers take parts."""
+"""Optimizer sharding: parts of parameters in an optimizer made of whole ones, and which optimizers allow that."""
 
 from __future__ import annotations
 

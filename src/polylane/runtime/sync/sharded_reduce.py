@@ -1,4 +1,4 @@
-"""Gradients summed over replicas of which each keeps a part: reduce-scatter, bucket by bucket, in the backward pass.
+"""Gradient reduce-scatter in buckets, in the backward pass, over replicas of which each keeps a part (ZeRO).
 
 ZeRO-1 sums once a step, in the last backward pass, and keeps whole gradients until then. ZeRO-2 and -3 sum in every
 backward pass and add up what they keep, so that no worker ever has all gradients at once: m microbatches take m
@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from polylane.program.program import Bucket
 from polylane.runtime.mesh import Waits
 from polylane.runtime.sync.all_reduce import Reducer
+from polylane.runtime.sync.bucket_launcher import BucketLauncher
+from polylane.runtime.sync.flat_packing import flatten_tensors
 from polylane.runtime.sync.sharded import Flat, Shards
 from polylane.runtime.transport.protocol import Pending, Transport
 
@@ -29,11 +30,11 @@ class Slice:
 
     Attributes:
         bucket: a unit's gradients, or some of them.
-        flat: the unit.
+        flat: the unit whose parameters the bucket has.
         crossing: the ranks that sum the same part for shard groups of their own, with this one.
         optional: those of the parameters that may get no gradient at all.
         sizes: elements of each rank's part of the bucket.
-        parameters: the bucket's, as they lie in the unit.
+        parameters: the bucket's by name, in their order in the unit.
         had: those of which this worker had a gradient in the step.
         total: this worker's part of the sum over its shard group, as far as it has come in the step.
         crossed: its sum over ``crossing``, under way.
@@ -75,9 +76,9 @@ class ShardedReducer(Reducer):
     Args:
         slices: the buckets that are cut, in the order of reduction.
         others: buckets that are summed whole.
-        parameters: by canonical name.
+        parameters: those of the buckets, as the model has them, by canonical name.
         optional: parameters that may get no gradient at all in some step.
-        transport: between the workers.
+        transport: between all training workers, with the shard groups among its groups.
         shards: what this worker holds.
         waits: of the action under way.
         each_pass: sum after each backward pass, and keep nothing whole; else after the last.
@@ -101,60 +102,44 @@ class ShardedReducer(Reducer):
         self._slices, self._shards, self._each_pass, self._used = tuple(slices), shards, each_pass, used
         self._waits = waits
         self._wholly = [b for b in others if len(b.ranks) > 1 and any(name in shards.of for name in b.parameters)]
-        self._missing: list[set[str]] = []
-        self._at, self._last = 0, False
-        self._cut_hooks: list[RemovableHandle] = []
+        early = [not each.optional for each in self._slices]
+        self._slice_launcher = BucketLauncher([each.parameters for each in self._slices], early)
+        self._last = False
         self._sent: deque[_Flight] = deque()
         self._since: dict[str, float] = {}
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """See :meth:`Reducer.arm`."""
         super().arm()
         self._last = True
 
     def begin(self) -> None:
         """Before every backward pass."""
-        if not (self._last or self._each_pass):
-            return
-        self._missing, self._at = [set(s.parameters) for s in self._slices], 0
-        for number, each in enumerate(self._slices):
-            for name, parameter in each.parameters.items():
-                hook = parameter.register_post_accumulate_grad_hook(self._done(number, name))
-                self._cut_hooks.append(hook)
-
-    def _done(self, number: int, name: str) -> Callable[[Tensor], None]:
-        def done(_: Tensor) -> None:
-            self._missing[number].discard(name)
-            # In order, always: the other workers' gradients may be complete in another one.
-            while self._at < len(self._slices) and not self._missing[self._at] and not self._slices[self._at].optional:
-                self._leave(self._slices[self._at])
-
-        return done
+        if self._last or self._each_pass:
+            self._slice_launcher.begin(self._leave)
 
     def end(self) -> None:
         """After every backward pass."""
         if not (self._last or self._each_pass):
             return
-        for hook in self._cut_hooks:
-            hook.remove()
-        self._cut_hooks.clear()
-        while self._at < len(self._slices):
-            self._leave(self._slices[self._at])
+        self._slice_launcher.end(self._leave)
         if not self._last:
             self._land(0)
-        self._missing, self._last = [], False
+        self._last = False
 
     # ---- one bucket --------------------------------------------------------------------------------------------------
 
-    def _leave(self, each: Slice) -> None:
-        self._at += 1
+    def _leave(self, index: int) -> None:
+        each = self._slices[index]
         silent = self._transport.rank in each.bucket.silent
-        grads = {name: None if silent else p.grad for name, p in each.parameters.items()}
-        vector, name = _end_to_end(list(grads.values()), list(each.parameters.values())), each.bucket.name
-        each.had |= {name for name, gradient in grads.items() if gradient is not None}
-        grads.clear()
+        grads = {name: p.grad for name, p in each.parameters.items() if p.grad is not None and not silent}
+        vector = flatten_tensors(
+            [grads[name] if name in grads else p.new_zeros(p.shape) for name, p in each.parameters.items()]
+        )
+        name = each.bucket.name
+        each.had |= grads.keys()
+        grads.clear()  # with each_pass the last reference to the whole gradients but for the vector
         if self._each_pass:
             for parameter in each.parameters.values():
                 parameter.grad = None
@@ -174,7 +159,7 @@ class ShardedReducer(Reducer):
         return self._transport.all_reduce(had, each.bucket.ranks)
 
     def _land(self, most: int) -> None:
-        """Wait until no more than so many buckets are under way, in the order in which they left."""
+        """Wait until no more than ``most`` buckets are under way, in the order in which they left."""
         start = time.perf_counter()
         while len(self._sent) > most:
             self._take(self._sent.popleft())
@@ -225,7 +210,6 @@ class ShardedReducer(Reducer):
     # ---- after the last pass -----------------------------------------------------------------------------------------
 
     def wait(self, name: str) -> float:
-        """See :meth:`Reducer.wait`."""
         if name not in self._since:
             started = super().wait(name)
             self._cut_whole(name)
@@ -246,11 +230,3 @@ class ShardedReducer(Reducer):
                 piece.parameter.grad = piece.of(parameter.grad)
             if self._each_pass:
                 parameter.grad = None
-
-
-def _end_to_end(grads: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Tensor:
-    """All gradients as one vector, zeros where there is none; one that is alone as it lies."""
-    if len(grads) == 1 and grads[0] is not None and grads[0].is_contiguous():
-        return grads[0].detach().view(-1)
-    every = [p.new_zeros(p.shape) if g is None else g for g, p in zip(grads, parameters, strict=True)]
-    return torch.cat([each.detach().reshape(-1) for each in every])

@@ -1,4 +1,4 @@
-"""Gradients that lie in memory as their parameters do: optimizers that walk over both at once count on it."""
+"""Memory layout of gradients: that of their parameters, which optimizers that walk over both at once count on."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from polylane.cost.agreement import entries
-from polylane.runtime.sync.codec import Flight, Shares, Summed, cut, precise
+from polylane.runtime.sync.codec import Codec, Flight, Shares, Summed, precise
+from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.sync.memory import Memory
 from polylane.runtime.transport.protocol import Pending, Transport
 
@@ -23,7 +24,7 @@ SAMPLED = 1 << 16
 _SAMPLE = 1 << 13
 
 
-class TopK:
+class TopK(Codec):
     """Sums of every parameter those entries that each rank finds to be the largest of its own.
 
     Each rank adds what it left out before to its gradient, M_k = G_k + E_k. Of each parameter it sends the
@@ -46,11 +47,7 @@ class TopK:
         self.fraction = fraction
         self.memory = Memory()
 
-    def begin(self) -> None:
-        """Nothing depends on the step."""
-
     def launch(self, shares: Shares, transport: Transport) -> Flight:
-        """See :meth:`.codec.Codec.launch`."""
         picks = list[_Pick]()
         for name, gradient in zip(shares.names, shares.gradients, strict=True):
             count = entries(self.fraction, gradient.numel())
@@ -62,7 +59,6 @@ class TopK:
         return {"memory": self.memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`.codec.Codec.load_state_dict`."""
         self.memory.load_state_dict(state["memory"])
 
 
@@ -93,7 +89,7 @@ def largest(vector: Tensor, count: int) -> Tensor:
     """Where the entries with the largest absolute values are; of equal ones those that come first.
 
     Args:
-        vector: 1-D.
+        vector: 1-D, of real numbers.
         count: at most its elements.
     """
     if count == len(vector):
@@ -138,18 +134,14 @@ def _places_in(elements: int) -> torch.dtype:
 
 
 @dataclass
-class _Gathering:
+class _Gathering(Flight):
     """A bucket's messages on their way; see :class:`.codec.Flight`."""
 
     shares: Shares
     picks: list[_Pick]
     pending: Pending
 
-    def advance(self) -> None:
-        """There is one round."""
-
     def wait(self) -> Summed:
-        """See :meth:`.codec.Flight.wait`."""
         shapes = [gradient.shape for gradient in self.shares.gradients]
         flags = self.shares.flags
         total = torch.zeros(sum(map(prod, shapes)), dtype=precise(flags.dtype), device=flags.device)
@@ -161,7 +153,7 @@ class _Gathering:
         for name, pick in zip(self.shares.names, self.picks, strict=True):
             if name in dropped:  # the sum is thrown away: nothing has been sent
                 pick.take_back()
-        return Summed(tuple(cut(total.to(flags.dtype), shapes)), dropped)
+        return Summed(tuple(split_views(total.to(flags.dtype), shapes)), dropped)
 
     def _received(self, elements: int) -> tuple[Tensor, Tensor]:
         """Every rank's values with its flags behind them, and its places: a row for each."""

@@ -1,20 +1,20 @@
-"""Gradients in half precision on the wire: half the bytes of float32, a quarter of those of float64."""
+"""Half-precision compression: gradients travel with half the bytes of float32, a quarter of those of float64."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polylane.runtime.sync.codec import Flight, Plain, Shares, Summed, cut, joined
+from polylane.runtime.sync.codec import Codec, Flight, Plain, Shares, Summed, joined
+from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import Transport
 
 
-class Wire:
+class Wire(Codec):
     """Sums a bucket of gradients rounded to half precision; added up in the gradients' own dtype, rank after rank.
 
     An all-reduce in half precision would round each partial sum as well, in an order that is its algorithm's. Here the
@@ -39,29 +39,18 @@ class Wire:
     in float32 but for the flags and powers.
 
     Args:
-        dtype: float16 or bfloat16.
+        dtype: of the messages, float16 or bfloat16.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._plain = Plain()
 
-    def begin(self) -> None:
-        """Nothing depends on the step."""
-
     def launch(self, shares: Shares, transport: Transport) -> Flight:
-        """See :meth:`.codec.Codec.launch`."""
         if shares.flags.dtype.itemsize <= self.dtype.itemsize:
             return self._plain.launch(shares, transport)
         vector = joined(replace(shares, optional=(), flags=shares.flags[:0]))
         return (_Swap if len(shares.ranks) == 2 else _Parts)(shares, vector, Form(self.dtype), transport)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is remembered."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing is remembered."""
 
 
 # Of a dtype's bits: as which whole numbers, where the exponent begins, what is added to it.
@@ -70,10 +59,10 @@ _EXPONENT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64,
 
 @dataclass(frozen=True)
 class Form:
-    """How numbers lie in a message: rounded, behind them flags, and where they are scaled the power of two.
+    """Layout of a message: rounded numbers, behind them flags, and where the numbers are scaled the power of two.
 
     Attributes:
-        dtype: of the message.
+        dtype: of the message, float16 or bfloat16.
     """
 
     dtype: torch.dtype
@@ -92,7 +81,7 @@ class Form:
         return torch.cat([small, flags.to(self.dtype), power.to(torch.int16).view(self.dtype)])
 
     def flags(self, message: Tensor, count: int) -> Tensor:
-        """The flags of a message of so many numbers."""
+        """The flags of a message, which follow its ``count`` numbers."""
         return message[count : len(message) - self.scaled]
 
     def added(self, messages: Sequence[Tensor], total: Tensor) -> Tensor:
@@ -125,28 +114,25 @@ def _two_to(power: Tensor, dtype: torch.dtype) -> Tensor:
     return ((power.to(whole) + bias) << start).view(dtype)
 
 
-class _Swap:
+class _Swap(Flight):
     """Every rank gets all vectors whole; see :class:`.codec.Flight`."""
 
     def __init__(self, shares: Shares, vector: Tensor, form: Form, transport: Transport) -> None:
         self._shares, self._vector, self._form = shares, vector, form
         self._pending = transport.all_gather(form.packed(vector, shares.flags), shares.ranks)
 
-    def advance(self) -> None:
-        """There is one round."""
-
     def wait(self) -> Summed:
-        """See :meth:`.codec.Flight.wait`."""
         messages = self._pending.wait().view(len(self._shares.ranks), -1).unbind()
         flags = [self._form.flags(message, len(self._vector)) for message in messages]
         return _summed(self._shares, self._form.added(messages, self._vector), flags)
 
 
-class _Parts:
+class _Parts(Flight):
     """Every rank adds up its part of the vectors, and all get the sums; see :class:`.codec.Flight`."""
 
     def __init__(self, shares: Shares, vector: Tensor, form: Form, transport: Transport) -> None:
         self._shares, self._vector, self._form, self._transport = shares, vector, form, transport
+        # Equal parts, one for each rank to add up; the flags go with the second round only.
         ranks, none = len(shares.ranks), shares.flags[:0]
         self._part = part = -(-len(vector) // ranks)
         rest = part * ranks - len(vector)
@@ -160,7 +146,6 @@ class _Parts:
         self._sums = self._transport.all_gather(self._form.packed(total, self._shares.flags), self._shares.ranks)
 
     def wait(self) -> Summed:
-        """See :meth:`.codec.Flight.wait`."""
         messages = self._sums.wait().view(len(self._shares.ranks), -1).unbind()
         for i, message in enumerate(messages):
             own = self._vector[i * self._part : (i + 1) * self._part]
@@ -170,5 +155,5 @@ class _Parts:
 
 def _summed(shares: Shares, vector: Tensor, flags: Sequence[Tensor]) -> Summed:
     """The sums that a vector as :func:`joined` makes it holds, and who had gradients by everybody's flags."""
-    gradients = cut(vector, [gradient.shape for gradient in shares.gradients])
+    gradients = split_views(vector, [gradient.shape for gradient in shares.gradients])
     return Summed(tuple(gradients), shares.dropped(sum(flags[1:], flags[0])))

@@ -1,8 +1,8 @@
-"""Operations of torch.distributed under way: waited for, put in their place, and blamed on whoever is gone."""
+"""Pending operations of torch.distributed, and the error that names the peer where one fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polylane.errors import PeerLost
 from polylane.runtime.failure import reads_like_peer_loss
+from polylane.runtime.transport.protocol import Deferred, R, copy_back
 
 
 class Blame:
@@ -32,8 +33,16 @@ class Blame:
         raise PeerLost(self._peer, self._doing + what, str(error)) from error
 
 
-class Transfer:
-    """One operation of the backend, under way."""
+class Transfer(Deferred[Tensor]):
+    """One operation of the backend on one tensor, under way.
+
+    Args:
+        work: the backend's handle of it.
+        blame: turns the end of a connection into an error that names the peer.
+        wire: what the backend reads or writes.
+        target: what the caller reads, where that may be another piece of memory; default: ``wire``.
+        unsent: sends that nobody has waited for yet, of which this is one until its wait.
+    """
 
     __slots__ = ("_blame", "_target", "_unsent", "_wire", "_work")
 
@@ -45,75 +54,46 @@ class Transfer:
         target: Tensor | None = None,
         unsent: set[Transfer] | None = None,
     ) -> None:
+        super().__init__()
         self._work: dist.Work | None = work
         self._blame = blame
-        self._wire = wire  # what the backend reads or writes
-        self._target = target  # what the caller reads, where that is another piece of memory
+        self._wire, self._target = wire, target
         self._unsent = unsent
         if unsent is not None:
             unsent.add(self)
 
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`."""
-        if self._work is not None:
-            if self._unsent is not None:
-                self._unsent.discard(self)
-            with self._blame:
-                self._work.wait()
-            self._work = None
-            if self._target is not None and self._target.data_ptr() != self._wire.data_ptr():
-                self._target.copy_(self._wire)
-        return self._wire if self._target is None else self._target
+    def _finish(self) -> Tensor:
+        assert self._work is not None
+        if self._unsent is not None:
+            self._unsent.discard(self)
+        with self._blame:
+            self._work.wait()
+        self._work = None
+        return self._wire if self._target is None else copy_back(self._wire, self._target)
 
 
-class Finished:
+class Finished(Deferred[R]):
     """One operation of the backend whose result is made of what it wrote.
 
     Args:
-        finish: makes the result.
-        kept: what the backend reads or writes, to be kept alive.
+        work: the backend's handle of it.
+        blame: turns the end of a connection into an error that names the peer.
+        make: makes the result, once the operation is done.
+        kept: what the backend reads or writes, to be kept alive until then.
     """
 
-    __slots__ = ("_blame", "_finish", "_kept", "_result", "_work")
+    __slots__ = ("_blame", "_kept", "_make", "_work")
 
-    def __init__(self, work: dist.Work, blame: Blame, finish: Callable[[], Tensor], kept: object) -> None:
-        self._work, self._blame, self._finish, self._kept = work, blame, finish, kept
-        self._result: Tensor | None = None
+    def __init__(self, work: dist.Work, blame: Blame, make: Callable[[], R], kept: object) -> None:
+        super().__init__()
+        self._work, self._blame, self._make, self._kept = work, blame, make, kept
 
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`."""
-        if self._result is None:
-            with self._blame:
-                self._work.wait()
-            self._result = self._finish()
-            self._kept = None
-        return self._result
-
-
-class Exchanged:
-    """A piece from each rank.
-
-    Args:
-        coming: the bytes of all pieces, one after the other; None where there are none to wait for.
-        order: which of the pieces comes how-manieth in these bytes.
-        pieces: where they go; the first of ``order`` takes the first bytes.
-    """
-
-    __slots__ = ("_coming", "_order", "_pieces")
-
-    def __init__(self, coming: Finished | None, order: Sequence[int], pieces: list[Tensor]) -> None:
-        self._coming, self._order, self._pieces = coming, order, pieces
-
-    def wait(self) -> list[Tensor]:
-        """See :meth:`.protocol.Outcome.wait`."""
-        if self._coming is not None:
-            whole, start = self._coming.wait(), 0
-            for index in self._order:
-                place = as_bytes(self._pieces[index])
-                place.copy_(whole[start : start + place.numel()])
-                start += place.numel()
-            self._coming = None
-        return self._pieces
+    def _finish(self) -> R:
+        with self._blame:
+            self._work.wait()
+        result = self._make()
+        self._kept = None
+        return result
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

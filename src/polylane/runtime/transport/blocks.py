@@ -1,4 +1,4 @@
-"""Memory that workers of one host share: files without a name, in which one worker writes and the others read.
+"""Shared-memory allocator: blocks of files without a name, in which one worker writes and the others read.
 
 A file that has no name is gone with the last process that holds it, whatever the death; no other user can open it.
 """
@@ -25,7 +25,7 @@ class Arena:
     Attributes:
         number: its name among those of its owner.
         descriptor: of the file, to be handed to peers; -1 at a reader, which needs none.
-        map: its memory.
+        map: the file's memory in this process.
         known: the peers that have it.
     """
 
@@ -45,9 +45,9 @@ class Block:
 
     Attributes:
         number: its name among those of its owner.
-        arena: where it lies.
-        offset: there, in bytes.
-        size: bytes.
+        arena: the file that it is a part of.
+        offset: of its first byte in the arena.
+        size: in bytes, a power of two.
         readers: answers to come before it is free again.
     """
 
@@ -88,10 +88,10 @@ class Blocks:
         return self.used > PRESSED * self.bound
 
     def take(self, nbytes: int, readers: int, fresh: bool = True) -> Block | None:
-        """A block for a message to so many readers; None where too much is in use.
+        """A block for a message; None where too much is in use.
 
         Args:
-            nbytes: of the message.
+            nbytes: bytes of the message's values.
             readers: how many answers free it again.
             fresh: make a new one where no old one is free; otherwise there is none.
         """
@@ -105,7 +105,7 @@ class Blocks:
         return block
 
     def answered(self, number: int, times: int = 1) -> None:
-        """One reader has read a block so many times."""
+        """A reader has answered ``times`` times for the block of this number."""
         block = self._all[number]
         block.readers -= times
         if block.readers == 0:
@@ -113,7 +113,7 @@ class Blocks:
             self._free[block.size].append(block)
 
     def close(self) -> None:
-        """Let go of the files; memory that tensors still lie in goes with them."""
+        """Close the files; memory that is still seen by tensors is released with these."""
         for arena in self._arenas:
             os.close(arena.descriptor)
         self._arenas.clear()
@@ -145,7 +145,7 @@ def _made(number: int, size: int) -> Arena:
 def opened(number: int, descriptor: int) -> Arena:
     """A peer's arena, by the file that came from it; takes the descriptor."""
     try:
-        # Writable, as the tensors that lie in it are; a reader writes to none before its owner has given it up.
+        # Writable, as the tensors over it are; a reader writes to none before its owner has given it up.
         memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
@@ -153,5 +153,5 @@ def opened(number: int, descriptor: int) -> Arena:
 
 
 def bound(workers: int) -> int:
-    """Bytes that each of so many workers of this host may have in use: together half of its memory."""
+    """Bytes that each of ``workers`` workers of this host may have in use: together half of its memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 * workers)

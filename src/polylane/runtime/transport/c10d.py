@@ -1,4 +1,4 @@
-"""Tensors over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+"""Transport over torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polylane.runtime.transport import objects
-from polylane.runtime.transport.backend_work import Blame, Exchanged, Finished, Transfer, as_bytes, as_real
+from polylane.runtime.transport.backend_work import Blame, Finished, Transfer, as_bytes, as_real
 from polylane.runtime.transport.protocol import (
     Counters,
     Done,
@@ -24,8 +24,12 @@ from polylane.runtime.transport.protocol import (
     gathered_sizes,
     normalised,
     reduced_bytes,
+    require_channel,
     require_flat,
+    require_pieces,
+    require_source,
     require_summable,
+    undeclared,
 )
 from polylane.runtime.world import TIMEOUT, World
 
@@ -130,8 +134,7 @@ class Transport:
     def _open_channels(self, channels: Iterable[Channel], shared: bool) -> None:
         """The group of each of this rank's channels, and the peer's rank in that group."""
         for sender, receiver in dict.fromkeys(channels):
-            if sender == receiver or not {sender, receiver} <= set(range(self.size)):
-                raise ValueError(f"({sender}, {receiver}) is no channel between two of {self.size} workers")
+            require_channel(sender, receiver, self.size)
             group = self._groups.world if shared else self._groups.make((sender, receiver))
             if self.rank in (sender, receiver):
                 peer = receiver if self.rank == sender else sender
@@ -158,12 +161,6 @@ class Transport:
             group.allreduce([torch.zeros(1, device=self._device)]).wait()
 
     def send(self, tensor: Tensor, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.send`.
-
-        Raises:
-            ValueError: the channel was not declared.
-            PeerLost: the peer is already known to be gone.
-        """
         group, there = self._channel(self.rank, peer)
         if tensor.numel() == 0:
             return Done(tensor)
@@ -175,12 +172,6 @@ class Transport:
         return Transfer(work, blame, wire, unsent=self._unsent)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.receive`.
-
-        Raises:
-            ValueError: the channel was not declared.
-            PeerLost: the peer is already known to be gone.
-        """
         group, there = self._channel(peer, self.rank)
         wire = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         if wire.numel() == 0:
@@ -191,12 +182,6 @@ class Transport:
         return Transfer(work, blame, wire)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.all_reduce`.
-
-        Raises:
-            ValueError: the group was not declared, or this rank is not in it.
-            TypeError: no backend sums the dtype.
-        """
         require_summable(tensor)
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
@@ -208,16 +193,12 @@ class Transport:
         return Transfer(work, blame, wire, target=tensor.detach())
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.all_gather`. Parts that differ are padded to the longest of them.
-
-        Raises:
-            ValueError: the group was not declared, or the tensor does not fit it.
-        """
         group, members = self._group(ranks)
         sizes = gathered_sizes(tensor, tuple(ranks).index(self.rank), ranks, sizes)
         own = as_sent(tensor)
         if group is None or max(sizes) == 0:
             return Done(own.clone())
+        # The backend gathers equal parts in the order of the group: shorter ones are padded, and cut off again.
         longest, by_rank = max(sizes), dict(zip(ranks, sizes, strict=True))
         padded = own if own.numel() == longest else torch.cat([own, own.new_zeros(longest - own.numel())])
         whole = own.new_empty(longest * len(members))
@@ -235,12 +216,6 @@ class Transport:
         return Finished(work, blame, join, (padded, parts))
 
     def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.reduce_scatter`. Parts that differ are padded to the longest of them.
-
-        Raises:
-            ValueError: the group was not declared, or the sizes do not fit the tensor.
-            TypeError: no backend sums the dtype.
-        """
         require_summable(tensor)
         require_flat(tensor)
         group, members = self._group(ranks)
@@ -248,6 +223,7 @@ class Transport:
         wire = as_sent(tensor)
         if group is None or wire.numel() == 0:
             return Done(wire.clone())
+        # Parts that differ are padded to the longest of them, as in all_gather.
         by_rank, longest = dict(zip(ranks, wire.split(list(sizes)), strict=True)), max(sizes)
         padded = wire.new_zeros(longest * len(members))
         for place, rank in zip(padded.split(longest), members, strict=True):
@@ -260,16 +236,10 @@ class Transport:
         return Finished(work, blame, lambda: own[: by_rank[self.rank].numel()], (padded, parts))
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.broadcast`.
-
-        Raises:
-            ValueError: the group was not declared, or the source is not in it.
-        """
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return Done(tensor)
-        if source not in members:
-            raise ValueError(f"rank {source} cannot be the source for ranks {members}: it is none of them")
+        require_source(source, members)
         wire = as_sent(tensor)
         if source == self.rank:
             self.counters.put("broadcast", wire, wire.nbytes * (len(members) - 1))
@@ -284,21 +254,16 @@ class Transport:
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> Outcome[list[Tensor]]:
-        """See :meth:`.protocol.Transport.all_to_all`.
-
-        Raises:
-            ValueError: the group was not declared, or there is not a piece and a shape for each of its ranks.
-        """
         group, members = self._group(ranks)
-        if not len(pieces) == len(shapes) == len(ranks):
-            raise ValueError(f"{len(pieces)} pieces and {len(shapes)} shapes for the {len(ranks)} ranks {tuple(ranks)}")
+        require_pieces(pieces, shapes, ranks)
         ranks = tuple(ranks)
         own, others = pieces[ranks.index(self.rank)], [rank for rank in members if rank != self.rank]
         if group is None:
-            return Exchanged(None, [], [own])
+            return Done([own])
         result = [
             own if rank == self.rank else own.new_empty(tuple(shape)) for rank, shape in zip(ranks, shapes, strict=True)
         ]
+        # One exchange of bytes for all pieces; this rank's own piece has no bytes in it.
         leaving = {rank: as_bytes(as_sent(pieces[ranks.index(rank)])) for rank in others}
         coming = {rank: as_bytes(result[ranks.index(rank)]).numel() for rank in others}
         for rank in others:
@@ -312,10 +277,15 @@ class Transport:
         )
         with (blame := Blame(None, f"exchanging pieces among ranks {members}", own)):
             work = group.alltoall_base(got, given, *lengths, dist.AllToAllOptions())
-        return Exchanged(Finished(work, blame, lambda: got, given), [ranks.index(rank) for rank in others], result)
+
+        def part() -> list[Tensor]:
+            for rank, came in zip(others, got.split([coming[rank] for rank in others]), strict=True):
+                as_bytes(result[ranks.index(rank)]).copy_(came)
+            return result
+
+        return Finished(work, blame, part, given)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`.protocol.Transport.all_gather_object`."""
         values: list[Any] = [value] * self.size
         if self._groups.control is not None:
             self.counters.add("object")
@@ -324,7 +294,6 @@ class Transport:
         return values
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        """See :meth:`.protocol.Transport.gather_object`."""
         if self._groups.control is None:
             return [value]
         self.counters.add("object")
@@ -332,7 +301,6 @@ class Transport:
             return objects.gather(value, destination, self._groups.control)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """See :meth:`.protocol.Transport.broadcast_object`."""
         if self._groups.control is None:
             return value
         self.counters.add("object")
@@ -340,13 +308,11 @@ class Transport:
             return objects.broadcast(value, source, self._groups.control)
 
     def barrier(self) -> None:
-        """See :meth:`.protocol.Transport.barrier`."""
         if self._groups.control is not None:
             with Blame(None, "waiting for all ranks"):
                 dist.barrier(group=self._groups.control)
 
     def close(self) -> None:
-        """See :meth:`.protocol.Transport.close`."""
         while self._unsent:
             next(iter(self._unsent)).wait()
         self._groups.release()
@@ -357,13 +323,11 @@ class Transport:
         if members == (self.rank,):
             return None, members
         if members not in self._groups.sums:
-            raise ValueError(f"rank {self.rank} has no group {members}: declare it when the transport is made")
+            raise undeclared(self.rank, f"group {members}")
         return self._groups.sums[members], members
 
     def _channel(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup, int]:
         try:
             return self._groups.channels[sender, receiver]
         except KeyError:
-            raise ValueError(
-                f"rank {self.rank} has no channel from {sender} to {receiver}: declare it when the transport is made"
-            ) from None
+            raise undeclared(self.rank, f"channel from {sender} to {receiver}") from None

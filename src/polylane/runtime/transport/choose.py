@@ -1,16 +1,16 @@
-"""Which transport a world's workers use: shared memory inside a host, torch.distributed between hosts and GPUs."""
+"""Choice of transport: shared memory inside a host, torch.distributed between hosts and on GPUs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from polylane.errors import PolylaneError
-from polylane.runtime.transport import c10d, shared_memory
+from polylane.runtime.transport import c10d
 from polylane.runtime.transport.hierarchical import Hierarchical
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.transport.protocol import Transport
-from polylane.runtime.transport.rendezvous import Card, Meeting, apart, hub_of, met_again
+from polylane.runtime.transport.rendezvous import Card, Meeting, apart, hub_of
 from polylane.runtime.world import World
 
 VARIABLE = "POLYLANE_TRANSPORT"
@@ -46,7 +46,7 @@ def transport_for(world: World) -> Connect:
         if asked != "gloo" and (reason is None or (asked is None and _in_groups(meeting.cards))):
             met = hub_of(world, meeting, hosts)
             if isinstance(met, Hub):
-                return SharedMemory(world, met) if reason is None else Hierarchical(world, met, hosts)
+                return Hierarchical(world, met, hosts)
             reason = met
     finally:
         meeting.end()
@@ -59,35 +59,6 @@ def _in_groups(cards: Sequence[Card]) -> bool:
     """Whether workers can share memory inside each host, and any host has several."""
     able = all(card.unable is None and card.user == cards[0].user for card in cards)
     return able and len({card.host for card in cards}) < len(cards)
-
-
-class SharedMemory:
-    """Makes transports over shared memory, all over the same connections.
-
-    Args:
-        world: this worker among all.
-        hub: its connections.
-    """
-
-    def __init__(self, world: World, hub: Hub) -> None:
-        self._world, self._hub = world, hub
-
-    def __call__(
-        self,
-        world: World,
-        channels: Iterable[tuple[int, int]] = (),
-        groups: Iterable[Iterable[int]] = (),
-        tag: int = 0,
-        own_groups: bool = False,
-    ) -> Transport:
-        """See :class:`.c10d.Transport`.
-
-        Raises:
-            PolylaneError: the transports of before have been closed, and the workers do not find one another again.
-        """
-        if self._hub.closed:  # with the last transport: all workers made and closed the same ones
-            self._hub = met_again(self._world, [0] * self._world.size)
-        return shared_memory.Transport(self._hub, world, channels, groups, tag, own_groups)
 
 
 def _refuse_different(asked: Sequence[str | None]) -> None:

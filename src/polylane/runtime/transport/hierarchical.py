@@ -1,4 +1,4 @@
-"""Tensors between several hosts of several CPU workers each: shared memory inside a host, torch.distributed between.
+"""Hierarchical transport over hosts of several CPU workers: shared memory inside a host, torch.distributed between.
 
 A sum over several hosts climbs and descends: inside each host every worker gets the sum of one part (reduce-scatter),
 the workers that have the same part on all hosts sum it over the network, and inside each host the parts are joined
@@ -23,7 +23,17 @@ from polylane.errors import PolylaneError
 from polylane.runtime.transport import c10d, shared_memory
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.transport.in_turn import InTurn
-from polylane.runtime.transport.protocol import Counters, Done, Outcome, Pending, as_sent, normalised, require_summable
+from polylane.runtime.transport.protocol import (
+    Counters,
+    Deferred,
+    Done,
+    Outcome,
+    Pending,
+    as_sent,
+    copy_back,
+    normalised,
+    require_summable,
+)
 from polylane.runtime.transport.rendezvous import Meeting, hub_of, met_again
 from polylane.runtime.world import World
 
@@ -54,7 +64,12 @@ class Climb:
         return [elements * (i + 1) // count - elements * i // count for i in range(count)]
 
     def wire(self, elements: int, item: int) -> int:
-        """Bytes that this worker sends to sum so many elements: two steps inside the host, and a ring between hosts."""
+        """Bytes that this worker sends in a sum: two steps inside the host, and a ring between hosts.
+
+        Args:
+            elements: of the whole tensor.
+            item: bytes of one element.
+        """
         sizes = self.sizes(elements)
         own, hosts = sizes[self.index], max(len(self.across), 1)
         inside = elements - own + own * (len(self.here) - 1)
@@ -118,15 +133,12 @@ class Transport:
         self._peers = {peer for pair in near if world.rank in pair for peer in pair} - {world.rank}
 
     def send(self, tensor: Tensor, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.send`."""
         return (self._near if peer in self._peers else self._far).send(tensor, peer)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.receive`."""
         return (self._near if peer in self._peers else self._far).receive(shape, dtype, peer)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.all_reduce`."""
         members = normalised(ranks, self.size)
         climb = self._climbs.get(members)
         if climb is None:
@@ -148,41 +160,32 @@ class Transport:
             wire.copy_(self._steps.all_gather(part, climb.here, sizes).wait())
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.all_gather`."""
         return self._of(ranks).all_gather(tensor, ranks, sizes)
 
     def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.reduce_scatter`."""
         return self._of(ranks).reduce_scatter(tensor, ranks, sizes)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.broadcast`."""
         return self._of(ranks := tuple(ranks)).broadcast(tensor, source, ranks)
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> Outcome[list[Tensor]]:
-        """See :meth:`.protocol.Transport.all_to_all`."""
         return self._of(ranks).all_to_all(pieces, shapes, ranks)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`.protocol.Transport.all_gather_object`."""
         return self._far.all_gather_object(value)
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        """See :meth:`.protocol.Transport.gather_object`."""
         return self._far.gather_object(value, destination)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """See :meth:`.protocol.Transport.broadcast_object`."""
         return self._far.broadcast_object(value, source)
 
     def barrier(self) -> None:
-        """See :meth:`.protocol.Transport.barrier`."""
         self._far.barrier()
 
     def close(self) -> None:
-        """See :meth:`.protocol.Transport.close`."""
         self._thread.close()
         for transport in (self._steps, self._near, self._across, self._far):
             transport.close()
@@ -192,32 +195,33 @@ class Transport:
         return self._far if normalised(ranks, self.size) in self._climbs else self._near
 
 
-class _Climbing:
-    """A sum over hosts, under way in the sums' own thread."""
+class _Climbing(Deferred[Tensor]):
+    """A sum over hosts, under way in the sums' own thread.
+
+    Args:
+        future: of the thread's call, which leaves the sum in ``wire``.
+        wire: this worker's values, contiguous.
+        target: the caller's tensor, which gets the sum too where it has other memory.
+    """
 
     __slots__ = ("_future", "_target", "_wire")
 
     def __init__(self, future: Future[None], wire: Tensor, target: Tensor) -> None:
-        self._future: Future[None] | None = future
-        self._wire, self._target = wire, target
+        super().__init__()
+        self._future, self._wire, self._target = future, wire, target
 
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`."""
-        if self._future is not None:
-            self._future.result()
-            self._future = None
-            if self._target.data_ptr() != self._wire.data_ptr():
-                self._target.copy_(self._wire)
-        return self._target
+    def _finish(self) -> Tensor:
+        self._future.result()
+        return copy_back(self._wire, self._target)
 
 
 class Hierarchical:
-    """Makes transports over several hosts; see :class:`.choose.SharedMemory`.
+    """Makes transports over shared memory inside each host, all over the same connections; see :class:`Transport`.
 
     Args:
-        world: this worker among all.
-        hub: its connections inside its host.
-        hosts: of every rank.
+        world: this worker among all, as it was when the hub was made.
+        hub: connections of this worker to the others of its host.
+        hosts: the host of every rank; where they are all equal, nothing goes over the network.
     """
 
     def __init__(self, world: World, hub: Hub, hosts: Sequence[Hashable]) -> None:
@@ -230,7 +234,7 @@ class Hierarchical:
         groups: Iterable[Iterable[int]] = (),
         tag: int = 0,
         own_groups: bool = False,
-    ) -> Transport:
+    ) -> Transport | shared_memory.Transport:
         """See :class:`.c10d.Transport`.
 
         Raises:
@@ -239,6 +243,8 @@ class Hierarchical:
         """
         if self._hub.closed:  # with the last transport: all workers made and closed the same ones
             self._hub = met_again(self._world, self._hosts)
+        if len(set(self._hosts)) == 1:
+            return shared_memory.Transport(self._hub, world, channels, groups, tag, own_groups)
         return Transport(self._hub, self._hosts, world, channels, groups, tag, own_groups)
 
 

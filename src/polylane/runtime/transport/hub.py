@@ -1,10 +1,26 @@
-"""One worker's lines to the others of its host: what it tells them, what they told it, and waiting for that.
+"""Per-process event loop over the Unix sockets to the other local ranks, for all transports of the process.
 
-Order between the memory of two workers is the kernel's: values are written into a block before the message that names
-it is sent, and read after it was received; a block is written again only after the message that answers for it.
+The states of a message from W to R, and of the block of W that holds its values where these are longer than INLINE:
 
-Nothing runs in the background. Who waits here handles whatever comes, for all transports that share the hub, so that
-waits may come in any order. One thread at a time sleeps in the kernel; other threads that wait are told by it.
+    state      at W                                at R                                       block of W
+    -------    --------------------------------    ---------------------------------------    --------------------
+    posted     post, tell or show was called       -                                          in use, values written
+    queued     Link has no room in its socket      -                                          in use
+    sent       in the kernel                       in the kernel                              in use
+    arrived    -                                   in link.inbox, by key; expect's call made  in use
+    taken      -                                   taken out by take; values are read         in use
+    kept       -                                   a large one is a tensor of its receiver    in use while that lives
+    owed       -                                   read; in _owed until the next answer       in use
+    answered   an ANSWERS message has come         -                                          free, after all readers
+
+The kernel orders the memory of two workers: values are written before the message that names them is sent, and read
+after it has arrived; a block is written again only after all its readers have answered.
+
+Nothing runs in the background: a thread that waits handles whatever arrives, so that waits may come in any order.
+
+    threads that wait    what they do
+    the first            looks at its link for SPIN_SECONDS, then sleeps in the kernel; handles what arrives
+    the others           sleep on _changed, and look again whenever the first has woken up
 """
 
 from __future__ import annotations
@@ -56,11 +72,11 @@ class Hub:
     """See the module.
 
     Args:
-        rank: this worker.
+        rank: of this worker in its world.
         connections: a connected socket for every peer on this host, by rank.
         bound: bytes of blocks in use from which on a send waits for its readers.
         timeout: seconds after which a peer that lives but does not answer counts as lost.
-        spins: every worker of the host has a core to itself.
+        spins: whether every worker of the host has a core to itself, so that waits may look before they sleep.
     """
 
     def __init__(
@@ -74,13 +90,14 @@ class Hub:
         self._timeout, self._spin = timeout, SPIN_SECONDS if spins else 0.0
         self._buffer = buffer_for_reading()
         self._owed: deque[tuple[int, int]] = deque()  # (peer, block): read, and not answered for yet
-        self._due = False
+        self._due = False  # an answer must go out at the next chance: a peer may wait for the memory
         self._changed = threading.Condition(self.lock)
         self._asleep = False  # some thread is in the kernel, and handles what comes
-        self._listening = 0
+        self._listening = 0  # threads that wait for _changed
         self._users, self._numbered = 0, 0
         self._poll = select.epoll()
         self._by_descriptor = {link.socket.fileno(): link for link in self.links.values()}
+        # What the kernel wakes this worker for, by descriptor: EPOLLOUT only while a queue is not empty.
         self._watched = dict.fromkeys(self._by_descriptor, select.EPOLLIN)
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.EPOLLIN)
@@ -125,15 +142,6 @@ class Hub:
             block.view(values.dtype, values.numel()).copy_(values.view(-1))
             return self.show(peers, key, description, block, 0, values.nbytes)
 
-    def post_bytes(self, peers: Sequence[int], key: int, description: bytes, values: bytes) -> int:
-        """The same for plain bytes."""
-        with self.lock:
-            if len(values) <= INLINE:
-                return self.tell(peers, key, description, values)
-            block = self.block(len(values), len(peers))
-            block.arena.map[block.offset : block.offset + len(values)] = values
-            return self.show(peers, key, description, block, 0, len(values))
-
     def block(self, nbytes: int, readers: int) -> Block:
         """A block of this worker's own, under the lock; waits where too many are in use."""
         found = self._blocks.take(nbytes, readers, fresh=False)
@@ -164,7 +172,7 @@ class Hub:
         return headers
 
     def show(self, peers: Iterable[int], key: int, description: bytes, block: Block, offset: int, nbytes: int) -> int:
-        """Tell each peer where values lie, under the lock."""
+        """Tell each peer where in a block its values are, under the lock."""
         kind = IN_BLOCK | PRESSED if self._blocks.pressed else IN_BLOCK
         arena = block.arena
         head = HEADER.pack(key, kind, len(description), arena.number, block.number, block.offset + offset, nbytes)
@@ -224,6 +232,7 @@ class Hub:
                 self._await(self.links[peer], ready, what)
 
     def _await(self, link: Link, ready: Callable[[], bool], what: Doing) -> None:
+        # Most answers come within microseconds, before a thread could fall asleep and be woken again.
         if not self._asleep:
             end = time.perf_counter() + self._spin
             while True:
@@ -240,6 +249,7 @@ class Hub:
         deadline = time.monotonic() + self._timeout
         while not ready():
             left = deadline - time.monotonic()
+            # What one peer must bring about fails with that peer; what anybody may, only once all others are gone.
             gone = self._left() if link is None else link.gone
             if gone is not None or left <= 0:
                 doing = what if isinstance(what, str) else what.doing()
@@ -305,7 +315,7 @@ class Hub:
     # ---------------------------------------------------------------------------------------------------- what was read
 
     def kept(self, message: Message, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """A new tensor of a message's values: where they lie, or a copy where that costs less."""
+        """A new tensor of a message's values: over the sender's block, or a copy where that costs less."""
         if message.arena is None:
             return message.tensor(dtype).view(shape)
         if message.nbytes < KEPT or message.pressed:
@@ -337,6 +347,7 @@ class Hub:
             self._answer()
 
     def _answer(self) -> None:
+        """Send each peer the numbers of its blocks that were read here since the last answer, in one message."""
         self._due = False
         by_peer: dict[int, list[int]] = {}
         while self._owed:

@@ -1,4 +1,4 @@
-"""A thread that does one thing after another, and does not keep its process from ending.
+"""Single-thread executor whose thread does not keep its process from ending.
 
 The interpreter joins the threads of :mod:`concurrent.futures` when it ends. One that waits for a peer would hold this
 process's connections open until it gives up, and no other worker would see that this one has failed.
@@ -20,7 +20,7 @@ class InTurn:
     """Runs calls in the order in which they were given; it starts with the first one.
 
     Args:
-        name: of the thread.
+        name: what the thread is called.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,7 +53,7 @@ class InTurn:
 
 
 def _run(tasks: SimpleQueue[_Task | None]) -> None:
-    """Knows the queue only, so that whoever gives the calls can be let go of between them."""
+    """The thread: it knows the queue only, so that the owner of the executor can be freed between calls."""
     while (task := tasks.get()) is not None:
         future, call, arguments = task
         try:

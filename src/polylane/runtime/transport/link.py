@@ -1,4 +1,4 @@
-"""The line between two workers of one host: a socket, what it had no room for yet, and what came through it."""
+"""Socket between two workers of one host: its send queue, and the messages that came through it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Link:
     """One worker's end of the line to one peer.
 
     Attributes:
-        peer: its rank.
+        peer: rank of the worker at the other end.
         inbox: what has come from it and was not taken yet, by key.
         expected: what to call once a message with a key has come.
         gone: why nothing more comes from it, or None.

@@ -1,4 +1,12 @@
-"""What workers of one host tell each other: the form of a message between two of them."""
+"""Message format between two workers of one host: a header, a description, and what the header's kind says.
+
+    kind        description           what follows
+    WITHIN      kind, dtype, shape    the values, up to INLINE bytes
+    IN_BLOCK    kind, dtype, shape    nothing: the values are in the shared block that the header names
+    ANSWERS     none                  numbers of the receiver's blocks that the sender has read
+
+The description is what both ends must agree on; a message that says other than its receiver expects is an error there.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +20,7 @@ from torch import Tensor
 
 from polylane.runtime.transport.blocks import Arena
 
-INLINE = 64 << 10  # bytes that travel inside their message; what is longer lies in a block
+INLINE = 64 << 10  # bytes that travel inside their message; what is longer is in a block
 LONGEST = INLINE + 4096  # bytes of a message, with its header and the shape of a tensor of 64 dimensions
 
 # Of every message: the key; what follows; bytes of the description; arena and block; offset there; bytes of the values.
@@ -42,9 +50,9 @@ class Message:
     """Values that came from a peer.
 
     Attributes:
-        peer: whose they are.
-        description: see :func:`described`.
-        nbytes: of the values.
+        peer: rank of the worker that sent them.
+        description: what the peer does, packed; see :func:`described`.
+        nbytes: bytes of the values.
         values: themselves, or None where they are in a block.
         arena, block, offset: where; the block's number is for the answer.
         pressed: the sender is short of memory.
@@ -60,7 +68,7 @@ class Message:
     pressed: bool = False
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """The values, of one dimension, where they lie: no longer there once the block has been answered for."""
+        """The values as a vector over the message or the block; invalid once the block has been answered for."""
         if self.values is not None:
             return torch.frombuffer(self.values, dtype=dtype)
         assert self.arena is not None

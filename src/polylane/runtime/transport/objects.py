@@ -1,4 +1,4 @@
-"""Collectives of plain values over a process group: encoded by :mod:`polylane.values`, never pickled.
+"""Object collectives over a process group: plain values encoded by :mod:`polylane.values`, never pickled.
 
 torch's own collectives of objects unpickle whatever comes, and gloo lets in whoever connects first.
 """
@@ -65,8 +65,8 @@ def introduce(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[int], ran
     Args:
         group: whose connections have just been made, of gloo.
         secret: what only workers of this job know.
-        ranks: of the group.
-        rank: this worker's.
+        ranks: all members of the group.
+        rank: of this worker, one of them.
 
     Raises:
         PolylaneError: who took a rank's place does not know the secret.

@@ -1,15 +1,16 @@
-"""What every transport offers, whatever carries the tensors."""
+"""Transport interface: messages and collectives between workers, whatever carries the tensors."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -43,9 +44,19 @@ class Transport(Protocol):
     """Tensors and small objects between the workers of one world.
 
     Each directed channel is first in, first out: receives are matched to sends in the order in which they were asked
-    for, not waited for. Collectives are asked for in the same order by all their ranks. Shapes and dtypes must agree at
-    both ends: gloo aborts the process where they do not. Every group that a collective runs over is declared when the
-    transport is made; a group is a set of ranks, in whatever order they are named.
+    for, not waited for. Collectives are asked for in the same order by all their ranks. Every channel, and every group
+    that a collective runs over, is declared when the transport is made; a group is a set of ranks, in whatever order
+    they are named.
+
+    Methods raise ValueError for a channel or group that was not declared, for a group without this rank, and for
+    arguments that do not fit one another; sums raise TypeError for a dtype that no backend sums; a message to a peer
+    that is known to be gone raises PeerLost. Shapes and dtypes must agree at all ranks: where they do not, a wait over
+    shared memory raises ValueError, and gloo aborts the process.
+
+    Attributes:
+        rank: of this worker in the world.
+        size: number of workers of the world.
+        counters: what was handed over, and what left, since the transport was made.
     """
 
     rank: int
@@ -68,7 +79,7 @@ class Transport(Protocol):
         """Start to join every rank's tensor, of one dimension and any dtype, into a new one, in the order of ``ranks``.
 
         Args:
-            tensor: this rank's part.
+            tensor: this rank's part, of one dimension.
             ranks: of a declared group.
             sizes: elements of the part of each of ``ranks``, where they differ; some may be 0.
         """
@@ -96,7 +107,7 @@ class Transport(Protocol):
         Args:
             pieces: one for each of ``ranks``, in their order, all of one dtype; empty ones do not travel.
             shapes: of what each of ``ranks`` gives this one.
-            ranks: of the group.
+            ranks: all members of the group, in the order of the pieces.
 
         Returns:
             One tensor from each of ``ranks``; this rank's own piece is itself.
@@ -133,7 +144,7 @@ class Counters:
     counted at all.
 
     Attributes:
-        messages: calls.
+        messages: calls of the method.
         bytes: of the tensors handed over, not what an algorithm makes of them; objects have none.
         wire: bytes that left this worker, once for each worker that they went to; ``"header"``: control messages and
             objects, as far as the transport knows them.
@@ -150,7 +161,7 @@ class Counters:
             self.bytes[kind] += tensor.numel() * tensor.element_size()
 
     def put(self, kind: str, tensor: Tensor, wire: int) -> None:
-        """Count one message of which so many bytes leave this worker."""
+        """Count one message of which ``wire`` bytes leave this worker."""
         self.messages[kind] += 1
         self.bytes[kind] += tensor.nbytes
         self.wire[kind] += wire
@@ -162,12 +173,12 @@ class Counters:
 
     @property
     def sent(self) -> int:
-        """Bytes of tensors that left this worker, once for each worker that they went to; headers are apart."""
+        """Bytes of tensors that left this worker, once for each worker that they went to; without headers."""
         return self.wire.total() - self.wire["header"]
 
 
 def reduced_bytes(tensor: Tensor, ranks: int) -> int:
-    """What one of so many ranks sends in an all-reduce: reduce-scatter and all-gather, in a ring or directly.
+    """Bytes that each of ``ranks`` ranks sends in an all-reduce: reduce-scatter and all-gather, ring or direct.
 
     Each of the two sends every part but one: 2 n (p - 1) / p bytes of n (Patarasuk and Yuan 2009, section 3).
     """
@@ -175,7 +186,7 @@ def reduced_bytes(tensor: Tensor, ranks: int) -> int:
 
 
 def equal_sizes(elements: int, ranks: Sequence[int], sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """The elements of each rank's part of a whole, as given or all equal.
+    """The elements of each rank's part of a whole: ``sizes``, or by default equal parts.
 
     Raises:
         ValueError: they do not make up the whole.
@@ -214,14 +225,35 @@ def require_flat(tensor: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A transfer that had nothing to do."""
+class Done(Generic[R]):
+    """An operation that had nothing to do.
 
-    tensor: Tensor
+    Attributes:
+        result: what its wait returns, at once.
+    """
 
-    def wait(self) -> Tensor:
-        """The tensor, at once."""
-        return self.tensor
+    result: R
+
+    def wait(self) -> R:
+        return self.result
+
+
+class Deferred(Generic[R]):
+    """An operation whose result is made by the first wait, and returned again by every later one."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self) -> None:
+        self._result: R | None = None
+
+    def _finish(self) -> R:
+        """Wait for the other workers, and make the result."""
+        raise NotImplementedError
+
+    def wait(self) -> R:
+        if self._result is None:
+            self._result = self._finish()
+        return self._result
 
 
 # Floats and whole numbers that gloo and NCCL both sum. bool is left out: its sum is no bool.
@@ -246,6 +278,58 @@ def as_sent(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.detach().contiguous()
+
+
+def copy_back(wire: Tensor, target: Tensor) -> Tensor:
+    """The caller's tensor, with the values of the plain memory that stood for it (see :func:`as_sent`).
+
+    Args:
+        wire: contiguous, with the result of the operation in it.
+        target: of as many elements; the same memory, or overwritten.
+    """
+    if target.data_ptr() != wire.data_ptr():
+        target.copy_(wire.view(target.shape))
+    return target
+
+
+def require_channel(sender: int, receiver: int, size: int) -> None:
+    """Refuse a channel that does not join two ranks of a world of ``size`` workers.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if sender == receiver or not {sender, receiver} <= set(range(size)):
+        raise ValueError(f"({sender}, {receiver}) is no channel between two of {size} workers")
+
+
+def require_pieces(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    """Refuse an exchange that has not a piece and a shape for each of its ranks.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if not len(pieces) == len(shapes) == len(ranks):
+        raise ValueError(f"{len(pieces)} pieces and {len(shapes)} shapes for the {len(ranks)} ranks {tuple(ranks)}")
+
+
+def require_source(source: int, members: Sequence[int]) -> None:
+    """Refuse a broadcast from a rank that is not in its group.
+
+    Raises:
+        ValueError: the source is none of the members.
+    """
+    if source not in members:
+        raise ValueError(f"rank {source} cannot be the source for ranks {members}: it is none of them")
+
+
+def undeclared(rank: int, what: str) -> ValueError:
+    """The error for a channel or group that a transport was not made with.
+
+    Args:
+        rank: of the worker that asks for it.
+        what: the channel or group in words, as ``"group (0, 1)"``.
+    """
+    return ValueError(f"rank {rank} has no {what}: declare it when the transport is made")
 
 
 def normalised(ranks: Iterable[int], size: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""How workers find out which of them share a host, and how those of one host connect.
+"""Rendezvous: how workers find out which of them share a host, and how those of one host connect.
 
 They use what connects them already for that. The sockets have names only until all are connected, in folders that no
 other user may enter: nobody else can as much as knock. Who does is let in only as the same user, and with the token.
@@ -59,7 +59,7 @@ class Meeting:
 
     Attributes:
         folder: where its name is; None where it has none.
-        cards: by rank.
+        cards: what every worker said, by rank.
     """
 
     listener: socket.socket | None
@@ -137,7 +137,7 @@ def hub_of(world: World, meeting: Meeting, hosts: Sequence[Hashable]) -> Hub | s
 
     Args:
         world: this worker among all.
-        meeting: see there.
+        meeting: what the workers know of one another.
         hosts: of every rank: equal for those that are to connect.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Tensors between workers of one host on CPUs: small ones in messages, large ones in memory that both see."""
+"""Transport over shared memory, for CPU workers of one host: small tensors in messages, large ones in blocks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,12 @@ from polylane.runtime.transport.protocol import (
     gathered_sizes,
     normalised,
     reduced_bytes,
+    require_channel,
     require_flat,
+    require_pieces,
+    require_source,
     require_summable,
+    undeclared,
 )
 from polylane.runtime.transport.sums import Sum, SumInParts, SumInTurns, add
 from polylane.runtime.transport.under_way import Collected, Exchange, Group, Receive, length
@@ -48,12 +52,13 @@ MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; the groups' own
 IN_TURNS = 8 << 20  # bytes from which on two ranks sum chunk by chunk
 
 _OBJECT = described(OBJECT, torch.uint8, ())
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # the values of a barrier's messages
 
 
 class Transport:
     """The workers of a world over shared memory; the interface is :class:`~.protocol.Transport`.
 
-    Sends are done when they return: their values have been copied out. A received tensor may lie in the sender's
+    Sends are done when they return: their values have been copied out. A received tensor may be in the sender's
     memory, which is this worker's as long as the tensor lives: its storage cannot be resized. Sums add up in the order
     of the ranks, the same bits at every rank. A transport is one thread's; those that share a hub may be several's.
 
@@ -86,8 +91,7 @@ class Transport:
         self._sends: dict[int, int] = {}
         self._receives: dict[int, int] = {}
         for sender, receiver in channels:
-            if sender == receiver or not {sender, receiver} <= set(range(self.size)):
-                raise ValueError(f"({sender}, {receiver}) is no channel between two of {self.size} workers")
+            require_channel(sender, receiver, self.size)
             if self.rank == sender:
                 self._sends[receiver] = self._base
             elif self.rank == receiver:
@@ -104,14 +108,8 @@ class Transport:
     # ----------------------------------------------------------------------------------------------- between two ranks
 
     def send(self, tensor: Tensor, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.send`.
-
-        Raises:
-            ValueError: the channel was not declared.
-            PeerLost: the peer is already known to be gone.
-        """
         if peer not in self._sends:
-            raise self._undeclared(self.rank, peer)
+            raise undeclared(self.rank, f"channel from {self.rank} to {peer}")
         if tensor.numel() == 0:
             return Done(tensor)
         wire = as_sent(tensor)
@@ -120,13 +118,8 @@ class Transport:
         return Done(tensor)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
-        """See :meth:`.protocol.Transport.receive`. Its wait raises ValueError where another shape or dtype was sent.
-
-        Raises:
-            ValueError: the channel was not declared.
-        """
         if peer not in self._receives:
-            raise self._undeclared(peer, self.rank)
+            raise undeclared(self.rank, f"channel from {peer} to {self.rank}")
         shape = tuple(shape)
         elements = 1
         for size in shape:
@@ -141,12 +134,6 @@ class Transport:
     # ----------------------------------------------------------------------------------------------------- collectives
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.all_reduce`. Its wait raises ValueError where shapes or dtypes differ.
-
-        Raises:
-            ValueError: the group was not declared, or this rank is not in it.
-            TypeError: no backend sums the dtype.
-        """
         require_summable(tensor)
         group = self._group(ranks)
         if group is None or tensor.numel() == 0:
@@ -167,11 +154,6 @@ class Transport:
         return large
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.all_gather`. Its wait raises ValueError where lengths or dtypes differ.
-
-        Raises:
-            ValueError: the group was not declared, or the tensor does not fit it.
-        """
         ranks, group = tuple(ranks), self._group(ranks)
         sizes = gathered_sizes(tensor, ranks.index(self.rank), ranks, sizes)
         own = as_sent(tensor)
@@ -195,12 +177,6 @@ class Transport:
         return Collected(self._hub, group.members, key, expected, join)
 
     def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
-        """See :meth:`.protocol.Transport.reduce_scatter`. Its wait raises ValueError where lengths or dtypes differ.
-
-        Raises:
-            ValueError: the group was not declared, or the sizes do not fit the tensor.
-            TypeError: no backend sums the dtype.
-        """
         require_summable(tensor)
         require_flat(tensor)
         ranks, group = tuple(ranks), self._group(ranks)
@@ -233,6 +209,7 @@ class Transport:
         given = {peer: places[peer] for peer in group.peers if length(places[peer])}
         large = {peer: place for peer, place in given.items() if length(place) * item > INLINE}
         headers = 0
+        # Long parts are in one block of this rank, each where it is in the tensor; short ones travel in their messages.
         with hub.lock:
             if large:
                 block = hub.block(wire.nbytes, len(large))
@@ -247,16 +224,10 @@ class Transport:
         self.counters.wire["header"] += headers
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
-        """See :meth:`.protocol.Transport.broadcast`. Its wait raises ValueError where shapes or dtypes differ.
-
-        Raises:
-            ValueError: the group was not declared, or the source is not in it.
-        """
         group = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return Done(tensor)
-        if source not in group.members:
-            raise ValueError(f"rank {source} cannot be the source for ranks {group.members}: it is none of them")
+        require_source(source, group.members)
         key = group.next()
         shape = tuple(tensor.shape)
         if source == self.rank:
@@ -274,17 +245,11 @@ class Transport:
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> Outcome[list[Tensor]]:
-        """See :meth:`.protocol.Transport.all_to_all`. Its wait raises ValueError where shapes or dtypes differ.
-
-        Raises:
-            ValueError: the group was not declared, or there is not a piece and a shape for each of its ranks.
-        """
         ranks, group = tuple(ranks), self._group(ranks)
-        if not len(pieces) == len(shapes) == len(ranks):
-            raise ValueError(f"{len(pieces)} pieces and {len(shapes)} shapes for the {len(ranks)} ranks {ranks}")
+        require_pieces(pieces, shapes, ranks)
         own = pieces[ranks.index(self.rank)]
         if group is None:
-            return Exchange([own])
+            return Done([own])
         key = group.next()
         for peer, piece in zip(ranks, pieces, strict=True):
             if peer != self.rank and piece.numel():
@@ -309,14 +274,12 @@ class Transport:
     # --------------------------------------------------------------------------------------------------------- objects
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`.protocol.Transport.all_gather_object`."""
         everyone = range(self.size)
         data = encode(value)
         self._give([rank for rank in everyone if rank != self.rank], data)
         return [decode(data if rank == self.rank else self._got(rank)) for rank in everyone]
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        """See :meth:`.protocol.Transport.gather_object`."""
         if self.rank != destination:
             self._give([destination], encode(value))
             return None
@@ -324,7 +287,6 @@ class Transport:
         return [value if rank == self.rank else decode(self._got(rank)) for rank in range(self.size)]
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """See :meth:`.protocol.Transport.broadcast_object`."""
         if self.rank == source:
             self._give([rank for rank in range(self.size) if rank != source], encode(value))
             return value
@@ -332,22 +294,22 @@ class Transport:
         return decode(self._got(source))
 
     def barrier(self) -> None:
-        """See :meth:`.protocol.Transport.barrier`."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._objects += 2
-        self.counters.wire["header"] += self._hub.post_bytes(others, self._objects, _OBJECT, b"")
+        self.counters.wire["header"] += self._hub.post(others, self._objects, _OBJECT, _NOTHING)
         for peer in others:
             self._hub.take(peer, self._objects, self)
 
     def doing(self) -> str:
-        """See :class:`.hub.Doing`."""
         return "exchanging objects, or waiting for all ranks"
 
     def _give(self, peers: Sequence[int], data: bytes) -> None:
         self.counters.messages["object"] += 1
         self._objects += 2
-        headers = self._hub.post_bytes(peers, self._objects, _OBJECT, data) if peers else 0
-        self.counters.wire["header"] += headers + len(data) * len(peers)
+        if peers:
+            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            headers = self._hub.post(peers, self._objects, _OBJECT, values)
+            self.counters.wire["header"] += headers + len(data) * len(peers)
 
     def _got(self, peer: int) -> bytes | bytearray:
         message = self._hub.take(peer, self._objects, self)
@@ -356,7 +318,6 @@ class Transport:
         return data
 
     def close(self) -> None:
-        """See :meth:`.protocol.Transport.close`."""
         if self._open:
             self._open = False
             self._hub.leave()
@@ -369,11 +330,6 @@ class Transport:
             if members == (self.rank,):
                 return None
             if members not in self._groups:
-                raise ValueError(f"rank {self.rank} has no group {members}: declare it when the transport is made")
+                raise undeclared(self.rank, f"group {members}")
             group = self._named[named] = self._groups[members]
         return group if group.peers else None
-
-    def _undeclared(self, sender: int, receiver: int) -> ValueError:
-        return ValueError(
-            f"rank {self.rank} has no channel from {sender} to {receiver}: declare it when the transport is made"
-        )

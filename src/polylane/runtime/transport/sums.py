@@ -1,7 +1,12 @@
-"""Sums over workers of one host: each reads all summands, or adds up one part, or two ranks go chunk by chunk.
+"""All-reduce over the workers of one host: in one step, in two (reduce-scatter, all-gather), or chunk by chunk.
 
-Small sums take one step: every rank reads all others' summands. Large ones of more than two ranks take two
-(reduce-scatter, all-gather): every rank adds up one part, which the others then read, the same bytes as in a ring.
+    ranks      bytes of the tensor     class         bytes that each rank reads, of n, over p ranks
+    2          up to IN_TURNS          Sum           n
+    2          more                    SumInTurns    n
+    3 or more  up to INLINE            Sum           n (p - 1)
+    3 or more  more                    SumInParts    2 n (p - 1) / p, as in a ring (Patarasuk and Yuan 2009)
+
+All add up in the order of the ranks, so that every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from torch import Tensor
 
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.transport.message import Message, told
+from polylane.runtime.transport.protocol import Deferred, copy_back
 from polylane.runtime.transport.under_way import Group, check
 
 LAST = 1  # added to the key of an operation: its second message
@@ -20,65 +26,81 @@ CHUNK = 1 << 20  # bytes of a sum in turns that are copied, then added
 PLACES = 4  # chunks that are in memory at once: those of both ranks fit in most last-level caches
 
 
-class Sum:
-    """A sum of which every rank reads every other one's summand: one message from each.
+class _PendingSum(Deferred[Tensor]):
+    """A sum over a group, under way; its wait raises ValueError where a peer gave another shape or dtype.
 
     Args:
-        group: over which.
-        key: of the operation.
-        description: of a summand.
-        wire: this rank's summand, contiguous; becomes the sum.
-        target: where the caller looks for it.
+        hub: lines to the other workers of this host.
+        group: the ranks that sum, as this worker sees them.
+        key: of the operation's first message; ``key | LAST`` is that of its second.
+        description: of the values that every rank gives; see :func:`.message.described`.
+        wire: this rank's values, contiguous; overwritten by the sum.
+        target: the caller's tensor, which gets the sum too where it has other memory than ``wire``.
     """
 
-    __slots__ = ("_description", "_done", "_group", "_hub", "_key", "_target", "_wire")
+    __slots__ = ("_description", "_error", "_group", "_hub", "_key", "_target", "_wire")
 
     def __init__(self, hub: Hub, group: Group, key: int, description: bytes, wire: Tensor, target: Tensor) -> None:
-        self._hub, self._group, self._key = hub, group, key
-        self._description, self._wire, self._target = description, wire, target
-        self._done = False
+        super().__init__()
+        self._hub, self._group, self._key, self._description = hub, group, key, description
+        self._wire, self._target = wire if wire.dim() == 1 else wire.view(-1), target
+        self._error: Exception | None = None  # of a step that was taken in the wait of another operation
 
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`.
+    def _complete(self) -> None:
+        """Wait for the other ranks, until ``wire`` has the sum."""
+        raise NotImplementedError
 
-        Raises:
-            ValueError: a peer gave another shape or dtype.
-        """
-        if not self._done:
-            messages = [self._hub.take(peer, self._key, self) for peer in self._group.peers]
-            for message in messages:
-                check(self._hub, self._description, message)
-            flat = self._wire if self._wire.dim() == 1 else self._wire.view(-1)
-            parts = [message.tensor(flat.dtype) for message in messages]
-            add_in_place(parts[: self._group.index], flat, parts[self._group.index :])
-            self._hub.answer(*messages)
-            if self._target.data_ptr() != self._wire.data_ptr():
-                self._target.copy_(self._wire)
-            self._done = True
-        return self._target
+    def _finish(self) -> Tensor:
+        self._complete()
+        return copy_back(self._wire, self._target)
 
     def doing(self) -> str:
-        """See :class:`.hub.Doing`."""
         return f"taking part in {told(self._description)} over ranks {self._group.members}"
 
 
-class SumInParts:
-    """A sum of which every rank adds up one part, which the others then read: the same bytes as in a ring.
+class Sum(_PendingSum):
+    """A small sum: every rank reads every other one's values and adds them all up.
 
-    Adding up comes when the last summand has: in whatever wait this rank is then. It lies in the block that held the
-    summands, in the place of this rank's own part. Arguments: see :class:`Sum`.
+        rank             0              1              2
+        gives to all     a0             a1             a2
+        computes         a0 + a1 + a2   a0 + a1 + a2   a0 + a1 + a2    in the order of the ranks: the same bits
+
+    Arguments: as of :class:`_PendingSum`.
     """
 
-    __slots__ = ("_bounds", "_description", "_done", "_error", "_group", "_hub", "_key", "_missing", "_target", "_wire")
+    __slots__ = ()
+
+    def _complete(self) -> None:
+        messages = [self._hub.take(peer, self._key, self) for peer in self._group.peers]
+        for message in messages:
+            check(self._hub, self._description, message)
+        parts = [message.tensor(self._wire.dtype) for message in messages]
+        add_in_place(parts[: self._group.index], self._wire, parts[self._group.index :])
+        self._hub.answer(*messages)
+
+
+class SumInParts(_PendingSum):
+    """A large sum in two steps, reduce-scatter and all-gather: every rank adds up one part, the others then read it.
+
+    With three ranks, whose values have the parts a, b and c; capitals are sums:
+
+        rank                         0            1            2
+        its block at the start       .  b0 c0     a1 .  c1     a2 b2 .      shown with the message ``key``
+        reads of the other blocks    a1 a2        b0 b2        c0 c1
+        its block after adding up    A  b0 c0     a1 B  c1     a2 b2 C      shown with the message ``key | LAST``
+        reads of the other blocks    B  C         A  C         A  B
+
+    Adding up comes when the last part has: in whatever wait this rank is then. A block is its owner's again when every
+    peer has answered for both messages. Arguments: as of :class:`_PendingSum`.
+    """
+
+    __slots__ = ("_bounds", "_missing")
 
     def __init__(self, hub: Hub, group: Group, key: int, description: bytes, wire: Tensor, target: Tensor) -> None:
-        self._hub, self._group, self._key = hub, group, key
-        self._description, self._wire, self._target = description, wire.view(-1), target
+        super().__init__(hub, group, key, description, wire, target)
         count, ranks = wire.numel(), len(group.members)
         self._bounds = [count * i // ranks for i in range(ranks + 1)]
         self._missing = len(group.peers)
-        self._error: Exception | None = None
-        self._done = False
 
     def start(self) -> int:
         """Show every peer what it is to add up. Returns bytes of headers."""
@@ -112,6 +134,12 @@ class SumInParts:
         return headers
 
     def _add(self, total: Tensor, own: Tensor) -> None:
+        """Add up this rank's part of all values.
+
+        Args:
+            total: in this rank's block; overwritten by the sum.
+            own: this rank's values, overwritten as well.
+        """
         messages = [self._hub.links[peer].inbox[self._key] for peer in self._group.peers]
         for message in messages:
             check(self._hub, self._description, message)
@@ -120,65 +148,43 @@ class SumInParts:
         add(parts, total)
         own.copy_(total)
 
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`.
-
-        Raises:
-            ValueError: a peer gave another shape or dtype.
-        """
-        if not self._done:
-            for peer in self._group.peers:  # all of them, before any is taken: adding up needs all
-                self._hub.see(peer, self._key, self)
-            summands = [self._hub.take(peer, self._key, self) for peer in self._group.peers]
-            if self._error is not None:
-                raise self._error
-            for index, peer in enumerate(self._group.members):
-                if index == self._group.index:
-                    continue
-                part = self._hub.take(peer, self._key | LAST, self)
-                self._wire[self._bounds[index] : self._bounds[index + 1]].copy_(part.tensor(self._wire.dtype))
-                self._hub.answer(part)
-            self._hub.answer(*summands)
-            if self._target.data_ptr() != self._wire.data_ptr():
-                self._target.copy_(self._wire.view(self._target.shape))
-            self._done = True
-        return self._target
-
-    def doing(self) -> str:
-        """See :class:`.hub.Doing`."""
-        return f"taking part in {told(self._description)} over ranks {self._group.members}"
+    def _complete(self) -> None:
+        for peer in self._group.peers:  # all of them, before any is taken: adding up needs all
+            self._hub.see(peer, self._key, self)
+        summands = [self._hub.take(peer, self._key, self) for peer in self._group.peers]
+        if self._error is not None:
+            raise self._error
+        for index, peer in enumerate(self._group.members):
+            if index == self._group.index:
+                continue
+            part = self._hub.take(peer, self._key | LAST, self)
+            self._wire[self._bounds[index] : self._bounds[index + 1]].copy_(part.tensor(self._wire.dtype))
+            self._hub.answer(part)
+        self._hub.answer(*summands)
 
 
-class SumInTurns:
+class SumInTurns(_PendingSum):
     """A large sum of two ranks, a chunk at a time: what one has copied the other adds while it is still in the cache.
 
-    Each shows its next chunk when the other one's has come, then adds that: in whatever wait it is then. The chunks lie
-    in a few places in turn. The peer has shown its chunk i before it added chunk i - 1, and after it had added chunk
-    i - 2: whatever is older may be overwritten once chunk i has come. (64 MB: 10 ms; as :class:`Sum`, which puts all of
-    it through main memory five times, 17 ms.) Arguments: see :class:`Sum`.
+    Each rank shows its next chunk when the other one's has come, then adds that: in whatever wait it is then.
+
+        has come    -          chunk 0    chunk 1    chunk 2    chunk 3    chunk 4
+        shows       0 at [0]   1 at [1]   2 at [2]   3 at [3]   4 at [0]   5 at [1]     [i]: places of its block
+        adds                   0          1          2          3          4
+
+    The peer has shown its chunk i before it added chunk i - 1, and after it had added chunk i - 2: whatever is older
+    may be overwritten once chunk i has come. (64 MB: 10 ms; as :class:`Sum`, which puts all of it through main memory
+    five times, 17 ms.) Arguments: as of :class:`_PendingSum`.
     """
 
-    __slots__ = (
-        "_added",
-        "_block",
-        "_chunk",
-        "_description",
-        "_error",
-        "_hub",
-        "_key",
-        "_last",
-        "_peer",
-        "_target",
-        "_wire",
-    )
+    __slots__ = ("_added", "_block", "_chunk", "_last", "_peer")
 
     def __init__(self, hub: Hub, group: Group, key: int, description: bytes, wire: Tensor, target: Tensor) -> None:
-        self._hub, self._peer, self._key = hub, group.peers[0], key
-        self._description, self._wire, self._target = description, wire.view(-1), target
+        super().__init__(hub, group, key, description, wire, target)
+        self._peer = group.peers[0]
         self._chunk = CHUNK // wire.element_size()
         self._added = 0
         self._last: Message | None = None
-        self._error: Exception | None = None
 
     def start(self) -> int:
         """Show the peer the first chunk. Returns bytes of headers."""
@@ -219,37 +225,36 @@ class SumInTurns:
         else:
             self._hub.expect(self._peer, self._key + self._added % 2, self._came)
 
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`.
-
-        Raises:
-            ValueError: the peer gave another shape or dtype.
-        """
-        if self._peer >= 0:
-            self._hub.wait(self._peer, lambda: self._last is not None or self._error is not None, self)
-            if self._error is not None:
-                raise self._error
-            assert self._last is not None
-            self._hub.answer(self._last)  # for all of them: they were in one block
-            if self._target.data_ptr() != self._wire.data_ptr():
-                self._target.copy_(self._wire.view(self._target.shape))
-            self._peer = -1
-        return self._target
+    def _complete(self) -> None:
+        self._hub.wait(self._peer, lambda: self._last is not None or self._error is not None, self)
+        if self._error is not None:
+            raise self._error
+        assert self._last is not None
+        self._hub.answer(self._last)  # for all of them: they were in one block
 
     def doing(self) -> str:
-        """See :class:`.hub.Doing`."""
         return f"taking part in {told(self._description)} with rank {self._peer}"
 
 
 def add(parts: Sequence[Tensor], total: Tensor) -> None:
-    """The sum of two or more parts, added up in their order, in memory that is none of theirs."""
+    """Add up two or more parts in their order.
+
+    Args:
+        parts: of one shape and dtype; left as they are.
+        total: overwritten by the sum; none of the parts' memory.
+    """
     torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
         total += part
 
 
 def add_in_place(before: Sequence[Tensor], own: Tensor, after: Sequence[Tensor]) -> None:
-    """Add up parts in their order, in the memory of one of them: the same bits wherever that one stands."""
+    """Add up parts in their order, in the memory of one of them: the same bits wherever that one stands.
+
+    Args:
+        before, after: parts that come before and after ``own`` in the order; left as they are.
+        own: one of the parts; overwritten by the sum.
+    """
     if len(before) == 1:
         torch.add(before[0], own, out=own)
     elif before:

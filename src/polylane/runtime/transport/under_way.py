@@ -1,4 +1,4 @@
-"""Operations between workers of one host that have been asked for: what is left to do until they are done.
+"""Pending operations over shared memory: what is left to do until they are done.
 
 Every operation has put its own values where the others find them before it becomes one of these: what is left is to
 wait for the others' and to read them. Only large sums have steps in between, see :mod:`.sums`.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.transport.message import SEND, Message, described, mismatch, told
+from polylane.runtime.transport.protocol import Deferred
 
 
 @dataclass(slots=True)
@@ -22,10 +23,10 @@ class Group:
     """Ranks that run collectives together, as one of them sees it.
 
     Attributes:
-        members: in order.
+        members: all its ranks, in order.
         index: of this rank among them.
         peers: the others, in order.
-        key: of the next collective.
+        key: of the latest collective; each takes two keys.
     """
 
     members: tuple[int, ...]
@@ -39,45 +40,47 @@ class Group:
         return self.key
 
 
-class Receive:
-    """A tensor that a peer sends, by itself or as its piece of an exchange (``kind``)."""
+class Receive(Deferred[Tensor]):
+    """A tensor that a peer sends, by itself or as its piece of an exchange.
 
-    __slots__ = ("_dtype", "_hub", "_key", "_kind", "_peer", "_result", "_shape")
+    Args:
+        hub: lines to the other workers of this host.
+        peer: the rank that sends.
+        key: of the message, the same at both ends.
+        dtype, shape: of the tensor, which the peer must agree on.
+        kind: what the peer was asked for: SEND or EXCHANGE of :mod:`.message`.
+    """
+
+    __slots__ = ("_dtype", "_hub", "_key", "_kind", "_peer", "_shape")
 
     def __init__(
         self, hub: Hub, peer: int, key: int, dtype: torch.dtype, shape: tuple[int, ...], kind: int = SEND
     ) -> None:
+        super().__init__()
         self._hub, self._peer, self._key, self._kind = hub, peer, key, kind
         self._dtype, self._shape = dtype, shape
-        self._result: Tensor | None = None
 
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`.
-
-        Raises:
-            ValueError: the peer sent another shape or dtype.
-        """
-        if self._result is None:
-            message = self._hub.take(self._peer, self._key, self)
-            check(self._hub, described(self._kind, self._dtype, self._shape), message)
-            self._result = self._hub.kept(message, self._dtype, self._shape)
-        return self._result
+    def _finish(self) -> Tensor:
+        message = self._hub.take(self._peer, self._key, self)
+        check(self._hub, described(self._kind, self._dtype, self._shape), message)
+        return self._hub.kept(message, self._dtype, self._shape)
 
     def doing(self) -> str:
-        """See :class:`.hub.Doing`."""
         return f"receiving {self._dtype} {self._shape}"
 
 
-class Collected:
-    """Something over a group that takes one message from some of its members.
+class Collected(Deferred[Tensor]):
+    """A collective that takes one message from some of the members of a group.
 
     Args:
-        key: of the operation.
-        expected: the description of what each peer gives, by rank.
-        finish: makes the result of the messages, by rank.
+        hub: lines to the other workers of this host.
+        members: ranks of the group, in order.
+        key: of the collective's messages, the same at all members.
+        expected: by rank, the description of what each of these peers gives.
+        make: makes the result of the messages, by rank; they are answered for afterwards.
     """
 
-    __slots__ = ("_expected", "_finish", "_hub", "_key", "_members", "_result")
+    __slots__ = ("_expected", "_hub", "_key", "_make", "_members")
 
     def __init__(
         self,
@@ -85,49 +88,39 @@ class Collected:
         members: Sequence[int],
         key: int,
         expected: dict[int, bytes],
-        finish: Callable[[dict[int, Message]], Tensor],
+        make: Callable[[dict[int, Message]], Tensor],
     ) -> None:
+        super().__init__()
         self._hub, self._members, self._key = hub, members, key
-        self._expected, self._finish = expected, finish
-        self._result: Tensor | None = None
+        self._expected, self._make = expected, make
 
-    def wait(self) -> Tensor:
-        """See :meth:`.protocol.Pending.wait`.
-
-        Raises:
-            ValueError: a peer gave another shape or dtype.
-        """
-        if self._result is None:
-            messages = {peer: self._hub.take(peer, self._key, self) for peer in self._expected}
-            for peer, description in self._expected.items():
-                check(self._hub, description, messages[peer])
-            self._result = self._finish(messages)
-            self._hub.answer(*messages.values())
-        return self._result
+    def _finish(self) -> Tensor:
+        messages = {peer: self._hub.take(peer, self._key, self) for peer in self._expected}
+        for peer, description in self._expected.items():
+            check(self._hub, description, messages[peer])
+        result = self._make(messages)
+        self._hub.answer(*messages.values())
+        return result
 
     def doing(self) -> str:
-        """See :class:`.hub.Doing`."""
         return f"taking part in {told(next(iter(self._expected.values())))} over ranks {tuple(self._members)}"
 
 
-class Exchange:
+class Exchange(Deferred[list[Tensor]]):
     """A piece from every rank of a group.
 
     Args:
-        parts: by rank: what is there already, or comes.
+        parts: one for each rank: a tensor that is there already, or one that comes.
     """
 
-    __slots__ = ("_parts", "_result")
+    __slots__ = ("_parts",)
 
     def __init__(self, parts: Sequence[Tensor | Receive]) -> None:
+        super().__init__()
         self._parts = parts
-        self._result: list[Tensor] | None = None
 
-    def wait(self) -> list[Tensor]:
-        """See :meth:`.protocol.Outcome.wait`."""
-        if self._result is None:
-            self._result = [part if isinstance(part, Tensor) else part.wait() for part in self._parts]
-        return self._result
+    def _finish(self) -> list[Tensor]:
+        return [part if isinstance(part, Tensor) else part.wait() for part in self._parts]
 
 
 def check(hub: Hub, expected: bytes, message: Message) -> None:
@@ -141,10 +134,10 @@ def check(hub: Hub, expected: bytes, message: Message) -> None:
 
 
 def places(sizes: Sequence[int]) -> list[slice]:
-    """Where parts lie that follow one another."""
+    """The places of parts that follow one another in a vector, for their numbers of elements."""
     return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def length(part: slice) -> int:
-    """Its elements."""
+    """Number of elements of a part."""
     return int(part.stop - part.start)

@@ -1,0 +1,62 @@
+"""Launch order of gradient buckets during a backward pass (Li et al., VLDB 2020, section 3.2.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+class BucketLauncher:
+    """Launches buckets one after the other, each as soon as the gradients of all its parameters are complete.
+
+    All ranks launch in the one order of the buckets, whichever gradients are complete first: a collective is matched to
+    the other ranks' by the order in which it is asked for.
+
+        gradients complete      b2    b0       b1      (end)
+        launched                      b0       b1 b2   b3       b3 has a parameter without a gradient, or is not early
+
+    Args:
+        buckets: the parameters of each bucket by canonical name, in the order of launch.
+        early: for each bucket whether it may be launched before the end of the pass. A bucket with a parameter that may
+            get no gradient, or several, must not: only the end of the pass shows that its gradients are complete.
+    """
+
+    def __init__(self, buckets: Sequence[Mapping[str, Tensor]], early: Sequence[bool]) -> None:
+        self._buckets, self._early = tuple(buckets), tuple(early)
+        self._missing: list[set[str]] = []
+        self._next = 0
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(self, launch: Callable[[int], None]) -> None:
+        """Before a backward pass: watch its gradients.
+
+        Args:
+            launch: starts the reduction of the bucket with this index.
+        """
+        self._missing, self._next = [set(bucket) for bucket in self._buckets], 0
+        for index, bucket in enumerate(self._buckets):
+            for name, parameter in bucket.items():
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient(index, name, launch))
+                self._hooks.append(hook)
+
+    def _on_gradient(self, index: int, name: str, launch: Callable[[int], None]) -> Callable[[Tensor], None]:
+        def complete(_: Tensor) -> None:
+            self._missing[index].discard(name)
+            while self._next < len(self._buckets) and not self._missing[self._next] and self._early[self._next]:
+                self._launch_next(launch)
+
+        return complete
+
+    def _launch_next(self, launch: Callable[[int], None]) -> None:
+        self._next += 1
+        launch(self._next - 1)
+
+    def end(self, launch: Callable[[int], None]) -> None:
+        """After the backward pass: launch the buckets that are left, whatever gradients they have."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        while self._next < len(self._buckets):
+            self._launch_next(launch)
