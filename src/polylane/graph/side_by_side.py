@@ -58,17 +58,14 @@ class PartFails(Exception):
     """A node that computes on the whole does not on a part of it; one sentence for the user."""
 
 
-def three_runs(graph: Graph, whole: Whole, leaves: Sequence[Any], odd: bool = False, again: int = 0) -> list[Run]:
+def three_runs(graph: Graph, whole: Whole, leaves: Sequence[Any], again: int = 0) -> list[Run]:
     """The whole of an example batch, and its two parts, ready to be run; each with tensors of its own.
 
     Args:
-        odd: let there be an odd number of samples, and of those in the first part: what is made of pairs of them shows.
         again: how many times the whole is run once more, to see how far rounding reaches.
     """
     count = min(max(sample_count(leaves), FEWEST), MOST)
-    count -= odd and not count % 2
     at_sample = count // 2 + 1
-    at_sample -= odd and not at_sample % 2
     batch = promoted(resized(leaves, count), torch.float64)
 
     def run(start: int, stop: int) -> Run:

@@ -18,7 +18,6 @@ from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, Node
 from polylane.graph.inplace import alias_groups, writes
 from polylane.graph.keying import PerPart
-from polylane.graph.orders import Order
 from polylane.graph.precision import innermost
 from polylane.graph.sizes import Size
 from polylane.graph.statistics import batch_norm
@@ -113,7 +112,6 @@ Functions = Callable[[fx.Node, Step, Sequence[State]], Sequence[State] | None]
 def walked(
     graph: Graph,
     per_sample: Collection[str] = (),
-    known: Mapping[str, Order] | None = None,
     *,
     counting: bool = False,
     given: Mapping[Key, State | None] | None = None,
@@ -123,7 +121,7 @@ def walked(
 
     Args:
         graph: nothing of it is computed.
-        per_sample, known, counting: see :func:`polylane.samples.derivation.derive`.
+        per_sample, counting: see :func:`polylane.samples.derivation.derive`.
         given: how placeholders are made up that are neither rows in order nor alike; None for one of which that is
             not known.
         functions: asked about every custom autograd function; default: nothing is known of any.
@@ -133,7 +131,7 @@ def walked(
         own = view(graph, OWN, REPLICAS, ragged=True, batch=WHOLE)
     except PolylaneError:
         return None
-    walk = Walk(graph, per_sample, known or {}, whole, counting, given or {}, functions)
+    walk = Walk(graph, per_sample, whole, counting, given or {}, functions)
     for step, part in zip(whole.steps, own.steps, strict=True):
         walk.take(step, part.call)
     return walk
@@ -146,7 +144,6 @@ class Walk:
     Attributes:
         graph: of which the tensors are.
         per_sample: module paths of the user's own Python that treats every sample by itself, as the user says.
-        known: of some tensors, how the parts of a batch make them up.
         view: the graph at the samples of both replicas.
         counting: whether statistics of the whole batch may be asked for.
         given, functions: see :func:`walked`.
@@ -158,7 +155,6 @@ class Walk:
 
     graph: Graph
     per_sample: Collection[str]
-    known: Mapping[str, Order]
     view: View
     counting: bool
     given: Mapping[Key, State | None] = field(default_factory=dict)
@@ -185,15 +181,12 @@ class Walk:
                     self.lies[key_of(node)[0], key_of(node)[1] + number] = in_order(val)
         sources = {key: self.given.get(key, self.lies[key]) for key in self.view.sources}
         self.states |= {key: state for key, state in sources.items() if state is not None}
-        keys = {name: self.view.aliases.get(name, (name, 0)) for name in self.known}
-        lying = (Order.ROWS, Order.ALIKE)
-        self._known = {key: self.lies.get(key) if self.known[name] in lying else None for name, key in keys.items()}
 
     def take(self, step: Step, own: Call) -> None:
         """One operator: find out about its values; ``own``: as a replica calls it."""
-        found = self._derived(step, own) if any(key not in self._known for key in step.gives) else None
+        found = self._derived(step, own) if step.gives else None
         for place, key in enumerate(step.gives):
-            state = self._known[key] if key in self._known else found[place] if found is not None else None
+            state = None if found is None else found[place]
             if state is not None:
                 self.states[key] = state
             else:
