@@ -27,12 +27,13 @@ def saved(graph: Graph, setting: Setting) -> Keeping:
     """
     number = Numbers(setting.samples)
     walk = Walk(
+        graph.code.fx,
         setting,
         lambda node: placeholder_form(graph, node, number, setting),
         lambda node: str(node.meta["name"]),
         lambda node: graph.positions[node.meta["name"]],
     )
-    return walk.run(graph.code.fx)
+    return walk.keeping()
 
 
 def placeholder_form(graph: Graph, node: fx.Node, number: Numbers, setting: Setting) -> Form | Any:
