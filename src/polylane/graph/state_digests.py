@@ -53,7 +53,9 @@ class Digests:
 class _Digest:
     def __init__(self, known: Collection[int]) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
-        self._known, self._seen, self._left = known, dict[int, int](), MOST_VALUES
+        self._known, self._left = known, MOST_VALUES
+        # By id; each is held, so that none that is made on the way gives its id to another one.
+        self._seen = dict[int, tuple[int, Any]]()
 
     def _say(self, *words: Any) -> None:
         self.hash.update(repr(words).encode())
@@ -66,9 +68,9 @@ class _Digest:
         elif id(value) in self._known:
             self._say("own", id(value))
         elif id(value) in self._seen:
-            self._say("again", self._seen[id(value)])
+            self._say("again", self._seen[id(value)][0])
         elif self._left > 0:
-            self._seen[id(value)] = len(self._seen)
+            self._seen[id(value)] = len(self._seen), value
             self._say(kind.__name__)
             self._inside(value)
 
