@@ -5,10 +5,13 @@ Files of torch and polylane are nobody's own; those of libraries are, where a ca
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import sys
 import sysconfig
 import types
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -95,6 +98,24 @@ def generator_state(value: Any) -> Any:
     if numpy is not None and isinstance(value, numpy.random.RandomState):
         return value.get_state(legacy=False)
     return None
+
+
+def children_of(value: Any) -> list[Any]:
+    """The values directly inside of another one, in a fixed order; none of what belongs to torch, numpy or Python."""
+    if isinstance(value, dict):
+        return list(itertools.chain.from_iterable(value.items()))
+    if isinstance(value, (list, tuple, deque)):
+        return list(value)
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+        return [*cells, defaults_of(value), vars(value)] if is_own(value.__code__.co_filename) else []
+    if isinstance(value, nn.Module) or has_own_class(value):
+        return list(itertools.chain.from_iterable(fields_of(value).items()))
+    return []
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import types
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polylane.graph.own_objects import (
     MOST_VALUES,
     PLAIN,
-    defaults_of,
-    fields_of,
+    children_of,
     generator_state,
-    has_own_class,
     is_array,
-    is_filled,
-    is_own,
 )
 
 _LONG = 2_000  # elements of a sequence, of which the first and the last are looked at
@@ -77,16 +71,10 @@ class _Digest:
     def _inside(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self._tensor(value)
-        elif isinstance(value, dict):
-            self._all(itertools.chain.from_iterable(_ends(list(value.items()))))
-            self._say(len(value))
-        elif isinstance(value, (list, tuple, deque)):
-            self._say(len(value))
-            self._all(_ends(list(value)))
-        elif isinstance(value, (set, frozenset)):
-            self._say(len(value), sorted(repr(each) for each in value if type(each) in PLAIN))
         elif (state := generator_state(value)) is not None:
             self._say(str(state))
+        elif isinstance(value, (set, frozenset)):
+            self._say(len(value), sorted(repr(each) for each in value if type(each) in PLAIN))
         elif isinstance(value, types.GeneratorType):
             self._say(value.gi_frame and value.gi_frame.f_lasti)
             self.take({} if value.gi_frame is None else dict(value.gi_frame.f_locals))
@@ -95,22 +83,11 @@ class _Digest:
         elif is_array(value):
             self._say(value.shape, str(value.dtype))
             self.hash.update(value.tobytes() if value.dtype.hasobject is False else repr(value).encode())
-        elif isinstance(value, types.MethodType):
-            self.take(value.__self__)
-        elif isinstance(value, functools.partial):
-            self._all((value.func, value.args, value.keywords))
-        elif isinstance(value, types.FunctionType):
-            if is_own(value.__code__.co_filename):
-                self._all(cell.cell_contents for cell in value.__closure__ or () if is_filled(cell))
-                self._all((defaults_of(value), vars(value)))
-        elif isinstance(value, nn.Module):  # one that the model does not know of
-            self._all(value.__dict__.items())
-        elif has_own_class(value):
-            self._all(fields_of(value).items())
-
-    def _all(self, values: Iterable[Any]) -> None:
-        for value in values:
-            self.take(value)
+        else:
+            inner = children_of(value)
+            self._say(len(inner))
+            for each in inner if len(inner) <= _LONG else (*inner[: _LONG // 2], *inner[-_LONG // 2 :]):
+                self.take(each)
 
     def _tensor(self, value: Tensor) -> None:
         self._say(tuple(value.shape), str(value.dtype), value.device.type)
@@ -123,7 +100,3 @@ class _Digest:
         else:  # atomics reorder sums there: a value kept from the last pass is the same but for rounding
             size = value.to(torch.float64).abs().sum().item()
             self._say(f"{size:.3e}")
-
-
-def _ends(values: Sequence[Any]) -> Iterable[Any]:
-    return values if len(values) <= _LONG else (*values[: _LONG // 2], *values[-_LONG // 2 :])

@@ -8,7 +8,7 @@ import itertools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from polylane.graph.own_objects import (
     MOST_VALUES,
     PLAIN,
-    defaults_of,
-    fields_of,
+    children_of,
     generator_state,
     has_own_class,
     is_array,
@@ -76,49 +75,40 @@ class _Remembered:
         if type(value) in PLAIN or id(value) in self._known or id(value) in self._seen or len(self._seen) > MOST_VALUES:
             return
         self._seen[id(value)] = value  # held, so that no other object gets its id
-        for inner in self._children(value):
+        self._own(value)
+        for inner in () if generator_state(value) is not None else children_of(value):
             self.inside(inner)
 
-    def _children(self, value: Any) -> Iterable[Any]:
+    def _own(self, value: Any) -> None:
+        """Remember what a value itself holds, be it other values."""
         if isinstance(value, Tensor):
             self._tensor(value)
-        elif isinstance(value, dict):
-            return self._contents(value, dict(value), list(value.values()))
-        elif isinstance(value, (list, deque)):
-            return self._contents(value, list(value), list(value))
-        elif isinstance(value, set):
-            self._contents(value, set(value), ())
-        elif isinstance(value, bytearray):
-            self._contents(value, bytes(value), ())
-        elif isinstance(value, tuple):
-            return value
         elif generator_state(value) is not None:
             self._generator(value)
+        elif isinstance(value, (dict, list, deque, set, bytearray)):
+            self._contents(value)
         elif is_array(value):
             if value.flags.writeable:
                 kept = value.copy()
                 self.contents.append(lambda: value.__setitem__(Ellipsis, kept))
-        elif isinstance(value, types.MethodType):
-            return (value.__self__,)
-        elif isinstance(value, functools.partial):
-            return (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, types.FunctionType):
-            if is_own(value.__code__.co_filename):
-                return self._function(value)
+            for cell in value.__closure__ or () if is_own(value.__code__.co_filename) else ():
+                if is_filled(cell):
+                    self.contents.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
         elif isinstance(value, nn.Module) or has_own_class(value):
-            return self._object(value)
-        return ()
+            if hasattr(value, "__dict__"):
+                self._contents(value.__dict__)
+            for name in (name for each in type(value).__mro__ for name in slots_of(each) if hasattr(value, name)):
+                self.contents.append(functools.partial(object.__setattr__, value, name, getattr(value, name)))
 
-    def _contents(self, value: Any, kept: Any, inner: Iterable[Any]) -> Iterable[Any]:
+    def _contents(self, value: Any) -> None:
+        kept = dict(value) if isinstance(value, dict) else list(value)
+
         def put_back() -> None:
-            if isinstance(value, bytearray):
-                value[:] = kept
-            else:
-                value.clear()
-                getattr(value, "extend" if isinstance(value, (list, deque)) else "update")(kept)
+            value.clear()
+            getattr(value, "extend" if isinstance(value, (list, deque, bytearray)) else "update")(kept)
 
         self.contents.append(put_back)
-        return inner
 
     def _tensor(self, value: Tensor) -> None:
         if value.is_meta or not value.is_leaf:
@@ -140,25 +130,3 @@ class _Remembered:
             self.contents.append(lambda: setattr(value.bit_generator, "state", state))
         else:
             self.contents.append(lambda: value.set_state(state))
-
-    def _function(self, value: types.FunctionType) -> Iterator[Any]:
-        for cell in value.__closure__ or ():
-            if is_filled(cell):
-                kept = cell.cell_contents
-                self.contents.append(functools.partial(setattr, cell, "cell_contents", kept))
-                yield kept
-        yield from defaults_of(value).values()
-        yield vars(value)
-
-    def _object(self, value: Any) -> Iterable[Any]:
-        if hasattr(value, "__dict__"):
-            self._contents(value.__dict__, dict(value.__dict__), ())
-        slots = [
-            (name, getattr(value, name))
-            for each in type(value).__mro__
-            for name in slots_of(each)
-            if hasattr(value, name)
-        ]
-        for name, kept in slots:
-            self.contents.append(functools.partial(object.__setattr__, value, name, kept))
-        return fields_of(value).values()
