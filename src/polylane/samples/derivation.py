@@ -27,11 +27,9 @@ from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.placement.view import Key, op_of
 from polylane.samples.additivity import State, power_of_additive
 from polylane.samples.functions import proven_function
-from polylane.samples.known_states import Rescale, Statistic, given_by_inputs
+from polylane.samples.known_states import Rescale, Statistic
 from polylane.samples.statistics import ancestors
 from polylane.samples.walk import Walk, walked
-
-__all__ = ["Derivation", "Rescale", "Statistic", "derive", "given_by_inputs", "known_orders"]
 
 
 @dataclass(frozen=True)
