@@ -6,8 +6,7 @@ import ast
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from polylane.errors import PolylaneError
-from polylane.yaml_file import hint, shown
+from polylane.errors import PolylaneError, hint, shown
 
 # What reading a text as a Python literal can raise, deep nesting and null bytes included.
 _NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)

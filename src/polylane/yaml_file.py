@@ -5,7 +5,6 @@ A sentence names the key by its place in the file (``stages.0.mesh.tensor``), sa
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, hint, shown
 
 if TYPE_CHECKING:
     import pydantic
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 # The parser in C is ten times as fast; not every build of PyYAML has it.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-_SHOWN = 60  # characters of a value that is wrong
 _MAPPING = "a mapping of keys and values"
 _KEY = "[key]"  # how pydantic marks the place of a mapping's key, rather than of its value
 
@@ -127,21 +125,6 @@ def sentence(error: ErrorDetails, form: FileForm, data: object) -> str:
         return f"{key}{' ' if message.startswith('must be') else ': '}{message}"
     given = error["input"] if at_key else _at(data, where, error["input"])
     return f"{key} must be {_wanted(error, where, form)}, not {shown(given)}"
-
-
-def shown(given: object) -> str:
-    """A value in a sentence."""
-    text = "empty" if given is None else repr(given)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-def hint(name: str, known: Sequence[str]) -> str:
-    """ "; did you mean ...?", where something is near."""
-    begun = sorted(each for each in known if name and each.startswith(f"{name}-"))
-    if begun:  # a family: all that there are of it
-        return f"; did you mean {' or '.join(begun)}?"
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 # What must be in a place, by the first word of how pydantic calls the error.

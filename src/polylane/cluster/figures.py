@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polylane.cluster.units import EXAMPLES, Dimension, figure
-from polylane.errors import PolylaneError
-from polylane.yaml_file import hint, shown
+from polylane.errors import PolylaneError, hint, shown
 
 # What is measured under a key, or in the mapping under it.
 DIMENSIONS: dict[str, Dimension] = {

@@ -9,9 +9,8 @@ from typing import Any
 from polylane.cluster.catalogue import device_presets, usual_links
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.read import load, of_mapping
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, hint, shown
 from polylane.settings import split_pairs
-from polylane.yaml_file import hint, shown
 
 _FORM = "[SITESx]HOSTSxDEVICES:DEVICE, as in 16x8:a100-80g, or a cluster file ending in .yaml"
 _HEAD = re.compile(r"(?:(?:([0-9]+)\s*x\s*)?([0-9]+)\s*x\s*)?([0-9]+)\s*:\s*(\S+)")
