@@ -247,7 +247,7 @@ def test_version() -> None:
         ("inspect tiny.py --write plan.yaml", "--write plan.yaml writes a plan: say which one with --plan"),
         ("lanes 1f1b --stages 99999 --microbatches 99999", "are more than 262,144 passes, too many to draw"),
         ("inspect tiny.py --plan none.yaml", "plan none.yaml: No such file"),
-        ("train tiny.py --plan tiny.py", "plan tiny.py is not"),
+        ("train tiny.py --plan tiny.py", "plan tiny.py: this is not"),
         ("train none.py", "There is no recipe at none.py"),
         ("train tiny.py --set bogus=1", "has no setting 'bogus'; it has model.width = 8"),
         ("verify tiny.py --set width", "--set takes name=value"),

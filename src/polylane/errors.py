@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -141,3 +143,23 @@ def _place(stage: int | None, microbatch: int | None, module: str | None, source
     ]
     place = f" at {', '.join(named)}" if named else ""
     return place + (f" ({source})" if source else "")
+
+
+# ---- words for a sentence ------------------------------------------------------------------------------------------
+
+_SHOWN = 60  # characters of a value that is wrong
+
+
+def shown(given: object) -> str:
+    """A value in a sentence."""
+    text = "empty" if given is None else repr(given)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """ "; did you mean ...?", where something is near."""
+    begun = sorted(each for each in known if name and each.startswith(f"{name}-"))
+    if begun:  # a family: all that there are of it
+        return f"; did you mean {' or '.join(begun)}?"
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""

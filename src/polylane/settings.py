@@ -1,13 +1,39 @@
-"""A keyword argument's value from text: read as the type that its default has."""
+"""Settings in text: what ``key=value,key=value`` says, and a value read as the type that its default has."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from polylane.errors import PolylaneError, hint, shown
 
 # What reading a text as a Python literal can raise, deep nesting and null bytes included.
 _NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+
+
+def split_pairs(pieces: Iterable[str], keys: Sequence[str], example: str) -> dict[str, str]:
+    """The values of pieces of the form key=value, by key.
+
+    Args:
+        pieces: of one line, which commas separate.
+        keys: those that are known.
+        example: a piece as it should be, for errors.
+
+    Raises:
+        PolylaneError: a piece is not of that form, or its key is unknown or there already; naming the piece or key.
+    """
+    values: dict[str, str] = {}
+    for piece in pieces:
+        key, equals, value = (word.strip() for word in piece.partition("="))
+        if not equals or not value:
+            raise PolylaneError(f"{shown(piece.strip())} is not of the form key=value, as in {example}")
+        if key not in keys:
+            raise PolylaneError(f"unknown key {shown(key)}, known are {', '.join(keys)}{hint(key, keys)}")
+        if key in values:
+            raise PolylaneError(f"{key} is given twice")
+        values[key] = value
+    return values
 
 
 def parse(text: str, default: Any) -> Any:

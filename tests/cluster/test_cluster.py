@@ -165,7 +165,7 @@ def test_one_host_in_each_of_two_racks_needs_no_link_between_hosts() -> None:
     ("speeds", "sentence"),
     [
         ({2: 0.5}, "speeds.2: there is no such device, they are 0 to 1"),
-        ({0: 0.0}, "speeds.0 must be more than 0, not 0"),
+        ({0: 0.0}, "speeds.0 must be above 0, not 0"),
     ],
 )
 def test_a_speed_of_nobody_or_of_nothing_is_refused(speeds: dict[int, float], sentence: str) -> None:

@@ -71,7 +71,7 @@ def test_a_single_device_needs_no_link() -> None:
         ("8:cpu,cores=0", "cores must be at least 1, not 0"),
         ("8:cpu,cores=two", "cores must be a whole number, not 'two'"),
         ("8:cpu,speed=fast", "speed must be a number, not 'fast'"),
-        ("8:cpu,speed=-1", "speed must be more than 0, not -1.0"),
+        ("8:cpu,speed=-1", "speed must be above 0, not -1.0"),
         ("8:cpu,speed=nan", "speed must be a finite number, not nan"),
         ("8:cpu,price=-1", "price must be at least 0, not -1.0"),
     ],

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from polylane.cluster import mapping
+from polylane import yaml_file
 from polylane.cluster.catalogue import device_presets, link_presets
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
@@ -41,7 +41,7 @@ links:
 
 
 def read(text: str) -> Cluster:
-    return of_mapping(mapping.parse(text))
+    return of_mapping(yaml_file.parse(text))
 
 
 def test_presets_are_said_by_their_names() -> None:
@@ -81,7 +81,7 @@ def test_what_equals_a_preset_is_written_by_its_name() -> None:
 
 WRONG = {
     "hosts.0.link.bandwidth is missing": "hosts: [{devices: 2, device: cpu, link: {latency: 1 us}}]",
-    "hosts.0.link.bandwidth must be more than 0, not '-3 GB/s'": (
+    "hosts.0.link.bandwidth must be above 0, not '-3 GB/s'": (
         "hosts: [{devices: 2, device: cpu, link: {latency: 0, bandwidth: -3 GB/s}}]"
     ),
     "hosts.0.link.latency must be at least 0, not -1": (
@@ -111,7 +111,7 @@ WRONG = {
         "hosts: [{devices: 2, device: cpu, link: {preset: nvlink3, latency: 0}}]"
     ),
     "hosts.0.device: there is no preset 'a100-80', known are *; did you mean a100-80g?": "hosts: [{device: a100-80}]",
-    "hosts.0.link.bandwith is not known, known there are kind, bandwidth, *; did you mean bandwidth?": (
+    "hosts.0.link.bandwith is not a key of a cluster; known there are kind, bandwidth, *; did you mean bandwidth?": (
         "hosts: [{devices: 2, device: cpu, link: {latency: 0, bandwith: 1}}]"
     ),
     "hosts.0.device is missing": "hosts: [{devices: 2}]",
@@ -121,29 +121,37 @@ WRONG = {
     "hosts.0.device.flops.float32 must be a rate of operations, such as 312 TFLOP/s, not '5 GB'": (
         "hosts: [{device: {memory: 1 GB, flops: {float32: 5 GB}, bandwidth: 1 GB/s}}]"
     ),
-    "hosts.0.device.colour is not known, known there are *": "hosts: [{device: {preset: cpu, colour: red}}]",
-    "hosts.0.gpus is not known, known there are count, devices, device, *": "hosts: [{device: cpu, gpus: 8}]",
+    "hosts.0.device.colour is not a key of a cluster; known there are *": (
+        "hosts: [{device: {preset: cpu, colour: red}}]"
+    ),
+    "hosts.0.gpus is not a key of a cluster; known there are count, devices, device, *": (
+        "hosts: [{device: cpu, gpus: 8}]"
+    ),
     "hosts.0.count must be at least 1, not 0": "hosts: [{device: cpu, count: 0}]",
     "hosts.0.devices must be a whole number, not 2.5": "hosts: [{device: cpu, devices: 2.5}]",
     "hosts.0.cores must be at least 1, not -1": "hosts: [{device: cpu, cores: -1}]",
     "hosts.0.contention.2 must be at most 1, not 1.5": "hosts: [{device: cpu, contention: {2: 1.5}}]",
-    "hosts.0.speed must be more than 0, not 0": "hosts: [{device: cpu, speed: 0}]",
+    "hosts.0.speed must be above 0, not 0": "hosts: [{device: cpu, speed: 0}]",
     "hosts.0.price must be at least 0, not -1": "hosts: [{device: cpu, price: -1}]",
     "hosts.0.speed must be a finite number, not inf": "hosts: [{device: cpu, speed: .inf}]",
-    "hosts.0.rack must be a name, not 3": "hosts: [{device: cpu, rack: 3}]",
+    "hosts.0.rack must be a name, in quotes where it reads like a number ('3'), not 3": (
+        "hosts: [{device: cpu, rack: 3}]"
+    ),
     "hosts.1 must be a mapping of keys and values, not 'cpu'": "hosts: [{device: cpu}, cpu]",
     "hosts must be a list, not {'device': 'cpu'}": "hosts: {device: cpu}",
     "hosts: there must be at least one": "hosts: []",
     "hosts is missing": "links: {}",
-    "host is not known, known there are polylane, hosts, links, speeds; did you mean hosts?": "host: [{device: cpu}]",
-    "links.host is not known, known there are hosts, racks, sites; did you mean hosts?": (
+    "host is not a key of a cluster; known there are polylane, hosts, links, speeds; did you mean hosts?": (
+        "host: [{device: cpu}]"
+    ),
+    "links.host is not a key of a cluster; known there are hosts, racks, sites; did you mean hosts?": (
         "{hosts: [{device: cpu}], links: {host: ethernet-10g}}"
     ),
     "links must be a mapping of keys and values, not 'ethernet-10g'": "{hosts: [{device: cpu}], links: ethernet-10g}",
     "hosts.0.link is missing: nothing links the 2 devices of a host": "hosts: [{device: cpu, devices: 2}]",
     "links.hosts is missing: nothing links the 3 hosts of a rack": "hosts: [{device: cpu, count: 3}]",
     "speeds.1: there is no such device, they are 0 to 0": "{hosts: [{device: cpu}], speeds: {1: 0.5}}",
-    "speeds.0 must be more than 0, not -2": "{hosts: [{device: cpu}], speeds: {0: -2}}",
+    "speeds.0 must be above 0, not -2": "{hosts: [{device: cpu}], speeds: {0: -2}}",
     "speeds.a must be a whole number, not 'a'": "{hosts: [{device: cpu}], speeds: {a: 1}}",
     "polylane must be 1, not 2": "{polylane: 2, hosts: [{device: cpu}]}",
     "there is nothing in it": "",

@@ -9,7 +9,6 @@ import pytest
 import jobs
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.line import parse
-from polylane.cluster.mapping import parse as mapping
 from polylane.cluster.read import of_mapping
 from polylane.cost.communicate import sent
 from polylane.cost.method import Method
@@ -21,6 +20,7 @@ from polylane.plan.spec import parse as spec_of
 from polylane.planner import setup
 from polylane.planner.subdivide import subdivided
 from polylane.schedule.action import Kind
+from polylane.yaml_file import parse as mapping
 
 SITES = """
 hosts:

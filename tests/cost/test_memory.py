@@ -21,8 +21,9 @@ from polylane.graph.attention import attention_cores
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.capture import capture
 from polylane.graph.graph import Graph
+from polylane.graph.keeping import Setting
 from polylane.graph.ledger import Ledger
-from polylane.graph.saved import Setting, saved
+from polylane.graph.saved import saved
 from polylane.plan.plan import Plan
 from polylane.planner.layout import choose_layout
 from polylane.program.lower import lower

@@ -14,12 +14,13 @@ import polylane
 from models import EXAMPLES
 from polylane.graph.batch import bounds
 from polylane.graph.part import Part
+from polylane.proof.relative import relative_error
+from polylane.proof.whole_graph import run_whole
 from polylane.runtime.job import Job
 from polylane.runtime.lane import Tensors
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
 from polylane.runtime.world import World
-from polylane.verify import relative_error, run_whole
 
 sys.path.insert(0, str(EXAMPLES))
 import gan

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from polylane.plan.spec import parse
 from polylane.program import lower
+from polylane.proof.relative import relative_error
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Objective, objectives_of, prepare
 from polylane.runtime.world import World
-from polylane.verify import relative_error, verify
+from polylane.verify import verify
 from training import adamw, assert_same, batch_of, plainly, sgd, trained
 
 SHARDS = ("optimizer", "gradients", "parameters")

@@ -20,9 +20,10 @@ from polylane.graph.capture import capture
 from polylane.graph.check import bound, tables
 from polylane.graph.export import Whole
 from polylane.graph.graph import Graph
+from polylane.graph.keeping import HELD, Keeping, Saved, Setting
 from polylane.graph.ledger import Ledger, place
 from polylane.graph.part import Part
-from polylane.graph.saved import HELD, Keeping, Saved, Setting, saved
+from polylane.graph.saved import saved
 
 SAMPLES = 6
 

@@ -28,8 +28,9 @@ from polylane.placement.rewrite import Split, State
 from polylane.placement.view import Key, View, key_of, view
 from polylane.planner.allowed import Demands, allowed
 from polylane.planner.layout import assembled, part_of
+from polylane.proof.relative import relative_error
 from polylane.runtime.lane import Tensors
-from polylane.verify import TOLERANCE, in_float64, relative_error
+from polylane.verify import TOLERANCE, in_float64
 
 CAPTURED_AT, SAMPLES = 5, 4
 FLOOR = 1e-3  # of the largest gradient: what is zero in truth is rounding, another number in every order of summation

@@ -44,7 +44,7 @@ from plan_files import MESH, edited, refusal
         ({"stages.0.mesh": {"data": 2, "tensor": 2}}, "stages.0: 2 devices for a mesh of data=2, tensor=2"),
         (
             {"stages.0.mesh": {"data": 2, "tensr": 2}},
-            "stages.0.mesh.tensr is no axis; known there are data, sequence, tensor; did you mean tensor?",
+            "stages.0.mesh.tensr is not a key of a plan; known there are data, sequence, tensor; did you mean tensor?",
         ),
         ({"stages.0.mesh.tensor": 0}, "stages.0.mesh.tensor must be at least 1, not 0"),
         ({"stages.1.mesh": {"tensor": 3}}, "stages.1: 2 devices for a mesh of tensor=3"),
@@ -70,7 +70,7 @@ def test_a_wrong_file(changes: dict[str, Any], says: str, tmp_path: Path) -> Non
     [
         ("stages: [", "is not YAML"),
         ("\x00", "is not YAML"),
-        ("", "is not a mapping"),
+        ("", "there is nothing in it"),
         ("- 1", "is not a mapping"),
         ("data=2,pipeline=2", "is not a mapping"),
         ("1: 2", "1 is not a key of a plan; known there are polylane, graph"),
@@ -106,9 +106,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"w0": {"tensor": 0}}, "w0.tensor: 0 is not replicate, shard(<dim>) or partial"),
         (
             {"w0": {"tensr": "replicate"}},
-            "w0.tensr is no axis; known there are sequence, tensor; did you mean tensor?",
+            "w0.tensr is not a key of a plan; known there are sequence, tensor; did you mean tensor?",
         ),
-        ({"w0": {"data": "replicate"}}, "w0.data is no axis; known there are sequence, tensor"),
+        ({"w0": {"data": "replicate"}}, "w0.data is not a key of a plan; known there are sequence, tensor"),
         ({0: {"tensor": "shard(0)"}}, "0 must be a name, in quotes where it reads like a number ('0'), not 0"),
         ({"w0": "shard(0)"}, "w0 must be a mapping of keys and values, not 'shard(0)'"),
     ],

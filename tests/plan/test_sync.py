@@ -107,7 +107,7 @@ def test_what_is_refused(line: str, says: str) -> None:
         ({"compress": {"kind": "zip"}}, "sync.compress must be of a kind that is known: powersgd, top_k"),
         ({"compress": {"kind": "top_k", "fraction": 2}}, "fraction must be at most 1, not 2"),
         ({"compress": {"rank": 2}}, "sync.compress must be a mapping with the key kind"),
-        ({"every": 2, "outer": {"rate": float("nan")}}, "sync.outer.rate must be a number, not nan"),
+        ({"every": 2, "outer": {"rate": float("nan")}}, "sync.outer.rate must be a finite number, not nan"),
         (
             {"kind": "parameter_server", "staleness": True},
             "of at least 0, or any, not True",

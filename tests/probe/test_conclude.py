@@ -10,12 +10,12 @@ from polylane.cluster import read
 from polylane.cluster.catalogue import device_presets
 from polylane.cluster.device import Device
 from polylane.cluster.link import Link
-from polylane.cluster.mapping import parse
 from polylane.cost.roofline import seconds
 from polylane.probe import sweep
 from polylane.probe.conclude import conclude
 from polylane.probe.measure import Gpu, Seen
 from polylane.probe.rates import Timed
+from polylane.yaml_file import parse
 
 H200 = Device.model_validate(device_presets()["h200"])
 LINK = Link(bandwidth=3e11, latency=2e-5, latencies={"send": 9e-6}, cpu=0.9)

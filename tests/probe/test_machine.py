@@ -8,10 +8,10 @@ import pytest
 
 from polylane.cluster import read
 from polylane.cluster.catalogue import device_presets
-from polylane.cluster.mapping import parse
 from polylane.errors import PolylaneError
 from polylane.probe import machine
 from polylane.probe.machine import around, check_workers, cores, here, preset_of
+from polylane.yaml_file import parse
 
 GIB = 1 << 30
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from polylane.cluster import read
-from polylane.cluster.mapping import parse
 from polylane.errors import PolylaneError
 from polylane.probe.conclude import conclude
 from polylane.probe.effort import Effort, quick, side_by_side, thorough
 from polylane.probe.measure import Seen, further, measure
+from polylane.yaml_file import parse
 from processes import children
 
 torch.set_num_threads(1)

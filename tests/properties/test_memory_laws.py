@@ -22,10 +22,11 @@ from polylane.graph.capture import capture
 from polylane.graph.check import bound, tables
 from polylane.graph.export import Whole
 from polylane.graph.graph import Graph
+from polylane.graph.keeping import Setting
 from polylane.graph.ledger import Ledger
 from polylane.graph.part import Part
 from polylane.graph.partition import cut_positions
-from polylane.graph.saved import Setting, saved
+from polylane.graph.saved import saved
 
 WIDTH, SAMPLES = 64, 32
 # Gradients of the loss itself, of one number each.

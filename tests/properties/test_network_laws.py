@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polylane.cluster import mapping
+from polylane import yaml_file
 from polylane.cluster.catalogue import link_presets
 from polylane.cluster.cluster import Cluster, Hosts, Links
 from polylane.cluster.device import Device
@@ -96,7 +96,7 @@ def shape(span: Span) -> tuple[object, ...]:
 @law
 @given(clusters())
 def test_a_cluster_that_is_written_and_read_is_the_same(cluster: Cluster) -> None:
-    assert of_mapping(mapping.parse(dump(cluster))) == cluster
+    assert of_mapping(yaml_file.parse(dump(cluster))) == cluster
 
 
 @law
@@ -198,7 +198,7 @@ def test_the_same_question_has_the_same_answer_and_who_asks_first_changes_nothin
     first = collective(cluster, kind, size, ranks)
     collective(cluster, "all_reduce", size / 2, range(cluster.count), 3)
     assert collective(cluster, kind, size, ranks) == first
-    assert collective(of_mapping(mapping.parse(dump(cluster))), kind, size, tuple(ranks)) == first
+    assert collective(of_mapping(yaml_file.parse(dump(cluster))), kind, size, tuple(ranks)) == first
 
 
 @law

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polylane.plan.spec import parse
-from polylane.proof.reference import Reference
+from polylane.proof.record import Reference
 from polylane.proof.replay import replay
 from polylane.recipe import Mean
 from polylane.runtime.job import Job

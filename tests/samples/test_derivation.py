@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture import capture
-from polylane.graph.orders import Order, seen_orders
-from polylane.samples.derivation import proven_orders
+from polylane.graph.orders import Order
+from seen_orders import proven_orders, seen_orders
 
 
 class Own(nn.Module):
@@ -126,16 +126,3 @@ def test_nothing_is_proven_beyond_a_fixed_number_of_samples() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Unflatten(0, (2, 3)), nn.Flatten(0, 1), nn.Linear(8, 4)).to("meta")
     graph = capture(model, models.classify, models.vectors(6, 0))
     assert proven_orders(graph) == {"0/linear": Order.ROWS}
-
-
-def test_from_what_is_seen_it_is_proven_further() -> None:
-    torch.manual_seed(0)
-    batch, model = models.vectors(6, 0), Own(BREAKING["sort"])
-    graph = capture(model, models.classify, batch)
-    (sort,) = (node.name for node in graph.nodes if "sort" in node.op)
-    after = graph.nodes[graph.positions[sort] + 1].name
-    assert "head/linear" not in proven_orders(graph)
-    assert proven_orders(graph, {after: Order.ROWS})["head/linear"] is Order.ROWS
-    assert proven_orders(graph, {after: Order.ALIKE}).keys() >= {"fc/linear"}
-    keeping = capture(Own(KEEPING["dropped"]), models.classify, batch)
-    assert "head/linear" not in proven_orders(keeping, {"dropout": Order.OTHER})

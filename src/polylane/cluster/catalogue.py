@@ -6,8 +6,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from polylane.cluster import mapping
 from polylane.cluster.figures import figures
+from polylane.yaml_file import parse
 
 
 @cache
@@ -29,7 +29,7 @@ def usual_links() -> dict[str, dict[str, str]]:
 
 
 def _file(name: str) -> dict[str, Any]:
-    return mapping.parse((files("polylane.cluster") / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return parse((files("polylane.cluster") / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def _presets(named: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

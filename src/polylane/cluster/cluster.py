@@ -100,7 +100,7 @@ class Cluster:
             if not 0 <= rank < self.count:
                 raise PolylaneError(f"speeds.{rank}: there is no such device, they are 0 to {self.count - 1}")
             if not 0 < speed < float("inf"):
-                raise PolylaneError(f"speeds.{rank} must be more than 0, not {speed}")
+                raise PolylaneError(f"speeds.{rank} must be above 0, not {speed}")
 
     def __reduce__(self) -> tuple[type[Cluster], tuple[tuple[Hosts, ...], Links, dict[int, float]]]:
         return Cluster, (self.hosts, self.links, dict(self.speeds))

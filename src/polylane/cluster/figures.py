@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from polylane.cluster.units import EXAMPLES, Dimension, figure
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, hint, shown
 
 # What is measured under a key, or in the mapping under it.
 DIMENSIONS: dict[str, Dimension] = {
@@ -28,7 +27,6 @@ DIMENSIONS: dict[str, Dimension] = {
 
 _NAMES = ("kind", "preset")
 _CALLED: dict[Dimension, str] = {"size": "a size", "rate": "a rate", "time": "a time", "flops": "a rate of operations"}
-_SHOWN = 60  # characters of a value that is wrong
 
 
 def figures(given: object, presets: Mapping[str, Mapping[str, Any]], place: str) -> object:
@@ -55,25 +53,10 @@ def figures(given: object, presets: Mapping[str, Mapping[str, Any]], place: str)
     return {**_preset(name, presets, f"{place}.preset"), **own}
 
 
-def shown(given: object) -> str:
-    """A value in a sentence."""
-    text = "empty" if given is None else repr(given)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
 def wanted(*keys: str) -> str:
     """What must stand under a key, or in the mapping under it: "a rate, such as 25 GB/s"; "a number" for most."""
     dimension = next((DIMENSIONS[key] for key in keys if key in DIMENSIONS), None)
     return "a number" if dimension is None else f"{_CALLED[dimension]}, such as {EXAMPLES[dimension]}"
-
-
-def hint(name: str, known: Sequence[str]) -> str:
-    """ "; did you mean ...?", where something is near."""
-    begun = sorted(each for each in known if name and each.startswith(f"{name}-"))
-    if begun:  # a family: all that there are of it
-        return f"; did you mean {' or '.join(begun)}?"
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _preset(name: str, presets: Mapping[str, Mapping[str, Any]], place: str) -> Mapping[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from polylane.cluster.catalogue import device_presets, usual_links
 from polylane.cluster.cluster import Cluster
-from polylane.cluster.figures import hint, shown
 from polylane.cluster.read import load, of_mapping
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, hint, shown
+from polylane.settings import split_pairs
 
 _FORM = "[SITESx]HOSTSxDEVICES:DEVICE, as in 16x8:a100-80g, or a cluster file ending in .yaml"
 _HEAD = re.compile(r"(?:(?:([0-9]+)\s*x\s*)?([0-9]+)\s*x\s*)?([0-9]+)\s*:\s*(\S+)")
@@ -56,7 +56,7 @@ def _parsed(text: str) -> Cluster:
     found = _HEAD.fullmatch(head)
     if found is None:
         raise PolylaneError(f"{shown(head)} is not of the form {_FORM}")
-    device, keys = found[4], _items(items)
+    device, keys = found[4], split_pairs(items, list(_KEYS), "hosts=ethernet-25g")
     given = (("sites", found[1] or "1"), ("hosts", found[2] or "1"), ("devices", found[3]))
     sites, hosts, devices = (_count(name, digits) for name, digits in given)
     if sites * hosts * devices > MOST:
@@ -86,20 +86,6 @@ def _named(data: dict[str, Any]) -> Cluster:
         text = str(error)
         key = next((key for key, place in _KEYS.items() if text.startswith(place)), None)
         raise PolylaneError(text if key is None else key + text[len(_KEYS[key]) :]) from None
-
-
-def _items(items: list[str]) -> dict[str, str]:
-    keys: dict[str, str] = {}
-    for item in items:
-        key, equals, value = (piece.strip() for piece in item.partition("="))
-        if not equals or not value:
-            raise PolylaneError(f"{shown(item)} is not of the form key=value, as in hosts=ethernet-25g")
-        if key not in _KEYS:
-            raise PolylaneError(f"unknown key {shown(key)}, known are {', '.join(_KEYS)}{hint(key, list(_KEYS))}")
-        if key in keys:
-            raise PolylaneError(f"{key} is given twice")
-        keys[key] = value
-    return keys
 
 
 def _usual(device: str, key: str) -> str:

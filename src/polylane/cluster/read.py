@@ -8,15 +8,14 @@ from typing import Any, Literal
 
 import pydantic
 import yaml
-from pydantic_core import ErrorDetails
 
-from polylane.cluster import mapping
 from polylane.cluster.catalogue import device_presets, link_presets
 from polylane.cluster.cluster import Cluster, Hosts, Links
 from polylane.cluster.device import Device
-from polylane.cluster.figures import figures, hint, shown, wanted
+from polylane.cluster.figures import figures, wanted
 from polylane.cluster.link import Link, Positive
 from polylane.errors import PolylaneError
+from polylane.yaml_file import FileForm, first_error, read, sentence
 
 
 class _File(pydantic.BaseModel):
@@ -30,27 +29,13 @@ class _File(pydantic.BaseModel):
     speeds: dict[int, Positive] = {}
 
 
-_MAPPING = "a mapping of keys and values"
-# What must stand where something else does, by how pydantic calls it.
-_PLAIN = {
-    "int": "a whole number",
-    "string": "a name",
-    "tuple": "a list",
-    "list": "a list",
-    "dict": _MAPPING,
-    "mapping": _MAPPING,
-    "model": _MAPPING,
-    "finite": "a finite number",
-}
-
-
 def load(path: str | Path) -> Cluster:
     """Read a cluster file.
 
     Raises:
         PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names both.
     """
-    data = mapping.read(path)
+    data = read(path)
     try:
         return of_mapping(data)
     except PolylaneError as error:
@@ -67,9 +52,7 @@ def of_mapping(data: dict[Any, Any]) -> Cluster:
     try:
         file = _File.model_validate(_resolved(data))
     except pydantic.ValidationError as error:
-        # Where a key is missing, one that nobody knows is mostly why.
-        first = min(error.errors(), key=lambda each: each["type"] == "missing")
-        raise PolylaneError(_sentence(first, data)) from error
+        raise PolylaneError(sentence(first_error(error), _FORM, data)) from error
     return Cluster(file.hosts, file.links, file.speeds)
 
 
@@ -134,22 +117,6 @@ def _group(group: object, place: str) -> object:
     return {key: figures(v, presets[key], f"{place}.{key}") if key in presets else v for key, v in group.items()}
 
 
-def _sentence(error: ErrorDetails, data: object) -> str:
-    """What is wrong with one value of a cluster file, and what it must be."""
-    where, kind = [part for part in error["loc"] if part != "[key]"], error["type"]
-    key = ".".join(map(str, where)) or "the file"
-    if kind == "missing":
-        return f"{key} is missing"
-    wrong_key = error["loc"][-1] == "[key]" and kind == "literal_error"
-    if kind == "extra_forbidden" or wrong_key:
-        known = _listed(error) if wrong_key else _keys(where[:-1])
-        return f"{key} is not known, known there are {', '.join(known)}{hint(str(where[-1]), known)}"
-    if kind == "value_error":
-        return f"{key}: {error['msg'].removeprefix('Value error, ')}"
-    given = error["input"] if "[key]" in error["loc"] else _at(data, where, error["input"])
-    return f"{key} must be {_wanted(error, where)}, not {shown(given)}"
-
-
 def _keys(place: Sequence[int | str]) -> list[str]:
     """The keys of a mapping in a cluster file, by its place."""
     path = [str(part) for part in place if isinstance(part, str)]
@@ -163,36 +130,4 @@ def _keys(place: Sequence[int | str]) -> list[str]:
     return list(models.get(tuple(path), Link).model_fields)
 
 
-def _listed(error: ErrorDetails) -> list[str]:
-    """What pydantic lists as ``'a', 'b' or 'c'``."""
-    listed = str(error.get("ctx", {}).get("expected", ""))
-    return [name.strip("' ") for name in listed.replace(" or ", ",").split(",")]
-
-
-def _wanted(error: ErrorDetails, where: Sequence[int | str]) -> str:
-    """What must stand where something else does."""
-    kind, bounds = error["type"], error.get("ctx", {})
-    if kind == "greater_than":
-        return "at least 1" if isinstance(error["input"], int) and _counts(where) else f"more than {bounds['gt']:g}"
-    if kind == "greater_than_equal":
-        return f"at least {bounds['ge']:g}"
-    if kind == "less_than_equal":
-        return f"at most {bounds['le']:g}"
-    if kind == "literal_error":
-        return " or ".join(_listed(error))
-    return _PLAIN.get(kind.partition("_")[0], wanted(*map(str, reversed(where))))
-
-
-def _counts(where: Sequence[int | str]) -> bool:
-    """Whether a key of hosts counts something."""
-    return where[-1] in ("count", "devices", "cores")
-
-
-def _at(data: object, where: Sequence[int | str], default: object) -> object:
-    """What stands at a place of the file, as the user wrote it."""
-    for part in where:
-        try:
-            data = data[part]  # type: ignore[index]
-        except (KeyError, IndexError, TypeError):
-            return default
-    return data
+_FORM = FileForm("a cluster", _keys, lambda place: wanted(*map(str, reversed(place))))

@@ -12,8 +12,8 @@ from polylane.commands.output import print_json, write
 from polylane.errors import PolylaneError
 from polylane.lanes import lanes_summary, lanes_timeline
 from polylane.observe import swimlane
-from polylane.plan import reading
 from polylane.schedule.stage_graph import Circle, StageGraph
+from polylane.yaml_file import read
 
 MOST = 2**18  # forward passes in a picture
 
@@ -87,7 +87,7 @@ def _read(path: Path, forward: Ticks, backward: Ticks) -> _Drawn:
     Raises:
         PolylaneError: the file cannot be read, or a key or name is wrong.
     """
-    given = reading.read(path, "stages").get("stages")
+    given = read(path, "stages").get("stages")
     if not isinstance(given, dict) or not given:
         raise PolylaneError(f"stages {path}: stages must be a mapping from a stage's name to what it comes after")
     names = [str(name) for name in given]

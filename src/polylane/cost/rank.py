@@ -54,7 +54,7 @@ def saved_on_rank(
         written_for = whole[node.meta["turn"]]
         return graph.positions[written_for.meta["name"]] if written_for.op == "call_function" else len(graph.nodes) - 1
 
-    return Walk(setting, placeholder, lambda node: node.name, position).run(local)
+    return Walk(local, setting, placeholder, lambda node: node.name, position).keeping()
 
 
 def _part(form: Form, key: Key, splits: Mapping[str, Split], at: Mapping[str, int]) -> Form:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polylane.graph.graph import Graph
+from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.part import Part
 from polylane.graph.work import shape_of
 
@@ -19,27 +21,36 @@ def dtypes_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype) ->
     A node that cannot run without data (the user's own Python) keeps the dtype that capture saw.
     """
     part = Part(graph.samples, batch=graph.samples)
-    values: dict[fx.Node, Any] = {}
-    found: dict[str, torch.dtype] = {}
+
+    def bind(node: fx.Node) -> Any:
+        return part if node.meta["role"][0] == "part" else _empty(node.meta["val"], None)
+
+    interpreter = _DtypeInterpreter(graph.code.fx, bind)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.autocast(device_type, dtype=dtype):
-        for node in graph.code.fx.nodes:
-            if node.op == "placeholder":
-                values[node] = part if node.meta["role"][0] == "part" else _empty(node.meta["val"], None)
-            elif node.op == "call_function":
-                values[node] = _run(node, values)
-                if isinstance(values[node], Tensor):
-                    found[node.meta["name"]] = values[node].dtype
-    return found
+        interpreter.run()
+    return interpreter.dtypes
 
 
-def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    if node.meta["op"] in ("leaf", "function"):  # it might keep what has no data
-        return _like(node.meta.get("val"))
-    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:
-        return _like(node.meta.get("val"))
+class _DtypeInterpreter(GraphInterpreter):
+    """Notes the dtype of every tensor; what cannot run without data gives what capture saw."""
+
+    def __init__(self, code: fx.Graph, bind: Callable[[fx.Node], Any]) -> None:
+        super().__init__(code, bind)
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def call_operator(self, node: fx.Node) -> Any:
+        value = self._value(node)
+        if isinstance(value, Tensor):
+            self.dtypes[node.meta["name"]] = value.dtype
+        return value
+
+    def _value(self, node: fx.Node) -> Any:
+        if node.meta["op"] in ("leaf", "function"):  # the user's own Python might keep what has no data
+            return _like(node.meta.get("val"))
+        try:
+            return super().call_operator(node)
+        except Exception:
+            return _like(node.meta.get("val"))
 
 
 def _empty(val: Any, dtype: torch.dtype | None) -> Any:

@@ -25,8 +25,10 @@ from typing import Any
 from torch import nn
 
 from polylane.graph.generators import drawn_by, restore, states
-from polylane.graph.own_state import MISSING, Digests, Place, is_own, names_in, places
+from polylane.graph.own_objects import MISSING, is_own, names_in
+from polylane.graph.own_state import Place, places
 from polylane.graph.source import is_users
+from polylane.graph.state_digests import Digests
 
 _CLOCKS = {
     getattr(time, name): f"time.{name}"

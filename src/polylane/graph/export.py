@@ -26,8 +26,8 @@ from polylane.graph.generators import restore as restore_states
 from polylane.graph.generators import states
 from polylane.graph.leaf import Tracing
 from polylane.graph.opaque import functions_kept
-from polylane.graph.own_state import remember
 from polylane.graph.source import is_users
+from polylane.graph.state_restore import remember
 from polylane.recipe import Mean
 
 # Filled in by torch's own config machinery, which no type checker sees.

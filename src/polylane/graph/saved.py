@@ -11,12 +11,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from polylane.graph.graph import Graph
-from polylane.graph.keeping import HELD, Keeping, Key, Saved, Setting
+from polylane.graph.keeping import Keeping, Setting
 from polylane.graph.sizes import Numbers
 from polylane.graph.trial import Form
 from polylane.graph.walk import Walk, form_at
-
-__all__ = ["HELD", "Keeping", "Key", "Saved", "Setting", "placeholder_form", "saved"]
 
 
 def saved(graph: Graph, setting: Setting) -> Keeping:
@@ -27,12 +25,13 @@ def saved(graph: Graph, setting: Setting) -> Keeping:
     """
     number = Numbers(setting.samples)
     walk = Walk(
+        graph.code.fx,
         setting,
         lambda node: placeholder_form(graph, node, number, setting),
         lambda node: str(node.meta["name"]),
         lambda node: graph.positions[node.meta["name"]],
     )
-    return walk.run(graph.code.fx)
+    return walk.keeping()
 
 
 def placeholder_form(graph: Graph, node: fx.Node, number: Numbers, setting: Setting) -> Form | Any:

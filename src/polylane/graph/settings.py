@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
 from polylane.graph.effects import Effects
-from polylane.graph.own_state import MISSING, PLAIN, TORCHS, Place, has_own_class, is_own, names_in, places
+from polylane.graph.own_objects import MISSING, PLAIN, has_own_class, is_own, names_in
+from polylane.graph.own_state import TORCHS, Place, places
 
 _DEPTH = 3  # objects and containers inside of each other that are looked into
 _MANY = 4_000  # places at most

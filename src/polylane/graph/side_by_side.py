@@ -18,6 +18,7 @@ from polylane.graph.batch import promoted, sample_count, take
 from polylane.graph.check import Tables, bound, resized, tables
 from polylane.graph.export import Whole, at, python_kept, reason_of
 from polylane.graph.graph import Graph, Node
+from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.keying import AsPart, on_a_copy
 from polylane.graph.part import Part
 from polylane.graph.precision import PROMOTED, Promoted, innermost
@@ -45,30 +46,21 @@ class Run:
 
     part: Part
     table: Tables
-    values: dict[fx.Node, Any] = field(default_factory=dict)
     again: list[Run] = field(default_factory=list)
-
-    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a node is called with."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        return tuple(args), dict(kwargs)
 
 
 class PartFails(Exception):
     """A node that computes on the whole does not on a part of it; one sentence for the user."""
 
 
-def three_runs(graph: Graph, whole: Whole, leaves: Sequence[Any], odd: bool = False, again: int = 0) -> list[Run]:
+def three_runs(graph: Graph, whole: Whole, leaves: Sequence[Any], again: int = 0) -> list[Run]:
     """The whole of an example batch, and its two parts, ready to be run; each with tensors of its own.
 
     Args:
-        odd: let there be an odd number of samples, and of those in the first part: what is made of pairs of them shows.
         again: how many times the whole is run once more, to see how far rounding reaches.
     """
     count = min(max(sample_count(leaves), FEWEST), MOST)
-    count -= odd and not count % 2
     at_sample = count // 2 + 1
-    at_sample -= odd and not at_sample % 2
     batch = promoted(resized(leaves, count), torch.float64)
 
     def run(start: int, stop: int) -> Run:
@@ -117,38 +109,71 @@ def side_by_side(graph: Graph, runs: list[Run], look: Look) -> list[list[Tensor]
         PartFails: a node fails on a part of the batch; what one raises on the whole of it comes as it is.
     """
     with torch.random.fork_rng(devices=[]), Promoted():
-        return _interpreted(graph, runs, look)
+        results = _RunsInterpreter(graph, runs, look).run()
+    whole, *parts = zip(*results, strict=True)
+    return [list(whole), *(list(part) for part in parts[len(runs[0].again) :])]
 
 
-def _interpreted(graph: Graph, runs: list[Run], look: Look) -> list[list[Tensor]]:
-    code, nodes = graph.code.fx, {node.id: node for node in graph.nodes}
-    last_use = {used: node for node in code.nodes for used in node.all_input_nodes}
-    again = runs[0].again
-    for node in code.nodes:
-        if node.op == "placeholder":
-            for run in (*runs, *again):
-                run.values[node] = bound(node, run.table, run.part)
-        elif node.op == "output":
-            return [[run.values[value] for value in node.args[0]] for run in runs]
-        else:
-            described = nodes[node.name]
-            _run_node(node, runs, described)
-            value, *parts = (run.values[node] for run in runs)
-            look(described, value, parts, _reach(node, runs[0]) if again else 0.0)
-            for used in node.all_input_nodes:
-                if last_use[used] is node:
-                    for run in (*runs, *again):
-                        del run.values[used]
-    raise AssertionError("code without an output")
+class _RunsInterpreter(GraphInterpreter):
+    """Runs each node in all runs before the next one. A node's value: that of each run, the whole's first.
 
-
-def _reach(node: fx.Node, whole: Run) -> Floor:
-    """How far rounding reaches in a node's value: no further than to a tiny share of what it is made of.
-
-    What moves more between two runs is no rounding: a choice between values that are nearly the same, say.
+    The order is: the whole, the whole ``again``, the parts.
     """
-    most = max((_size(whole.values[used]) for used in node.all_input_nodes), default=0.0) * TOLERANCE / MARGIN
-    return _capped(floor_of(whole.values[node], [run.values[node] for run in whole.again]), most)
+
+    def __init__(self, graph: Graph, runs: Sequence[Run], look: Look) -> None:
+        super().__init__(graph.code.fx, lambda node: [bound(node, run.table, run.part) for run in self._runs])
+        whole, *parts = runs
+        self._runs, self._wholes = [whole, *whole.again, *parts], 1 + len(whole.again)
+        self._look, self._nodes = look, {node.id: node for node in graph.nodes}
+
+    def call_operator(self, node: fx.Node) -> list[Any]:
+        """The node's value in every run, which is looked at."""
+        described = self._nodes[node.name]
+        wholes = [self._call(node, run) for run in range(self._wholes)]
+        parts = self._of_parts(node, wholes[0], described)
+        self._look(described, wholes[0], parts, self._reach(node, wholes) if self._wholes > 1 else 0.0)
+        return [*wholes, *parts]
+
+    def _arguments(self, node: fx.Node, run: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a node is called with in one run."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: self.env[used][run])
+        return tuple(args), dict(kwargs)
+
+    def _reach(self, node: fx.Node, wholes: Sequence[Any]) -> Floor:
+        """How far rounding reaches in a node's value: no further than to a tiny share of what it is made of.
+
+        What moves more between two runs is no rounding: a choice between values that are nearly the same, say.
+        """
+        most = max((_size(self.env[used][0]) for used in node.all_input_nodes), default=0.0) * TOLERANCE / MARGIN
+        return _capped(floor_of(wholes[0], wholes[1:]), most)
+
+    def _of_parts(self, node: fx.Node, whole: Any, described: Node) -> list[Any]:
+        parts = range(self._wholes, len(self._runs))
+        if isinstance(node.target, WholeBatch):  # counted of the whole batch before any part is computed on
+            return [whole for _ in parts]
+        try:
+            if innermost(node.target) is batch_norm:
+                return _normalize_together([self._arguments(node, run)[0] for run in parts])
+            if getattr(node.target, "normalizes", False):
+                given = [self._arguments(node, run) for run in parts]
+                return _as_replicas(node, [self._runs[run].part for run in parts], given)
+            return [self._call(node, run) for run in parts]
+        except Exception as error:
+            raise PartFails(
+                f"the samples cannot be split: {described.name} fails on a part of the batch{at(described.source)}: "
+                f"{reason_of(error)}; use data=1 and microbatches=1"
+            ) from error
+
+    def _call(self, node: fx.Node, run: int) -> Any:
+        args, kwargs = self._arguments(node, run)
+        target: Any = innermost(node.target)
+        if is_unfilled(str(node.meta["op"])):  # whatever is in that memory differs from part to part
+            return target(*args, **kwargs).zero_()
+        if not isinstance(target, AsPart):
+            return target(*args, **kwargs)
+        # Which numbers the user's own Python draws is no question of samples, nor how often it was called.
+        with Still(), python_kept(innermost(target.target).module) if target.effects else nullcontext():
+            return target(*args, **kwargs)
 
 
 def _capped(reach: Floor, most: float) -> Floor:
@@ -161,53 +186,24 @@ def _size(value: Any) -> float:
     return max(map(_size, value), default=0.0) if isinstance(value, (list, tuple)) else 0.0
 
 
-def _run_node(node: fx.Node, runs: list[Run], described: Node) -> None:
-    whole, *parts = runs
-    for run in (whole, *whole.again):
-        run.values[node] = _call(node, run)
-    if isinstance(node.target, WholeBatch):  # counted of the whole batch before any part is computed on
-        for run in parts:
-            run.values[node] = whole.values[node]
-        return
-    try:
-        if innermost(node.target) is batch_norm:
-            _normalize_together(node, parts)
-            return
-        if getattr(node.target, "normalizes", False):
-            _as_replicas(node, parts)
-            return
-        for run in parts:
-            run.values[node] = _call(node, run)
-    except Exception as error:
-        raise PartFails(
-            f"the samples cannot be split: {described.name} fails on a part of the batch{at(described.source)}: "
-            f"{reason_of(error)}; use data=1 and microbatches=1"
-        ) from error
+def _normalize_together(arguments: Sequence[Sequence[Any]]) -> list[Any]:
+    """A batch normalization of all parts, with the statistics of their samples together.
 
-
-def _call(node: fx.Node, run: Run) -> Any:
-    args, kwargs = run.arguments(node)
-    target: Any = innermost(node.target)
-    if is_unfilled(str(node.meta["op"])):  # whatever lay there differs from part to part
-        return target(*args, **kwargs).zero_()
-    if not isinstance(target, AsPart):
-        return target(*args, **kwargs)
-    # Which numbers the user's own Python draws is no question of samples, nor how often it was called.
-    with Still(), python_kept(innermost(target.target).module) if target.effects else nullcontext():
-        return target(*args, **kwargs)
-
-
-def _normalize_together(node: fx.Node, parts: list[Run]) -> None:
-    given = [run.arguments(node)[0][1:] for run in parts]  # without the part in hand
+    Args:
+        arguments: of each part's call; the first is the part itself.
+    """
+    given = [args[1:] for args in arguments]
     outs = whole_batch_norm([x for x, *_ in given], *given[0][1:])
-    for run, args, out in zip(parts, given, outs, strict=True):
-        run.values[node] = out
+    for args in given:
         for own, first in zip(args[3:5], given[0][3:5], strict=True):  # running mean and variance
             if own is not None and own is not first:
                 own.copy_(first)
+    return list(outs)
 
 
-def _as_replicas(node: fx.Node, parts: list[Run]) -> None:
+def _as_replicas(
+    node: fx.Node, parts: Sequence[Part], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> list[Any]:
     """Run the user's own Python on all parts at once, a thread and a copy each: they share statistics."""
     barrier = threading.Barrier(len(parts))
     given: list[Tensor] = [torch.empty(0)] * len(parts)
@@ -227,8 +223,8 @@ def _as_replicas(node: fx.Node, parts: list[Run]) -> None:
     def work(i: int) -> Any:
         try:
             with torch.no_grad(), Promoted(), Still():
-                args, kwargs = parts[i].arguments(node)
-                part = dataclasses.replace(parts[i].part, sum_replicas=sums(i))
+                args, kwargs = arguments[i]
+                part = dataclasses.replace(parts[i], sum_replicas=sums(i))
                 return copies[i](*(part if isinstance(arg, Part) else arg for arg in args), **kwargs)
         except threading.BrokenBarrierError:
             return None  # the other part says why
@@ -237,9 +233,7 @@ def _as_replicas(node: fx.Node, parts: list[Run]) -> None:
             raise
 
     with ThreadPoolExecutor(len(parts)) as pool:
-        values = list(pool.map(work, range(len(parts))))
-    for run, value in zip(parts, values, strict=True):
-        run.values[node] = value
+        return list(pool.map(work, range(len(parts))))
 
 
 class Still(TorchFunctionMode):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.keeping import Keeping, Key, Saved, Setting
 from polylane.graph.kernels import hides, identity, runnable, within, without_key
 from polylane.graph.leaf import LeafCall
@@ -27,11 +28,14 @@ MOST_REAL = 64 << 20
 _Way = tuple[AbstractContextManager[Any], Callable[[Form], Tensor]]
 
 
-class Walk:
+class Walk(GraphInterpreter):
     """Goes through the code of a graph once, with the form of every value and none of their data.
 
+    The value of a node is a key of its tensor, a number, or a list of them.
+
     Args:
-        setting: for which.
+        code: the whole graph's, or one rank's.
+        setting: decides which memory operators keep.
         placeholder: the form of the tensor that a placeholder stands for; or what it is, where that is no tensor.
         name: of a node, its own.
         position: of a node's operator in the graph.
@@ -39,51 +43,45 @@ class Walk:
 
     def __init__(
         self,
+        code: fx.Graph,
         setting: Setting,
         placeholder: Callable[[fx.Node], Any],
         name: Callable[[fx.Node], str],
         position: Callable[[fx.Node], int],
     ) -> None:
+        super().__init__(code, self._placeholder)
         self._setting, self._given, self._name, self._position = setting, placeholder, name, position
         self._part = Part(setting.samples, batch=setting.samples)
         self._number = Numbers(setting.samples)
-        self._values: dict[fx.Node, Any] = {}  # Key, a number, or a list of them
+        self._saved: dict[str, Saved] = {}
         self._forms: dict[Key, Form] = {}
         self._places: dict[Key, Key] = {}
         self._bytes: dict[Key, int] = {}
         self._kinds: dict[Any, tuple[Trial, bool]] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def run(self, code: fx.Graph) -> Keeping:
-        """Go through it.
+    def keeping(self) -> Keeping:
+        """What every node that is an operator keeps, by the name that ``name`` gives it."""
+        results = self.run()
+        loss = results[0] if results and _is_key(results[0]) else None
+        return Keeping(self._setting, self._saved, self._forms, self._places, self._bytes, loss)
 
-        Returns:
-            What every node that is an operator keeps, by the name that ``name`` gives it.
-        """
-        nodes, loss = dict[str, Saved](), None
-        for node in code.nodes:
-            if node.op == "placeholder":
-                self._values[node] = self._placeholder(node)
-            elif node.op == "output":
-                first = next(iter(node.args[0]), None)
-                value = self._values[first] if isinstance(first, fx.Node) else None
-                loss = value if _is_key(value) else None
-            else:
-                nodes[self._name(node)] = self._visited(node)
-        return Keeping(self._setting, nodes, self._forms, self._places, self._bytes, loss)
+    def call_operator(self, node: fx.Node) -> Any:
+        """The key of what an operator gives; what it keeps is noted."""
+        value, saved = self._visited(node)
+        self._saved[self._name(node)] = saved or Saved(self._position(node), (), ())
+        return value
 
-    def _visited(self, node: fx.Node) -> Saved:
-        taken = _taken(node, self._values)
+    def _visited(self, node: fx.Node) -> tuple[Any, Saved | None]:
+        taken = _taken(node, self.env)
         if taken is not None:
-            self._values[node] = taken
-        elif isinstance(node.target, Size):
-            self._values[node] = node.target(self._part)
-        elif _is_number(node.meta.get("val")):
+            return taken, None
+        if isinstance(node.target, Size):
+            return node.target(self._part), None
+        if _is_number(node.meta.get("val")):
             val = node.meta["val"]
-            self._values[node] = val if isinstance(val, (int, float)) else self._number(val)
-        else:
-            return self._operator(node)
-        return Saved(self._position(node), (), ())
+            return val if isinstance(val, (int, float)) else self._number(val), None
+        return self._operator(node)
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
@@ -109,11 +107,11 @@ class Walk:
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
-    def _operator(self, node: fx.Node) -> Saved:
+    def _operator(self, node: fx.Node) -> tuple[Any, Saved]:
         reads = list[Key]()
 
         def numbered(used: fx.Node) -> Any:
-            value = self._values[used]
+            value = self.env[used]
             return _map(value, lambda key: _Read(_index(reads, key)))
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), numbered)
@@ -124,8 +122,7 @@ class Walk:
             if given.form is not None:
                 self._enter((name, j), given, reads, name)
         keys = [(name, j) if given.form is not None else None for j, given in enumerate(found.outputs)]
-        self._values[node] = keys if found.several else keys[0]
-        return Saved(
+        return keys if found.several else keys[0], Saved(
             self._position(node),
             tuple(reads),
             tuple((name, j) for j in range(len(keys))),

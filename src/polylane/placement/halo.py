@@ -234,7 +234,6 @@ def by_position(
     local: Callable[[Edit, int, int], None],
     *,
     value: float = 0.0,
-    pairs: Iterator[tuple[Cuts, Cuts]] | None = None,
 ) -> Iterator[Strategy]:
     """The strategies that cut a dimension of positions; every rank first gets what its outputs read.
 
@@ -247,10 +246,9 @@ def by_position(
         local: changes the call of a rank with outputs from start to stop; it finds its stretches, laid one behind the
             other, as ``edit[argument]``.
         value: beyond the ends.
-        pairs: the cuts of input and output; default: :func:`fitting`.
     """
     x, out = call[argument], call.outputs[0]
-    for source, target in pairs or fitting(call, (x, dims[0]), (out, dims[1])):
+    for source, target in fitting(call, (x, dims[0]), (out, dims[1])):
         yield _one(call, name, argument, (Shard(dims[0], source), Shard(dims[1], target)), needs, local, value)
 
 

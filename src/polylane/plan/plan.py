@@ -13,12 +13,12 @@ import yaml
 from pydantic_core import PydanticCustomError
 
 from polylane.errors import PolylaneError
-from polylane.plan import reading
 from polylane.plan.pins import check_axes, read_pattern
 from polylane.plan.slow import Slowness
 from polylane.plan.spec import Degrees, Spec, check_workers, degrees_of, line_of
 from polylane.plan.strict import Count, Strict
 from polylane.plan.sync import SUM, Sync
+from polylane.yaml_file import FileForm, first_error, read, sentence
 
 # The axes of a stage's mesh, the outermost first: its devices are listed in this order.
 MESH = ("data", "sequence", "tensor")
@@ -281,23 +281,25 @@ def load(path: str | Path) -> Plan:
     Raises:
         PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names it.
     """
-    data = reading.read(path)
+    data = read(path, "plan")
     try:
         return Plan.model_validate(data, context={"file": str(path)})
     except pydantic.ValidationError as error:
-        # Where a key is missing, one that nobody knows is mostly why.
-        first = min(error.errors(), key=lambda each: each["type"] == "missing")
+        first = first_error(error)
         if first["loc"][0] == "polylane":
             raise PolylaneError(
                 f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
             ) from error
-        raise PolylaneError(f"plan {path}: {reading.sentence(first, _keys)}") from error
+        raise PolylaneError(f"plan {path}: {sentence(first, _FORM, data)}") from error
 
 
 def _keys(place: Sequence[int | str]) -> list[str]:
     """The keys of a mapping in a plan file."""
     models: dict[str, type[Strict]] = {"graph": Fingerprint, "stages": Stage, "sync": Sync}
     return list((models[str(place[0])] if place else Plan).model_fields)
+
+
+_FORM = FileForm("a plan", _keys)
 
 
 def check(plan: Plan) -> None:

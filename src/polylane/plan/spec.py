@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from polylane.plan import sync as syncs
 from polylane.plan.slow import Slow
 from polylane.plan.sync import SUM, Sync
 from polylane.schedule.synchronous import SCHEDULES
+from polylane.settings import split_pairs
 
 # What stands for the best plan, wherever a plan is asked for.
 AUTO = "auto"
@@ -198,7 +198,9 @@ def _parsed(text: str) -> Spec:
     inside, closed, rest = text.strip()[1:].partition("]") if opened else ("", "", text)
     if opened and (not closed or rest.strip()[:1] not in ("", ",")):
         raise PolylaneError("meshes of stages are written [data=2 | tensor=2 | 1], and then a comma and the rest")
-    given = _given(rest, opened)
+    given = split_pairs(_pieces(rest), _KEYS, "data=2,pipeline=2")
+    if beside := next((key for key in given if opened and key in DEGREES), None):
+        raise PolylaneError(f"{beside} is given beside the stages' own meshes: say it inside the brackets")
     if not given and not opened:
         raise PolylaneError("nothing is said: give degrees, as in data=2,pipeline=2, or data=1 for one worker")
     schedule, precision = given.get("schedule", "1f1b"), given.get("precision", "float32")
@@ -241,36 +243,16 @@ def _mesh(text: str, stage: int) -> Degrees:
     """The mesh of one stage: "data=2,tensor=2", or "1" for one worker."""
     if not text.strip():
         raise PolylaneError(f"stage {stage} has no mesh: write 1 for one worker")
-    degrees: dict[str, int] = {}
-    for item in filter(None, (piece.strip() for piece in text.split(","))) if text.strip() != "1" else ():
-        key, equals, value = (piece.strip() for piece in item.partition("="))
-        if not equals or key not in Degrees._fields:
-            raise PolylaneError(
-                f"stage {stage}: {_shown(item)!r} is no degree of a mesh: a stage is 1, or has "
-                f"{', '.join(f'{axis}=n' for axis in Degrees._fields)}"
-            )
-        if key in degrees:
-            raise PolylaneError(f"stage {stage}: {key} is given twice")
-        degrees[key] = _count(key, value)
-    return Degrees(**degrees)
+    try:
+        given = split_pairs(_pieces(text), Degrees._fields, "data=2") if text.strip() != "1" else {}
+    except PolylaneError as error:
+        raise PolylaneError(f"stage {stage}: {error}; a stage that is one worker is 1") from None
+    return Degrees(**{key: _count(key, value) for key, value in given.items()})
 
 
-def _given(text: str, opened: bool) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for item in filter(None, (piece.strip() for piece in text.split(","))):
-        key, equals, value = (piece.strip() for piece in item.partition("="))
-        if not equals:
-            raise PolylaneError(f"{_shown(item)!r} is not of the form key=value, as in data=2,pipeline=2")
-        if key not in _KEYS:
-            close = difflib.get_close_matches(key, _KEYS, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise PolylaneError(f"unknown key {_shown(key)!r}, known are {', '.join(_KEYS)}{hint}")
-        if key in given:
-            raise PolylaneError(f"{key} is given twice")
-        if opened and key in DEGREES:
-            raise PolylaneError(f"{key} is given beside the stages' own meshes: say it inside the brackets")
-        given[key] = value
-    return given
+def _pieces(text: str) -> list[str]:
+    """What commas separate; nothing between two of them says nothing."""
+    return [piece for piece in text.split(",") if piece.strip()]
 
 
 def _count(key: str, value: str) -> int:

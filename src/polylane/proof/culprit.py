@@ -22,8 +22,8 @@ from polylane.graph.twins import is_unfilled
 from polylane.placement.placement import gradient
 from polylane.plan.sync import SUM
 from polylane.planner.layout import Layout, assembled
-from polylane.proof.reference import run_whole, with_counts
 from polylane.proof.relative import relative_error, scale_of
+from polylane.proof.whole_graph import run_whole, with_counts
 from polylane.runtime.lane import Tensors
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Prepared

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from polylane.graph.rounding import size
-from polylane.proof.reference import Reference, Step
+from polylane.proof.record import Reference, Step
 from polylane.proof.relative import determined, over, scale_of
 from polylane.proof.rounding import Floors
 from polylane.proof.state import memory_sizes

@@ -3,82 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
 from polylane.graph.batch import bounds, cloned, flatten, is_sampled, part_count, sample_count, sampled_leaves, take
 from polylane.graph.export import Loss, Whole, snapshot
-from polylane.graph.graph import Code
-from polylane.graph.keying import follows_samples
 from polylane.graph.part import Part
 from polylane.graph.precision import Promoted
 from polylane.graph.rounding import TRIES, nudge
-from polylane.graph.whole_batch import BatchShare, WholeBatch
+from polylane.proof.record import Reference, Step
 from polylane.proof.rounding import TRIES_MORE, Floors, Pass, measure
 from polylane.proof.state import State, put, read
+from polylane.proof.whole_graph import run_whole, tells_parts_apart, with_counts
 from polylane.runtime.lane import Tensors
 from polylane.runtime.prepare import Prepared, named_parameters
 from polylane.samples.statistics import counts_samples
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a training leaves behind.
-
-    Attributes:
-        losses: one a step.
-        gradients: of the first step, by parameter, as the optimizer would take them.
-        state: weights and buffers after the last step.
-    """
-
-    losses: list[float]
-    gradients: Mapping[str, Tensor | None]
-    state: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of one device, or of one replica that trains apart from the others.
-
-    Attributes:
-        loss: of its samples.
-        before, after: with what it began, and what it left.
-        gradients: as its optimizer took them, by parameter.
-        floors: how far the step is from itself, where its sums are rounded otherwise.
-        updated: weights as the update left them, where replicas may then agree on others.
-    """
-
-    loss: float
-    before: State
-    after: State
-    gradients: Mapping[str, Tensor]
-    floors: Floors
-    updated: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Reference(Record):
-    """What one worker leaves behind.
-
-    Attributes:
-        steps: of every step what each replica did, or once what all of them did; empty where steps have no order.
-        eager: whether the model itself was run: so it is unless it draws random numbers, which only its graph draws by
-            key, or has a kernel that knows no float64.
-        floors: of the whole run, where it was done again from weights that were nudged.
-    """
-
-    steps: list[tuple[Step, ...]]
-    eager: bool
-    floors: Floors = field(default_factory=Floors)
-
-    def at(self, step: int, replica: int) -> Step:
-        """What a replica did in a step."""
-        each = self.steps[step]
-        return each[replica % len(each)]
 
 
 def reference_run(
@@ -317,56 +259,6 @@ class Loop:
         return {name: p.grad for name, p in self._optimized.items() if p.grad is not None}
 
 
-def tells_parts_apart(code: Code) -> bool:
-    """Whether a model computes something else on a batch in parts: statistics of each, or random numbers for each."""
-    return code.batch_statistics or (code.random and not follows_samples(code.fx))
-
-
-def with_counts(
-    code: Code,
-    tensors: Tensors,
-    parts: Sequence[Part],
-    leaves: Sequence[Sequence[Any]],
-    sampled: Sequence[bool] | None = None,
-) -> list[Part]:
-    """Parts that know what all of them count together.
-
-    A part's own count is of no use here: samples are put together again, and counted as the one batch that they are.
-
-    Args:
-        code: the whole graph.
-        tensors: on which it runs.
-        parts: with their samples.
-        leaves: of each part.
-        sampled: which of the leaves are split with the samples.
-    """
-    counts = [node for node in code.fx.nodes if isinstance(node.target, WholeBatch)]
-    if not counts or len(parts) < 2:
-        return list(parts)
-    split = sampled or sampled_leaves(leaves[0])
-    joined = [torch.cat(each) if cut else each[0] for each, cut in zip(zip(*leaves, strict=True), split, strict=True)]
-    samples = sum(part.samples for part in parts)
-    found: dict[str, Tensor] = {}
-
-    def look(name: str, value: Tensor) -> None:
-        found[name] = value
-
-    with torch.no_grad():
-        run_whole(code, tensors, joined, Part(samples, batch=samples), look, only=_ancestors(counts))
-    return [replace(part, whole=lambda key, own: found[key]) for part in parts]
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all on which they depend."""
-    found, left = set[fx.Node](), list(nodes)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found
-
-
 def _shuffled(leaves: Sequence[Any], samples: int, seed: int | None) -> Sequence[Any]:
     """The samples in another order; leaves of the batch as a whole stay as they are."""
     if seed is None or samples == 1:
@@ -386,57 +278,3 @@ def _runs(modules: nn.Module, loss: Loss, run: Callable[[], Any]) -> bool:
     finally:
         restore()
     return True
-
-
-def run_whole(
-    code: Code,
-    tensors: Tensors,
-    leaves: Sequence[Any],
-    part: Part,
-    look: Callable[[str, Tensor], None] | None = None,
-    only: Collection[fx.Node] | None = None,
-) -> tuple[Tensor, ...]:
-    """Run captured code node by node on the model's own tensors: the loss.
-
-    What a part needs to know of the whole batch is found here by other code than a plan's.
-
-    Args:
-        code: the whole graph.
-        tensors, leaves, part: on what it runs.
-        look: sees every tensor value as soon as it is there: node name, value.
-        only: run these nodes, and do not ask for the loss.
-    """
-    table: dict[str, Any] = {
-        "parameter": tensors.parameters(),
-        "buffer": tensors.buffers(),
-        "constant": code.constants,
-        "input": leaves,
-        "part": [part],
-    }
-    values: dict[fx.Node, Any] = {}
-    result: tuple[Tensor, ...] = ()
-    for node in code.fx.nodes:
-        if only is not None and node not in only:
-            continue
-        if node.op == "placeholder":
-            kind, key = node.meta["role"]
-            values[node] = table[kind][key]
-        elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = _of_batch(node, part, *args) if _asks(node) else node.target(*args, **kwargs)
-            if look is not None and isinstance(values[node], Tensor):
-                look(node.meta["name"], values[node])
-        else:
-            result = tuple(fx.map_arg(node.args[0], values.__getitem__))
-    return result
-
-
-def _asks(node: fx.Node) -> bool:
-    return isinstance(node.target, (WholeBatch, BatchShare))
-
-
-def _of_batch(node: fx.Node, part: Part, _: Part, own: Any = None) -> Any:
-    """What an operator gives that stands for a number of the whole batch."""
-    if isinstance(node.target, BatchShare):
-        return float(((part.averaged or part.batch or part.samples) / part.samples) ** node.target.power)
-    return own if part.whole is None else part.whole(str(node.meta["name"]), own)

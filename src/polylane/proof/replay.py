@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.proof.reference import Reference
+from polylane.proof.record import Reference
 from polylane.proof.replicated import Replica
 from polylane.runtime.prepare import Prepared, named_parameters
 from polylane.runtime.sync.server_log import Update

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from polylane.plan.sync import Outer, Sync
-from polylane.proof.reference import Reference, Step, Trained
+from polylane.proof.record import Reference, Step
+from polylane.proof.reference import Trained
 from polylane.runtime.prepare import Prepared
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polylane.graph.rounding import apart
-from polylane.proof.reference import Reference, Step
+from polylane.proof.record import Reference, Step
 from polylane.proof.state import differences, memory_differences, put, remember
 from polylane.runtime.job import Job
 from polylane.runtime.pieces import Pieces

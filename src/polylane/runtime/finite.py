@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from polylane.graph.graph import Graph, Node
+from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.part import Part
 from polylane.runtime.stage import Around, Live, StageRunner
 from polylane.values import travels
@@ -98,21 +99,15 @@ def _first(
     runner: StageRunner, nodes: Mapping[str, Node], values: Mapping[str, Tensor], leaves: Sequence[Any], part: Part
 ) -> str:
     """Run the pass again, and say what first gave a value that is not finite."""
-    code, results = runner.at(part.samples), dict[fx.Node, Any]()
-    roles, output = iter(code.roles), None
-    role_of = dict[fx.Node, tuple[str, Any]]()
-    with torch.no_grad():
-        for node in code.graph.nodes:
-            if node.op == "placeholder":
-                role_of[node] = next(roles)
-                results[node] = runner.argument(role_of[node], values, leaves, part)
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
-                context = torch.autocast(runner.device.type, dtype=runner.autocast, enabled=runner.autocast is not None)
-                with context:
-                    results[node] = node.target(*args, **kwargs)
-            else:
-                output = node
+    code = runner.at(part.samples)
+    role_of = dict(zip((n for n in code.graph.nodes if n.op == "placeholder"), code.roles, strict=True))
+    interpreter = GraphInterpreter(
+        code.graph, lambda node: runner.argument(role_of[node], values, leaves, part), keep_values=True
+    )
+    context = torch.autocast(runner.device.type, dtype=runner.autocast, enabled=runner.autocast is not None)
+    with torch.no_grad(), context:
+        interpreter.run()
+    results, output = interpreter.env, code.graph.output_node()
     for place, (kind, name) in role_of.items():
         if kind == "parameter" and _bad(results[place]):
             return (

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from polylane.errors import PolylaneError
 from polylane.graph.export import at
 from polylane.graph.graph import Node
+from polylane.graph.interpreter import ObservingInterpreter
 from polylane.graph.leaf import LeafCall
 from polylane.graph.part import Part
 from polylane.graph.partition import Partition
@@ -363,18 +364,14 @@ def values_of(
     look: Callable[[str, Tensor], None],
 ) -> tuple[Any, ...]:
     """Run a stage node by node, and look at every tensor value as soon as it is there: node name, value. The result."""
-    results: dict[fx.Node, Any] = {}
     code = runner.at(part.samples)
-    placeholders = iter(code.roles)
-    output: tuple[Any, ...] = ()
-    for node in code.graph.nodes:
-        if node.op == "placeholder":
-            results[node] = runner.argument(next(placeholders), values, leaves, part)
-        elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
-            results[node] = node.target(*args, **kwargs)
-            if isinstance(results[node], Tensor) and node.meta.get("stands", True):
-                look(node.meta["name"], results[node])
-        else:
-            output = fx.map_arg(node.args[0], results.__getitem__)
-    return output
+    roles = iter(code.roles)
+
+    def observe(node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor) and node.meta.get("stands", True):
+            look(node.meta["name"], value)
+
+    interpreter = ObservingInterpreter(
+        code.graph, lambda node: runner.argument(next(roles), values, leaves, part), observe
+    )
+    return tuple(interpreter.run())

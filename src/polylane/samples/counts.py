@@ -33,7 +33,8 @@ from polylane.graph.whole_batch import BatchShare, Combine, WholeBatch, WholeSiz
 from polylane.placement.rules.loss import ELEMENTWISE
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM
 from polylane.placement.view import bound, op_of
-from polylane.samples.derivation import Derivation, Rescale, Statistic, derive, given_by_inputs
+from polylane.samples.derivation import Derivation, derive
+from polylane.samples.known_states import Rescale, Statistic, given_by_inputs
 from polylane.samples.ragged import data_symbols, masks
 
 aten = torch.ops.aten

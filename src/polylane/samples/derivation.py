@@ -27,10 +27,9 @@ from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.placement.view import Key, op_of
 from polylane.samples.additivity import State, power_of_additive
 from polylane.samples.functions import proven_function
+from polylane.samples.known_states import Rescale, Statistic
 from polylane.samples.statistics import ancestors
-from polylane.samples.walk import Rescale, Statistic, Walk, given_by_inputs, walked
-
-__all__ = ["Derivation", "Rescale", "Statistic", "derive", "given_by_inputs", "known_orders", "proven_orders"]
+from polylane.samples.walk import Walk, walked
 
 
 @dataclass(frozen=True)
@@ -64,26 +63,14 @@ class Derivation:
         return self.culprit is None and self.buffer is None
 
 
-def proven_orders(graph: Graph, known: Mapping[str, Order] | None = None) -> dict[str, Order]:
-    """The values of a graph that hold samples in their order, or are the same for any, by the rules of its operators.
-
-    Args:
-        graph: nothing of it is computed.
-        known: of some of its values, by node name.
-    """
-    both = (Order.ROWS, Order.ALIKE)
-    return {name: order for name, order in derive(graph, known=known).orders.items() if order in both}
-
-
 def known_orders(graph: Graph, per_sample: Collection[str] = ()) -> Seen:
     """How the parts of a batch make up the values of a graph that may cross between stages; see :func:`derive`."""
-    return Seen(derive(graph, per_sample).orders, "")
+    return Seen(derive(graph, per_sample).orders)
 
 
 def derive(
     graph: Graph,
     per_sample: Collection[str] = (),
-    known: Mapping[str, Order] | None = None,
     *,
     counting: bool = False,
 ) -> Derivation:
@@ -93,7 +80,6 @@ def derive(
         graph: nothing of it is computed.
         per_sample: module paths of what runs the user's own Python and, as the user says, treats every sample by
             itself; "model" for all of it.
-        known: how parts make up some of its values, by node name, where that is known otherwise.
         counting: whether statistics of the whole batch, and shares of it, may be added to the graph: they are told.
     """
     nodes = graph.code.fx.nodes
@@ -105,7 +91,7 @@ def derive(
     if unseen is not None:
         at_fault = next(node for node in graph.nodes if node.id == unseen.name)
         return Derivation({}, {}, culprit=at_fault, why="writes in place")
-    walk = walked(graph, per_sample, known or {}, counting=counting, functions=proven_function)
+    walk = walked(graph, per_sample, counting=counting, functions=proven_function)
     return nothing if walk is None else _conclude(walk)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.part import Part
 from polylane.graph.whole_batch import BatchSize, Combine, WholeBatch, statistics_of
 
@@ -45,7 +46,7 @@ class Statistics:
 
     def __init__(self, code: fx.Graph, names: Collection[str] | None = None) -> None:
         wanted = [n for n in statistics_of(code) if names is None or n.meta["name"] in names]
-        needed = ancestors(wanted)
+        self._code, needed = code, ancestors(wanted)
         self._order = [node for node in code.nodes if node in needed]
         self.buffers = {n.meta["role"][1] for n in needed if n.op == "placeholder" and n.meta["role"][0] == "buffer"}
         depth: dict[fx.Node, int] = {}
@@ -74,10 +75,12 @@ class Statistics:
             tensors: buffers and constants by role.
             replicas: who has the rest of the batch; None: nobody.
         """
-        values: list[dict[fx.Node, Any]] = [{} for _ in parts]
         found: dict[str, Any] = {}
+        of_parts = [
+            _PartInterpreter(self._code, part, x, tensors, found) for part, x in zip(parts, leaves, strict=True)
+        ]
         for level in self._levels:
-            own = [self._of_part(level, p, x, tensors, v, found) for p, x, v in zip(parts, leaves, values, strict=True)]
+            own = [one.values(self._order, [node.args[1] for node in level]) for one in of_parts]
             combined = [_combined(n, [each[i] for each in own], parts) for i, n in enumerate(level)]
             if replicas is not None:
                 combined = _exchanged(level, combined, replicas)
@@ -85,38 +88,40 @@ class Statistics:
                 found[str(node.meta["name"])] = combined[i].to(own[0][i].dtype)
         return found
 
-    def _of_part(
-        self,
-        level: Sequence[fx.Node],
-        part: Part,
-        leaves: Sequence[Any],
-        tensors: Mapping[Role, Tensor],
-        values: dict[fx.Node, Any],
-        found: Mapping[str, Any],
-    ) -> list[Tensor]:
-        """What is to be combined, of one part."""
-        part = replace(part, whole=lambda key, own: found[key])
-        wanted = {node.args[1] for node in level}
-        for node in self._order:
-            if node in values or not _ready(node, values):
-                continue
-            if node.op == "placeholder":
-                kind, key = node.meta["role"]
-                values[node] = part if kind == "part" else leaves[key] if kind == "input" else tensors[kind, key]
-            elif not isinstance(node.target, WholeBatch) or node.meta["name"] in found:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
-        assert all(node in values for node in wanted)
-        return [torch.as_tensor(values[node.args[1]]) for node in level]  # type: ignore[index]
+
+class _PartInterpreter(GraphInterpreter):
+    """Runs what statistics depend on for one part of the batch, as far as is known of the whole batch.
+
+    Args:
+        code: the whole graph.
+        part, leaves: the samples of the part.
+        tensors: buffers and constants by role.
+        found: the statistics that are known already, by node name; others are added between calls.
+    """
+
+    def __init__(
+        self, code: fx.Graph, part: Part, leaves: Sequence[Any], tensors: Mapping[Role, Tensor], found: dict[str, Any]
+    ) -> None:
+        super().__init__(code, self._placeholder, keep_values=True)
+        self._part, self._leaves, self._tensors, self._found = part, leaves, tensors, found
+        self._part = replace(part, whole=lambda key, own: found[key])
+
+    def _placeholder(self, node: fx.Node) -> Any:
+        kind, key = node.meta["role"]
+        return self._part if kind == "part" else self._leaves[key] if kind == "input" else self._tensors[kind, key]
+
+    def values(self, order: Sequence[fx.Node], wanted: Sequence[Any]) -> list[Tensor]:
+        """The values of some nodes; all that can be computed by now of ``order`` is."""
+        for node in order:
+            unknown = isinstance(node.target, WholeBatch) and node.meta["name"] not in self._found
+            if node not in self.env and not unknown and all(other in self.env for other in node.all_input_nodes):
+                self.env[node] = self.run_node(node)
+        return [torch.as_tensor(self.env[node]) for node in wanted]
 
 
 def counts_samples(code: fx.Graph) -> bool:
     """Whether a graph needs to know more of the whole batch than the samples in hand."""
     return any(isinstance(node.target, (WholeBatch, BatchSize)) for node in code.nodes)
-
-
-def _ready(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
-    return all(other in values for other in node.all_input_nodes)
 
 
 def _combined(node: fx.Node, own: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:

@@ -20,6 +20,7 @@ FAMILIES = (
     "attention",
     "pointwise",
     "shape",
+    "slicing",
     "indexing",
     "reduction",
     "normalization",

@@ -1,0 +1,60 @@
+"""Interpreter (torch.fx.Interpreter): runs the code of a captured graph node by node.
+
+Whoever must see, time or replace single operators overrides :meth:`GraphInterpreter.call_operator`. The reference of a
+proof has a loop of its own on purpose: it shares no code with what it is held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+
+class GraphInterpreter(fx.Interpreter):
+    """Runs captured code node by node; ``env`` holds the values that are still needed, by node.
+
+    Errors of operators reach the caller as they were raised.
+
+    Args:
+        code: placeholders, calls of functions, and one output.
+        bind: gives the value of a placeholder.
+        keep_values: whether all values stay in ``env`` to the end; else each is freed after its last use.
+    """
+
+    def __init__(self, code: fx.Graph, bind: Callable[[fx.Node], Any], keep_values: bool = False) -> None:
+        super().__init__(nn.Module(), garbage_collect_values=not keep_values, graph=code)
+        self.extra_traceback = False
+        self._bind = bind
+
+    def run_node(self, node: fx.Node) -> Any:
+        """The value of one node, whose inputs are in ``env``."""
+        if node.op == "placeholder":
+            return self._bind(node)
+        if node.op == "output":
+            return self.map_nodes_to_values(node.args[0], node)
+        return self.call_operator(node)
+
+    def call_operator(self, node: fx.Node) -> Any:
+        """The value of a node that calls a function."""
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+class ObservingInterpreter(GraphInterpreter):
+    """Shows every operator's value as soon as it is there, before another operator may write to it.
+
+    Args:
+        code, bind: as for :class:`GraphInterpreter`.
+        observe: is called with the node and its value.
+    """
+
+    def __init__(self, code: fx.Graph, bind: Callable[[fx.Node], Any], observe: Callable[[fx.Node, Any], None]) -> None:
+        super().__init__(code, bind)
+        self._observe = observe
+
+    def call_operator(self, node: fx.Node) -> Any:
+        value = super().call_operator(node)
+        self._observe(node, value)
+        return value
