@@ -52,35 +52,36 @@ demo: $(INSTALLED)
 	@$(BIN)/polylane verify $(DEMO) --steps 3
 	@echo "The swimlanes of the run: $(CURDIR)/run/digits/swimlane.html"
 
+# Each measures for minutes; `make bench ARGS=--quick` only shows that it works.
 bench: $(INSTALLED)
-	@$(BIN)/python -m benchmarks
-	@$(BIN)/python -m benchmarks.utilization
+	@$(BIN)/python -m benchmarks $(ARGS)
+	@$(BIN)/python -m benchmarks.utilization $(ARGS)
 
 bench-tensor: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.tensor
+	@$(BIN)/python -m benchmarks.tensor $(ARGS)
 
 bench-balance: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.balance
+	@$(BIN)/python -m benchmarks.balance $(ARGS)
 
 bench-transport: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.transport
+	@$(BIN)/python -m benchmarks.transport $(ARGS)
 
 bench-sync: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.sync
+	@$(BIN)/python -m benchmarks.sync $(ARGS)
 
 bench-sharded: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.sharded
+	@$(BIN)/python -m benchmarks.sharded $(ARGS)
 
 bench-planner: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.planner
+	@$(BIN)/python -m benchmarks.planner $(ARGS)
 
 bench-scale: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.scale
+	@$(BIN)/python -m benchmarks.scale $(ARGS)
 
 # Measurements that others published, as files of a folder: `make bench-published FOLDER=measured`, or one of them, or
 # any with such columns: `make bench-published FILE=other.csv`.
 bench-published: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER))
+	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER)) $(ARGS)
 
 # Every training of tests/equivalence/trainings.py by every plan, against a plain loop on one device: the table of
 # docs/exactness.md. Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
@@ -90,7 +91,7 @@ trainings: $(INSTALLED)
 # Networks of torchvision and timm with batch normalization, held by verify against one device.
 zoo-batchnorm: $(INSTALLED)
 	@$(PIP) -c constraints.txt -e '.[zoo]'
-	@$(BIN)/python -m benchmarks.zoo_batch_norm $(if $(ONLY),--only $(ONLY))
+	@$(BIN)/python -m benchmarks.zoo_batch_norm $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 # Everything that is made; the virtual environment too.
 clean:
