@@ -312,7 +312,7 @@ class Digests:
 class _Digest:
     def __init__(self, known: Collection[int]) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
-        # Values are kept beside their numbers: the id of one that is gone, such as a dict made on the way, is used again.
+        # Values are kept beside their numbers: the id of one that is gone, as a dict made on the way is, is used again.
         self._known, self._seen, self._left = known, dict[int, tuple[int, Any]](), _NODES
 
     def _say(self, *words: Any) -> None:
