@@ -20,10 +20,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or \
 		sys.exit("polylane needs Python 3.11 or newer, and $(PYTHON) is %s: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" % v)'
 	@test -x $(BIN)/pip || { echo "Creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
-	@echo "Installing polylane into $(VENV)"
+	@echo "Installing torch: 200 MB to download, or 3 GB where it comes with CUDA"
 	@$(PIP) -r constraints.txt
+	@echo "Installing polylane and what it needs: 60 MB"
+	@$(PIP) -c constraints.txt -e .
+	@echo "Installing what its tests and examples need: 50 MB"
 	@$(PIP) -c constraints.txt -e '.[test]'
 	@touch $@
+	@echo "Done: everything is in $(VENV)"
 
 check: $(INSTALLED)
 	@$(BIN)/ruff check
@@ -90,6 +94,7 @@ trainings: $(INSTALLED)
 
 # Networks of torchvision and timm with batch normalization, held by verify against one device.
 zoo-batchnorm: $(INSTALLED)
+	@echo "Installing torchvision and timm"
 	@$(PIP) -c constraints.txt -e '.[zoo]'
 	@$(BIN)/python -m benchmarks.zoo_batch_norm $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
