@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
+from local_transport import LocalTransport, local_world, run_local
 from polylane.errors import PeerLost
 from polylane.runtime.transport import c10d, local, protocol
-from polylane.runtime.transport.local import LocalTransport, local_world, run_local
 
 
 def test_both_transports_are_of_one_interface():
