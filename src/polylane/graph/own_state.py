@@ -312,8 +312,7 @@ class Digests:
 class _Digest:
     def __init__(self, known: Collection[int]) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
-        # Values are kept beside their numbers: the id of one that is gone, as a dict made on the way is, is used again.
-        self._known, self._seen, self._left = known, dict[int, tuple[int, Any]](), _NODES
+        self._known, self._seen, self._left = known, dict[int, int](), _NODES
 
     def _say(self, *words: Any) -> None:
         self.hash.update(repr(words).encode())
@@ -326,9 +325,9 @@ class _Digest:
         elif id(value) in self._known:
             self._say("own", id(value))
         elif id(value) in self._seen:
-            self._say("again", self._seen[id(value)][0])
+            self._say("again", self._seen[id(value)])
         elif self._left > 0:
-            self._seen[id(value)] = len(self._seen), value
+            self._seen[id(value)] = len(self._seen)
             self._say(kind.__name__)
             self._inside(value)
 
