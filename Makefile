@@ -20,10 +20,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or \
 		sys.exit("polylane needs Python 3.11 or newer, and $(PYTHON) is %s: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" % v)'
 	@test -x $(BIN)/pip || { echo "Creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
-	@echo "Installing polylane into $(VENV)"
+	@echo "Installing torch: 200 MB to download, or 3 GB where it comes with CUDA"
 	@$(PIP) -r constraints.txt
+	@echo "Installing polylane and what it needs: 60 MB"
+	@$(PIP) -c constraints.txt -e .
+	@echo "Installing what its tests and examples need: 50 MB"
 	@$(PIP) -c constraints.txt -e '.[test]'
 	@touch $@
+	@echo "Done: everything is in $(VENV)"
 
 check: $(INSTALLED)
 	@$(BIN)/ruff check
@@ -52,35 +56,36 @@ demo: $(INSTALLED)
 	@$(BIN)/polylane verify $(DEMO) --steps 3
 	@echo "The swimlanes of the run: $(CURDIR)/run/digits/swimlane.html"
 
+# Each measures for minutes; `make bench ARGS=--quick` only shows that it works.
 bench: $(INSTALLED)
-	@$(BIN)/python -m benchmarks
-	@$(BIN)/python -m benchmarks.utilization
+	@$(BIN)/python -m benchmarks $(ARGS)
+	@$(BIN)/python -m benchmarks.utilization $(ARGS)
 
 bench-tensor: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.tensor
+	@$(BIN)/python -m benchmarks.tensor $(ARGS)
 
 bench-balance: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.balance
+	@$(BIN)/python -m benchmarks.balance $(ARGS)
 
 bench-transport: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.transport
+	@$(BIN)/python -m benchmarks.transport $(ARGS)
 
 bench-sync: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.sync
+	@$(BIN)/python -m benchmarks.sync $(ARGS)
 
 bench-sharded: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.sharded
+	@$(BIN)/python -m benchmarks.sharded $(ARGS)
 
 bench-planner: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.planner
+	@$(BIN)/python -m benchmarks.planner $(ARGS)
 
 bench-scale: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.scale
+	@$(BIN)/python -m benchmarks.scale $(ARGS)
 
 # Measurements that others published, as files of a folder: `make bench-published FOLDER=measured`, or one of them, or
 # any with such columns: `make bench-published FILE=other.csv`.
 bench-published: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER))
+	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER)) $(ARGS)
 
 # Every training of tests/equivalence/trainings.py by every plan, against a plain loop on one device: the table of
 # docs/exactness.md. Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
@@ -89,8 +94,9 @@ trainings: $(INSTALLED)
 
 # Networks of torchvision and timm with batch normalization, held by verify against one device.
 zoo-batchnorm: $(INSTALLED)
+	@echo "Installing torchvision and timm"
 	@$(PIP) -c constraints.txt -e '.[zoo]'
-	@$(BIN)/python -m benchmarks.zoo_batch_norm $(if $(ONLY),--only $(ONLY))
+	@$(BIN)/python -m benchmarks.zoo_batch_norm $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 # Everything that is made; the virtual environment too.
 clean:

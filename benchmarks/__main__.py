@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from benchmarks import contenders
-from benchmarks.harness import race, table
+from benchmarks.harness import make_parser, race, table
 
 
 def field(task: contenders.Task, microbatches: list[int]) -> list[contenders.Contender]:
@@ -33,16 +32,18 @@ def field(task: contenders.Task, microbatches: list[int]) -> list[contenders.Con
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the races and print their tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = make_parser("benchmarks", __doc__)
     contenders.add_tasks(parser, ("gpt", "mlp"))
     parser.add_argument("--rounds", type=int, default=7, help="turns that each contender has (default 7)")
     parser.add_argument("--microbatches", type=int, nargs="*", default=[2, 4, 8])
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds, options.microbatches = 1, [2]
     torch.set_num_threads(1)  # before anything runs: the contenders are forked
     for name in options.tasks:
         task = contenders.TASKS[name]()
         entries = field(task, options.microbatches)
-        race(entries, options.rounds, steps=2 if name == "gpt" else 8)
+        race(entries, options.rounds, steps=1 if options.quick else contenders.STEPS[name])
         print(f"\n{task.name}\n\n{table(entries, 'plain loop, 1 thread')}", flush=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.cores import Groups, find, share_of_a_core
-from benchmarks.utilization import passes, stage_seconds
+from benchmarks.harness import make_parser
+from benchmarks.utilization import LEAD, passes, stage_seconds
 from polylane.commands.at_best import by_rank
 from polylane.commands.cut import step_at_best
 from polylane.cost import compute
@@ -78,19 +80,19 @@ class Measured:
     seconds: list[float]
 
 
-def measured(prepared: Prepared, batch: list[Tensor], groups: Groups, share: float) -> Measured:
+def measured(prepared: Prepared, batch: list[Tensor], groups: Groups, share: float, steps: int) -> Measured:
     """Train with every worker on a part of a core."""
 
     def work(_: Any) -> Measured:
         found = Measured([], [])
         with share_of_a_core(groups, share):
             job = Job(prepared, World.join(), example=batch)
-            for _ in range(STEPS):
+            for _ in range(steps):
                 start = time.perf_counter()
                 found.timelines.append(passes(job.step(batch).timeline))
                 found.seconds.append(time.perf_counter() - start)
             job.close()
-        return Measured(found.timelines[2:], found.seconds[2:])
+        return Measured(found.timelines[LEAD:], found.seconds[LEAD:])
 
     return fork(work, prepared.plan.workers)[0]
 
@@ -124,8 +126,9 @@ def by_stage_times(prepared: Prepared, timelines: list[Timeline]) -> float:
     return by_rank(replace(played, spans=spans), plan).utilization()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print a row for every plan."""
+    options = make_parser("benchmarks.balance", __doc__).parse_args(arguments)
     torch.set_num_threads(1)
     groups = find()
     if isinstance(groups, str):
@@ -136,10 +139,10 @@ def main() -> None:
     batch = [torch.randn(MICROBATCHES * SAMPLES, WIDTH), torch.randn(MICROBATCHES * SAMPLES, WIDTH)]
     share = 0.9 * (os.cpu_count() or 1) / 4
     print("| plan | utilization by inspect | by its stage times | measured | samples/s |\n|---|---|---|---|---|")
-    for line in PLANS:
+    for line in PLANS[:1] if options.quick else PLANS:
         prepared = prepared_for(line, model, batch)
         told = by_inspect(prepared, model, batch)
-        found = measured(prepared, batch, groups, share)
+        found = measured(prepared, batch, groups, share, LEAD + 1 if options.quick else STEPS)
         played = by_stage_times(prepared, found.timelines)
         utilization = statistics.median(timeline.utilization() for timeline in found.timelines)
         speed, cell = len(batch[0]) / statistics.median(found.seconds), line.replace("|", "\\|")

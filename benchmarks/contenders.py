@@ -147,20 +147,22 @@ def gpt(samples: int = 16) -> Task:
     return Task(name, model, recipe.loss, output_loss, batch, halves)
 
 
-def mlp() -> Task:
+def mlp(width: int = 1024, samples: int = 128) -> Task:
     """Ten layers of 1024, batch 128: bound by communication."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(10) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    layers = [layer for _ in range(10) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = nn.Sequential(*layers[:-1])
-    batch = (torch.randn(128, 1024), torch.randn(128, 1024))
+    batch = (torch.randn(samples, width), torch.randn(samples, width))
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1])
 
-    return Task("MLP, 10 layers of 1024, batch 128", model, loss, F.mse_loss, batch, lambda m: (m[:10], m[10:]))
+    name = f"MLP, 10 layers of {width}, batch {samples}"
+    return Task(name, model, loss, F.mse_loss, batch, lambda m: (m[:10], m[10:]))
 
 
-TASKS: dict[str, Callable[[], Task]] = {"gpt": gpt, "mlp": mlp}
+TASKS: dict[str, Callable[[], Task]] = {"gpt": gpt, "mlp": mlp, "tiny": lambda: mlp(16, 8)}
+STEPS = {"gpt": 2, "mlp": 8, "tiny": 8}  # of a turn
 
 
 def add_tasks(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,19 @@ from polylane.runtime.launch import die_with
 
 # What one worker of a contender does: given its rank, it sets itself up and returns the function that runs one step.
 Setup = Callable[[int], Callable[[], Any]]
+
+
+def make_parser(module: str, about: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark, with the option that all of them have.
+
+    Args:
+        module: name of the benchmark's module, as python -m takes it.
+        about: docstring of the module, which --help prints.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    said = "one short turn of all that is asked for, to see that it works: its figures mean nothing"
+    parser.add_argument("--quick", action="store_true", help=said)
+    return parser
 
 
 @dataclass

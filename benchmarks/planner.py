@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from benchmarks.harness import Contender, race
+from benchmarks.harness import Contender, make_parser, race
 from polylane.auto.choose import EXAMPLE, measure
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.read import load
@@ -82,14 +81,17 @@ class Case:
         return self.predicted / self.measured - 1
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Predict, measure in turns, and print both."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
+    parser = make_parser("benchmarks.planner", __doc__)
     parser.add_argument("--cluster", type=Path, help="a file that polylane probe wrote; default: presets")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--tasks", nargs="*", default=[task.name for task in TASKS])
-    options = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=5, help="turns that each plan has (default 5)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a turn (default 3)")
+    names = [task.name for task in TASKS]
+    parser.add_argument("--tasks", nargs="*", default=names, choices=names, help="which are measured (default: all)")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds = options.steps = 1
     single_threaded()
     cluster = here(4) if options.cluster is None else load(options.cluster)
     cases, regrets = list[Case](), list[float]()

@@ -97,7 +97,7 @@ def run(paths: Sequence[Path]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="benchmarks.published", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with the columns of a known kind")
     parser.add_argument("--folder", type=Path, help="where the files are; without FILE, all that are of a known kind")
     given = parser.parse_args(arguments)

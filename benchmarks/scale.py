@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import make_parser
 
 RECIPE = Path(__file__).parent.parent / "examples" / "gpt.py"
 
@@ -36,6 +38,7 @@ CASES = (
     *((each, 128, "a100-80g") for each in (HALF, TWICE)),
     (TRILLION, 2048, "h100-80g"),
 )
+QUICK = (Model("2 layers of GPT-3", 2, 12288, 96, 16), 1, "a100-80g")
 
 
 def planned(model: Model, hosts: int, device: str) -> tuple[float, float, dict[str, Any]]:
@@ -58,11 +61,11 @@ def planned(model: Model, hosts: int, device: str) -> tuple[float, float, dict[s
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Plan every case and print the table."""
-    argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__).parse_args()
+    options = make_parser("benchmarks.scale", __doc__).parse_args(arguments)
     print("| model | devices | planned in | of it computing | best plan | its step |\n|---|---|---|---|---|---|")
-    for model, hosts, device in CASES:
+    for model, hosts, device in [QUICK] if options.quick else CASES:
         took, own, best = planned(model, hosts, device)
         cells = (
             f"{8 * hosts:,} {device}",

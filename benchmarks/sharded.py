@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import contenders
-from benchmarks.harness import Contender, race, table
+from benchmarks.harness import Contender, make_parser, race, table
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import objectives_of, prepare
 from polylane.runtime.transport import c10d
@@ -85,16 +84,18 @@ def field(task: contenders.Task, gloo: bool) -> list[Contender]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the races and print their tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=__doc__)
+    parser = make_parser("benchmarks.sharded", __doc__)
     contenders.add_tasks(parser, ("gpt",))
     parser.add_argument("--rounds", type=int, default=7, help="turns that each contender has (default 7)")
     parser.add_argument("--gloo", action="store_true", help="this library over gloo too")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds = 1
     torch.set_num_threads(1)  # before anything runs: the contenders are forked
     for name in options.tasks:
         task = contenders.TASKS[name]()
         entries = field(task, options.gloo)
-        race(entries, options.rounds, steps=2 if name == "gpt" else 8)
+        race(entries, options.rounds, steps=1 if options.quick else contenders.STEPS[name])
         print(f"\n{task.name}\n\n{table(entries, 'torch fully_shard, ZeRO-3')}", flush=True)
 
 

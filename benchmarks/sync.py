@@ -5,7 +5,6 @@ What each gives (accuracy on the test set), how fast it is, what it sends, and w
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import make_parser
 from polylane.observe import swimlane
 from polylane.observe.timeline import Timeline
 from polylane.recipe import Recipe, load
@@ -160,13 +160,15 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Train by every way, and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description=__doc__)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser = make_parser("benchmarks.sync", __doc__)
+    parser.add_argument("--epochs", type=int, default=8, help="how long each way trains (default 8)")
     parser.add_argument("--only", help="the ways that have this in their plan")
     parser.add_argument("--lanes", type=Path, metavar="FOLDER", help="draw stragglers instead, three ways")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.epochs = 1
     torch.set_num_threads(1)  # before anything runs: the workers are forked
     recipe = load("examples/digits.py", {})
     if options.lanes is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks import contenders
 from benchmarks.contenders import Task
 from benchmarks.dtensor import dtensor, dtensor_forward, split_gpt, split_mlp
-from benchmarks.harness import Contender, race, table
+from benchmarks.harness import Contender, make_parser, race, table
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import objectives_of, prepare
 from polylane.runtime.world import World
@@ -20,12 +19,12 @@ from polylane.runtime.world import World
 WIDTH, LAYERS = 8192, 4
 
 
-def wide(samples: int) -> Task:
+def wide(samples: int, width: int = WIDTH) -> Task:
     """A few very wide layers. With one sample a step reads every weight once: the memory's bandwidth bounds it."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = nn.Sequential(*layers[:-1])
-    batch = (torch.randn(samples, WIDTH), torch.zeros(samples, WIDTH))  # against zero, so that a loss tells of rounding
+    batch = (torch.randn(samples, width), torch.zeros(samples, width))  # against zero, so that a loss tells of rounding
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1])
@@ -33,7 +32,7 @@ def wide(samples: int) -> Task:
     def halves(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         raise NotImplementedError("nobody races this one over a pipeline")
 
-    name = f"MLP, {LAYERS} layers of {WIDTH}, batch {samples}, forward only"
+    name = f"MLP, {LAYERS} layers of {width}, batch {samples}, forward only"
     return Task(name, model, loss, F.mse_loss, batch, halves)
 
 
@@ -105,20 +104,26 @@ RACES: dict[str, tuple[Callable[[], Task], Callable[[Task], list[Contender]]]] =
     "gpt16": (lambda: contenders.gpt(16), training),
     "wide1": (lambda: wide(1), forward),
     "wide32": (lambda: wide(32), forward),
+    "tiny": (lambda: wide(4, 16), forward),
 }
+USUAL = ("gpt4", "gpt16", "wide1", "wide32")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the races and print their tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tensor", description=__doc__)
-    parser.add_argument("tasks", nargs="*", metavar="{" + ",".join(RACES) + "}", help="which races (default: all)")
+    parser = make_parser("benchmarks.tensor", __doc__)
+    parser.add_argument(
+        "tasks", nargs="*", metavar="{" + ",".join(RACES) + "}", help=f"which races (default: {' '.join(USUAL)})"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="turns that each contender has (default 7)")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn (default 4)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     for name in set(options.tasks) - set(RACES):
         parser.error(f"there is no race {name}: take {', '.join(RACES)}")
+    if options.quick:
+        options.rounds = options.steps = 1
     torch.set_num_threads(1)  # before anything runs: the contenders are forked
-    for name in options.tasks or RACES:
+    for name in options.tasks or USUAL:
         make, field = RACES[name]
         task = make()
         entries = field(task)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from benchmarks.harness import make_parser
 from polylane.runtime.launch import Context, fork
 from polylane.runtime.transport.c10d import Transport as OverGloo
 from polylane.runtime.transport.choose import transport_for
@@ -141,14 +141,16 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print a table for each number of ranks."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transport", description=__doc__)
+    parser = make_parser("benchmarks.transport", __doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="workers (default 2 and 4)")
     parser.add_argument("--operations", nargs="*", choices=list(OPERATIONS), default=list(OPERATIONS))
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="bytes")
     parser.add_argument("--rounds", type=int, default=5, help="turns that each way has (default 5)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.ranks, options.sizes, options.rounds = [2], [SIZES[0]], 1
     torch.set_num_threads(1)  # before anything runs: the workers are forked
     for ranks in options.ranks:
         rows = fork(lambda context: measured(context, options.operations, options.sizes, options.rounds), ranks)[0]

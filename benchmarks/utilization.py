@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from benchmarks import contenders
+from benchmarks.harness import make_parser
 from polylane.cost.simulate import play
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.job import Job
@@ -17,6 +18,8 @@ from polylane.runtime.prepare import objectives_of, prepare
 from polylane.runtime.world import World
 from polylane.schedule.action import Kind
 from polylane.schedule.synchronous import schedule_lanes
+
+LEAD = 2  # steps that do not count
 
 
 def passes(timeline: Timeline) -> Timeline:
@@ -31,22 +34,24 @@ def stage_seconds(timelines: list[Timeline], kind: Kind, stage: int) -> float:
     return statistics.fmean(span.end - span.start for span in spans)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, play the same schedule with the measured stage times, and print both."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.utilization", description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
-    options = parser.parse_args()
+    parser = make_parser("benchmarks.utilization", __doc__)
+    parser.add_argument("--steps", type=int, default=12, help="the first two do not count (default 12)")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.steps = LEAD + 1
     torch.set_num_threads(1)
-    task = contenders.gpt()
+    task = contenders.TASKS["tiny" if options.quick else "gpt"]()
     print("| schedule, m | measured | theory for its stage times | difference |\n|---|---|---|---|")
     for schedule in ("afab", "1f1b"):
-        for m in (2, 4, 8):
+        for m in (2,) if options.quick else (2, 4, 8):
             plan = f"pipeline=2,schedule={schedule},microbatches={m}"
             prepared = prepare(task.model, objectives_of(task.loss, contenders.optimizer, None), task.batch, plan)
 
             def work(_: Any, prepared: Any = prepared) -> list[Timeline]:
                 job = Job(prepared, World.join(), example=task.batch)
-                return [passes(job.step(task.batch).timeline) for _ in range(options.steps)][2:]
+                return [passes(job.step(task.batch).timeline) for _ in range(options.steps)][LEAD:]
 
             timelines = fork(work, 2)[0]
             forward = [stage_seconds(timelines, Kind.FORWARD, s) for s in range(2)]

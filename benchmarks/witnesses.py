@@ -7,14 +7,14 @@ the exchange of counts; what they would otherwise wait for later is told apart.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from benchmarks.harness import make_parser
 from polylane.recipe import load
 from polylane.runtime import compile_cache, finite, worker
 from polylane.runtime.job import Job
@@ -36,15 +36,16 @@ WATCHED = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=40)
-    steps = parser.parse_args().steps
+    parser = make_parser("benchmarks.witnesses", __doc__)
+    parser.add_argument("--steps", type=int, default=40, help="steps that are timed (default 40)")
+    options = parser.parse_args(arguments)
+    steps = 1 if options.quick else options.steps
     print(f"| model | plan | ms a step | {' | '.join(WATCHED)} |")
     print(f"|---|---|---|{'---|' * len(WATCHED)}")
-    for name in MODELS:
-        for plan in PLANS:
+    for name in ["digits"] if options.quick else MODELS:
+        for plan in PLANS[1:2] if options.quick else PLANS:
             total, spent = measured(name, plan, steps)
             shares = [f"{spent.get(what, 0.0) / total:.3%}" for what in WATCHED]
             print(f"| {name} | {plan} | {total / steps * 1e3:.1f} | {' | '.join(shares)} |", flush=True)

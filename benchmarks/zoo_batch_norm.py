@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.harness import make_parser
 from polylane.errors import PolylaneError
 from polylane.runtime.launch import single_threaded
 from polylane.runtime.prepare import Objective
@@ -230,17 +231,23 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         yield prove_one(network, plan, optimizer, options.steps[(n + o + p) % len(options.steps)])
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Write the table; 1 if any verdict is false."""
-    parser = argparse.ArgumentParser(prog="benchmarks.zoo_batch_norm", description=__doc__)
+    parser = make_parser("benchmarks.zoo_batch_norm", __doc__)
     parser.add_argument("--only", nargs="+", metavar="NETWORK", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--plans", nargs="+", metavar="PLAN", default=list(PLANS))
     parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
     parser.add_argument("--steps", nargs="+", type=int, default=list(STEPS), help="taken in turn")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.only, options.plans = options.only[:1], options.plans[:1]
+        options.optimizers, options.steps = options.optimizers[:1], [1]
     single_threaded()
     warnings.simplefilter("ignore")
-    torchvision_loads()
+    try:
+        torchvision_loads()
+    except ModuleNotFoundError as missing:
+        parser.error(f"{missing}: `make zoo-batchnorm` installs it")
     print(
         "| network | plan | training | verdict | worst relative errors, or what was said | |\n|---|---|---|---|---|---|"
     )
@@ -253,4 +260,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from local_transport import LocalTransport, run_local
 from polylane.program.program import Bucket
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.sync.codec import Codec, Plain
 from polylane.runtime.sync.powersgd import PowerSGD
 from polylane.runtime.sync.top_k import TopK
 from polylane.runtime.sync.wire import Wire
-from polylane.runtime.transport.local import LocalTransport, run_local
 
 SAMPLES = 23
 # Where each rank's rows end, by the number of ranks: uneven.

@@ -1,11 +1,14 @@
-"""What benchmarks compute beside their measurements."""
+"""Every benchmark runs, if only for a moment; and what benchmarks compute beside their measurements."""
 
 from __future__ import annotations
 
 import importlib
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
+import benchmarks
 import pytest
 import torch
 from benchmarks import balance, cores
@@ -28,6 +31,60 @@ def test_control_groups_of_either_version(tmp_path: Path) -> None:
     assert cores.find(tmp_path) == cores.Groups(tmp_path / "cpu", 1)
     one = cores.Groups(tmp_path / "cpu", 1).limits(0.45)
     assert one == {"cpu.cfs_period_us": "4000", "cpu.cfs_quota_us": "1800"}
+
+
+FOLDER = Path(benchmarks.__file__).parent
+MODULES = sorted(file.stem for file in FOLDER.glob("*.py") if '__name__ == "__main__"' in file.read_text())
+slow = pytest.mark.slow
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("module", MODULES)
+def test_every_benchmark_has_a_command_line(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``python -m`` runs it."""
+    monkeypatch.setattr("sys.argv", [module, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"benchmarks.{module}", run_name="__main__")
+    assert not ended.value.code
+    known = capsys.readouterr().out
+    command = f"python -m benchmarks.{module}".removesuffix(".__main__")
+    assert known.startswith(f"usage: {command} [-h]")
+    assert "--quick" in known or module == "published"  # which measures nothing
+
+
+# Arguments of the shortest run of each, and what it prints.
+QUICK = [
+    pytest.param("__main__", ["tiny"], "polylane pipeline=2,schedule=1f1b,microbatches=2", id="benchmarks"),
+    pytest.param("balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
+    pytest.param("planner", ["--tasks", "digits"], "7 cases: median error", marks=slow, id="planner"),
+    pytest.param("scale", [], r"\| 2 layers of GPT-3 \| 8 a100-80g \|", marks=slow, id="scale"),
+    pytest.param("sharded", ["tiny"], "polylane shard=parameters", id="sharded"),
+    pytest.param("sync", ["--only", "outer="], r"\| `data=2,every=8,outer=0.7:0.9` \| [\d.]+%", marks=slow, id="sync"),
+    pytest.param("tensor", ["tiny"], "Their losses differ by ", id="tensor"),
+    pytest.param("transport", [], r"\| broadcast \| 2 \| 1 \|", id="transport"),
+    pytest.param("utilization", [], r"\| 1f1b, 2 \| [\d.]+%", id="utilization"),
+    pytest.param("witnesses", [], r"\| digits \| data=2 \|", id="witnesses"),
+    pytest.param("zoo_batch_norm", ["--plans", "data=2"], "1 equal", marks=slow, id="zoo_batch_norm"),
+]
+
+
+def test_every_benchmark_has_a_quick_run() -> None:
+    assert {case.values[0] for case in QUICK} | {"published"} == set(MODULES)
+
+
+@pytest.mark.parametrize(("module", "arguments", "printed"), QUICK)
+def test_a_quick_run_prints_its_table(
+    module: str, arguments: list[str], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if module == "zoo_batch_norm":
+        pytest.importorskip("torchvision")
+        pytest.importorskip("timm")
+    monkeypatch.chdir(FOLDER.parent)  # recipes are named by where they are from there
+    main: Any = importlib.import_module(f"benchmarks.{module}").main
+    assert not main([*arguments, "--quick"])
+    assert re.search(printed, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("module", ["benchmarks.__main__", "benchmarks.sharded"])

@@ -36,6 +36,13 @@ def test_the_options_of_a_command_exist(line: str) -> None:
             assert (ROOT / word).exists(), line
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
+    """From the project's root, or inside the package."""
+    named = set(re.findall(r"`([\w/.]+/(?:[\w.]+\.(?:py|md|yaml))?)(?:::[^`]*)?`", page.read_text()))
+    assert not [name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "src/polylane"))]
+
+
 def block(page: str, language: str, contains: str) -> str:
     """A block of code that is shown."""
     found = re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -16,11 +16,11 @@ import pytest
 import test_transport
 import torch
 
+from local_transport import LocalTransport, run_local
 from polylane.errors import PeerLost, PolylaneError
 from polylane.runtime.launch import Context, fork
 from polylane.runtime.transport import c10d, shared_memory
 from polylane.runtime.transport.choose import transport_for
-from polylane.runtime.transport.local import LocalTransport, run_local
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.world import World
 

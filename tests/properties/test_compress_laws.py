@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from local_transport import LocalTransport, run_local
 from polylane.program.program import Bucket
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.sync.codec import Codec, Plain
 from polylane.runtime.sync.powersgd import PowerSGD, orthogonal
 from polylane.runtime.sync.top_k import SAMPLED, TopK, largest
 from polylane.runtime.sync.wire import Wire
-from polylane.runtime.transport.local import LocalTransport, run_local
 
 law = settings(max_examples=30, deadline=None)
 

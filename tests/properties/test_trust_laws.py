@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from local_transport import LocalTransport, run_local
 from polylane.optim import LAMB, LARS
 from polylane.optim.trust import bind
 from polylane.runtime.optimizer import PartSums
-from polylane.runtime.transport.local import LocalTransport, run_local
 
 STEPS = 3
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from local_transport import LocalTransport, run_local
 from polylane.graph.partition import Partition
 from polylane.runtime.buffers import Buffers, stages_of_buffers
 from polylane.runtime.job import Job
-from polylane.runtime.transport.local import LocalTransport, run_local
 from synthetic import graph
 from training import batch_of, mlp, sgd, workers
 

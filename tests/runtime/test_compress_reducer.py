@@ -25,11 +25,11 @@ from compressing import (
     train,
     trained,
 )
+from local_transport import LocalTransport, run_local
 from polylane.program.program import Bucket
 from polylane.runtime.launch import fork
 from polylane.runtime.sync.all_reduce import Reducer
 from polylane.runtime.transport.c10d import Transport
-from polylane.runtime.transport.local import LocalTransport, run_local
 from polylane.runtime.world import World
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compressing import KINDS, Tensors, copied, net, train, trained
+from local_transport import LocalTransport, run_local
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
 from polylane.plan.sync import SUM
@@ -18,7 +19,6 @@ from polylane.runtime.sync.compress import codec_of
 from polylane.runtime.sync.powersgd import PowerSGD
 from polylane.runtime.sync.top_k import TopK
 from polylane.runtime.sync.wire import Wire
-from polylane.runtime.transport.local import LocalTransport, run_local
 from training import plainly, workers
 
 

@@ -13,12 +13,28 @@ import torch
 
 from polylane.errors import PeerLost
 from polylane.runtime.launch import Context, fork
-from polylane.runtime.transport.hierarchical import Climb, Transport, by_host, hierarchical_for, rings
+from polylane.runtime.transport.hierarchical import Climb, Hierarchical, Transport, by_host, rings
+from polylane.runtime.transport.hub import Hub
+from polylane.runtime.transport.rendezvous import Meeting, hub_of
 from polylane.runtime.world import World
 
 torch.set_num_threads(1)
 
 HOSTS = {"2 x 2": "aabb", "interleaved": "abab", "1 + 3": "abbb", "apart": "abcd", "2 + 1 + 1": "aabc"}
+
+
+def hierarchical_for(world: World, hosts: str) -> Hierarchical:
+    """What makes the transports of workers on several hosts, all of which are this one; every worker calls it.
+
+    Args:
+        world: this worker among all.
+        hosts: a letter for the host of every rank.
+    """
+    meeting = Meeting.of(world)
+    hub = hub_of(world, meeting, hosts)
+    meeting.end()
+    assert isinstance(hub, Hub), hub
+    return Hierarchical(world, hub, hosts)
 
 
 def test_parts_and_rings():

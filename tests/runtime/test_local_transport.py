@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 
+import local_transport
+from local_transport import LocalTransport, local_world, run_local
 from polylane.errors import PeerLost
-from polylane.runtime.transport import c10d, local, protocol
-from polylane.runtime.transport.local import LocalTransport, local_world, run_local
+from polylane.runtime.transport import c10d, protocol
 
 
 def test_both_transports_are_of_one_interface():
@@ -163,7 +164,7 @@ def test_who_left_is_not_waited_for():
 
 
 def test_a_deadlock_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(local_transport, "TIMEOUT_SECONDS", 0.1)
 
     def worker(transport: LocalTransport) -> None:
         transport.receive((1,), torch.float32, 1 - transport.rank).wait()

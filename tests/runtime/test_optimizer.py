@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from local_transport import LocalTransport, run_local
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.optimizer import Clipper, build
 from polylane.runtime.prepare import Objective, objectives_of, optimized, prepare
-from polylane.runtime.transport.local import LocalTransport, run_local
 from training import adamw, assert_same, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]

@@ -13,10 +13,10 @@ from typing import TypeVar
 import pytest
 import torch
 
+from local_transport import LocalTransport
 from polylane.errors import PeerLost
 from polylane.runtime.transport import c10d, protocol
 from polylane.runtime.transport.hub import Hub
-from polylane.runtime.transport.local import LocalTransport
 from polylane.runtime.transport.shared_memory import Transport
 from polylane.runtime.world import World
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.errors import PolylaneError
 from polylane.runtime.transport import c10d, shared_memory
 from polylane.runtime.transport.hub import Hub
 from polylane.runtime.transport.in_turn import InTurn
@@ -34,7 +33,7 @@ from polylane.runtime.transport.protocol import (
     normalised,
     require_summable,
 )
-from polylane.runtime.transport.rendezvous import Meeting, hub_of, met_again
+from polylane.runtime.transport.rendezvous import met_again
 from polylane.runtime.world import World
 
 Channel = tuple[int, int]  # (sender, receiver)
@@ -246,26 +245,6 @@ class Hierarchical:
         if len(set(self._hosts)) == 1:
             return shared_memory.Transport(self._hub, world, channels, groups, tag, own_groups)
         return Transport(self._hub, self._hosts, world, channels, groups, tag, own_groups)
-
-
-def hierarchical_for(world: World, hosts: Sequence[Hashable] | None = None) -> Hierarchical:
-    """What makes the transports of workers on several hosts; every worker calls it.
-
-    Args:
-        world: this worker among all, on CPUs.
-        hosts: of every rank; by default those that the workers are on.
-
-    Raises:
-        PolylaneError: a worker cannot share memory with the others of its host.
-    """
-    meeting = Meeting.of(world)
-    unable = [f"rank {rank}: {card.unable}" for rank, card in enumerate(meeting.cards) if card.unable is not None]
-    hosts = [card.host for card in meeting.cards] if hosts is None else hosts
-    met = unable[0] if unable else hub_of(world, meeting, hosts)
-    meeting.end()
-    if isinstance(met, str):
-        raise PolylaneError(f"the workers of a host cannot share memory: {met}")
-    return Hierarchical(world, met, hosts)
 
 
 def _climb(rank: int, parts: Sequence[tuple[int, ...]]) -> Climb:

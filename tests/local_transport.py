@@ -1,4 +1,4 @@
-"""Tensors between threads of one process: a whole world in memory, for tests and proofs that need no processes."""
+"""Tensors between threads of one process: a whole world in memory, for tests that need no processes."""
 
 from __future__ import annotations
 

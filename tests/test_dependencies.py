@@ -1,0 +1,48 @@
+"""Every package that the library imports is declared, and every one that is declared is imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Packages by the names that they are imported by, where these differ; pydantic_core is a part of pydantic.
+PACKAGES = {"yaml": "pyyaml", "sklearn": "scikit-learn", "pydantic_core": "pydantic"}
+# What nobody imports and the tests need all the same: programs, a plugin of pytest (timeout), and types for mypy.
+TOOLS = {"mypy", "ruff", "pytest-timeout", "types-pyyaml"}
+
+
+def imported(*folders: str) -> set[str]:
+    """Packages of others that the Python files of some folders import, anywhere in them."""
+    found = set[str]()
+    for folder in folders:
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    found.add(node.module.partition(".")[0])
+    own = {path.stem for folder in ("src", "tests", "examples") for path in (ROOT / folder).rglob("*")}
+    own |= {"polylane", "benchmarks", "small_recipe"}  # the last is written by the test that imports it
+    return {PACKAGES.get(name, name) for name in found - own - set(sys.stdlib_module_names)}
+
+
+def declared(requirements: list[str]) -> set[str]:
+    """Names of required packages, without versions and extras."""
+    return {re.split(r"[\[><=~ ]", requirement)[0].lower() for requirement in requirements} - {"polylane"}
+
+
+def test_the_library_imports_what_it_depends_on() -> None:
+    assert imported("src") == declared(PROJECT["dependencies"])
+
+
+def test_extras_are_what_examples_benchmarks_and_tests_import() -> None:
+    extras, own = PROJECT["optional-dependencies"], declared(PROJECT["dependencies"])
+    assert imported("examples") - own == declared(extras["examples"])
+    assert imported("benchmarks") - own == declared(extras["zoo"])
+    found = imported("tests") - own - declared(extras["examples"]) - declared(extras["zoo"])
+    assert found == declared(extras["test"]) - TOOLS
