@@ -126,7 +126,7 @@ class Counting:
         self.bound.append((microbatches, replica_local))
         return f"{key.objective} of {key.signature[0][1][1]}"
 
-    def fit(self, bound: str, samples: int) -> str:
+    def fit_to_samples(self, bound: str, samples: int) -> str:
         return f"{samples} samples, {bound}"
 
 
