@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
+from polylane.graph.orders import Seen
 from polylane.graph.partition import Partition
 from polylane.plan.fit import from_partition
 from polylane.plan.spec import parse
+from polylane.planner.layouts import Layouts
 from polylane.program import lower
 from polylane.runtime import worker
+from polylane.runtime.compiled_graph import compile_graph
 from polylane.runtime.holding import Holding
 from polylane.runtime.job import Job
 from polylane.runtime.prepare import Objective, Prepared, prepare
@@ -69,7 +72,8 @@ def verdict(training: tuple[Prepared, Partition], plan: str) -> Verdict:
     if spec.pipeline == 1:
         partition = Partition(partition.graph, ())
     chosen = from_partition(partition, spec, spec.microbatches or 1)
-    return prove(replace(shared, partitions={"loss": partition}, plan=chosen), BATCHES)
+    graph = compile_graph(partition, chosen, Layouts((None,) * chosen.pipeline), Seen())
+    return prove(replace(shared, graphs={"loss": graph}, plan=chosen), BATCHES)
 
 
 def culprit_of(training: tuple[Prepared, Partition], plan: str) -> str:

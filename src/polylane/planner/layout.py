@@ -23,6 +23,8 @@ from polylane.placement.view import View, view
 from polylane.planner.solve import carry, solve
 from polylane.planner.transfer import transfer
 
+_CARRIED = 64  # numbers of samples for which a layout is kept at once, beside that for which it was chosen
+
 
 class Layout:
     """The placements of a graph.
@@ -48,9 +50,9 @@ class Layout:
         self.graph, self.samples, self.splits = graph, samples, dict(splits)
         self.whole, self.plain = dict(whole or {}), frozenset(plain)
         self._views = views or {axis: view(graph, samples, split.degree) for axis, split in splits.items()}
-        self._known: dict[int, tuple[Mapping[str, Call], Mapping[str, Split]]] = {
-            samples: (_calls(self._views), self.splits)
-        }
+        self._chosen = _calls(self._views), self.splits
+        # What was last carried over to other numbers of samples: whoever fits a program to one asks for it many times.
+        self._carried: dict[int, tuple[Mapping[str, Call], Mapping[str, Split]]] = {}
 
     @property
     def view(self) -> View:
@@ -59,15 +61,19 @@ class Layout:
 
     def at(self, samples: int) -> tuple[Mapping[str, Call], Mapping[str, Split]]:
         """Every operator as a call, and the splits by axis, for so many samples in hand."""
-        if samples not in self._known:
+        if samples == self.samples:
+            return self._chosen
+        if samples not in self._carried:
             views = {axis: view(self.graph, samples, split.degree) for axis, split in self.splits.items()}
             splits = {}
             for axis, split in self.splits.items():
                 sampled = _sampled(self, split, self.graph) if axis == "data" else ()
                 choice = _choice(views[axis], split.degree, axis, sampled, self.plain)
                 splits[axis] = transfer(split, self._views[axis], views[axis], choice)
-            self._known[samples] = _calls(views), splits
-        return self._known[samples]
+            self._carried[samples] = _calls(views), splits
+            if len(self._carried) > _CARRIED:
+                del self._carried[next(iter(self._carried))]
+        return self._carried[samples]
 
     @cached_property
     def digest(self) -> str:

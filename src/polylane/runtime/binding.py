@@ -54,7 +54,7 @@ class Binding:
         holding: what this worker holds.
         connections: what it reaches the others by.
         programs: of all workers, for every objective's graph that was compiled ahead for training.
-        alone: likewise, for steps in which replicas go their own ways; empty where they never do.
+        replica_local: likewise, for steps in which replicas go their own ways; empty where they never do.
         codecs: how replicas sum the gradients of each objective, whatever the form of its batches.
     """
 
@@ -63,11 +63,11 @@ class Binding:
         holding: Holding,
         connections: Connections,
         programs: Mapping[str, tuple[Program, ...]],
-        alone: Mapping[str, tuple[Program, ...]],
+        replica_local: Mapping[str, tuple[Program, ...]],
         codecs: Mapping[str, Codec],
     ) -> None:
         self._holding, self._connections, self._codecs = holding, connections, codecs
-        self._ahead = {False: programs, True: alone}
+        self._ahead = {False: programs, True: replica_local}
         self._prepared, self._plan = holding.prepared, holding.prepared.plan
         self._losses = [objective.loss for objective in self._prepared.objectives.values()]
 
@@ -107,21 +107,25 @@ class Binding:
         codec = self._codecs[key.objective] if key.training and not replica_local else None
         return self.lane(graph, programs, replica_local, codec)
 
-    def fit(self, bound: Lane, samples: int) -> Lane:
+    def fit_to_samples(self, bound: Lane, samples: int) -> Lane:
         """A lane for batches of one size."""
         plan, parts = self._plan, bound.worker.microbatches
         own = tuple(counted(samples, parts, plan.data)) if plan.sync.alone else ()
-        return replace(bound, worker=bound.worker.fit(samples), passes=min(parts, samples), counted=own)
+        return replace(bound, worker=bound.worker.fit_to_samples(samples), passes=min(parts, samples), counted=own)
 
     def lane(
-        self, graph: CompiledGraph, programs: Sequence[Program], alone: bool = False, codec: Codec | None = None
+        self,
+        graph: CompiledGraph,
+        programs: Sequence[Program],
+        replica_local: bool = False,
+        codec: Codec | None = None,
     ) -> Lane:
         """One of the model's graphs, with every worker's program, bound to this worker.
 
         Args:
             graph: as the plan runs it.
             programs: of all workers.
-            alone: every replica goes its own way.
+            replica_local: replicas do not sum gradients with each other.
             codec: how replicas sum gradients, the same for all lanes of an objective; None: plainly, or not at all.
         """
         partition, stage = graph.partition, self._holding.stage
@@ -146,8 +150,8 @@ class Binding:
             self._connections.statistics,
             self._connections.mesh,
             graph,
-            alone,
             self._holding.shards,
+            replica_local,
             codec,
         )
         return Lane(partition, tuple(programs), worker, stages_of_buffers(partition))
@@ -178,7 +182,7 @@ class Binding:
 
     def _refuse_meeting(self, partition: Partition) -> None:
         """A batch of another form, or another mode, may have another loss: it must be divisible as the first one is."""
-        if not self._prepared.together:
+        if not self._prepared.batch_is_sharded:
             refuse_meeting(partition.graph, self._plan.microbatches, self._plan.data, self._plan.per_sample)
 
     def _refuse_moved(self, partition: Partition) -> None:

@@ -69,7 +69,7 @@ class Compiler(Protocol[Bound]):
         """Bind the first microbatches of the programs to this worker's tensors and connections."""
         ...
 
-    def fit(self, bound: Bound, samples: int) -> Bound:
+    def fit_to_samples(self, bound: Bound, samples: int) -> Bound:
         """Make bound programs ready for batches of one size."""
         ...
 
@@ -152,8 +152,8 @@ class CompileCache(Generic[Bound]):
             replica_local: whether replicas go their own ways, all cases that the training has.
         """
         for key, entry in self._entries.items():
-            for alone in replica_local if key.training else ():
-                self._bound(key, entry, self._training.plan.microbatches, alone)
+            for own_way in replica_local if key.training else ():
+                self._bound(key, entry, self._training.plan.microbatches, own_way)
 
     def __len__(self) -> int:
         """How many graphs it holds."""
@@ -169,7 +169,7 @@ class CompileCache(Generic[Bound]):
         entry = self._entries[key]
         microbatches = self._training.microbatches_of(batch.samples)
         bound = self._bound(key, entry, microbatches, replica_local)
-        fitted = entry.fitted[batch.samples, replica_local] = self._compiler.fit(bound, batch.samples)
+        fitted = entry.fitted[batch.samples, replica_local] = self._compiler.fit_to_samples(bound, batch.samples)
         if len(entry.fitted) > SIZES_KEPT:
             entry.fitted.popitem(last=False)
         return fitted

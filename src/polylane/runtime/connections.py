@@ -93,7 +93,7 @@ def connected(
     if plan.sync.shard == "parameters":  # gathered whenever a pass needs them, whatever else is under way
         groups = sorted({shard_group(plan, rank) for rank in ranks})
         apart[AGREEMENT] = connect(world, [], groups, tag=3, own_groups=True)
-    if plan.data == 1 or not statistics or prepared.together:
+    if plan.data == 1 or not statistics or prepared.batch_is_sharded:
         return Connections(transport, None, mesh, apart)
     # Statistics interleave with the gradients' own reductions, so they have groups of their own.
     apart[STATISTICS] = summing = connect(world, [], replicas, tag=1, own_groups=True)

@@ -99,17 +99,17 @@ def programs_of(
 
 
 def lower_ahead(
-    prepared: Prepared, holders: Mapping[str, Collection[int]], alone: bool = False
+    prepared: Prepared, holders: Mapping[str, Collection[int]], replica_local: bool = False
 ) -> dict[str, tuple[Program, ...]]:
     """Every worker's programs for training, of each objective's graph that was compiled ahead.
 
     Args:
         prepared: the training.
         holders: stages that keep each parameter up to date.
-        alone: every replica goes its own way.
+        replica_local: replicas do not sum gradients with each other.
     """
     return {
-        name: programs_of(graph.partition, prepared.plan, holders, True, graph.layouts, alone)
+        name: programs_of(graph.partition, prepared.plan, holders, True, graph.layouts, replica_local)
         for name, graph in prepared.graphs.items()
     }
 
@@ -122,20 +122,19 @@ def bind(
     statistics: Callable[[Tensor], Tensor] | None,
     mesh: Mesh,
     compiled: CompiledGraph,
+    shards: Shards,
     alone: bool = False,
-    shards: Shards | None = None,
     codec: Codec | None = None,
 ) -> Worker:
     """One worker's program, bound to its tensors.
 
     Args:
         compiled: the graph that it runs, as the plan runs it.
-        alone: its replica goes its own way.
         shards: what replicas hold parts of, if anything.
+        alone: its replica goes its own way.
         codec: how replicas sum gradients; what it remembers goes on from one lane of an objective to the next.
             Default: plainly.
     """
-    shards = Shards() if shards is None else shards
     partition, graph = program.partition, program.partition.graph
     parameters, buffers = tensors.parameters(), tensors.buffers()
     table: dict[tuple[str, Any], Any] = {

@@ -86,8 +86,8 @@ class Prepared:
         return {name: graph.layouts for name, graph in self.graphs.items() if graph.layouts.distinct}
 
     @property
-    def together(self) -> bool:
-        """Whether replicas split operators too, because samples meet in a loss."""
+    def batch_is_sharded(self) -> bool:
+        """Whether replicas split operators between them, because the loss couples samples."""
         return any(graph.layouts.together for graph in self.graphs.values())
 
     def axes(self, stage: int) -> tuple[str, ...]:

@@ -191,7 +191,7 @@ class Localized:
         self._nodes = {node.name: node for node in partition.graph.nodes}
 
     def rewrite_for(self, samples: int) -> StageCode:
-        """The code for so many samples that this rank's operators see."""
+        """The code for a part with that number of samples."""
         calls, splits = self._layout.at(samples)
         graph = rewrite(
             self.whole.graph,
@@ -296,10 +296,10 @@ class StageRunner:
     live: dict[int, Live] = field(default_factory=dict)
 
     def at(self, samples: int) -> StageCode:
-        """The code for so many samples in hand, which :meth:`fit` has made."""
+        """The code for a part with that number of samples, which :meth:`fit_to_sizes` has made."""
         return self.code if self.local is None else self.codes[samples]
 
-    def fit(self, sizes: Collection[int]) -> StageRunner:
+    def fit_to_sizes(self, sizes: Collection[int]) -> StageRunner:
         """This runner for parts of these numbers of samples: with the code for each of them where it depends on it."""
         if self.local is None:
             return self

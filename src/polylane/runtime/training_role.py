@@ -72,8 +72,8 @@ class TrainingRole:
         lowered = lower_ahead(prepared, holders)
         layout = layout_of(prepared, lowered)
         self._programs = {name: layout.regrouped(programs) for name, programs in lowered.items()}
-        alone = lower_ahead(prepared, holders, alone=True) if self.plan.sync.alone else {}
-        self._connections = connected(prepared, world, [*self._programs.values(), *alone.values()], connect)
+        local = lower_ahead(prepared, holders, replica_local=True) if self.plan.sync.alone else {}
+        self._connections = connected(prepared, world, [*self._programs.values(), *local.values()], connect)
         self._transport = self._connections.transport
         self._ahead = clock.ahead_of_rank_0(self._transport) if world.size > 1 else 0.0
         self._holding = Holding(
@@ -88,11 +88,10 @@ class TrainingRole:
         )
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         codecs = {name: trainer.codec for name, trainer in self._trainers.items()}
-        self._binding = Binding(self._holding, self._connections, self._programs, alone, codecs)
+        self._binding = Binding(self._holding, self._connections, self._programs, local, codecs)
         self._cache = CompileCache[Lane](prepared, self._binding, example)
-        self._cache.bind_ahead([False, True] if alone else [False])
-        waits = self._connections.mesh.waits
-        self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, waits)
+        self._cache.bind_ahead([False, True] if local else [False])
+        self._rule = rule_of(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
         self._stale = stale_of(self._holding)
         self._reports, self._spans = Reports(), deque[tuple[Span, ...]](maxlen=STEPS_KEPT)
         self._traffic = traffic_of(self._connections, self._rule, self._holding, self._programs)
@@ -109,7 +108,7 @@ class TrainingRole:
             programs: of all workers.
             samples: in the batches that it is for.
         """
-        return self._binding.fit(self._binding.lane(self._prepared.graph_of(partition), programs), samples)
+        return self._binding.fit_to_samples(self._binding.lane(self._prepared.graph_of(partition), programs), samples)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 

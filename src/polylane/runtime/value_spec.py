@@ -23,7 +23,7 @@ class Wire:
     coordinates: Mapping[str, int] = field(default_factory=dict)
 
     def shape(self, samples: int) -> tuple[int, ...]:
-        """Shape of what this worker has, for a part of so many samples."""
+        """Shape of what this worker has, for a part with that number of samples."""
         whole = tuple(size(samples) for size in self.sizes)
         return whole if self.layout is None else self.layout.local(self.name, whole, samples, self.coordinates)
 

@@ -69,7 +69,7 @@ class StepState:
 class Worker:
     """Runs one program, step after step.
 
-    Before it runs it is fitted to the size of a batch, see :meth:`fit`.
+    Before it runs it is fitted to the size of a batch, see :meth:`fit_to_samples`.
 
     Args:
         program: what to do.
@@ -123,11 +123,11 @@ class Worker:
         """What this worker computes of a batch of so many samples."""
         return shares(batch, self.microbatches, len(self.program.replicas), self.program.replica)
 
-    def fit(self, samples: int) -> Worker:
+    def fit_to_samples(self, samples: int) -> Worker:
         """This worker for batches of one size: with its tables, and with the code for each of its parts."""
         fitted, own = copy.copy(self), {s.microbatch: s for s in self.shares(samples) if s.weight or not self.alone}
         tables = build_tables(self.program, self.relays, self.wires, samples, own, self._together)
-        fitted._tables, fitted.runner = tables, self.runner.fit(set(tables.held.values()))
+        fitted._tables, fitted.runner = tables, self.runner.fit_to_sizes(set(tables.held.values()))
         return fitted
 
     def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
