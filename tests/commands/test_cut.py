@@ -18,7 +18,6 @@ from polylane.commands.at_best import lanes
 from polylane.commands.cut import cut, dtypes_of
 from polylane.commands.edges import edges
 from polylane.commands.held import held
-from polylane.cost import compute
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline
@@ -31,7 +30,7 @@ from polylane.runtime.pieces import Pieces
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
 from polylane.runtime.world import World
 from polylane.schedule.action import Kind
-from synthetic import chain
+from synthetic import chain, node_seconds
 from training import batch_of, classify, mlp, sgd
 
 
@@ -40,7 +39,7 @@ def prepared_for(model: nn.Module, plan: str | Plan, batch: Any, loss: Any = cla
 
 
 def by_work(graph: Graph, *_: Any) -> tuple[float, ...]:
-    return compute.estimate(graph)
+    return node_seconds(graph)
 
 
 def plan_of(described: Sequence[tuple[list[str], dict[str, int]]], **more: Any) -> Plan:
@@ -260,7 +259,7 @@ def test_the_balanced_plan_of_a_model_is_used_better(mesh: dict[str, int]) -> No
     for middle in ({}, mesh):
         plan = plan_of([(["0", "0"], {}), (["1", "2"], middle), (["3", "loss"], {})], microbatches=8)
         prepared = prepared_for(model, plan, batch, lambda m, b: F.mse_loss(m(b[0]), b[1]))
-        seconds = [(t / 3, 2 * t / 3) for t in compute.estimate(prepared.main.graph)]
+        seconds = [(t / 3, 2 * t / 3) for t in node_seconds(prepared.main.graph)]
         found.append(cut(prepared, seconds, 512)["utilization"])
     before, after = found
     assert before == pytest.approx(0.62, abs=0.02) and after == pytest.approx(0.78, abs=0.03)

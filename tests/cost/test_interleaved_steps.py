@@ -17,7 +17,7 @@ from polylane.cost.network import collective
 from polylane.cost.ordered import memory_in_order
 from polylane.cost.predict import Basis, Prediction, predict
 from polylane.cost.residence import Need
-from polylane.cost.simulate import play
+from polylane.cost.steps import simulate_schedule
 from polylane.cost.table import Work
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse as spec_of
@@ -71,7 +71,7 @@ def test_a_step_takes_what_its_schedule_takes_and_its_messages(chunks: int, micr
     partition, plan = subdivided(basis, spec_of(f"pipeline=4,microbatches={microbatches}"), 64, chunks)
     found = predict(basis, partition, plan, 64)
     passes = [Workers(basis, partition, plan, 64).chunks.stage(s).passes for s in range(4 * chunks)]
-    theory = play(
+    theory = simulate_schedule(
         interleaved(4, chunks, microbatches),
         [p.forward + TURN for p in passes],
         [p.backward + TURN for p in passes],

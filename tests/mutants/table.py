@@ -492,7 +492,7 @@ PRICES = [
     ),
     Mutant(
         "hop-for-nothing", "a simulated value is at once on the next stage",
-        "cost.simulate:_needs", "0 if lane_of.get(other) == lane_of[stage] else hop", "0",
+        "cost.steps:simulate_schedule", "Transfer(latency=hop)", "Transfer()",
         "tests/cost/test_simulate.py", unseen="a prediction",
     ),
     Mutant(

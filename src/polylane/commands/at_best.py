@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from polylane.cost.compute import Both
-from polylane.cost.simulate import play
+from polylane.cost.profile import Both
+from polylane.cost.steps import simulate_schedule
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
@@ -25,7 +25,7 @@ def lanes(partition: Partition, plan: Plan, seconds: Sequence[Both], samples: in
     """
     order = StageGraph.of_partition(partition)
     each = [pass_seconds(partition, plan, seconds, samples, stage) for stage in range(plan.pipeline)]
-    played = play(
+    played = simulate_schedule(
         schedule_lanes(plan.schedule, order, plan.microbatches),
         [forward for forward, _ in each],
         [backward for _, backward in each],

@@ -13,7 +13,7 @@ from polylane.commands.edges import edges
 from polylane.commands.held import held
 from polylane.commands.totals import elements
 from polylane.cost.communicate import Rates
-from polylane.cost.compute import Both
+from polylane.cost.profile import Both
 from polylane.graph.dtypes import dtypes_under_autocast
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline

@@ -25,7 +25,7 @@ from polylane.plan.spec import AUTO
 if TYPE_CHECKING:
     from torch import nn
 
-    from polylane.cost.compute import Both
+    from polylane.cost.profile import Both
     from polylane.graph.graph import Graph, Node
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
@@ -130,14 +130,14 @@ def _prepared(
     model: nn.Module, objective: Objective, example: Any, plan: Spec | Plan, batch: int
 ) -> tuple[Prepared, tuple[Both, ...]]:
     """The graph of what one worker has in hand, cut; and the times of every node."""
-    from polylane.cost import compute
     from polylane.graph.batch import cloned, flatten, take
+    from polylane.profiling.time_operators import measure_both
     from polylane.runtime.prepare import prepare
 
     measured: list[tuple[Both, ...]] = []
 
     def measure(graph: Graph, loss: Any, leaves: list[Any]) -> tuple[float, ...]:
-        measured.append(compute.measure_both(graph, model, loss, cloned(leaves)))
+        measured.append(measure_both(graph, model, loss, cloned(leaves)))
         return tuple(map(sum, measured[0]))
 
     prepared = prepare(model, {objective.name: objective}, example, plan, batch_size=batch, seconds=measure)

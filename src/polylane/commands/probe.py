@@ -223,8 +223,8 @@ def _device() -> Device:
 
 
 def _profile(request: _Request, device: Any) -> tuple[Graph, Profile]:
-    from polylane.cost.profiling import profiled
     from polylane.graph.batch import cloned, few, flatten, sample_count
+    from polylane.profiling.profile_model import profiled
     from polylane.runtime.prepare import named_parameters, optimized
     from polylane.samples.counts import capture_with_counts
 

@@ -11,8 +11,6 @@ from torch import nn
 from polylane.cluster.cluster import Cluster
 from polylane.cost.method import Method
 from polylane.cost.profile import Profile
-from polylane.cost.profiling import profiled
-from polylane.cost.together import together
 from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, cloned, few, part_count, sample_count
 from polylane.graph.export import Loss
@@ -22,6 +20,8 @@ from polylane.graph.orders import Order, orders_of
 from polylane.planner import setup
 from polylane.planner.candidate import Candidate
 from polylane.planner.search import Answer, Wish, search
+from polylane.profiling.host_contention import together
+from polylane.profiling.profile_model import profiled
 from polylane.samples.counts import capture_with_counts
 from polylane.samples.derivation import derive, known_orders
 

@@ -150,8 +150,8 @@ def price_of_step(setting: Setting, step: Step, strategy: Strategy) -> Price:
         bytes_of(v) * _share((strategy.outputs[i], *(s.outputs[i] for s in chosen)))
         for i, v in enumerate(step.call.outputs)
     )
-    copied = (read + written) / setting.rates.bytes
-    once = max(flops / setting.rates.flops, copied) if flops else VIEWING * copied
+    moved = read + written
+    once = setting.rates.roofline(flops, moved) if flops else VIEWING * (moved / setting.rates.bytes)
     times = 1 + BACKWARD if any(v.gradient for v in step.call.outputs) else 1
     inside = communicate.exchange(strategy.sent, strategy.messages, setting.rates)
     return Price(once * times + inside, strategy.sent)

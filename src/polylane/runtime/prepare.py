@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from polylane.cost import compute
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cloned, few, flatten, sample_count, sampled_leaves
 from polylane.graph.export import Loss, python_kept
@@ -23,6 +22,7 @@ from polylane.plan import fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
+from polylane.profiling.time_operators import measure
 from polylane.runtime.microbatches import asked_for, fewest_for, seen_to_split, with_enough
 from polylane.runtime.optimizer_probe import Untried, whole_parameters
 from polylane.runtime.own_python import keeps_state, refuse_effects, refuse_repeated
@@ -378,7 +378,7 @@ def _cut(
         return fit.partition_for(plan, graph)
     if plan.pipeline == 1:
         return Partition(graph, ())
-    times = seconds(graph, loss, leaves) if seconds is not None else compute.measure(graph, model, loss, cloned(leaves))
+    times = seconds(graph, loss, leaves) if seconds is not None else measure(graph, model, loss, cloned(leaves))
     staying: list[str] = []
     if plan.redivides:
         staying = [name for name, order in orders_of(graph, seen).items() if order is Order.OTHER]
