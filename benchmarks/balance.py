@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from benchmarks.cores import Groups, find, share_of_a_core
 from benchmarks.utilization import passes, stage_seconds
-from polylane.commands.at_best import by_rank
-from polylane.commands.cut import step_at_best
 from polylane.cost.steps import simulate_schedule
 from polylane.graph.batch import take
+from polylane.inspection.plan_report import by_rank, price_stages, step_at_best
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
 from polylane.plan.ranks import ranks
@@ -99,7 +98,7 @@ def by_inspect(prepared: Prepared, model: nn.Module, batch: list[Tensor]) -> flo
     """The utilization that `polylane inspect` prints: by the times of the operators, measured one by one."""
     graph = prepared.main.graph
     seconds = measure_both(graph, model, loss, take(batch, 0, graph.samples))
-    return step_at_best(prepared, seconds, len(batch[0])).utilization()
+    return step_at_best(prepared, price_stages(prepared, seconds, len(batch[0]))).utilization()
 
 
 def by_stage_times(prepared: Prepared, timelines: list[Timeline]) -> float:

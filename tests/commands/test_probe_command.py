@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from measured import quick
 from polylane.cluster.read import load
 from polylane.commands import planning, probe
 from polylane.errors import PolylaneError
-from polylane.probe.effort import quick
 from polylane.probe.machine import here
 from polylane.probe.profiles import load_profile
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from measured import quick
 from polylane.cluster import read
 from polylane.cluster.mapping import parse
 from polylane.errors import PolylaneError
 from polylane.probe.conclude import conclude
-from polylane.probe.effort import Effort, quick, side_by_side, thorough
+from polylane.probe.effort import Effort, side_by_side, thorough
 from polylane.probe.measure import Seen, further, measure
 from processes import children
 

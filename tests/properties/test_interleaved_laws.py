@@ -7,10 +7,11 @@ from collections import Counter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from playing import interleaved_live_bound
 from polylane.cost.steps import simulate_schedule
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, Kind
-from polylane.schedule.interleaved import interleaved, interleaved_live_bound
+from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import one_forward_one_backward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from polylane.cost.method import Method
 from polylane.cost.optimizer_state import OptimizerState, optimizer_state
 from polylane.cost.predict import Basis
 from polylane.cost.profile import Profile, ProfileClock
-from polylane.cost.stage import Stages
+from polylane.cost.stage import Lay, Stages
 from polylane.cost.table import Clock, Sheet
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
@@ -59,8 +60,15 @@ class Job:
     profile: Profile | None = None
 
 
-def basis(job: Job, cluster: Cluster, method: Method) -> Basis:
-    """What predictions of a job on a cluster rest on."""
+def basis(job: Job, cluster: Cluster, method: Method, lay: Lay | None = None) -> Basis:
+    """What predictions of a job on a cluster rest on.
+
+    Args:
+        job: what is trained.
+        cluster: the devices and what links them.
+        method: how training is done.
+        lay: the operators' placements on a mesh; default: chosen for this cluster.
+    """
     graph, device = job.graph, cluster.device(0)
     kind = device.type
     states = optimizer_state(graph, job.optimizer, kind)
@@ -68,7 +76,7 @@ def basis(job: Job, cluster: Cluster, method: Method) -> Basis:
 
     offer = Offer(graph, graph.samples)
 
-    def lay(mesh: Degrees) -> Layout:
+    def chosen(mesh: Degrees) -> Layout:
         degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
         return choose_layout(graph, degrees, graph.samples, pins=job.pins, whole=job.whole, rates=rates, offer=offer)
 
@@ -78,7 +86,7 @@ def basis(job: Job, cluster: Cluster, method: Method) -> Basis:
     setting = Setting(graph.samples, device=kind, **_precision(method))
     return Basis(
         cluster=_shared(cluster, job.profile),
-        stages=Stages(graph, lay, sheet, setting),
+        stages=Stages(graph, lay or chosen, sheet, setting),
         method=method,
         clock=_clocks(job.profile, method),
         update=_updates(job, states),
@@ -115,7 +123,7 @@ def _clocks(profile: Profile | None, method: Method) -> Callable[[Device], Clock
 def _updates(job: Job, states: OptimizerState) -> Callable[[Device, int, int], float]:
     """Seconds of the optimizer's step: measured, or by the bytes that pass through memory."""
     trained = [(n, info) for n, info in job.graph.parameters.items() if info.trainable]
-    elements = sum(_elements(info.shape) for _, info in trained)
+    elements = sum(math.prod(info.shape) for _, info in trained)
     kept = sum(states.bytes(name, info.shape) for name, info in trained)
     own = sum(info.bytes for _, info in trained)
     each = (PASSES * own + 2 * kept) / max(elements, 1)
@@ -129,20 +137,13 @@ def _updates(job: Job, states: OptimizerState) -> Callable[[Device, int, int], f
     return seconds
 
 
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def footprint(job: Job, cluster: Cluster) -> Footprint:
     """Bytes of workers by what they hold."""
     device = cluster.device(0)
     kind = device.type
     states = optimizer_state(job.graph, job.optimizer, kind)
     trained = [(n, info) for n, info in job.graph.parameters.items() if info.trainable]
-    elements = sum(_elements(info.shape) for _, info in trained) or 1
+    elements = sum(math.prod(info.shape) for _, info in trained) or 1
     kept = sum(states.bytes(name, info.shape) for name, info in trained) / elements
     item = sum(info.bytes for _, info in trained) // elements or 4
     return Footprint(kept, item, MARGINS[kind].share, MARGINS[kind].fixed)
