@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from benchmarks.cores import Groups, find, share_of_a_core
 from benchmarks.harness import make_parser
 from benchmarks.utilization import LEAD, passes, stage_seconds
-from polylane.commands.at_best import by_rank
-from polylane.commands.cut import step_at_best
-from polylane.cost import compute
-from polylane.cost.simulate import play
+from polylane.cost.steps import simulate_schedule
 from polylane.graph.batch import take
+from polylane.inspection.plan_report import by_rank, price_stages, step_at_best
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
 from polylane.plan.ranks import ranks
 from polylane.plan.spec import parse
+from polylane.profiling.time_operators import measure_both
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
 from polylane.runtime.prepare import Prepared, objectives_of, prepare
@@ -100,8 +99,8 @@ def measured(prepared: Prepared, batch: list[Tensor], groups: Groups, share: flo
 def by_inspect(prepared: Prepared, model: nn.Module, batch: list[Tensor]) -> float:
     """The utilization that `polylane inspect` prints: by the times of the operators, measured one by one."""
     graph = prepared.main.graph
-    seconds = compute.measure_both(graph, model, loss, take(batch, 0, graph.samples))
-    return step_at_best(prepared, seconds, len(batch[0])).utilization()
+    seconds = measure_both(graph, model, loss, take(batch, 0, graph.samples))
+    return step_at_best(prepared, price_stages(prepared, seconds, len(batch[0]))).utilization()
 
 
 def by_stage_times(prepared: Prepared, timelines: list[Timeline]) -> float:
@@ -111,7 +110,7 @@ def by_stage_times(prepared: Prepared, timelines: list[Timeline]) -> float:
         [stage_seconds(timelines, kind, stage) for stage in range(plan.pipeline)]
         for kind in (Kind.FORWARD, Kind.BACKWARD)
     )
-    played = play(schedule_lanes(plan.schedule, order, plan.microbatches), forward, backward, graph=order)
+    played = simulate_schedule(schedule_lanes(plan.schedule, order, plan.microbatches), forward, backward, graph=order)
     waits = {
         (kind, stage): statistics.fmean(
             span.waited

@@ -13,12 +13,13 @@ from functools import cache
 import torch
 
 from benchmarks import published_models as models
+from benchmarks.closed_form import block_seconds, pipelined, scattered, sharded
 from benchmarks.published_rows import Decoder, Row
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
 from polylane.cluster.line import parse
 from polylane.cost import network
-from polylane.cost.closed import Traffic, block_seconds, pipelined, scattered, sharded
+from polylane.cost.closed import Traffic
 from polylane.cost.roofline import Roofline
 from polylane.cost.stage import Range
 from polylane.cost.table import Clock, Sheet, Table, Work

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import contenders
 from benchmarks.harness import make_parser
-from polylane.cost.simulate import play
+from polylane.cost.steps import simulate_schedule
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.job import Job
 from polylane.runtime.launch import fork
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             timelines = fork(work, 2)[0]
             forward = [stage_seconds(timelines, Kind.FORWARD, s) for s in range(2)]
             backward = [stage_seconds(timelines, Kind.BACKWARD, s) for s in range(2)]
-            theory = play(schedule_lanes(schedule, 2, m), forward, backward).utilization()
+            theory = simulate_schedule(schedule_lanes(schedule, 2, m), forward, backward).utilization()
             measured = statistics.median(t.utilization() for t in timelines)
             print(f"| {schedule}, {m} | {measured:.1%} | {theory:.1%} | {measured / theory - 1:+.1%} |", flush=True)
 

@@ -13,7 +13,9 @@ from polylane.cluster.link import Link
 from polylane.cost import network
 from polylane.cost.roofline import seconds
 from polylane.probe import sweep
+from polylane.probe.effort import Effort
 from polylane.probe.rates import Timed
+from polylane.probe.sweep import Case, _attention, _bmm, _convolution, _linear, _moving
 from polylane.probe.traffic import Carried, arrangements, kinds_of
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))
@@ -47,3 +49,26 @@ def messages(link: Link, workers: int) -> list[Carried]:
                     took = network.collective(host, kind, size, range(ranks), groups)
                 found.append(Carried(kind, size, ranks, groups, took, link.cpu))
     return found
+
+
+def small() -> list[Case]:
+    """A few of a few microseconds each, for a quick and rough sweep."""
+    cases = [_linear(n, n, n) for n in (32, 64, 128)]
+    cases += [_linear(8, 64, 64), _linear(64, 64, 256), _bmm(16, 32, 32, 32), _convolution(4, 8, 16, 16, 3)]
+    return [*cases, _attention(2, 2, 64, 32, True), *_moving(1 << 12), *_moving(1 << 15)]
+
+
+def quick() -> Effort:
+    """A second or two, and rough."""
+    cases = small()
+    return Effort(
+        cases=tuple(cases),
+        rated=tuple(case for case in cases if case.family == "matmul")[:3],
+        rounds=1,
+        case_seconds=0.005,
+        stream_bytes=64 << 20,
+        sizes=(1024, 16 * 1024, 256 * 1024),
+        traffic_seconds=0.005,
+        sharing_seconds=0.05,
+        warm_seconds=0.05,
+    )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from polylane.cost.memory import Load, Margin, Memory, memory
+from polylane.cost.residence import Need
 from polylane.cost.task import Task, Transfer
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, Kind
+from polylane.schedule.synchronous import one_forward_one_backward
 
 FORWARD = Action(Kind.FORWARD, 0, 0)
 BACKWARD = Action(Kind.BACKWARD, 0, 0)
@@ -50,3 +53,20 @@ def alone(count: int, seconds: Sequence[float] | float = 1.0) -> list[list[Task]
     """Lanes of one forward each."""
     each = [seconds] * count if isinstance(seconds, int | float) else seconds
     return [[forward(s)] for s in each]
+
+
+def interleaved_live_bound(ranks: int, chunks: int, microbatches: int, rank: int) -> int:
+    """How many passes of interleaved 1F1B a rank holds at most between the start of a forward and its backward's end.
+
+    A microbatch counts once for every virtual stage that holds it: each is 1/chunks of what a microbatch keeps on the
+    rank. Of a multiple of the ranks that is larger than they are, rank 0 holds ranks + (ranks - 1)/chunks microbatches.
+    """
+    largest_round, after = -(-microbatches // max(1, microbatches // ranks)), ranks - rank - 1
+    warm_up = after if chunks == 1 else (chunks - 1) * largest_round + 2 * after
+    return min(chunks * microbatches, warm_up + 1)
+
+
+def one_stage_memory(need: Need, load: Load, live: int, microbatches: int, margin: Margin | None = None) -> Memory:
+    """Memory of a worker of one stage that, as in 1F1B, has up to ``live`` microbatches between their passes."""
+    lane = one_forward_one_backward(live, microbatches)[0]
+    return memory(lane, {0: need}, {0: load.trained}, load, margin=margin)

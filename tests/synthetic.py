@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import fx
 
 from polylane.graph.graph import Code, Graph, Node, TensorInfo
+from polylane.profiling.time_operators import nominal_seconds
 
 
 def graph(
@@ -74,3 +75,8 @@ def chain(length: int, skips: Sequence[tuple[int, int]] = ()) -> Graph:
     for source, target in skips:
         inputs[target].append(source)
     return graph(inputs, {f"w{i}": [i] for i in range(length)})
+
+
+def node_seconds(graph: Graph) -> tuple[float, ...]:
+    """Seconds of every node of a graph, both passes together, by nominal rates: the same in every run."""
+    return tuple(map(sum, nominal_seconds(graph)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polylane.cost.simulate import play
+from polylane.cost.steps import simulate_schedule
 from polylane.observe.timeline import Timeline
 from polylane.schedule.stage_graph import StageGraph, stage_graph
 from polylane.schedule.synchronous import schedule_lanes
@@ -31,7 +31,7 @@ def lanes_timeline(
         ValueError: an unknown schedule, fewer than one stage or microbatch, or durations that do not fit the stages.
     """
     graph = stage_graph(stages)
-    played = play(schedule_lanes(schedule, graph, microbatches), forward, backward, graph=graph)
+    played = simulate_schedule(schedule_lanes(schedule, graph, microbatches), forward, backward, graph=graph)
     return Timeline(
         spans=played.spans,
         ranks=played.ranks,

@@ -52,14 +52,6 @@ def test_everything() -> None:
         ("racks", 1, 3, 2, ((8, 8), (16, 16), (32, 32))),
         ("sites", 1, 2, 2, ((16, 16), (40, 40))),
     ]
-    assert span(BLOCKS, BETWEEN, range(56)).even == 0
-
-
-def test_groups_that_have_as_many_ranks_on_each_host_are_even() -> None:
-    assert span(BLOCKS, BETWEEN, range(0, 32, 4)).even == 2
-    assert span(BLOCKS, BETWEEN, range(2, 56, 4)).even == 0
-    assert span(BLOCKS, BETWEEN, (0, 1, 32, 33)).even == 2
-    assert span(BLOCKS, BETWEEN, (0, 1, 32)).even == 0
 
 
 def test_the_order_of_ranks_says_nothing() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from measured import quick
 from polylane.cluster.read import load
 from polylane.commands import inputs, planning, probe
 from polylane.commands.requests import PredictRequest, ProbeRequest, RecipeRequest
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
-from polylane.probe.effort import quick
 from polylane.probe.machine import here
 from polylane.probe.profiles import load_profile
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.closed_form import block_seconds, pipelined, scattered, sharded
 
 from polylane.cluster.line import parse
 from polylane.cost import network
-from polylane.cost.closed import EXPOSED, Traffic, block_seconds, pipelined, scattered, sharded
+from polylane.cost.closed import EXPOSED, Traffic
 from polylane.cost.table import Table
 
 

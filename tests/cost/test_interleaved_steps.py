@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks.closed_form import pipelined
 
 import jobs
+from playing import interleaved_live_bound
 from polylane.cluster.line import parse
 from polylane.cluster.read import of_mapping
-from polylane.cost.closed import pipelined
 from polylane.cost.interleave import Workers
 from polylane.cost.memory import Load, memory
 from polylane.cost.method import Method
 from polylane.cost.network import collective
-from polylane.cost.ordered import memory_in_order
 from polylane.cost.predict import Basis, Prediction, predict
 from polylane.cost.residence import Need
-from polylane.cost.simulate import play
+from polylane.cost.steps import simulate_schedule
 from polylane.cost.table import Work
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse as spec_of
@@ -25,9 +25,8 @@ from polylane.planner import setup
 from polylane.planner.subdivide import subdivided
 from polylane.program.interleave import lower_interleaved
 from polylane.schedule.action import Kind
-from polylane.schedule.interleaved import interleaved, interleaved_live_bound
+from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import one_forward_one_backward
 
 FREE = {"hosts": [{"devices": 8, "device": "a100-80g", "link": {"bandwidth": 1e30, "latency": 0.0}}]}
 TURN = parse("1:a100-80g").device(0).turn
@@ -71,7 +70,7 @@ def test_a_step_takes_what_its_schedule_takes_and_its_messages(chunks: int, micr
     partition, plan = subdivided(basis, spec_of(f"pipeline=4,microbatches={microbatches}"), 64, chunks)
     found = predict(basis, partition, plan, 64)
     passes = [Workers(basis, partition, plan, 64).chunks.stage(s).passes for s in range(4 * chunks)]
-    theory = play(
+    theory = simulate_schedule(
         interleaved(4, chunks, microbatches),
         [p.forward + TURN for p in passes],
         [p.backward + TURN for p in passes],
@@ -150,17 +149,8 @@ ONE = Need(kept=1, received=0, sent=0, asked=0, returned=0, forward=1, backward=
 def test_as_many_passes_are_held_as_the_bound_says(ranks: int, chunks: int, microbatches: int) -> None:
     for rank, lane in enumerate(interleaved(ranks, chunks, microbatches)):
         own = range(rank, ranks * chunks, ranks)
-        found = memory_in_order(lane, dict.fromkeys(own, ONE), dict.fromkeys(own, 0.0), Load(0, 0, 0), microbatches)
+        found = memory(lane, dict.fromkeys(own, ONE), dict.fromkeys(own, 0.0), Load(0, 0, 0))
         assert found.activations == interleaved_live_bound(ranks, chunks, microbatches, rank)
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 9])
-def test_one_stage_holds_what_it_holds_by_formula(microbatches: int) -> None:
-    need = Need(kept=50, received=7, sent=5, asked=5, returned=7, forward=80, backward=120, first=150, batch=3)
-    load = Load(parameters=100, trained=90, states=180, working=20, copied=30)
-    for stage, lane in enumerate(one_forward_one_backward(4, microbatches)):
-        counted = memory_in_order(lane, {stage: need}, {stage: 90.0}, load, microbatches)
-        assert counted == memory(need, load, min(4 - stage, microbatches), microbatches)
 
 
 def test_a_worker_holds_all_its_chunks() -> None:

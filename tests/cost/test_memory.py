@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from playing import one_stage_memory
 from polylane.cost.memory import Load, Margin, Memory, memory, recomputed, sharded
 from polylane.cost.method import Method
 from polylane.cost.optimizer_state import OptimizerState, optimizer_state
@@ -33,8 +34,7 @@ from polylane.runtime.prepare import Prepared, objectives_of, prepare
 from polylane.runtime.transport import shared_memory
 from polylane.runtime.transport.protocol import Pending
 from polylane.runtime.world import World
-from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import live_bound
+from polylane.schedule.action import PASSES
 from training import classify
 
 WIDTH, DEPTH, SAMPLES = 64, 4, 256
@@ -105,11 +105,10 @@ def test_what_two_stages_keep_counts_on_both() -> None:
     assert whole.kept == 2 * layer + second.kept
 
 
-def test_what_is_kept_by_node_sums_to_what_the_whole_keeps() -> None:
+def test_a_layer_that_reads_the_batch_keeps_nothing_else() -> None:
     graph, found = residence(mlp(), batch())
-    assert found.kept_at.sum() == found.need([(0, len(graph.nodes))]).kept
-    names = [graph.nodes[i].name for i in found.kept_at.nonzero()[0]]
-    assert names[0] == "1/gelu" and "0/linear" not in names  # which keeps the batch alone
+    first = graph.positions["0/linear"]
+    assert found.need([(first, first + 1)]).kept == 0
 
 
 def test_pieces_of_one_stage_exchange_nothing_with_each_other() -> None:
@@ -291,21 +290,21 @@ LOAD = Load(1000.0, 1000.0, 2000.0, working=50.0)
 
 def test_the_step_is_the_worst_moment_of_small_activations() -> None:
     small = Need(1.0, 0, 0, 0, 0, 1.0, 2.0, 2.0, 0)
-    found = memory(small, LOAD, 1, 4)
+    found = one_stage_memory(small, LOAD, 1, 4)
     assert found.moment == "step" and found.total == 1000 + 1000 + 2000 + 50
 
 
 def test_live_microbatches_count_beyond_the_one_under_way() -> None:
     # 1F1B with three live of eight: all gradients are there, those that the last one sent back may still be on their
     # way, and the receives of a forward and a backward pass are posted.
-    found = memory(NEED, LOAD, 3, 8)
+    found = one_stage_memory(NEED, LOAD, 3, 8)
     assert found.moment == "backward" and found.gradients == 1000
     assert found.activations == 2 * 120 + 150 + 8
     assert found.communication == 10 + (10 + 10)
 
 
 def test_a_margin_comes_on_top_of_all_tensors() -> None:
-    plain, more = memory(NEED, LOAD, 1, 1), memory(NEED, LOAD, 1, 1, margin=Margin(0.1, 7))
+    plain, more = one_stage_memory(NEED, LOAD, 1, 1), one_stage_memory(NEED, LOAD, 1, 1, Margin(0.1, 7))
     assert more.margin == -(-plain.total // 10) + 7 and more.total == plain.total + more.margin
 
 
@@ -317,7 +316,7 @@ def predicted(prepared: Prepared, samples: int, optimizer: Any) -> list[Memory]:
     plan: Plan = prepared.plan
     (partition,) = prepared.partitions.values()
     graph, layouts = partition.graph, prepared.layouts_of(partition)
-    state, stages = optimizer_state(graph, optimizer), StageGraph.of_edges(plan.pipeline, partition.edges)
+    state = optimizer_state(graph, optimizer)
     programs, found = lower(partition, plan), []
     for rank in range(plan.workers):
         stage, _ = plan.place(rank)
@@ -337,8 +336,8 @@ def predicted(prepared: Prepared, samples: int, optimizer: Any) -> list[Memory]:
         together = [b for b in programs[rank].buckets if len(b.ranks) > 1 and len(b.parameters) > 1]
         copied = sum(graph.parameters[name].bytes for bucket in together for name in bucket.parameters)
         load = Load(parameters + constants, trained, states * share, copied=copied)
-        live = live_bound(plan.schedule, stages, plan.microbatches, stage)
-        found.append(memory(own.need(pieces), load, live, plan.microbatches))
+        lane = [action for action in programs[rank].actions if action.kind in PASSES]
+        found.append(memory(lane, {stage: own.need(pieces)}, {stage: load.trained}, load))
     return found
 
 

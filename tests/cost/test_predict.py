@@ -10,7 +10,7 @@ import jobs
 from polylane.cluster.line import parse
 from polylane.cost.method import Method
 from polylane.cost.predict import Prediction, predict
-from polylane.cost.simulate import play
+from polylane.cost.steps import simulate_schedule
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import setup
 from polylane.schedule.synchronous import schedule_lanes
@@ -41,7 +41,7 @@ def test_a_pipeline_takes_what_its_schedule_takes_and_its_messages(schedule: str
     found = predicted(f"pipeline=4,schedule={schedule},microbatches=8")
     passes = [stage.passes for stage in found.stages]
     forward, backward = [p.forward + TURN for p in passes], [p.backward + TURN for p in passes]
-    theory = play(schedule_lanes(schedule, 4, 8), forward, backward).makespan()
+    theory = simulate_schedule(schedule_lanes(schedule, 4, 8), forward, backward).makespan()
     update = max(stage.update for stage in found.stages)
     messages = [s.end - s.start for s in found.timeline.spans if s.action.peer is not None]
     assert theory <= found.seconds <= theory + update + sum(messages)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import jobs
-import models
-from polylane.cost.compute import measure_both
 from polylane.cost.profile import Profile, ProfileClock
-from polylane.cost.profiling import NORM, profiled
 from polylane.cost.table import Work
-from polylane.graph.batch import cloned, flatten
 from polylane.placement.view import Step, view
 
 PROFILE = Profile(
@@ -61,19 +56,3 @@ def _named(name: str) -> Step:
     from dataclasses import replace
 
     return replace(view(jobs.blocks(2, 16), 2, 1).steps[0], name=name)
-
-
-def test_normalizations_are_measured_among_replicas_too() -> None:
-    case, graph = models.example_case("digits"), jobs.example("digits")
-    model, batch = case.model(), case.batch(4, 0)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    leaves, rebuild = flatten(batch)
-    norms = {node.name for node in graph.nodes if node.op == NORM}
-    apart = dict(
-        zip((n.name for n in graph.nodes), measure_both(graph, model, case.loss, cloned(leaves), NORM), strict=True)
-    )
-    assert {name for name, (forward, _) in apart.items() if forward > 0} == norms
-    found = profiled(graph, model, case.loss, None, leaves, rebuild, [2, 4, 64])
-    assert found.samples == (2, 4) and set(found.shared) == norms and set(found.nodes) == set(graph.positions)
-    assert all(forward > 0 for forward, _ in found.steps)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 
 import models
 from counting import calls
-from polylane.cost.compute import estimate
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, promoted
 from polylane.graph.capture import capture
@@ -28,6 +27,7 @@ from polylane.graph.graph import Code, Graph, Node
 from polylane.graph.part import Part
 from polylane.graph.partition import SLACK, Partition, aligned, balanced, cut_positions
 from polylane.recipe import Mean
+from synthetic import node_seconds
 
 
 def node(i: int, inputs: Sequence[int] = (), size: int = 4, free: bool = False, crossable: bool = True) -> Node:
@@ -135,7 +135,7 @@ def test_what_gives_the_loss_reaches_the_last_stage() -> None:
 def test_an_opaque_model_is_not_cut() -> None:
     graph = capture(models.Branching(), models.classify, models.vectors(4, 0))
     with pytest.raises(PolylaneError, match="the model is opaque and cannot be cut") as caught:
-        balanced(graph, 2, estimate(graph))
+        balanced(graph, 2, node_seconds(graph))
     assert "modules.py" in str(caught.value)
 
 
@@ -188,7 +188,7 @@ def test_stages_by_hand_give_the_same_numbers(name: str) -> None:
         model.zero_grad()
         if stages > len(cut_positions(graph)) + 1:
             continue
-        result = in_stages(balanced(graph, stages, estimate(graph)), whole, leaves, part)
+        result = in_stages(balanced(graph, stages, node_seconds(graph)), whole, leaves, part)
         seen.append([*result, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
         seen[-1] = [tensor.detach().clone() for tensor in seen[-1]]
     model.load_state_dict(state)
@@ -208,7 +208,7 @@ def test_a_count_made_early_crosses_to_the_loss() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     batch = models.vectors(6, 0)
     graph = capture(model, loss, batch)
-    partition = balanced(graph, 2, estimate(graph))
+    partition = balanced(graph, 2, node_seconds(graph))
     whole = Whole(model, loss, flatten(batch)[1])
     result = in_stages(partition, whole, list(batch), Part(6, batch=6))
     expected = loss(model, batch)
@@ -223,7 +223,7 @@ def test_a_count_of_samples_is_made_anew() -> None:
 
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     graph = capture(model, loss, models.vectors(6, 0))
-    partition = balanced(graph, 2, estimate(graph))
+    partition = balanced(graph, 2, node_seconds(graph))
     batch = models.vectors(3, 1)
     result = in_stages(partition, Whole(model, loss, flatten(batch)[1]), list(batch), Part(3, batch=3))
     assert int(result[1]) == 3
@@ -239,7 +239,7 @@ def test_other_graphs_of_the_model_are_cut_where_the_first_was(name: str) -> Non
     for stages in (2, 3):
         if stages > min(len(cut_positions(g)) for g in (graph, *others)) + 1:
             continue
-        reference = balanced(graph, stages, estimate(graph))
+        reference = balanced(graph, stages, node_seconds(graph))
         assert aligned(reference, others[1]).cuts == reference.cuts
         for other in others:
             partition = aligned(reference, other)

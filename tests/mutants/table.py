@@ -492,7 +492,7 @@ PRICES = [
     ),
     Mutant(
         "hop-for-nothing", "a simulated value is at once on the next stage",
-        "cost.simulate:_needs", "0 if lane_of.get(other) == lane_of[stage] else hop", "0",
+        "cost.steps:simulate_schedule", "Transfer(latency=hop)", "Transfer()",
         "tests/cost/test_simulate.py", unseen="a prediction",
     ),
     Mutant(
@@ -501,8 +501,8 @@ PRICES = [
         "tests/cost/test_fluid.py", unseen="a prediction",
     ),
     Mutant(
-        "pipeline-without-filling", "the closed form of a pipeline leaves out what fills and drains it",
-        "cost.closed:pipelined", "(sum(stages) - slowest) / chunks", "0",
+        "endless-gathers-hidden", "gathering parameters for longer than a pass takes is hidden all the same",
+        "cost.closed:lost", "max(EXPOSED * travel, travel - compute)", "EXPOSED * travel",
         "tests/cost/test_closed.py", unseen="a price",
     ),
     Mutant(

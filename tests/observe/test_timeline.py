@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from polylane.observe.timeline import Span, Timeline, merge, union
+from polylane.observe.timeline import Span, Timeline, union
 from polylane.schedule.action import Action, Kind
 
 
@@ -97,24 +97,6 @@ def test_from_zero_shifts_everything_alike() -> None:
     shifted = MIXED.from_zero()
     assert (shifted.start(), shifted.makespan(), shifted.busy()) == (0, 10, (6, 3, 0))
     assert shifted.spans[0] == span(0, Kind.BACKWARD, 6, 8)
-
-
-def test_merge_gathers_what_each_rank_recorded() -> None:
-    parts = [
-        Timeline((span(0, Kind.STEP, 0, 1),), ranks=1, notes={"host": "a", "torch": "2.13"}),
-        Timeline((span(2, Kind.STEP, 2, 3),), ranks=3, title="step 7", notes={"host": "b", "torch": "2.13"}),
-    ]
-    merged = merge(parts)
-    assert (merged.ranks, merged.title, merged.makespan()) == (3, "step 7", 3)
-    assert merged.notes == {"host": "a; b", "torch": "2.13"}
-    assert merged.spans == (*parts[0].spans, *parts[1].spans)
-
-
-def test_merge_refuses_nothing_and_mixed_units() -> None:
-    with pytest.raises(ValueError, match="no timeline to merge"):
-        merge([])
-    with pytest.raises(ValueError, match="cannot merge timelines in seconds and ticks"):
-        merge([Timeline((), 1), Timeline((), 1, unit="ticks")])
 
 
 def test_json_round_trip_is_exact() -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from measured import quick
 from polylane.cluster import read
 from polylane.errors import PolylaneError
 from polylane.probe.conclude import conclude
-from polylane.probe.effort import Effort, quick, side_by_side, thorough
+from polylane.probe.effort import Effort, side_by_side, thorough
 from polylane.probe.measure import Seen, further, measure
 from polylane.yaml_file import parse
 from processes import children

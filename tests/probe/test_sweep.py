@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from measured import small
 from polylane.probe import sweep
 from polylane.probe.sweep import Case
 
-CASES = {f"{case.name} {index}": case for index, case in enumerate((*sweep.small(), *sweep.on_cpu()))}
+CASES = {f"{case.name} {index}": case for index, case in enumerate((*small(), *sweep.on_cpu()))}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -21,7 +22,7 @@ def test_every_case_has_an_operation_of_its_family(name: str) -> None:
     assert found.backward.products or found.backward.bytes > 0
 
 
-@pytest.mark.parametrize("case", sweep.small(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", small(), ids=lambda case: case.name)
 def test_small_cases_run_forward_and_backward(case: Case) -> None:
     arguments = case.made(torch.float64, "cpu")
     out = case.target(*arguments)

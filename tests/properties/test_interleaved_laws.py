@@ -7,10 +7,11 @@ from collections import Counter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from polylane.cost.simulate import play
+from playing import interleaved_live_bound
+from polylane.cost.steps import simulate_schedule
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, Kind
-from polylane.schedule.interleaved import interleaved, interleaved_live_bound
+from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import one_forward_one_backward
 
@@ -21,7 +22,7 @@ ticks = st.integers(1, 9)
 
 
 def played(k: int, v: int, n: int, f: int, b: int, c: int = 0) -> Timeline:
-    return play(interleaved(k, v, n), f, b, c, StageGraph.chain(k * v))
+    return simulate_schedule(interleaved(k, v, n), f, b, c, StageGraph.chain(k * v))
 
 
 @given(ranks, chunks, microbatches)
@@ -83,5 +84,5 @@ def test_inputs_arrive_before_they_are_used(k: int, v: int, n: int, f: int, b: i
 
 @given(ranks, st.integers(2, 4), microbatches, ticks, ticks)
 def test_never_longer_than_1f1b_of_as_many_ranks(k: int, v: int, n: int, f: int, b: int) -> None:
-    whole = play(one_forward_one_backward(k, n), v * f, v * b).makespan()
+    whole = simulate_schedule(one_forward_one_backward(k, n), v * f, v * b).makespan()
     assert played(k, v, n, f, b).makespan() <= whole

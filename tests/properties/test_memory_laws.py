@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import models
-from polylane.cost.memory import Load, memory, recomputed, sharded
+from playing import one_stage_memory
+from polylane.cost.memory import Load, recomputed, sharded
 from polylane.cost.method import Method
 from polylane.cost.residence import Need, Residence
 from polylane.graph.capture import capture
@@ -179,16 +180,18 @@ def loads(draw: Any) -> Load:
 
 @given(needs(), loads(), st.integers(1, 8), st.integers(1, 32))
 def test_more_live_microbatches_never_hold_less(need: Need, load: Load, live: int, microbatches: int) -> None:
-    less, more = memory(need, load, live, microbatches), memory(need, load, live + 1, microbatches)
+    less, more, all_live, no_more = (
+        one_stage_memory(need, load, most, microbatches) for most in (live, live + 1, microbatches, 99)
+    )
     assert less.total <= more.total + len(less.__dict__)  # rounding up
-    assert memory(need, load, microbatches, microbatches).total == memory(need, load, 99, microbatches).total
+    assert all_live.total == no_more.total
 
 
 @given(needs(), loads(), st.integers(1, 8), st.integers(1, 16))
 def test_a_worker_holds_at_least_its_state_and_its_microbatches(
     need: Need, load: Load, live: int, microbatches: int
 ) -> None:
-    found = memory(need, load, live, microbatches)
+    found = one_stage_memory(need, load, live, microbatches)
     held = min(live, microbatches)
     assert found.total >= load.parameters + load.states + held * need.live
     assert found.total >= load.parameters + load.trained + load.states + load.working

@@ -16,11 +16,10 @@ from polylane.cluster.link import Kind, Link
 from polylane.cluster.read import dump, of_mapping
 from polylane.cluster.span import Level, Span
 from polylane.cost.communicate import sent
-from polylane.cost.network import NCCL, Algorithm, collective, transfer
+from polylane.cost.network import NCCL, collective, transfer
 
 DEVICE = Device(kind="device", memory=10**9, flops={"float32": 1e12}, bandwidth=1e11)
 PRESETS = [Link.model_validate(figures) for figures in link_presets().values()]
-ALGORITHMS: tuple[Algorithm, ...] = (*NCCL, "hierarchical")
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 law = settings(max_examples=40, deadline=None)
@@ -88,7 +87,6 @@ def shape(span: Span) -> tuple[object, ...]:
     return (
         span.ranks,
         span.level,
-        span.even,
         [(c.link, c.level, c.edges, c.count, c.widest, c.units) for c in span.crossings],
     )
 
@@ -153,8 +151,8 @@ def test_what_is_chosen_is_no_slower_than_what_it_is_chosen_over(
     group: tuple[Cluster, range], kind: str, size: float, sharing: int | None
 ) -> None:
     cluster, ranks = group
-    chosen = collective(cluster, kind, size, ranks, sharing, ALGORITHMS)
-    each = [collective(cluster, kind, size, ranks, sharing, ("ring", algorithm)) for algorithm in ALGORITHMS]
+    chosen = collective(cluster, kind, size, ranks, sharing, NCCL)
+    each = [collective(cluster, kind, size, ranks, sharing, ("ring", algorithm)) for algorithm in NCCL]
     assert chosen == min(each)
     assert chosen <= collective(cluster, kind, size, ranks, sharing)
 

@@ -13,13 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from exact_player import ExactPlayer
-from polylane.cost import simulate
 from polylane.cost.fair import speeds
 from polylane.cost.fluid import Fluid
 from polylane.cost.host import Host
 from polylane.cost.matching import match
 from polylane.cost.play import play
-from polylane.cost.steps import repeat, scheduled
+from polylane.cost.steps import simulate_schedule
 from polylane.cost.task import Task, Transfer
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, Kind
@@ -168,12 +167,21 @@ def schedules(draw: st.DrawFn) -> tuple[Sequence[Sequence[Action]], StageGraph]:
 def test_a_schedule_takes_what_theory_says(
     schedule: tuple[Sequence[Sequence[Action]], StageGraph], f: int, b: int, c: int
 ) -> None:
+    """Every pass starts as soon as its lane is free and all that it needs has been computed and has arrived."""
     lanes, graph = schedule
-    theory = simulate.play(lanes, f, b, c, graph)
-    played = play(scheduled(lanes, f, b, Transfer(latency=c), graph))
-    passes = {span.action: span for span in played.spans if span.action.kind in (Kind.FORWARD, Kind.BACKWARD)}
-    assert passes == {span.action: span for span in theory.spans}
-    assert played.makespan() == theory.makespan()
+    played = simulate_schedule(lanes, f, b, c, graph)
+    ends = {span.action: (span.end, span.rank) for span in played.spans}
+    for lane, actions in enumerate(lanes):
+        free, spans = 0, [span for span in played.spans if span.rank == lane]
+        assert [span.action for span in spans] == list(actions)
+        for span, action in zip(spans, actions, strict=True):
+            back = action.kind is Kind.BACKWARD
+            needs = [replace(action, stage=other) for other in (graph.after if back else graph.before)[action.stage]]
+            needs += [replace(action, kind=Kind.FORWARD)] if back else []
+            arrivals = [end + c * (rank != lane) for end, rank in map(ends.__getitem__, needs)]
+            assert span.start == max([free, *arrivals])
+            free = span.start + (b if back else f)
+            assert span.end == free
 
 
 @given(programs())
@@ -287,7 +295,7 @@ def test_equal_transfers_on_one_link_take_as_many_times_as_long(count: int, took
 @given(programs(), st.integers(1, 4))
 @settings(deadline=None, max_examples=40)
 def test_steps_in_a_row_take_no_longer_than_one_after_the_other(lanes: Lanes, steps: int) -> None:
-    one, several = play(lanes), play(repeat(lanes, steps))
+    one, several = play(lanes), play([steps * lane for lane in lanes])
     last = max((span.end for span in one.spans), default=0)
     # Messages that nobody receives may still be under way at the end of a step.
     spare = steps * sum(task.transfer.seconds + task.transfer.latency for lane in lanes for task in lane)

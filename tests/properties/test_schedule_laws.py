@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from polylane.cost.simulate import play
+from polylane.cost.steps import simulate_schedule
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, Kind
 from polylane.schedule.synchronous import SCHEDULES, live_bound, schedule_lanes
@@ -46,7 +46,7 @@ def test_gradients_accumulate_in_ascending_order(schedule: str, k: int, n: int) 
 @example(schedule="afab", k=4, n=4, f=3, b=1, c=1)  # N = k
 @example(schedule="1f1b", k=3, n=60, f=1, b=1, c=2)  # N >> k
 def test_inputs_arrive_before_they_are_used(schedule: str, k: int, n: int, f: int, b: int, c: int) -> None:
-    timeline = play(schedule_lanes(schedule, k, n), f, b, c)
+    timeline = simulate_schedule(schedule_lanes(schedule, k, n), f, b, c)
     when = ends(timeline)
     for action, (start, end) in when.items():
         forward = action.kind is Kind.FORWARD
@@ -68,35 +68,37 @@ def test_inputs_arrive_before_they_are_used(schedule: str, k: int, n: int, f: in
 def test_live_microbatches_reach_the_bound_and_never_pass_it(
     schedule: str, k: int, n: int, f: int, b: int, c: int
 ) -> None:
-    peaks = play(schedule_lanes(schedule, k, n), f, b, c).peak_live_microbatches()
+    peaks = simulate_schedule(schedule_lanes(schedule, k, n), f, b, c).peak_live_microbatches()
     assert peaks == tuple(live_bound(schedule, k, n, stage) for stage in range(k))
 
 
 @given(stages, microbatches, ticks, ticks, hops)
 def test_makespan_of_naive(k: int, n: int, f: int, b: int, c: int) -> None:
-    assert play(schedule_lanes("naive", k, n), f, b, c).makespan() == n * (k * (f + b) + 2 * (k - 1) * c)
+    assert simulate_schedule(schedule_lanes("naive", k, n), f, b, c).makespan() == n * (k * (f + b) + 2 * (k - 1) * c)
 
 
 @given(stages, microbatches, ticks, ticks, hops)
 def test_makespan_of_all_forward_all_backward(k: int, n: int, f: int, b: int, c: int) -> None:
-    assert play(schedule_lanes("afab", k, n), f, b, c).makespan() == (n + k - 1) * (f + b) + 2 * (k - 1) * c
+    assert (
+        simulate_schedule(schedule_lanes("afab", k, n), f, b, c).makespan() == (n + k - 1) * (f + b) + 2 * (k - 1) * c
+    )
 
 
 @given(stages, microbatches, ticks, ticks)
 def test_makespan_of_one_forward_one_backward(k: int, n: int, f: int, b: int) -> None:
-    assert play(schedule_lanes("1f1b", k, n), f, b).makespan() == (n + k - 1) * (f + b)
+    assert simulate_schedule(schedule_lanes("1f1b", k, n), f, b).makespan() == (n + k - 1) * (f + b)
 
 
 @given(st.lists(st.tuples(ticks, ticks), min_size=1, max_size=7), microbatches)
 def test_makespan_of_all_forward_all_backward_on_unequal_stages(durations: list[tuple[int, int]], n: int) -> None:
     forward, backward = [f for f, _ in durations], [b for _, b in durations]
     expected = sum(forward) + (n - 1) * max(forward) + sum(backward) + (n - 1) * max(backward)
-    assert play(schedule_lanes("afab", len(durations), n), forward, backward).makespan() == expected
+    assert simulate_schedule(schedule_lanes("afab", len(durations), n), forward, backward).makespan() == expected
 
 
 @given(schedules, stages, microbatches, ticks, ticks)
 def test_utilization_is_exact(schedule: str, k: int, n: int, f: int, b: int) -> None:
-    timeline = play(schedule_lanes(schedule, k, n), f, b)
+    timeline = simulate_schedule(schedule_lanes(schedule, k, n), f, b)
     assert timeline.busy() == (n * (f + b),) * k
     expected = Fraction(1, k) if schedule == "naive" else Fraction(n, n + k - 1)
     assert Fraction(sum(timeline.busy())) / (k * Fraction(timeline.makespan())) == expected
@@ -105,5 +107,5 @@ def test_utilization_is_exact(schedule: str, k: int, n: int, f: int, b: int) -> 
 @given(schedules, stages, microbatches, ticks, ticks, hops)
 @settings(max_examples=50)
 def test_a_file_gives_back_the_timeline(schedule: str, k: int, n: int, f: int, b: int, c: int) -> None:
-    timeline = play(schedule_lanes(schedule, k, n), f, b, c)
+    timeline = simulate_schedule(schedule_lanes(schedule, k, n), f, b, c)
     assert Timeline.from_dict(timeline.to_dict()) == timeline

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polylane.cost.simulate import play
+from polylane.cost.steps import simulate_schedule
 from polylane.schedule.action import Action, Kind
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import SCHEDULES, live_bound, schedule_lanes
@@ -52,7 +52,7 @@ def test_depth_is_the_longest_way_to_the_end(graph: StageGraph) -> None:
 def test_every_schedule_ends_within_its_bounds(
     schedule: str, graph: StageGraph, n: int, f: int, b: int, c: int
 ) -> None:
-    timeline = play(schedule_lanes(schedule, graph, n), f, b, c, graph)
+    timeline = simulate_schedule(schedule_lanes(schedule, graph, n), f, b, c, graph)
     when = {span.action: (span.start, span.end) for span in timeline.spans}
     assert len(when) == 2 * n * graph.stages
     for action, (start, _) in when.items():
@@ -68,8 +68,8 @@ def test_every_schedule_ends_within_its_bounds(
 def test_branches_take_no_longer_than_their_longest_way(graph: StageGraph, n: int, f: int, b: int) -> None:
     """All branches run at the same time: the step is as long as that of a chain of the longest way."""
     expected = (n + max(graph.depth) - 1) * (f + b)
-    assert play(schedule_lanes("afab", graph, n), f, b, 0, graph).makespan() == expected
-    assert play(schedule_lanes("1f1b", graph, n), f, b, 0, graph).makespan() == expected
+    assert simulate_schedule(schedule_lanes("afab", graph, n), f, b, 0, graph).makespan() == expected
+    assert simulate_schedule(schedule_lanes("1f1b", graph, n), f, b, 0, graph).makespan() == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=12))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polylane.cost.simulate import play
+from polylane.cost.steps import simulate_schedule
 from polylane.graph.partition import Partition
 from polylane.schedule.stage_graph import Circle, StageGraph
 from polylane.schedule.synchronous import schedule_lanes
@@ -36,4 +36,4 @@ def test_of_a_partition() -> None:
 
 def test_another_graph_than_the_lanes() -> None:
     with pytest.raises(ValueError, match="the graph has 2 stages, there are 3 lanes"):
-        play(schedule_lanes("afab", 3, 1), 1, 1, 0, StageGraph.chain(2))
+        simulate_schedule(schedule_lanes("afab", 3, 1), 1, 1, 0, StageGraph.chain(2))

@@ -11,8 +11,6 @@ from torch import nn
 from polylane.cluster.cluster import Cluster
 from polylane.cost.method import Method
 from polylane.cost.profile import Profile
-from polylane.cost.profiling import profiled
-from polylane.cost.together import together
 from polylane.errors import PolylaneError
 from polylane.graph.batch import few, part_count
 from polylane.graph.fewest import Fewest, fewest_samples
@@ -23,6 +21,8 @@ from polylane.planner import setup
 from polylane.planner.candidate import Candidate
 from polylane.planner.estimate import Estimates
 from polylane.planner.search import Answer, Wish, search
+from polylane.profiling.host_contention import together
+from polylane.profiling.profile_model import profiled
 from polylane.runtime.training_problem import TrainingProblem
 from polylane.samples.derivation import derive, known_orders
 

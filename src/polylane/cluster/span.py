@@ -90,13 +90,6 @@ class Span:
     level: Level
     crossings: tuple[Crossing, ...]
 
-    @property
-    def even(self) -> int:
-        """How many ranks of the group every host has that has any; 0 where that differs."""
-        inside, outside = self.at(Level.HOST), [c for c in self.crossings if c.level > Level.HOST]
-        counts = {ranks for crossing in [*inside, *outside[:1]] for ranks, _ in crossing.units}
-        return counts.pop() if len(counts) == 1 else 0
-
     def at(self, level: Level) -> list[Crossing]:
         """The crossings of one level."""
         return [crossing for crossing in self.crossings if crossing.level == level]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -14,44 +13,22 @@ from rich.text import Text
 
 from polylane.commands import inputs
 from polylane.commands.output import console, count, plural, print_json, ranges, write
-from polylane.commands.totals import elements, value_bytes
 from polylane.errors import PolylaneError
+from polylane.inspection.graph_report import describe, readable_rows
 from polylane.observe import swimlane
 from polylane.observe.lane_layout import duration
 from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
     from polylane.commands.requests import InspectRequest
-    from polylane.cost.compute import Both
-    from polylane.graph.graph import Graph, Node
+    from polylane.cost.profile import Both
+    from polylane.graph.graph import Graph
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
     from polylane.runtime.prepare import Prepared
     from polylane.runtime.training_problem import TrainingProblem
 
-ROWS = 40  # modules in a table; --json has all
 _OF_A_RANK = ("parameters", "gradients", "values", "time")  # what is shown of every stage
-
-
-@dataclass(frozen=True)
-class Row:
-    """A module, or several alike.
-
-    Attributes:
-        module: the user's module path; a ``*`` in it stands for several numbers.
-        modules: how many modules of the graph it sums up.
-        nodes: operators.
-        parameters: elements of the parameters that it reads, each once.
-        flops: of a forward pass.
-        bytes: of all values that it computes.
-    """
-
-    module: str
-    modules: int
-    nodes: int
-    parameters: int
-    flops: int
-    bytes: int
 
 
 def run(request: InspectRequest) -> None:
@@ -90,28 +67,29 @@ def _chosen(text: str, request: InspectRequest) -> Spec | Plan:
 
 def _cut(request: InspectRequest, prepared: Prepared, seconds: tuple[Both, ...]) -> dict[str, Any]:
     """The plan's cuts as plain data; written and drawn where that is asked for."""
-    from polylane.commands.cut import cut, step_at_best
+    from polylane.inspection.plan_report import price_stages, report_plan, step_at_best
     from polylane.plan.plan import dump
 
-    found = cut(prepared, seconds, request.batch)
+    costs = price_stages(prepared, seconds, request.batch)
+    found = report_plan(prepared, costs, seconds, request.batch)
     if request.plan_file is not None:
         write(request.plan_file, dump(prepared.plan))
         found["file"] = str(request.plan_file)
     if request.svg is not None:
-        write(request.svg, swimlane.svg(step_at_best(prepared, seconds, request.batch)))
+        write(request.svg, swimlane.svg(step_at_best(prepared, costs)))
         found["svg"] = str(request.svg)
     return found
 
 
 def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[Prepared, tuple[Both, ...]]:
     """The graph of what one worker has in hand, cut; and the times of every node."""
-    from polylane.cost import compute
     from polylane.graph.batch import cloned, take
+    from polylane.profiling.time_operators import measure_both
 
     measured: list[tuple[Both, ...]] = []
 
     def measure(graph: Graph, loss: Any, leaves: list[Any]) -> tuple[float, ...]:
-        measured.append(compute.measure_both(graph, problem.model, loss, cloned(leaves)))
+        measured.append(measure_both(graph, problem.model, loss, cloned(leaves)))
         return tuple(map(sum, measured[0]))
 
     prepared = problem.prepare(plan, seconds=measure)
@@ -119,64 +97,6 @@ def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[Prepared, tu
         graph = prepared.main.graph
         measure(graph, problem.objective.loss, take(problem.flat_example[0], 0, graph.samples))
     return prepared, measured[0]
-
-
-# Plain data ----------------------------------------------------------------------------------------------------------
-
-
-def describe(graph: Graph) -> dict[str, Any]:
-    """What was captured, as plain data: totals, every module, and what could not be captured."""
-    return {
-        "samples": graph.samples,
-        "nodes": len(graph.nodes),
-        "parameters": elements(graph, graph.parameters),
-        "trainable": elements(graph, [name for name, info in graph.parameters.items() if info.trainable]),
-        "flops": sum(node.flops for node in graph.nodes),
-        "bytes": value_bytes(graph.nodes),
-        "loss": "a mean over samples" if graph.mean else "polylane.Mean",
-        "opaque": graph.opaque,
-        "tied": graph.tied,
-        "notes": list(graph.notes),
-        "modules": [asdict(row) for row in rows(graph)],
-    }
-
-
-def rows(graph: Graph, depth: int | None = None, stars: int | None = None) -> list[Row]:
-    """A row for every module with operators, in order of first use.
-
-    Args:
-        graph: what was captured.
-        depth: sum up what lies deeper than so many names of a path; default: nothing.
-        stars: sum up modules whose paths differ in no more than so many of their first numbers, as in blocks.*.mlp.0;
-            0: in all of them.
-    """
-    groups: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        path = ".".join(node.module.split(".")[:depth])
-        name = path if stars is None else re.sub(r"(?<![^.])\d+(?![^.])", "*", path, count=stars)
-        groups.setdefault(name, []).append(node)
-    return [
-        Row(
-            module,
-            len({".".join(node.module.split(".")[:depth]) for node in nodes}),
-            len(nodes),
-            elements(graph, {name for node in nodes for name in node.parameters}),
-            sum(node.flops for node in nodes),
-            value_bytes(nodes),
-        )
-        for module, nodes in groups.items()
-    ]
-
-
-def readable_rows(graph: Graph, most: int = ROWS) -> list[Row]:
-    """As many details as a screen holds: all modules, or alike ones together, or only the upper ones."""
-    deepest = max(node.module.count(".") + 1 for node in graph.nodes)
-    for depth in range(deepest, 0, -1):
-        for stars in (None, 1, 0):
-            found = rows(graph, depth, stars)
-            if len(found) <= most:
-                return found
-    return found
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
@@ -282,6 +202,6 @@ def _show_stages(out: Console, found: dict[str, Any]) -> None:
         )
     out.print(stages)
     print(
-        "of a rank: bytes of parameters, gradients and values (of all microbatches in hand at once), and time of both "
-        "passes over a microbatch (of all work, the stage's share)"
+        "of a rank: bytes of parameters, gradients and values (kept for backward passes, of all microbatches in hand "
+        "at once), and time of both passes over a microbatch (of all work, the stage's share)"
     )

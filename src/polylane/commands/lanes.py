@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from polylane.commands import planning
 from polylane.commands.output import print_json, write
 from polylane.errors import PolylaneError
 from polylane.lanes import lanes_summary, lanes_timeline
@@ -18,6 +19,7 @@ from polylane.yaml_file import read
 MOST = 2**18  # forward passes in a picture
 
 
+@planning.uncollected()
 def run(
     schedule: str,
     *,

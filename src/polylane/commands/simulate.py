@@ -234,7 +234,7 @@ def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, An
         "backward": own.passes.backward,
         "waits": own.waits,
         "update": own.update,
-        "memory": {**asdict(own.memory), "total": own.memory.total},
+        "memory": own.memory.as_dict(),
         "limit": min(device.memory for device in cluster.devices(prediction.plan.stages[index].devices)),
     }
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polylane.cost.compute import BYTES_PER_SECOND, FLOPS_PER_SECOND
+# Nominal rates where nothing is known of a device; only their ratio matters for what to choose.
+FLOPS_PER_SECOND = 5e10
+BYTES_PER_SECOND = 1e10
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,13 @@ class Rates:
     bytes: float = BYTES_PER_SECOND
     latency: float = 3e-4
     bandwidth: float = 1e9
+
+    def roofline(self, flops: float, moved: float) -> float:
+        """Seconds of an operation: its arithmetic or its ``moved`` bytes, whichever takes longer.
+
+        Source: Williams, Waterman, Patterson, "Roofline", CACM 2009.
+        """
+        return max(flops / self.flops, moved / self.bytes)
 
 
 def sent(collective: str, size: float, degree: int) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from polylane.cost.memory import Load, sharded
 from polylane.cost.method import Method
 
 Array = NDArray[np.float64]
@@ -45,22 +46,6 @@ class Footprint:
         return (limit - self.fixed) / (1 + self.margin)
 
     def per_element(self, data: int, method: Method) -> tuple[float, float, float]:
-        """Bytes of parameters, gradients and optimizer states for each trained element of a rank.
-
-        Sharded over ``data`` replicas as ZeRO has it (Rajbhandari et al., 2020, section 5).
-        """
-        item = float(min(self.item, method.item)) if not method.masters else float(self.item)
-        weights, gradients, states = item, item, self.state * item / self.item
-        if method.low and method.masters:
-            weights, gradients, states = (
-                2.0,
-                2.0,
-                states + item,
-            )  # a 16-bit copy to compute with; the states' own masters
-        if method.shard != "none":
-            states /= data
-        if method.shard in ("gradients", "parameters"):
-            gradients /= data
-        if method.shard == "parameters":
-            weights /= data
-        return weights, gradients, states
+        """Bytes of parameters, gradients and optimizer states for each trained element of a rank."""
+        own = sharded(Load(self.item, self.item, self.state), method, data)
+        return own.parameters, own.gradients, own.states

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from polylane.cost.lanes import Lanes
-from polylane.cost.memory import Memory
-from polylane.cost.ordered import memory_in_order
+from polylane.cost.memory import Memory, memory
 from polylane.cost.scene import Basis, Scene
 from polylane.cost.task import Task
 from polylane.errors import PolylaneError
@@ -45,12 +44,11 @@ class Workers(Scene):
     def memory(self, stage: int) -> Memory:
         """What a worker holds at most, by the order in which it runs its stages."""
         plan, own = self.plan, self.own(stage)
-        return memory_in_order(
+        return memory(
             interleaved(plan.pipeline, len(own), plan.microbatches)[stage],
             {each: self.chunks.need(each) for each in own},
             {each: self.chunks.load(each).trained for each in own},
             self.load(stage),
-            plan.microbatches,
             self.basis.method,
             plan.degree("data", stage),
             self.basis.margin,

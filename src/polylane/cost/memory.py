@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from polylane.cost.method import Method
 from polylane.cost.residence import Need
+from polylane.schedule.action import Action, Kind
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Memory:
     def total(self) -> int:
         """All of it."""
         return sum(getattr(self, each.name) for each in fields(self) if each.name != "moment")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every part, and their total, as plain data."""
+        return {**asdict(self), "total": self.total}
 
 
 @dataclass(frozen=True)
@@ -78,87 +84,77 @@ class Load:
     block: float = 0.0
 
 
+# Receives are posted while so many passes are still to come before the one that needs them.
+AHEAD = 2
+
+
 def memory(
-    need: Need,
+    lane: Sequence[Action],
+    needs: Mapping[int, Need],
+    trained: Mapping[int, float],
     load: Load,
-    live: int,
-    microbatches: int,
     method: Method | None = None,
     replicas: int = 1,
     margin: Margin | None = None,
 ) -> Memory:
-    """The most that one worker holds in a step.
-
-    A step has few moments that can be the worst: the last forward pass before the first backward pass, the first
-    backward pass (whose gradients are only coming into being), any later one, the reduction, and the optimizer's step.
+    """The most that one worker holds in a step: at each of its passes, what all its stages hold together.
 
     Args:
-        need: of one microbatch.
-        load: what is trained.
-        live: microbatches between their passes, at most (:func:`polylane.schedule.synchronous.live_bound`).
-        microbatches: of a step, of which this worker has samples.
+        lane: the worker's forward and backward passes over all microbatches that it has samples of, first to last.
+        needs: of one microbatch, for every stage of the worker.
+        trained: bytes of the parameters that a stage's first backward pass gives gradients, by stage.
+        load: what all stages train together.
         method: how training is done; as the runtime does by default.
         replicas: of the stage, over which states may be sharded.
         margin: on top.
     """
     own = sharded(load, method or Method(), replicas)
-    worst = max(_moments(need, own, min(live, microbatches), microbatches), key=lambda each: each.total)
-    return with_margin(worst, margin)
+    microbatches = sum(action.kind is Kind.FORWARD for action in lane) // len(needs)
+    samples = max(need.batch for need in needs.values()) * microbatches
 
-
-def with_margin(most: Memory, margin: Margin | None) -> Memory:
-    """With what is lost beyond the tensors."""
-    return most if margin is None else replace(most, margin=math.ceil(most.total * margin.share) + margin.fixed)
-
-
-# A backward pass lets go of the gradients that the microbatch before the one before it sent: they have arrived.
-_LATE = 1
-
-
-def _moments(need: Need, load: _Sharded, live: int, microbatches: int) -> list[Memory]:
-    full = load.gradients
-
-    def at(moment: str, activations: float, gradients: float, done: int, under_way: float, work: float = 0.0) -> Memory:
-        """A moment at which the gradients that so many microbatches have sent back are still held."""
+    def at(moment: str, activations: float, gradients: float, travels: float, work: float = 0.0) -> Memory:
         return Memory(
-            parameters=math.ceil(load.parameters + load.gathered),
-            gradients=math.ceil(gradients),
-            optimizer=math.ceil(load.states + work),
-            activations=math.ceil(activations + need.batch * microbatches),
-            communication=math.ceil(done * need.returned + under_way),
+            parameters=math.ceil(own.parameters + own.gathered),
+            gradients=math.ceil(min(gradients, own.gradients + own.scattered)),
+            optimizer=math.ceil(own.states + work),
+            activations=math.ceil(activations + samples),
+            communication=math.ceil(travels),
             moment=moment,
         )
 
-    def ahead(forwards: int, backwards: int) -> float:
-        """Of receives that are posted while the next two passes are still to come: one of each, or two of a kind."""
-        both = min(forwards, 1) * need.received + min(backwards, 1) * need.asked
-        return both if forwards else min(backwards, 2) * need.asked
+    # A backward pass lets go of the gradients that the microbatch before the one before it sent: they have arrived.
+    live, begun, gone = dict.fromkeys(needs, 0), set[int](), [0.0, 0.0]
+    moments = list[Memory]()
+    for index, action in enumerate(lane):
+        stage, need = action.stage, needs[action.stage]
+        forward = action.kind is Kind.FORWARD
+        live[stage] -= not forward
+        held = sum(count * needs[other].live for other, count in live.items())
+        made = own.trained_share(sum(trained[other] for other in begun))
+        coming = sum(_awaited(needs[a.stage], a.kind) for a in lane[index + 1 : index + 1 + AHEAD])
+        travels = gone[-1] + coming
+        if forward:
+            moments.append(at("forward", held + need.forward, made, travels))
+            live[stage] += 1
+            continue
+        if stage not in begun:  # its gradients only come into being
+            made += own.trained_share(max(need.first - need.backward, 0.0))
+            begun.add(stage)
+        moments.append(at("backward", held + need.backward, own.scattering(made), travels))
+        gone = [gone[-1], need.returned]
+    moments.append(at("reduction", 0.0, own.gradients, sum(gone) + own.copied))
+    moments.append(at("step", 0.0, own.gradients, sum(gone), own.working))
+    most = max(moments, key=lambda each: each.total)
+    return most if margin is None else replace(most, margin=math.ceil(most.total * margin.share) + margin.fixed)
 
-    def backward(held: int, done: int, first: bool) -> Memory:
-        """The backward pass after so many others, with so many microbatches live."""
-        ends = need.first - need.backward if first else 0.0
-        made = max(ends, 0.0) * (full / load.trained if load.trained else 0.0) if first else full
-        made = load.scattering(made)
-        coming = ahead(microbatches - done - held, microbatches - done - 1)
-        return at("backward", (held - 1) * need.live + need.backward, made, min(done, _LATE), coming)
 
-    steady = microbatches - live  # backward passes after each of which a forward pass follows
-    waits = ahead(0, live)
-    moments = [
-        at("forward", (live - 1) * need.live + need.forward, full * (steady > 0), min(steady, _LATE), waits),
-        backward(live, 0, True),
-        at("reduction", 0.0, full, min(microbatches, _LATE + 1), load.copied),
-        at("step", 0.0, full, min(microbatches, _LATE + 1), 0.0, load.working),
-    ]
-    if steady:
-        moments += [backward(live, done, False) for done in {1, max(steady - 1, 1), steady}]
-    elif live > 1:
-        moments.append(backward(live - 1, 1, False))
-    return moments
+def _awaited(need: Need, kind: Kind) -> float:
+    """Bytes that a pass receives."""
+    return need.received if kind is Kind.FORWARD else need.asked
 
 
 @dataclass(frozen=True)
-class _Sharded:
+class ShardedLoad:
     """A load as the method has it on one replica.
 
     Attributes:
@@ -177,12 +173,16 @@ class _Sharded:
     scattered: float
     share: float
 
+    def trained_share(self, trained: float) -> float:
+        """Bytes of gradients that come to stay of so many bytes of trained parameters."""
+        return self.gradients * (trained / self.trained) if self.trained else 0.0
+
     def scattering(self, gradients: float) -> float:
         """Bytes of gradients in a backward pass: those that have come to stay, and those still to be scattered."""
         return min(gradients + self.scattered, gradients / self.share)
 
 
-def sharded(load: Load, method: Method, replicas: int) -> _Sharded:
+def sharded(load: Load, method: Method, replicas: int) -> ShardedLoad:
     """What one replica holds (ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations", 2020, sections 3 and 5).
 
     In 16 bits with masters a rank has parameters and gradients in 16 bits, and a float32 copy of the parameters with
@@ -208,7 +208,7 @@ def sharded(load: Load, method: Method, replicas: int) -> _Sharded:
     if method.shard == "parameters" and replicas > 1:
         parameters, gathered = parameters * own, min(2 * block, parameters * (1 - own))
     copied = load.copied * (narrow if method.low else 1.0)
-    return _Sharded(parameters + fixed, load.trained, gradients, states, working, copied, gathered, scattered, share)
+    return ShardedLoad(parameters + fixed, load.trained, gradients, states, working, copied, gathered, scattered, share)
 
 
 def recomputed(whole: Need, blocks: Sequence[Need]) -> Need:

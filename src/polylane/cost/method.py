@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from polylane.errors import PolylaneError
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
@@ -43,6 +45,11 @@ class Method:
         for name, choices in known:
             if getattr(self, name) not in choices:
                 raise PolylaneError(f"{name} {getattr(self, name)!r}: choose one of {', '.join(choices)}")
+
+    @classmethod
+    def of(cls, plan: Spec | Plan) -> Method:
+        """How the runtime carries out a plan."""
+        return cls(dtype=plan.precision, shard=plan.sync.shard)
 
     @property
     def item(self) -> int:

@@ -19,10 +19,9 @@ from polylane.cluster.span import Crossing, Level, Ranks, Span
 from polylane.cost.communicate import Rates, sent
 from polylane.cost.table import Exchange
 
-Algorithm = Literal["ring", "tree", "switch", "hierarchical"]
+Algorithm = Literal["ring", "tree", "switch"]
 
-# What NCCL chooses among. "hierarchical" sums inside each host, then each part of the sum between hosts: who wants that
-# has to write it.
+# What NCCL chooses among.
 NCCL: tuple[Algorithm, ...] = ("ring", "tree", "switch")
 
 # What a tree reaches of a ring's rate: the factor in NCCL's tuning table.
@@ -74,34 +73,6 @@ class Curve:
         return total
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the seconds of a collective consist of.
-
-    Attributes:
-        algorithm: the one that was fastest.
-        links: the kind of link that it is bound by; of each phase.
-        latency: seconds to the first byte.
-        hops: seconds of the steps from rank to rank.
-        transfer: seconds of the bytes at the rate of large messages.
-        ramp: seconds lost because the messages are not that large.
-        copies: seconds of taking values in and out of buffers.
-    """
-
-    algorithm: Algorithm
-    links: tuple[str, ...]
-    latency: float
-    hops: float
-    transfer: float
-    ramp: float
-    copies: float
-
-    @property
-    def seconds(self) -> float:
-        """All of them."""
-        return self.latency + self.hops + self.transfer + self.ramp + self.copies
-
-
 def collective(
     cluster: Cluster,
     kind: str,
@@ -141,30 +112,17 @@ def exchange(cluster: Cluster, ranks: Ranks) -> Exchange:
     return seconds
 
 
-def parts(
+def fastest(
     cluster: Cluster,
     kind: str,
     size: float,
     ranks: Ranks,
     groups: int | None = 1,
     algorithms: tuple[Algorithm, ...] = NCCL,
-) -> Parts | None:
-    """What the seconds of :func:`collective` consist of; None where it takes none."""
-    curves = _of_group(cluster, kind, ranks, groups, algorithms)
-    if not curves:
-        return None
-    best = min(curves, key=lambda curve: curve.seconds(size))
-    root = math.sqrt(size)
-    slowest = [max(flows, key=lambda flow: flow.seconds(size, root)) for flows in best.phases]
-    return Parts(
-        best.algorithm,
-        tuple(flow.link for flow in slowest),
-        best.delay,
-        best.hops,
-        sum(flow.per_byte for flow in slowest) * size,
-        sum(flow.per_root for flow in slowest) * root,
-        sum(flow.copies for flow in slowest) * size,
-    )
+) -> Curve | None:
+    """The algorithm whose seconds :func:`collective` gives; None where it takes none."""
+    found = _of_group(cluster, kind, ranks, groups, algorithms)
+    return min(found, key=lambda curve: curve.seconds(size), default=None)
 
 
 def transfer(cluster: Cluster, size: float, source: int, target: int, streams: int = 1) -> float:
@@ -197,10 +155,13 @@ def rates(
     flops, own = min(device.rate(dtype) for device in devices), min(device.stream for device in devices)
     if len(ranks) < 2:
         return Rates(flops, own, 0.0, math.inf)
-    found = parts(cluster, "all_reduce", size, ranks, groups)
-    assert found is not None
-    latency = found.latency + found.hops
-    return Rates(flops, own, latency, sent("all_reduce", size, len(ranks)) / (found.seconds - latency))
+    best, root = fastest(cluster, "all_reduce", size, ranks, groups), math.sqrt(size)
+    assert best is not None
+    slowest = [max(flows, key=lambda flow: flow.seconds(size, root)) for flows in best.phases]
+    latency = best.delay + best.hops
+    whole = latency + sum(flow.per_byte for flow in slowest) * size + sum(flow.per_root for flow in slowest) * root
+    whole += sum(flow.copies for flow in slowest) * size
+    return Rates(flops, own, latency, sent("all_reduce", size, len(ranks)) / (whole - latency))
 
 
 def _of_group(
@@ -219,7 +180,7 @@ def curves(
     name = _checked(kind)
     if span.ranks < 2:
         return ()
-    made = {"ring": _ring, "tree": _tree, "switch": _switch, "hierarchical": _hierarchical}
+    made = {"ring": _ring, "tree": _tree, "switch": _switch}
     found = [made[algorithm](span, name, groups) for algorithm in algorithms]
     return tuple(curve for curve in found if curve is not None) or (_ring(span, name, groups),)
 
@@ -271,19 +232,6 @@ def _switch(span: Span, kind: Kind, groups: int | None) -> Curve | None:
     copies = _copies(span, span.crossings[0], kind)
     flow = Flow(link.kind, Level.HOST, volume / rate, math.sqrt(volume * link.half) / rate, copies)
     return Curve("switch", link.delay(kind), 2 * link.hop, ((flow,),))
-
-
-def _hierarchical(span: Span, kind: Kind, groups: int | None) -> Curve | None:
-    """A reduce-scatter in every host, an all-reduce of each part between hosts, and an all-gather in every host."""
-    inside, outside = span.at(Level.HOST), [each for each in span.crossings if each.level > Level.HOST]
-    if kind != "all_reduce" or span.even < 2 or not inside or not outside:
-        return None
-    mine, hosts = span.even, span.ranks // span.even
-    around = tuple(_flow(span, each, kind, groups, (mine - 1) / mine) for each in inside)
-    across = tuple(_flow(span, each, kind, groups, 2 * (hosts - 1) / hosts) for each in outside)
-    delay = 2 * max(each.link.delay(kind) for each in inside) + max(each.link.delay(kind) for each in outside)
-    hops = 2 * max((mine - 1) * each.link.hop for each in inside) + 2 * sum(e.edges * e.link.hop for e in outside)
-    return Curve("hierarchical", delay, hops, (around, across, around))
 
 
 def _delay(span: Span, kind: Kind) -> float:

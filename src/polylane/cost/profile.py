@@ -24,7 +24,7 @@ class Profile:
         shared: of the nodes that normalize over a batch, the same among replicas that share its statistics, without
             the sums that they wait for.
         together: how fast each of so many copies runs its passes at once on this machine, in parts of the speed of one
-            alone, cores aside (:func:`polylane.cost.together.together`); empty where that was not measured.
+            alone, cores aside (:func:`polylane.profiling.host_contention.together`); empty where that was not measured.
     """
 
     samples: tuple[int, ...]

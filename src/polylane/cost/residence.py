@@ -136,18 +136,6 @@ class Residence:
         done = np.bincount(first[ids], self._trained_bytes[ids], count + 1)
         return np.asarray(np.cumsum(done[::-1])[::-1][1:], dtype=np.float64)
 
-    @property
-    def kept_at(self) -> Floats:
-        """Bytes that are kept, by node; what several keep counts at the first of them.
-
-        The sum over a range is what a stage of these nodes keeps, but for what operators before it keep as well:
-        :meth:`need` counts that too.
-        """
-        first = first_and_last(self._kept.piece, self._kept.node, len(self._bytes))[0]
-        kept = first < NEVER
-        found: Floats = self._own + np.bincount(first[kept], self._bytes[kept], len(self._own))
-        return found
-
     def parameters(self, pieces: Sequence[Range]) -> tuple[float, float]:
         """Bytes of the parameters that a stage reads, and of those among them that are trained, on one rank."""
         ids = np.unique(self._parameters.within(pieces)[0])

@@ -118,8 +118,3 @@ class Roofline:
             return found
         whole = operation(work.step.call, work.whole_inputs, work.whole_outputs, self.item)
         return whole.scaled(work.share)
-
-
-def clock(device: Device, dtype: str) -> Roofline:
-    """The clock of a device whose passes run in ``dtype``."""
-    return Roofline(device, dtype, _ITEM.get(dtype))

@@ -13,7 +13,7 @@ from polylane.cluster.device import Device
 from polylane.cost import network
 from polylane.cost.closed import Traffic, lost
 from polylane.cost.communicate import sent
-from polylane.cost.memory import Load, Margin, Memory, memory
+from polylane.cost.memory import Load, Margin, Memory, ShardedLoad, memory, sharded
 from polylane.cost.memory import recomputed as recomputed_need
 from polylane.cost.method import Method
 from polylane.cost.optimizer_state import OptimizerState
@@ -25,7 +25,7 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import live_bound
+from polylane.schedule.synchronous import Lanes, schedule_lanes
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,20 @@ class Scene:
 
     def memory(self, stage: int) -> Memory:
         """What a stage's busiest rank holds at most."""
-        basis, plan, replicas = self.basis, self.plan, self.plan.degree("data", stage)
-        live = live_bound(plan.schedule, self.order, plan.microbatches, stage)
-        need, load = self.need(stage), self.load(stage)
-        return memory(need, load, live, plan.microbatches, basis.method, replicas, basis.margin)
+        basis, load = self.basis, self.load(stage)
+        needs, trained = {stage: self.need(stage)}, {stage: load.trained}
+        return memory(
+            self._lanes[stage], needs, trained, load, basis.method, self.plan.degree("data", stage), basis.margin
+        )
+
+    @cached_property
+    def _lanes(self) -> Lanes:
+        """The passes of every stage, in order."""
+        return schedule_lanes(self.plan.schedule, self.order, self.plan.microbatches)
+
+    def sharded_load(self, stage: int) -> ShardedLoad:
+        """What a rank of a stage trains, as far as it holds it."""
+        return sharded(self.load(stage), self.basis.method, self.plan.degree("data", stage))
 
     def need(self, stage: int) -> Need:
         """What one microbatch needs of a stage's busiest rank."""

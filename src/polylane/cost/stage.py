@@ -74,21 +74,15 @@ class Passes:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of one rank of a stage.
+    """The parameters of one rank of a stage that have gradients and optimizer states.
 
     Attributes:
-        elements: that the rank holds.
-        trained: of them, those that have gradients and optimizer states.
-        largest: of the largest parameter.
-        tensors: how many parameters are trained.
-        summed: elements whose gradients are summands along an axis of the mesh, by axis.
+        trained: how many elements they have.
+        tensors: how many parameters they are.
     """
 
-    elements: int
     trained: int
-    largest: int
     tensors: int
-    summed: Mapping[str, int]
 
 
 class Stages:
@@ -202,24 +196,12 @@ class Stages:
         return found
 
     def weights(self, mesh: Degrees, pieces: Sequence[Range]) -> Weights:
-        """The parameters that a rank of a stage holds."""
+        """The parameters that a rank of a stage trains."""
         names = {name for first, end in pieces for i in range(first, end) for name in self.graph.nodes[i].parameters}
-        return self._weigh(mesh, names)
-
-    def _weigh(self, mesh: Degrees, names: set[str]) -> Weights:
-        sheet = self.sheet(mesh)
-        total = trained = largest = tensors = 0
-        summed: dict[str, int] = {}
-        for name in names:
-            key = (f"parameter:{name}", 0)
-            elements = int(sheet.bytes(key, sheet.view.samples) // sheet.itemsize(key))
-            total, largest = total + elements, max(largest, elements)
-            if self.graph.parameters[name].trainable:
-                trained, tensors = trained + elements, tensors + 1
-                for axis, split in sheet.splits.items():
-                    if split.sources.get(key) == SHARED:
-                        summed[axis] = summed.get(axis, 0) + elements
-        return Weights(total, trained, largest, tensors, summed)
+        trained, sheet = [name for name in names if self.graph.parameters[name].trainable], self.sheet(mesh)
+        keys = [(f"parameter:{name}", 0) for name in trained]
+        elements = sum(int(sheet.bytes(key, sheet.view.samples) // sheet.itemsize(key)) for key in keys)
+        return Weights(elements, len(trained))
 
     def summed(self, mesh: Degrees) -> Mapping[str, tuple[str, ...]]:
         """Parameters whose gradients are summands on the ranks of an axis, and the axes."""

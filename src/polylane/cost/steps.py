@@ -1,129 +1,141 @@
-"""Steps: lanes of tasks from the lanes of a schedule, for several steps, and at the speed that each worker has."""
+"""Tasks of a schedule: its forwards and backwards with durations, and the messages between its lanes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from polylane.cost.simulate import lanes_of_stages, per_stage
+from polylane.cost.play import play
 from polylane.cost.task import NOTHING, Task, Transfer
-from polylane.schedule.action import Action, Kind
+from polylane.observe.timeline import Timeline
+from polylane.schedule.action import PASSES, Action, Kind
 from polylane.schedule.stage_graph import StageGraph
 
 TaskLanes = tuple[tuple[Task, ...], ...]
+
+
+def simulate_schedule(
+    lanes: Sequence[Sequence[Action]],
+    forward: float | Sequence[float],
+    backward: float | Sequence[float],
+    hop: float = 0,
+    graph: StageGraph | None = None,
+) -> Timeline:
+    """The passes of a schedule in time, every lane in its order; arguments and errors as of :func:`scheduled`.
+
+    Args:
+        hop: ticks that a value travels from one lane to another, which keeps neither of them from computing.
+
+    Returns:
+        The timeline in ticks, without the messages; rank = lane. Whole numbers stay whole.
+    """
+    (hop,) = _per_stage("hop", [hop], 1)
+    played = play(scheduled(lanes, forward, backward, Transfer(latency=hop), graph))
+    return replace(played, spans=tuple(span for span in played.spans if span.action.kind in PASSES), unit="ticks")
 
 
 def scheduled(
     lanes: Sequence[Sequence[Action]],
     forward: float | Sequence[float],
     backward: float | Sequence[float],
-    transfer: Transfer | Callable[[int, int], Transfer] = NOTHING,
+    transfer: Transfer = NOTHING,
     graph: StageGraph | None = None,
 ) -> TaskLanes:
     """A schedule's forwards and backwards, each between the receives it needs and the sends it makes possible.
 
     Args:
-        lanes: as for `polylane.cost.simulate.play`, virtual stages included.
-        forward: seconds of one forward, the same on all stages or one number for each stage.
-        backward: seconds of one backward, likewise.
-        transfer: how a value, or its gradient, moves from one stage to another (from, to). Between stages of the same
-            lane nothing moves.
+        lanes: ``lanes[s]`` holds the forwards and backwards of stage s, first to last. Where the graph has more stages
+            than there are lanes, a lane holds those of all the (virtual) stages of one rank, in any mixture.
+        forward: duration of one forward, the same on all stages or one number for each stage.
+        backward: duration of one backward, likewise.
+        transfer: how a value, or its gradient, moves from one lane to another; within a lane nothing moves.
         graph: which stages feed which; default: a chain of as many stages as lanes.
 
     Returns:
         Lanes whose messages carry their stage of origin as ``value`` ("stage0") and lanes as peers.
 
     Raises:
-        ValueError: lanes or durations that do not fit the stages.
+        ValueError: durations that are negative or do not fit the stages; an action in another stage's lane, twice, of
+            another kind, or before one in its own lane that it needs.
     """
     if not lanes:
         return ()
     graph = StageGraph.chain(len(lanes)) if graph is None else graph
-    lane_of = lanes_of_stages(lanes, graph)
+    lane_of = _lanes_of_stages(lanes, graph)
     seconds = {
-        Kind.FORWARD: per_stage("forward", forward, graph.stages),
-        Kind.BACKWARD: per_stage("backward", backward, graph.stages),
-    }
-    moves = transfer if callable(transfer) else lambda start, end: transfer
-    known = {
-        (start, end): moves(start, end)
-        for one, others in enumerate(graph.after)
-        for other in others
-        for start, end in ((one, other), (other, one))
-        if lane_of.get(one) != lane_of.get(other)
+        Kind.FORWARD: _per_stage("forward", forward, graph.stages),
+        Kind.BACKWARD: _per_stage("backward", backward, graph.stages),
     }
 
-    def around(action: Action) -> Iterable[Task]:
+    def tasks_of(action: Action, lane: int) -> Iterable[Task]:
         stage, microbatch, back = action.stage, action.microbatch, action.kind is Kind.BACKWARD
         sources, targets = (graph.after, graph.before) if back else (graph.before, graph.after)
         for other in sources[stage]:
-            if (other, stage) in known:
+            if lane_of.get(other) != lane:
                 value = f"stage{stage if back else other}"
                 receive = Action(Kind.RECEIVE, stage, microbatch, value, lane_of.get(other), back)
                 yield Task(receive, key=(other, stage, microbatch))
         yield Task(action, seconds[action.kind][stage])
         for other in targets[stage]:
-            if (stage, other) in known:
+            if lane_of.get(other) != lane:
                 value = f"stage{other if back else stage}"
                 send = Action(Kind.SEND, stage, microbatch, value, lane_of.get(other), back)
-                yield Task(send, key=(stage, other, microbatch), transfer=known[stage, other])
+                yield Task(send, key=(stage, other, microbatch), transfer=transfer)
 
-    return tuple(tuple(task for action in lane for task in around(action)) for lane in lanes)
-
-
-def at_speeds(lanes: Sequence[Sequence[Task]], speeds: Sequence[float]) -> TaskLanes:
-    """The same lanes on workers of these speeds: 0.8 takes 1/0.8 of the seconds, but for what is waited inside.
-
-    Raises:
-        ValueError: another number of speeds than of lanes, or a speed that is not above 0.
-    """
-    if len(speeds) != len(lanes):
-        raise ValueError(f"{len(speeds)} speeds are given for {len(lanes)} lanes")
-    for speed in speeds:
-        if not speed > 0:
-            raise ValueError(f"a speed must be more than 0, not {speed}")
     return tuple(
-        tuple(lane)
-        if speed == 1
-        else tuple(replace(task, seconds=(task.seconds - task.waited) / speed + task.waited) for task in lane)
-        for lane, speed in zip(lanes, speeds, strict=True)
+        tuple(task for action in actions for task in tasks_of(action, lane)) for lane, actions in enumerate(lanes)
     )
 
 
-def repeat(
-    lanes: Sequence[Sequence[Task]],
-    steps: int,
-    reduce_every: int = 1,
-    skipped: Callable[[Task], bool] = lambda task: True,
-) -> TaskLanes:
-    """So many steps, one after another; no lane waits for another one but where its tasks do.
+def _lanes_of_stages(lanes: Sequence[Sequence[Action]], graph: StageGraph) -> dict[int, int]:
+    """Which lane has each stage: its own number, or, where there are more stages than lanes, where its actions are.
 
-    Of two numbers of steps the difference in time, by that of the steps, is the time of a step in the long run.
-
-    Args:
-        lanes: the tasks of one step.
-        steps: how many, at least 1.
-        reduce_every: reductions take part in every so many steps only, the last of them (local SGD: Stich, "Local SGD
-            Converges Fast and Communicates Little", 2019).
-        skipped: which reductions are left out in the steps between; default: all. Those of gradients that one replica
-            has in parts (tensor parallelism, tied weights) never may be.
-
-    Raises:
-        ValueError: fewer than one step, or reductions every fewer than one.
+    A stage without any action may then be left out.
     """
-    if steps < 1 or reduce_every < 1:
-        raise ValueError(f"steps and reduce_every must be at least 1, not {steps} and {reduce_every}")
-    between = tuple(_without(lane, skipped) for lane in lanes)
-    return tuple(
-        tuple(task for step in range(steps) for task in (whole if (step + 1) % reduce_every == 0 else less))
-        for whole, less in zip(lanes, between, strict=True)
-    )
+    if graph.stages < len(lanes):
+        raise ValueError(f"the graph has {graph.stages} stages, there are {len(lanes)} lanes")
+    virtual = graph.stages > len(lanes)
+    lane_of = {} if virtual else {stage: stage for stage in range(graph.stages)}
+    for number, lane in enumerate(lanes):
+        for action in lane:
+            if action.kind not in PASSES or action.microbatch is None:
+                raise ValueError(f"lanes hold forwards and backwards of a microbatch only, not {action}")
+            if virtual and not 0 <= action.stage < graph.stages:
+                raise ValueError(f"lane {number} holds {_name(action)}: there are {graph.stages} stages")
+            if lane_of.setdefault(action.stage, number if virtual else action.stage) != number:
+                raise ValueError(f"lane {number} holds {_name(action)}: it belongs in lane {lane_of[action.stage]}")
+    for number, lane in enumerate(lanes):
+        _check_order(lane, number, lane_of, graph)
+    return lane_of
 
 
-def _without(lane: Sequence[Task], skipped: Callable[[Task], bool]) -> tuple[Task, ...]:
-    """A lane without some reductions, and without what waits for them."""
-    reductions = [task for task in lane if task.action.kind is Kind.REDUCE and skipped(task)]
-    keys = {task.key for task in reductions if task.key is not None}
-    waits = [task for task in lane if task.action.kind is Kind.RECEIVE and task.key in keys]
-    gone = {id(task) for task in (*reductions, *waits)}
-    return tuple(task for task in lane if id(task) not in gone)
+def _check_order(lane: Sequence[Action], number: int, lane_of: dict[int, int], graph: StageGraph) -> None:
+    """Refuse an action that is twice in a lane, or before one that it needs: no message would hold it back there."""
+    seen: set[tuple[Kind, int, int | None]] = set()
+    for action in lane:
+        forward, before = action.kind is Kind.FORWARD, graph.before[action.stage]
+        needs = [(action.kind, other) for other in (before if forward else graph.after[action.stage])]
+        needs += [] if forward else [(Kind.FORWARD, action.stage)]
+        for kind, stage in needs:
+            if lane_of.get(stage, number) == number and (kind, stage, action.microbatch) not in seen:
+                needed = _name(Action(kind, stage, action.microbatch))
+                raise ValueError(f"deadlock: {_name(action)} waits for {needed}, which does not come before it")
+        if (action.kind, action.stage, action.microbatch) in seen:
+            raise ValueError(f"lane {number} holds {_name(action)} twice")
+        seen.add((action.kind, action.stage, action.microbatch))
+
+
+def _name(action: Action) -> str:
+    return f"the {action.kind} of microbatch {action.microbatch} on stage {action.stage}"
+
+
+def _per_stage(name: str, ticks: float | Sequence[float], stages: int) -> list[float]:
+    """A duration for each stage, of one number for all or one for each."""
+    each = list(ticks) if isinstance(ticks, Sequence) else [ticks] * stages
+    if len(each) != stages:
+        raise ValueError(f"{name} names {len(each)} durations for {stages} stages: give one number, or one per stage")
+    for value in each:
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a duration of at least 0 ticks, not {value}")
+    return each

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polylane.cost.communicate import Rates, sent
+from polylane.cost.redistribution import redistribute
 from polylane.graph.graph import Graph
 from polylane.placement.call import Strategy
-from polylane.placement.move import name_of
-from polylane.placement.placement import REPLICATE, Partial, Placement, Replicate, Shard, gradient
+from polylane.placement.placement import REPLICATE, Placement, Shard
 from polylane.placement.rewrite import Split
 from polylane.placement.view import Key, Sizes, Step, View, is_alias, key_of, view
 
@@ -294,13 +294,12 @@ class Sheet:
                     traffic[positions] += strategy.sent * scale
         for moved, positions, counts in self._moves_alike:
             whole = self._moving(moved, samples)
-            for way, (source, target) in enumerate(_ways(moved)):
-                collective = name_of(source, target)
+            for way, (collective, copied) in enumerate(redistribute(whole, moved.source, moved.target, moved.flows)):
                 if collective:
                     waits[way, positions] += counts * exchange[moved.axis](collective, whole)
                     traffic[positions] += counts * sent(collective, whole, self.splits[moved.axis].degree)
                 elif rates is not None:
-                    compute[way, positions] += counts * _copied(whole, source, target) / rates.bytes
+                    compute[way, positions] += counts * copied / rates.bytes
         return Table(samples, *(_running(a) for a in (*compute, *waits, traffic, *issued, *np.zeros((2, size)))))
 
     def _work(self, step: Step, samples: int) -> Work:
@@ -344,19 +343,6 @@ def local(shape: Shape, placements: Iterable[Placement]) -> Shape:
         if isinstance(placement, Shard):
             sizes[placement.dim] = math.ceil(sizes[placement.dim] * placement.largest - 1e-9)
     return tuple(sizes)
-
-
-def _ways(moved: Moved) -> Sequence[tuple[Placement, Placement]]:
-    """There, and the gradient back."""
-    there = (moved.source, moved.target)
-    return (there, (gradient(moved.target), gradient(moved.source))) if moved.flows else (there,)
-
-
-def _copied(size: float, source: Placement, target: Placement) -> float:
-    """Bytes that a rank writes where nothing travels: a part of its own, or zeros around it."""
-    if isinstance(source, Replicate):
-        return size * (target.largest if isinstance(target, Shard) else float(isinstance(target, Partial)))
-    return size if isinstance(source, Shard) and isinstance(target, Partial) else 0.0
 
 
 def _running(array: Array) -> Array:

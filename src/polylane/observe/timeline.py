@@ -152,31 +152,6 @@ class Timeline:
         return Timeline(spans, data["ranks"], data["unit"], data.get("title", ""), dict(data.get("notes", {})))
 
 
-def merge(timelines: Iterable[Timeline]) -> Timeline:
-    """One timeline of what every rank recorded, on as many lanes as the widest; clocks are taken as they are.
-
-    The first title that is not empty stands; a note on which the parts differ keeps all its values.
-
-    Raises:
-        ValueError: nothing to merge, or timelines of different units.
-    """
-    parts = list(timelines)
-    units = sorted({part.unit for part in parts})
-    if len(units) != 1:
-        raise ValueError(f"cannot merge timelines in {' and '.join(units)}" if units else "no timeline to merge")
-    values: dict[str, dict[str, None]] = {}
-    for part in parts:
-        for key, value in part.notes.items():
-            values.setdefault(key, {})[value] = None
-    return Timeline(
-        spans=tuple(span for part in parts for span in part.spans),
-        ranks=max(part.ranks for part in parts),
-        unit=units[0],
-        title=next((part.title for part in parts if part.title), ""),
-        notes={key: "; ".join(several) for key, several in values.items()},
-    )
-
-
 def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """The (start, end) intervals that the spans cover together: disjoint, ascending, none of them empty."""
     covered: list[tuple[float, float]] = []

@@ -9,9 +9,9 @@ from itertools import groupby
 from typing import TypeVar
 
 from polylane.cost import communicate
-from polylane.placement.move import name_of
+from polylane.cost.redistribution import redistribute
 from polylane.placement.options import Options
-from polylane.placement.placement import SHARED, Placement, Replicate, Shard, gradient
+from polylane.placement.placement import SHARED, Placement, Replicate, Shard
 from polylane.placement.rewrite import Split
 from polylane.placement.view import Key, Source, Step
 from polylane.planner.price import Moving, Setting, bytes_of, moves, parameter_bytes
@@ -230,13 +230,13 @@ def _collectives(setting: Setting, moving: Moving) -> list[Collective]:
     size, degree = setting.size(moving.key), setting.degree
     kind, _, name = moving.key[0].partition(":")
     what = name.rpartition(".")[2] if kind in ("parameter", "buffer", "input", "constant") else ""
-    forward = name_of(moving.source, moving.target)
-    found = [Collective(forward, False, communicate.sent(forward, size, degree), what)] if forward else []
-    if setting.values[moving.key].gradient:
-        back = name_of(gradient(moving.target), gradient(moving.source))
-        if back:
-            found.append(Collective(back, True, communicate.sent(back, size, degree), what))
-    return found
+    flows = setting.values[moving.key].gradient
+    passes = redistribute(size, moving.source, moving.target, flows)
+    return [
+        Collective(name, bool(back), communicate.sent(name, size, degree), what)
+        for back, (name, _) in enumerate(passes)
+        if name
+    ]
 
 
 # ---- parameters that stay whole --------------------------------------------------------------------------------------

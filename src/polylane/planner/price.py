@@ -9,9 +9,9 @@ from functools import cached_property
 
 from polylane.cost import communicate
 from polylane.cost.communicate import Rates
+from polylane.cost.redistribution import largest_share, redistribute
 from polylane.placement.call import Strategy, Value
-from polylane.placement.move import name_of
-from polylane.placement.placement import REPLICATE, SHARED, Partial, Placement, Replicate, Shard, gradient
+from polylane.placement.placement import REPLICATE, SHARED, Placement, Replicate
 from polylane.placement.rewrite import Split
 from polylane.placement.view import Key, Source, Step, View
 
@@ -104,37 +104,23 @@ def bytes_of(value: Value) -> int:
     return math.prod(value.shape) * value.dtype.itemsize
 
 
-def share(placement: Placement) -> float:
-    """How much of a value the busiest rank has."""
-    return placement.largest if isinstance(placement, Shard) else 1.0
-
-
 def _share(placements: tuple[Placement, ...]) -> float:
-    return math.prod(share(p) for p in placements)
+    return math.prod(largest_share(p) for p in placements)
 
 
 def price_of_move(setting: Setting, key: Key, source: Placement, target: Placement) -> Price:
     """A tensor from one placement to another, and its gradient back."""
+    total = FREE
     if source == target:
-        return FREE
-    size, flows = setting.size(key), setting.values[key].gradient
-    forward = _way(setting, size, source, target)
-    return forward + _way(setting, size, gradient(target), gradient(source)) if flows else forward
-
-
-def _way(setting: Setting, size: float, source: Placement, target: Placement) -> Price:
-    collective = name_of(source, target)
-    if collective:
-        taken = communicate.seconds(collective, size, setting.degree, setting.rates)
-        return Price(taken, communicate.sent(collective, size, setting.degree))
-    return Price(_copied(size, source, target) / setting.rates.bytes)
-
-
-def _copied(size: float, source: Placement, target: Placement) -> float:
-    """Bytes that a rank writes where nothing travels: a part of its own, or zeros around it."""
-    if isinstance(source, Replicate):
-        return size * share(target) if isinstance(target, (Shard, Partial)) else 0.0
-    return size if isinstance(source, Shard) and isinstance(target, Partial) else 0.0
+        return total
+    size = setting.size(key)
+    for collective, copied in redistribute(size, source, target, setting.values[key].gradient):
+        if collective:
+            taken = communicate.seconds(collective, size, setting.degree, setting.rates)
+            total += Price(taken, communicate.sent(collective, size, setting.degree))
+        else:
+            total += Price(copied / setting.rates.bytes)
+    return total
 
 
 def price_of_step(setting: Setting, step: Step, strategy: Strategy) -> Price:
@@ -150,8 +136,8 @@ def price_of_step(setting: Setting, step: Step, strategy: Strategy) -> Price:
         bytes_of(v) * _share((strategy.outputs[i], *(s.outputs[i] for s in chosen)))
         for i, v in enumerate(step.call.outputs)
     )
-    copied = (read + written) / setting.rates.bytes
-    once = max(flops / setting.rates.flops, copied) if flops else VIEWING * copied
+    moved = read + written
+    once = setting.rates.roofline(flops, moved) if flops else VIEWING * (moved / setting.rates.bytes)
     times = 1 + BACKWARD if any(v.gradient for v in step.call.outputs) else 1
     inside = communicate.exchange(strategy.sent, strategy.messages, setting.rates)
     return Price(once * times + inside, strategy.sent)
@@ -169,7 +155,7 @@ def price_of_source(setting: Setting, source: Source, placement: Placement) -> P
 def activation_bytes(setting: Setting, step: Step, outputs: tuple[Placement, ...]) -> float:
     """Bytes of what an operator gives that a backward pass may need, on the busiest rank."""
     return sum(
-        setting.size(key) * share(placement)
+        setting.size(key) * largest_share(placement)
         for key, value, placement in zip(step.gives, step.call.outputs, outputs, strict=True)
         if value.gradient
     )
@@ -177,14 +163,14 @@ def activation_bytes(setting: Setting, step: Step, outputs: tuple[Placement, ...
 
 def parameter_bytes(setting: Setting, source: Source, placement: Placement) -> float:
     """Bytes of a parameter on the busiest rank; 0 for any other source."""
-    return setting.size(source.key) * share(placement) if source.role[0] == "parameter" else 0.0
+    return setting.size(source.key) * largest_share(placement) if source.role[0] == "parameter" else 0.0
 
 
 def copied_bytes(setting: Setting, key: Key, source: Placement, target: Placement) -> float:
     """Bytes of what a move makes, on the busiest rank: operators that need it so keep it for their backward pass."""
     if source == target or (isinstance(source, Replicate) and isinstance(target, Replicate)):
         return 0.0
-    return setting.size(key) * share(target)
+    return setting.size(key) * largest_share(target)
 
 
 def is_parameter(setting: Setting, key: Key) -> bool:

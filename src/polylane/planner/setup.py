@@ -20,7 +20,7 @@ from polylane.cost.method import Method
 from polylane.cost.optimizer_state import OptimizerState, optimizer_state
 from polylane.cost.predict import Basis
 from polylane.cost.profile import Profile, ProfileClock
-from polylane.cost.stage import Stages
+from polylane.cost.stage import Lay, Stages
 from polylane.cost.table import Clock, Sheet
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
@@ -60,8 +60,15 @@ class CapturedProblem:
     profile: Profile | None = None
 
 
-def basis(problem: CapturedProblem, cluster: Cluster, method: Method) -> Basis:
-    """What predictions of a training on a cluster rest on."""
+def basis(problem: CapturedProblem, cluster: Cluster, method: Method, lay: Lay | None = None) -> Basis:
+    """What predictions of a training on a cluster rest on.
+
+    Args:
+        problem: what is trained.
+        cluster: the devices and what links them.
+        method: how training is done.
+        lay: the operators' placements on a mesh; default: chosen for this cluster.
+    """
     graph, device = problem.graph, cluster.device(0)
     kind = device.type
     states = optimizer_state(graph, problem.optimizer, kind)
@@ -69,7 +76,7 @@ def basis(problem: CapturedProblem, cluster: Cluster, method: Method) -> Basis:
 
     offer = Offer(graph, graph.samples)
 
-    def lay(mesh: Degrees) -> Layout:
+    def chosen(mesh: Degrees) -> Layout:
         degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
         return choose_layout(
             graph, degrees, graph.samples, pins=problem.pins, whole=problem.whole, rates=rates, offer=offer
@@ -81,7 +88,7 @@ def basis(problem: CapturedProblem, cluster: Cluster, method: Method) -> Basis:
     setting = Setting(graph.samples, device=kind, **_precision(method))
     return Basis(
         cluster=_shared(cluster, problem.profile),
-        stages=Stages(graph, lay, sheet, setting),
+        stages=Stages(graph, lay or chosen, sheet, setting),
         method=method,
         clock=_clocks(problem.profile, method),
         update=_updates(problem, states),

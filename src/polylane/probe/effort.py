@@ -66,19 +66,3 @@ def thorough(device_type: str) -> Effort:
         sharing_seconds=0.5,
         warm_seconds=0.5,
     )
-
-
-def quick() -> Effort:
-    """A second or two, and rough."""
-    cases = sweep.small()
-    return Effort(
-        cases=tuple(cases),
-        rated=tuple(case for case in cases if case.family == "matmul")[:3],
-        rounds=1,
-        case_seconds=0.005,
-        stream_bytes=64 * MB,
-        sizes=(KB, 16 * KB, 256 * KB),
-        traffic_seconds=0.005,
-        sharing_seconds=0.05,
-        warm_seconds=0.05,
-    )

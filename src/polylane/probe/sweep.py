@@ -181,10 +181,3 @@ def on_cuda() -> list[Case]:
         cases += _moving(elements)
     cases += [_normalized(64, 64, 56), _pooled(64, 64, 56)]
     return [*cases, _embedding(50304, 2048, 8192), _cross_entropy(4096, 50304)]
-
-
-def small() -> list[Case]:
-    """A few of a few microseconds each, for a quick and rough sweep."""
-    cases = [_linear(n, n, n) for n in (32, 64, 128)]
-    cases += [_linear(8, 64, 64), _linear(64, 64, 256), _bmm(16, 32, 32, 32), _convolution(4, 8, 16, 16, 3)]
-    return [*cases, _attention(2, 2, 64, 32, True), *_moving(1 << 12), *_moving(1 << 15)]

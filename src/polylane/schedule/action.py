@@ -17,7 +17,8 @@ class Kind(StrEnum):
     STEP = "step"  # clip, apply the optimizer, step the scheduler
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.STEP})
+PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD})
+COMPUTE = PASSES | {Kind.STEP}
 COMMUNICATION = frozenset({Kind.SEND, Kind.RECEIVE, Kind.REDUCE})
 
 

@@ -44,22 +44,6 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Lanes:
     return tuple(_lane(rank, ranks, chunks, rounds) for rank in range(ranks))
 
 
-def interleaved_live_bound(ranks: int, chunks: int, microbatches: int, rank: int) -> int:
-    """How many passes a rank holds at most between the start of a forward and the end of its backward.
-
-    A microbatch counts once for every virtual stage that holds it, as in `Timeline.peak_live_microbatches`: each is
-    1/chunks of what a microbatch keeps on the rank. Of a multiple of the ranks that is larger than they are, rank 0
-    holds ranks + (ranks - 1)/chunks whole microbatches.
-
-    Raises:
-        ValueError: fewer than one rank, chunk or microbatch, or a rank that is not there.
-    """
-    rounds = _rounds(ranks, chunks, microbatches)
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank must lie between 0 and {ranks - 1}, not {rank}")
-    return min(chunks * microbatches, _warm_up(rank, ranks, chunks, rounds) + 1)
-
-
 def _rounds(ranks: int, chunks: int, microbatches: int) -> list[range]:
     """Microbatches that go through a virtual stage one after another: at least as many as ranks, if there are."""
     for name, value in (("ranks", ranks), ("chunks", chunks), ("microbatches", microbatches)):

@@ -2,8 +2,8 @@
 
 A schedule is a function ``(stages, microbatches) -> lanes``; ``lanes[s]`` is what stage s does, first to last. Stages
 are a number, of a chain, or a `StageGraph`, whose branches run at the same time. It says nothing of time:
-`polylane.cost.simulate.play` adds the durations. In the tables below a row is a stage, a column is one tick, a forward
-takes one tick and so does a backward; ``0`` is the forward of microbatch 0, ``<0`` its backward.
+`polylane.cost.steps.simulate_schedule` adds the durations. In the tables below a row is a stage, a column is one tick,
+a forward takes one tick and so does a backward; ``0`` is the forward of microbatch 0, ``<0`` its backward.
 Every schedule here runs backwards in ascending order of microbatch, so gradients accumulate as on one device.
 """
 

@@ -1,4 +1,4 @@
-"""Take a profile of a model where it lies: its nodes one by one, whole passes, and a step of its optimizer."""
+"""Profiling a model on its own device: its nodes one by one, whole passes, and a step of its optimizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from polylane.cost.compute import Both, measure_both, wait_for
-from polylane.cost.profile import Profile
+from polylane.cost.profile import Both, Profile
 from polylane.graph.batch import Rebuild, cloned, few, sample_count
 from polylane.graph.export import Loss, Whole, snapshot
 from polylane.graph.graph import Graph
+from polylane.profiling.time_operators import measure_both, wait_for
 
 REPEATS = 5
 

@@ -16,8 +16,8 @@ import jobs
 from polylane.cluster.line import parse
 from polylane.cost.method import Method
 from polylane.cost.profile import Profile
-from polylane.cost.together import together
 from polylane.planner import setup
+from polylane.profiling.host_contention import together
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -31,8 +31,8 @@ def rebuilt(leaves: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polylane.cost.together.SECONDS", 0.02)
-    monkeypatch.setattr("polylane.cost.together.PATIENCE", 20.0)
+    monkeypatch.setattr("polylane.profiling.host_contention.SECONDS", 0.02)
+    monkeypatch.setattr("polylane.profiling.host_contention.PATIENCE", 20.0)
 
 
 def test_copies_are_no_faster_together_and_leave_the_model_as_it_was() -> None:

@@ -1,58 +1,114 @@
-"""How a plan cuts a model, as plain data: stages, what crosses, how operators are split."""
+"""Report of a plan: its stages with what the cost model says of them, what crosses, how operators are split."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 import torch
 
-from polylane.commands.at_best import lanes, pass_seconds
-from polylane.commands.edges import edges
-from polylane.commands.held import held
-from polylane.commands.totals import elements
 from polylane.cost.communicate import Rates
-from polylane.cost.compute import Both
+from polylane.cost.method import Method
+from polylane.cost.profile import Both, Profile
+from polylane.cost.scene import Scene
+from polylane.cost.steps import simulate_schedule
 from polylane.graph.dtypes import dtypes_under_autocast
 from polylane.graph.partition import Partition
+from polylane.inspection.graph_report import elements
+from polylane.inspection.stage_traffic import count_stage_traffic
 from polylane.observe.timeline import Timeline
 from polylane.placement.options import options
 from polylane.placement.rewrite import Split
 from polylane.placement.view import view
 from polylane.plan.plan import Plan
+from polylane.planner import setup
 from polylane.planner.explain import explain, lines
+from polylane.planner.layout import Layout
 from polylane.planner.price import Setting
+from polylane.probe.machine import around
 from polylane.runtime.prepare import Prepared
 from polylane.runtime.world import accelerator_type
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import live_bound
+from polylane.schedule.synchronous import live_bound, schedule_lanes
 
 
-def cut(prepared: Prepared, seconds: Sequence[Both], batch: int) -> dict[str, Any]:
+def report_plan(prepared: Prepared, costs: Sequence[Scene], seconds: Sequence[Both], batch: int) -> dict[str, Any]:
     """The plan's stages and crossings, and how operators are split, as plain data.
 
     Args:
-        prepared: the plan, and how everything lies.
+        prepared: the model, captured, cut and laid out by the plan.
+        costs: of every stage, from :func:`price_stages`.
         seconds: of every node, forward and backward, for as many samples as the graph is shown for.
         batch: samples of a step.
     """
-    samples, dtypes = _microbatch(prepared.plan, batch), dtypes_of(prepared)
     return {
         "plan": prepared.plan.spec,
         "workers": prepared.plan.workers,
         "share": _share(prepared, batch),
-        "stages": _stages(prepared, seconds, samples, dtypes),
-        "edges": edges(prepared, samples, dtypes),
-        "utilization": step_at_best(prepared, seconds, batch).utilization(),
+        "stages": _stages(prepared, costs, seconds),
+        "edges": count_stage_traffic(prepared, _microbatch(prepared.plan, batch), dtypes_of(prepared)),
+        "utilization": step_at_best(prepared, costs).utilization(),
         "crossings": _crossings(prepared.main),
         "splits": _splits(prepared),
     }
 
 
-def step_at_best(prepared: Prepared, seconds: Sequence[Both], batch: int) -> Timeline:
-    """The step that the utilization is of, a lane for every rank."""
-    return lanes(prepared.main, prepared.plan, seconds, _microbatch(prepared.plan, batch))
+def price_stages(prepared: Prepared, seconds: Sequence[Both], batch: int) -> tuple[Scene, ...]:
+    """The cost model of ``polylane simulate`` for every stage, whose operators are split as they are in a training.
+
+    Args:
+        prepared: the model, captured, cut and laid out by the plan.
+        seconds: measured on this machine of every node, forward and backward, for as many samples as the graph has.
+        batch: samples of a step.
+    """
+    plan, partition = prepared.plan, prepared.main
+    graph, layouts = partition.graph, prepared.layouts_of(partition)
+    whole = (sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds))
+    nodes = {node.name: (both,) for node, both in zip(graph.nodes, seconds, strict=True)}
+    optimizer = next(iter(prepared.objectives.values())).optimizer
+    problem = setup.CapturedProblem(graph, optimizer, {}, {}, Profile((graph.samples,), nodes, (whole,)))
+    device = next((parameter.device.type for parameter in prepared.model.parameters()), "cpu")
+    cluster = around(plan.workers, "cuda" if device == "cuda" else "cpu")
+
+    @cache
+    def scene(layout: Layout | None) -> Scene:
+        """The prices of all stages, laid out as one of them is."""
+        # Where samples meet in the loss, replicas split operators too: costs know them as replicas alone.
+        own = None if layout is None or layouts.together else layout
+        basis = setup.basis(problem, cluster, Method.of(plan), None if own is None else lambda _: own)
+        return Scene(basis, partition, plan, batch)
+
+    return tuple(scene(layout) for layout in layouts.stages)
+
+
+def step_at_best(prepared: Prepared, costs: Sequence[Scene]) -> Timeline:
+    """A step in which stages wait for each other alone: a lane for every rank; arguments as of :func:`report_plan`."""
+    passes = [scene.stage(stage).passes for stage, scene in enumerate(costs)]
+    return schedule_by_rank(prepared.main, prepared.plan, [(each.forward, each.backward) for each in passes])
+
+
+def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[Both]) -> Timeline:
+    """A plan's schedule with these seconds of a forward and a backward pass of each stage: a lane for every rank."""
+    order = StageGraph.of_partition(partition)
+    played = simulate_schedule(
+        schedule_lanes(plan.schedule, order, plan.microbatches),
+        [forward for forward, _ in passes],
+        [backward for _, backward in passes],
+        graph=order,
+    )
+    title, notes = f"{plan.spec} · at best", {"stages": str(plan.pipeline)}
+    return replace(by_rank(played, plan), unit="seconds", title=title, notes=notes)
+
+
+def by_rank(timeline: Timeline, plan: Plan) -> Timeline:
+    """A lane for every rank from a lane for every stage, whose ranks all do the same."""
+    spans = tuple(
+        replace(span, rank=rank) for span in timeline.spans for rank in plan.stages[span.action.stage].devices
+    )
+    return replace(timeline, spans=spans, ranks=plan.workers)
 
 
 def _microbatch(plan: Plan, batch: int) -> int:
@@ -79,17 +135,14 @@ def dtypes_of(prepared: Prepared) -> Mapping[str, torch.dtype]:
     return dtypes_under_autocast(prepared.main.graph, accelerator_type() or "cpu", torch.bfloat16)
 
 
-def _stages(
-    prepared: Prepared, seconds: Sequence[Both], samples: int, dtypes: Mapping[str, torch.dtype]
-) -> list[dict[str, Any]]:
+def _stages(prepared: Prepared, costs: Sequence[Scene], seconds: Sequence[Both]) -> list[dict[str, Any]]:
     partition, plan = prepared.main, prepared.plan
     graph, order = partition.graph, StageGraph.of_partition(partition)
     whole = sum(map(sum, seconds)) or 1.0
     found = []
-    for stage in range(partition.stages):
+    for stage, scene in enumerate(costs):
+        predicted, live = scene.stage(stage), live_bound(plan.schedule, order, plan.microbatches, stage)
         own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
-        live = live_bound(plan.schedule, order, plan.microbatches, stage)
-        holds = held(prepared, stage, samples, dtypes)
         found.append(
             {
                 "stage": stage,
@@ -102,12 +155,13 @@ def _stages(
                 "parameters": elements(graph, partition.parameters(stage)),
                 "flops": sum(node.flops for node in own),
                 "time_share": sum(sum(seconds[graph.positions[node.name]]) for node in own) / whole,
-                # Of a rank: seconds of both passes over a microbatch, and bytes.
-                "seconds": sum(pass_seconds(partition, plan, seconds, samples, stage)),
-                "parameter_bytes": holds.parameters,
-                "gradient_bytes": holds.gradients,
+                # Of the busiest rank: seconds of both passes over a microbatch, and bytes.
+                "seconds": predicted.passes.forward + predicted.passes.backward,
+                "parameter_bytes": predicted.memory.parameters,
+                "gradient_bytes": math.ceil(scene.sharded_load(stage).gradients),
                 "live": live,
-                "held": live * holds.values,
+                "held": math.ceil(live * scene.need(stage).live),
+                "memory": predicted.memory.as_dict(),
             }
         )
     return found

@@ -1,4 +1,4 @@
-"""How long each node takes, forward and backward: measured on real data, or estimated from its operations and bytes."""
+"""Operator timing: seconds of each node, forward and backward, on real data; by nominal rates on the meta device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from polylane.cost.communicate import Rates
+from polylane.cost.profile import Both
 from polylane.graph.batch import sample_count
 from polylane.graph.check import bound, tables
 from polylane.graph.export import Loss, Whole, snapshot
@@ -19,31 +21,20 @@ from polylane.graph.part import Part
 
 REPEATS = 3
 
-# Nominal rates where nothing can be measured; only their ratio matters for where to cut.
-FLOPS_PER_SECOND = 5e10
-BYTES_PER_SECOND = 1e10
+# Seconds until an operator begins, where nothing can be measured.
 OVERHEAD_SECONDS = 5e-6
 
 
-# Seconds of a node's forward and of its backward pass.
-Both = tuple[float, float]
+def nominal_seconds(graph: Graph) -> tuple[Both, ...]:
+    """Seconds of every node, forward and backward, by the roofline of nominal rates; only their ratios matter.
 
-
-def estimate(graph: Graph) -> tuple[float, ...]:
-    """Seconds of every node, forward and backward together, by nominal rates."""
-    return tuple(map(sum, _estimated(graph)))
-
-
-def _estimated(graph: Graph) -> tuple[Both, ...]:
-    """Seconds of every node, forward and backward, by the roofline: operations or bytes, whichever takes longer.
-
-    A backward pass computes two products for each one of the forward pass. (Roofline: Williams et al., CACM 2009.)
+    A backward pass computes two products for each one of the forward pass.
     """
-    by_name = {node.name: node for node in graph.nodes}
+    rates, by_name = Rates(), {node.name: node for node in graph.nodes}
     result = []
     for node in graph.nodes:
         moved = node.bytes + sum(by_name[name].bytes for name in node.inputs)
-        forward = OVERHEAD_SECONDS + max(node.flops / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
+        forward = OVERHEAD_SECONDS + rates.roofline(node.flops, moved)
         result.append((forward, 2 * forward if node.requires_grad else 0.0))
     return tuple(result)
 
@@ -66,7 +57,7 @@ def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[An
     is nothing to choose, in an opaque graph: nominal rates.
     """
     if graph.opaque or any(p.is_meta for p in model.parameters()):
-        return _estimated(graph)
+        return nominal_seconds(graph)
     whole = Whole(model, loss, lambda flat: flat)
     restore = snapshot(whole)
     try:

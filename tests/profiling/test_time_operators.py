@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import models
-from polylane.cost.compute import estimate, measure
 from polylane.graph.batch import flatten
 from polylane.graph.capture import capture
 from polylane.graph.graph import Graph
+from polylane.profiling.time_operators import measure
+from synthetic import node_seconds
 
 
 def captured(name: str, samples: int = 4, **settings: str) -> tuple[Graph, nn.Module, models.Case, list[Any]]:
@@ -56,7 +57,7 @@ def test_larger_layers_take_longer() -> None:
     model = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
     batch = models.vectors(256, 0)
     graph = capture(model, models.classify, batch)
-    for seconds in (measure(graph, model, models.classify, list(batch)), estimate(graph)):
+    for seconds in (measure(graph, model, models.classify, list(batch)), node_seconds(graph)):
         by_name = dict(zip((node.name for node in graph.nodes), seconds, strict=True))
         assert max(by_name, key=by_name.__getitem__) == "2/linear"
 
@@ -70,14 +71,14 @@ def test_nodes_of_a_kind_take_equally_long() -> None:
 
 def test_opaque_and_meta_are_estimated() -> None:
     graph, model, case, leaves = captured("branching")
-    assert measure(graph, model, case.loss, leaves) == estimate(graph)
+    assert measure(graph, model, case.loss, leaves) == node_seconds(graph)
     meta = nn.Linear(16, 4, device="meta")
     graph = capture(meta, models.classify, models.vectors(4, 0))
-    assert measure(graph, meta, models.classify, list(models.vectors(4, 0))) == estimate(graph)
+    assert measure(graph, meta, models.classify, list(models.vectors(4, 0))) == node_seconds(graph)
 
 
 def test_estimates_count_the_backward_pass() -> None:
     batch = models.vectors(256, 0)
-    trained = estimate(capture(nn.Linear(16, 4), models.classify, batch))
-    frozen = estimate(capture(nn.Linear(16, 4), models.classify, batch, trainable=()))
+    trained = node_seconds(capture(nn.Linear(16, 4), models.classify, batch))
+    frozen = node_seconds(capture(nn.Linear(16, 4), models.classify, batch, trainable=()))
     assert trained == pytest.approx([3 * each for each in frozen])

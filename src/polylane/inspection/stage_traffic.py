@@ -1,4 +1,4 @@
-"""Edges: how many bytes go from stage to stage for a microbatch, and come back."""
+"""Traffic between stages: bytes of a microbatch that go from one to another, and of gradients that come back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polylane.runtime.relays import Relays
 from polylane.runtime.value_spec import wires
 
 
-def edges(prepared: Prepared, samples: int, dtypes: Mapping[str, torch.dtype]) -> list[dict[str, Any]]:
+def count_stage_traffic(prepared: Prepared, samples: int, dtypes: Mapping[str, torch.dtype]) -> list[dict[str, Any]]:
     """Of every two stages of which one reads the other's values, the bytes that their ranks send each other.
 
     Args:

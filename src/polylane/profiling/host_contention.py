@@ -1,4 +1,4 @@
-"""Measure by how much copies of a model slow each other that run their passes at the same time on one machine."""
+"""Contention on a host: how much copies of a model slow each other down that run their passes at the same time."""
 
 from __future__ import annotations
 
