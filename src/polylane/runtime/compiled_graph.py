@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from polylane.cost import compute
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cloned
 from polylane.graph.export import Loss
@@ -24,6 +23,7 @@ from polylane.plan import fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.planner.layouts import SHARED_BY, Layouts, choose_layouts, layouts_like, shared
+from polylane.profiling.time_operators import measure
 from polylane.runtime.optimizer_probe import Untried
 
 
@@ -70,7 +70,7 @@ def cut_graph(
         return fit.partition_for(plan, graph)
     if plan.pipeline == 1:
         return Partition(graph, ())
-    times = seconds(graph, loss, leaves) if seconds is not None else compute.measure(graph, model, loss, cloned(leaves))
+    times = seconds(graph, loss, leaves) if seconds is not None else measure(graph, model, loss, cloned(leaves))
     staying: list[str] = []
     if plan.redivides:
         staying = [name for name, order in orders_of(graph, seen).items() if order is Order.OTHER]
