@@ -15,14 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polylane.auto import plan_broadcast
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span
 from polylane.plan.plan import Plan
-from polylane.runtime import agreement, result
+from polylane.runtime import result
 from polylane.schedule.action import Action, Kind
 from polylane.values import decode, encode, travels
 
-assert agreement is not None and result is not None  # they say how plans and spans travel
+assert plan_broadcast is not None and result is not None  # they say how plans and spans travel
 
 
 class Colour(Enum):

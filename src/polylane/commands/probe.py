@@ -197,7 +197,8 @@ def _device() -> Device:
 
 
 def _profile(request: RecipeRequest, device: Any) -> tuple[Graph, Profile]:
-    from polylane.auto.choose import EXAMPLE, measure
+    from polylane.auto.choose import EXAMPLE
+    from polylane.auto.choose import measure as measure_profile
     from polylane.graph.batch import to_device
 
     recipe = inputs.open_recipe(request)
@@ -205,7 +206,7 @@ def _profile(request: RecipeRequest, device: Any) -> tuple[Graph, Profile]:
     leaves, rebuild = problem.flat_example
     problem = replace(problem, model=problem.model.to(device), example=rebuild(to_device(leaves, device)))
     graph = problem.capture(EXAMPLE)
-    profile = measure(graph, problem)
+    profile = measure_profile(graph, problem)
     if profile is None:
         raise PolylaneError(f"{request.recipe}: the model could not be captured, so its operators cannot be measured")
     return graph, profile
