@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import polylane
 from polylane.auto import plan_broadcast
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span
@@ -170,7 +171,7 @@ def test_a_class_that_refuses_its_fields_is_refused():
         decode(encode(Pair("refuses", 1)).replace(b"refuses", b"refused"))
 
 
-SOURCES = sorted(Path(agreement.__file__).parents[1].rglob("*.py"))
+SOURCES = sorted(Path(polylane.__file__).parent.rglob("*.py"))
 
 # Between a worker and the process that started it: a pipe that both inherited, or a socket that the secret was said at.
 PICKLE = {"launch.py", "elastic.py", "failure.py"}
