@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from benchmarks.cores import Groups, find, share_of_a_core
 from benchmarks.harness import make_parser
 from benchmarks.utilization import LEAD, passes, stage_seconds
-from polylane.cost.steps import simulate_schedule
-from polylane.graph.batch import take
+from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.graph.batch import take_samples
 from polylane.inspection.plan_report import by_rank, price_stages, step_at_best
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
-from polylane.plan.ranks import ranks
+from polylane.plan.rank_order import assign_ranks
 from polylane.plan.spec import parse
 from polylane.profiling.time_operators import measure_both
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.world import World
-from polylane.schedule.action import Kind
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
+from polylane.schedule.action import ActionKind
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import schedule_lanes
 
@@ -61,14 +61,18 @@ def plan_of(line: str) -> Plan:
     meshes = parse(line).meshes
     stages = [
         {"nodes": nodes, "devices": devices, "mesh": mesh._asdict()}
-        for nodes, devices, mesh in zip((["0", "0"], ["1", "2"], ["3", "loss"]), ranks(meshes), meshes, strict=True)
+        for nodes, devices, mesh in zip(
+            (["0", "0"], ["1", "2"], ["3", "loss"]), assign_ranks(meshes), meshes, strict=True
+        )
     ]
     return Plan.model_validate({"stages": stages, "microbatches": MICROBATCHES})
 
 
-def prepared_for(line: str, model: nn.Module, batch: list[Tensor]) -> Prepared:
+def prepared_for(line: str, model: nn.Module, batch: list[Tensor]) -> CompiledTraining:
     """The model by a plan in one line."""
-    return prepare(model, objectives_of(loss, lambda p: torch.optim.SGD(p, lr=1e-3), None), batch, plan_of(line))
+    return compile_training(
+        model, build_objectives(loss, lambda p: torch.optim.SGD(p, lr=1e-3), None), batch, plan_of(line)
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Measured:
     seconds: list[float]
 
 
-def measured(prepared: Prepared, batch: list[Tensor], groups: Groups, share: float, steps: int) -> Measured:
+def measured(prepared: CompiledTraining, batch: list[Tensor], groups: Groups, share: float, steps: int) -> Measured:
     """Train with every worker on a part of a core."""
 
     def work(_: Any) -> Measured:
@@ -93,22 +97,22 @@ def measured(prepared: Prepared, batch: list[Tensor], groups: Groups, share: flo
             job.close()
         return Measured(found.timelines[LEAD:], found.seconds[LEAD:])
 
-    return fork(work, prepared.plan.workers)[0]
+    return fork_workers(work, prepared.plan.workers)[0]
 
 
-def by_inspect(prepared: Prepared, model: nn.Module, batch: list[Tensor]) -> float:
+def by_inspect(prepared: CompiledTraining, model: nn.Module, batch: list[Tensor]) -> float:
     """The utilization that `polylane inspect` prints: by the times of the operators, measured one by one."""
-    graph = prepared.main.graph
-    seconds = measure_both(graph, model, loss, take(batch, 0, graph.samples))
+    graph = prepared.main_partition.graph
+    seconds = measure_both(graph, model, loss, take_samples(batch, 0, graph.samples))
     return step_at_best(prepared, price_stages(prepared, seconds, len(batch[0]))).utilization()
 
 
-def by_stage_times(prepared: Prepared, timelines: list[Timeline]) -> float:
+def by_stage_times(prepared: CompiledTraining, timelines: list[Timeline]) -> float:
     """That of the schedule, played with the measured mean times of the stages' passes; waiting inside them is idle."""
-    plan, order = prepared.plan, StageGraph.of_partition(prepared.main)
+    plan, order = prepared.plan, StageGraph.of_partition(prepared.main_partition)
     forward, backward = (
         [stage_seconds(timelines, kind, stage) for stage in range(plan.pipeline)]
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
     )
     played = simulate_schedule(schedule_lanes(plan.schedule, order, plan.microbatches), forward, backward, graph=order)
     waits = {
@@ -118,7 +122,7 @@ def by_stage_times(prepared: Prepared, timelines: list[Timeline]) -> float:
             for span in timeline.spans
             if (span.action.kind, span.action.stage) == (kind, stage)
         )
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
         for stage in range(plan.pipeline)
     }
     spans = tuple(replace(span, waited=waits[span.action.kind, span.action.stage]) for span in played.spans)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from polylane.cluster.cluster import Cluster
-from polylane.cluster.span import Ranks
-from polylane.cost import network
-from polylane.cost.closed import Traffic, lost
-from polylane.cost.method import Recompute
-from polylane.cost.stage import Range
-from polylane.cost.table import Table
+from polylane.cluster.rank_span import Ranks
+from polylane.cost.closed_form import ShardTrafficSeconds, exposed_seconds
+from polylane.cost.cost_table import CostTable
+from polylane.cost.network import collectives as network
+from polylane.cost.operators.training_options import Recompute
+from polylane.cost.stage_cost import Range
 
 
-def block_seconds(table: Table, block: Range, recompute: Recompute = "none") -> float:
+def block_seconds(table: CostTable, block: Range, recompute: Recompute = "none") -> float:
     """Seconds of both passes of a block, where the host runs ahead of the device within the block only.
 
     The host issues all operators of the block while the device computes and waits for collectives: the slower of the
@@ -74,11 +74,11 @@ def scattered(cluster: Cluster, size: float, ranks: Ranks, target: int, streams:
         target: the rank that the first of them sends to.
         streams: messages at once over the same links.
     """
-    sent = network.transfer(cluster, size / len(ranks), ranks[0], target, streams)
-    return sent + network.collective(cluster, "all_gather", size, ranks, None)
+    sent = network.message_seconds(cluster, size / len(ranks), ranks[0], target, streams)
+    return sent + network.collective_seconds(cluster, "all_gather", size, ranks, None)
 
 
-def sharded(compute: float, traffic: Traffic, microbatches: int) -> float:
+def sharded(compute: float, traffic: ShardTrafficSeconds, microbatches: int) -> float:
     """Seconds of a step of replicas that gather parameters block by block (ZeRO-3; FSDP: Zhao et al., 2023).
 
     Args:
@@ -86,4 +86,4 @@ def sharded(compute: float, traffic: Traffic, microbatches: int) -> float:
         traffic: for one microbatch.
         microbatches: of a step.
     """
-    return microbatches * (compute + lost(compute, traffic.seconds))
+    return microbatches * (compute + exposed_seconds(compute, traffic.seconds))

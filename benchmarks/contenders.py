@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks.harness import Contender
+from polylane.compile.compiled_training import build_objectives, compile_training
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.world import World
+from polylane.runtime.workers.world import World
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def pipelining(task: Task, kind: type[ScheduleGPipe] | type[Schedule1F1B], micro
 def polylane(task: Task, plan: str, workers: int) -> Contender:
     """This library, by a plan."""
     model = copy.deepcopy(task.model)
-    prepared = prepare(model, objectives_of(task.loss, optimizer, None), task.batch, plan)
+    prepared = compile_training(model, build_objectives(task.loss, optimizer, None), task.batch, plan)
 
     def setup(rank: int) -> Callable[[], float]:
         job = Job(prepared, World.join(), example=task.batch)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from polylane.runtime.launch import die_with
+from polylane.runtime.workers.fork import tie_to_parent
 
 # What one worker of a contender does: given its rank, it sets itself up and returns the function that runs one step.
 Setup = Callable[[int], Callable[[], Any]]
@@ -62,7 +62,7 @@ class Contender:
 
 
 def _serve(contender: Contender, rank: int, port: int, pipe: Connection, parent: int) -> None:
-    die_with(parent)
+    tie_to_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(contender.threads)
     if contender.workers > 1:

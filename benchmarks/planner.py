@@ -14,20 +14,20 @@ from torch.utils.data import default_collate
 from benchmarks.harness import Contender, make_parser, race
 from polylane.auto.choose import EXAMPLE, measure
 from polylane.cluster.cluster import Cluster
-from polylane.cluster.read import load
-from polylane.cost.method import Method
+from polylane.cluster.cluster_file import load
+from polylane.compile.compiled_training import build_objectives
+from polylane.compile.training_problem import TrainingProblem
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import predict
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
-from polylane.planner import setup
-from polylane.planner.search import weighed
-from polylane.probe.machine import here
+from polylane.planner import problem as setup
+from polylane.planner.search import weighted_seconds
+from polylane.probe.machine import local_cluster
 from polylane.recipe import load as load_recipe
 from polylane.runtime.job import Job
-from polylane.runtime.launch import single_threaded
-from polylane.runtime.prepare import objectives_of
-from polylane.runtime.training_problem import TrainingProblem
-from polylane.runtime.world import World
+from polylane.runtime.workers.fork import limit_to_one_thread
+from polylane.runtime.workers.world import World
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PLANS = (
@@ -92,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds = options.steps = 1
-    single_threaded()
-    cluster = here(4) if options.cluster is None else load(options.cluster)
+    limit_to_one_thread()
+    cluster = local_cluster(4) if options.cluster is None else load(options.cluster)
     cases, regrets = list[Case](), list[float]()
     for task in (task for task in TASKS if task.name in options.tasks):
         own, chosen = measured(task, cluster, options.rounds, options.steps)
@@ -113,9 +113,11 @@ def measured(task: Task, cluster: Cluster, rounds: int, steps: int) -> tuple[lis
     torch.manual_seed(0)
     model, dataset = recipe.model(), recipe.data("train")
     batch = (recipe.collate or default_collate)([dataset[i] for i in range(task.batch)])
-    problem = TrainingProblem(model, objectives_of(recipe.loss, recipe.optimizer, None), batch)
+    problem = TrainingProblem(model, build_objectives(recipe.loss, recipe.optimizer, None), batch)
     graph = problem.capture(EXAMPLE)
-    basis = setup.basis(problem.captured(graph, profile=measure(graph, problem, 4)), cluster, Method())
+    basis = setup.build_cost_model(
+        problem.captured(graph, profile=measure(graph, problem, 4)), cluster, TrainingOptions()
+    )
     cases, contenders = list[Case](), list[Contender]()
     for plan in PLANS:
         try:
@@ -123,14 +125,14 @@ def measured(task: Task, cluster: Cluster, rounds: int, steps: int) -> tuple[lis
         except PolylaneError as error:
             print(f"{task.name}, {plan}: {error}")
             continue
-        partition, fitted = setup.fitted(basis, parse(plan), task.batch)
+        partition, fitted = setup.fit_plan(basis, parse(plan), task.batch)
         cases.append(Case(task.name, plan, predict(basis, partition, fitted, task.batch).seconds))
         contenders.append(Contender(plan, prepared.plan.workers, _setup(prepared, batch)))
     race(contenders, rounds, steps, lead=1)  # predictions are of a step among others
     for case, contender in zip(cases, contenders, strict=True):
         case.measured = contender.median
     workers = {contender.name: contender.workers for contender in contenders}
-    return cases, min(cases, key=lambda case: weighed(case.predicted, workers[case.plan])).plan
+    return cases, min(cases, key=lambda case: weighted_seconds(case.predicted, workers[case.plan])).plan
 
 
 def _setup(prepared: Any, batch: Any) -> Callable[[int], Callable[[], Any]]:

@@ -17,15 +17,15 @@ from benchmarks.closed_form import block_seconds, pipelined, scattered, sharded
 from benchmarks.published_rows import Decoder, Row
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
-from polylane.cluster.line import parse
-from polylane.cost import network
-from polylane.cost.closed import Traffic
-from polylane.cost.roofline import Roofline
-from polylane.cost.stage import Range
-from polylane.cost.table import Clock, Sheet, Table, Work
-from polylane.graph.capture import capture
+from polylane.cluster.spec import parse
+from polylane.cost.closed_form import ShardTrafficSeconds
+from polylane.cost.cost_table import Clock, CostTable, OperatorWork, ShardedGraphCost
+from polylane.cost.network import collectives as network
+from polylane.cost.operators.roofline import Roofline
+from polylane.cost.stage_cost import Range
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph, Node
-from polylane.planner.layout import choose_layout
+from polylane.sharding.layout import choose_layout
 
 # Of the model that is captured: a block with its like on both sides.
 LAYERS = 3
@@ -76,12 +76,12 @@ class EightBitProducts:
     plain: Roofline
     products: Roofline
 
-    def __call__(self, work: Work) -> tuple[float, float]:
+    def __call__(self, work: OperatorWork) -> tuple[float, float]:
         """Seconds of both passes."""
-        clock = self.products if work.step.call.base == "linear" else self.plain
+        clock = self.products if work.operator.call.base == "linear" else self.plain
         return clock(work)
 
-    def issued(self, work: Work) -> tuple[float, float]:
+    def issued(self, work: OperatorWork) -> tuple[float, float]:
         """Seconds of the host."""
         return self.plain.issued(work)
 
@@ -121,7 +121,7 @@ def parts(graph: Graph) -> Parts:
 
 
 @cache
-def sheet(model: Decoder, steps: bool, tensor: int, layers: int = LAYERS) -> Sheet:
+def sheet(model: Decoder, steps: bool, tensor: int, layers: int = LAYERS) -> ShardedGraphCost:
     """The decoder as Megatron divides it (Shoeybi et al., 2019): between products, every rank has all that is added."""
     graph = captured(model, steps, layers)
     shape = (graph.samples, model.length, model.hidden)
@@ -129,7 +129,7 @@ def sheet(model: Decoder, steps: bool, tensor: int, layers: int = LAYERS) -> She
     splits = {}
     if tensor > 1:
         splits = dict(choose_layout(graph, {"tensor": tensor}, graph.samples, pins={"tensor": pins}).splits)
-    return Sheet(graph, splits, graph.samples, item=ITEM)
+    return ShardedGraphCost(graph, splits, graph.samples, item=ITEM)
 
 
 def _stream(node: Node, shape: tuple[int, ...]) -> bool:
@@ -169,13 +169,13 @@ def clock_of(device: Device, dtype: str, products: str) -> Clock:
     return plain if products == dtype else EightBitProducts(plain, Roofline(device, products, ITEM))
 
 
-def priced(own: Sheet, found: Cluster, tensor: int, samples: int, clock: Clock) -> Table:
+def priced(own: ShardedGraphCost, found: Cluster, tensor: int, samples: int, clock: Clock) -> CostTable:
     """What every node takes on a rank, with tensor ranks that are neighbours."""
 
     def exchange(collective: str, size: float) -> float:
         if collective == "message":
-            return network.transfer(found, size, 0, 1)
-        return network.collective(found, collective, size, range(tensor), None)
+            return network.message_seconds(found, size, 0, 1)
+        return network.collective_seconds(found, collective, size, range(tensor), None)
 
     return own.table(samples, clock, {"tensor": exchange})
 
@@ -183,7 +183,7 @@ def priced(own: Sheet, found: Cluster, tensor: int, samples: int, clock: Clock) 
 def elements(model: Decoder, tensor: int) -> tuple[float, float]:
     """Parameters of a rank: of a block, and of all that is not in blocks."""
     own = sheet(replace(model, layers=0), False, tensor)
-    counts = {name: math.prod(own.held_shape(f"parameter:{name}")) for name in own.graph.parameters}
+    counts = {name: math.prod(own.busiest_shape(f"parameter:{name}")) for name in own.graph.parameters}
     block = sum(count for name, count in counts.items() if name.startswith("blocks.1."))
     return block, sum(count for name, count in counts.items() if not name.startswith("blocks."))
 
@@ -208,7 +208,7 @@ def _pipelined(row: Row, microbatch: int, chunks: int) -> float:
     block, rest = elements(row.model, row.tensor)
     held = block * row.model.layers / row.pipeline + rest
     group = range(0, row.data * row.tensor, row.tensor)
-    reduced = network.collective(found, "all_reduce", held * ITEM, group, None)
+    reduced = network.collective_seconds(found, "all_reduce", held * ITEM, group, None)
     return passes + reduced + _update(held, row, found.device(0))
 
 
@@ -230,6 +230,6 @@ def _sharded(row: Row) -> float:
     block, rest = elements(row.model, row.tensor)
     pieces = [block] * row.model.layers + [rest]
     gathers = 2 if row.method.shard == "parameters" else 1
-    traffic = Traffic.of(found, [count * ITEM for count in pieces], range(row.gpus), gathers)
+    traffic = ShardTrafficSeconds.of(found, [count * ITEM for count in pieces], range(row.gpus), gathers)
     rounds = math.ceil(row.batch / (row.gpus * row.microbatch))
     return sharded(compute, traffic, rounds) + _update(sum(pieces) / row.gpus, row, found.device(0))

@@ -16,21 +16,21 @@ import torch
 from torch import nn
 
 from benchmarks import amoebanet
-from polylane.cluster.line import parse
-from polylane.cost import network
-from polylane.cost.method import Method
-from polylane.cost.play import play
-from polylane.cost.predict import Basis, Prediction, predict
-from polylane.cost.task import Task, Transfer
+from polylane.cluster.spec import parse
+from polylane.cost.network import collectives as network
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.predict import CostModel, Prediction, predict
+from polylane.cost.simulator.simulate import simulate_tasks
+from polylane.cost.simulator.task import Task, TransferTime
 from polylane.errors import PolylaneError
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
-from polylane.plan import fit
+from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees, Spec
-from polylane.planner.setup import CapturedProblem, basis, fitted
-from polylane.schedule.action import Action, Kind
+from polylane.planner.problem import CapturedProblem, build_cost_model, fit_plan
+from polylane.schedule.action import Action, ActionKind
 
 DEVICES = 8
 CLUSTER = f"1x{DEVICES}:p40,link=pcie-3"
@@ -103,11 +103,13 @@ def seconds(run: Experiment) -> float:
     partition, plan = divided(found, run)
     prediction = predict(found, partition, plan, run.batch, exact=False)
     messages = travels(found, partition, prediction.stages[0].samples)
-    return play([tasks(prediction, messages, stage, found.overhead) for stage in range(run.stages)]).makespan()
+    return simulate_tasks(
+        [tasks(prediction, messages, stage, found.host_overhead) for stage in range(run.stages)]
+    ).makespan()
 
 
 @cache
-def priced(layers: int, filters: int) -> Basis:
+def priced(layers: int, filters: int) -> CostModel:
     """What predictions of a size of the model rest on."""
     with torch.device("meta"):
         model = amoebanet.AmoebaNet(layers, filters)
@@ -120,18 +122,18 @@ def priced(layers: int, filters: int) -> Basis:
     def optimizer(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return torch.optim.SGD([each for _, each in parameters], lr=0.1)
 
-    return basis(CapturedProblem(graph, optimizer), parse(CLUSTER), Method())
+    return build_cost_model(CapturedProblem(graph, optimizer), parse(CLUSTER), TrainingOptions())
 
 
-def divided(found: Basis, run: Experiment) -> tuple[Partition, Plan]:
+def divided(found: CostModel, run: Experiment) -> tuple[Partition, Plan]:
     """The graph cut between blocks as the experiment has it, and the plan."""
     spec = Spec(pipeline=run.stages, schedule="afab", microbatches=run.microbatches)
     if not run.balance:
-        return fitted(found, spec, run.batch)
+        return fit_plan(found, spec, run.batch)
     graph = found.stages.graph
     firsts = itertools.accumulate(run.balance[:-1])
     partition = Partition(graph, tuple(first_node(graph, f"blocks.{block}") for block in firsts))
-    return partition, fit.from_partition(partition, spec, run.microbatches)
+    return partition, fit.plan_from_partition(partition, spec, run.microbatches)
 
 
 def first_node(graph: Graph, module: str) -> int:
@@ -139,21 +141,21 @@ def first_node(graph: Graph, module: str) -> int:
     return next(i for i, n in enumerate(graph.nodes) if n.module == module or n.module.startswith(f"{module}."))
 
 
-def travels(found: Basis, partition: Partition, samples: int) -> list[Transfer]:
+def travels(found: CostModel, partition: Partition, samples: int) -> list[TransferTime]:
     """Of one microbatch from each stage to the next: values that skip stages are handed on from one to the other."""
-    sheet = found.stages.sheet(Degrees())
+    sheet = found.stages.sharded_graph(Degrees())
     sizes = [0.0] * (partition.stages - 1)
     for crossing in partition.crossings:
         for stage in range(crossing.producer, max(crossing.consumers)):
-            sizes[stage] += sheet.value(crossing.value, samples)
+            sizes[stage] += sheet.busiest_value_bytes(crossing.value, samples)
     given = []
     for stage, size in enumerate(sizes):
-        empty = network.transfer(found.cluster, 0.0, stage, stage + 1)
-        given.append(Transfer(network.transfer(found.cluster, size, stage, stage + 1) - empty, empty))
+        empty = network.message_seconds(found.cluster, 0.0, stage, stage + 1)
+        given.append(TransferTime(network.message_seconds(found.cluster, size, stage, stage + 1) - empty, empty))
     return given
 
 
-def tasks(prediction: Prediction, messages: Sequence[Transfer], stage: int, overhead: float) -> list[Task]:
+def tasks(prediction: Prediction, messages: Sequence[TransferTime], stage: int, overhead: float) -> list[Task]:
     """What a stage does in a step as torchgpipe has it: all forward passes, then the backward passes the other way.
 
     What was not kept is computed again before its gradient has arrived (torchgpipe/checkpoint.py: "preceding
@@ -162,26 +164,26 @@ def tasks(prediction: Prediction, messages: Sequence[Transfer], stage: int, over
     """
     own, count = prediction.stages[stage], prediction.plan.microbatches
 
-    def message(kind: Kind, microbatch: int, way: int) -> list[Task]:
+    def message(kind: ActionKind, microbatch: int, way: int) -> list[Task]:
         """To or from the stage before (-1) or behind (1), if there is one; gradients come from behind."""
         peer = stage + way
         if not 0 <= peer < len(prediction.stages):
             return []
-        action = Action(kind, stage, microbatch, "states", peer, gradient=(kind is Kind.SEND) == (way < 0))
-        return [Task(action, transfer=messages[min(stage, peer)]) if kind is Kind.SEND else Task(action)]
+        action = Action(kind, stage, microbatch, "states", peer, gradient=(kind is ActionKind.SEND) == (way < 0))
+        return [Task(action, transfer=messages[min(stage, peer)]) if kind is ActionKind.SEND else Task(action)]
 
-    def computes(kind: Kind, microbatch: int, took: float) -> Task:
+    def computes(kind: ActionKind, microbatch: int, took: float) -> Task:
         return Task(Action(kind, stage, microbatch), took + overhead)
 
     found: list[Task] = []
     for i in range(count):
-        found += message(Kind.RECEIVE, i, -1)
-        found.append(computes(Kind.FORWARD, i, own.passes.forward))
-        found += message(Kind.SEND, i, 1)
+        found += message(ActionKind.RECEIVE, i, -1)
+        found.append(computes(ActionKind.FORWARD, i, own.passes.forward))
+        found += message(ActionKind.SEND, i, 1)
     for i in reversed(range(count)):
         if i < count - 1 or count == 1:
-            found.append(computes(Kind.FORWARD, i, own.passes.forward))
-        found += message(Kind.RECEIVE, i, 1)
-        found.append(computes(Kind.BACKWARD, i, own.passes.backward))
-        found += message(Kind.SEND, i, -1)
-    return [*found, Task(Action(Kind.STEP, stage), own.update)]
+            found.append(computes(ActionKind.FORWARD, i, own.passes.forward))
+        found += message(ActionKind.RECEIVE, i, 1)
+        found.append(computes(ActionKind.BACKWARD, i, own.passes.backward))
+        found += message(ActionKind.SEND, i, -1)
+    return [*found, Task(Action(ActionKind.STEP, stage), own.update_seconds)]

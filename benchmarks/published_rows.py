@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.published_gpipe import Experiment, experiment
-from polylane.cost.method import Method, Recompute, Sharding
+from polylane.cost.operators.training_options import Recompute, Sharding, TrainingOptions
 from polylane.errors import PolylaneError
 
 # Names of devices in the files, and presets.
@@ -72,7 +72,7 @@ class Row:
     pipeline: int
     microbatch: int | None
     batch: int
-    method: Method
+    method: TrainingOptions
     products: str
     seconds: float
     problem: Hashable
@@ -130,7 +130,9 @@ def gpt_plan(r: Record) -> Row:
         pipeline=pipeline,
         microbatch=microbatch,
         batch=count(r, "global_batch"),
-        method=Method(dtype=named(DTYPES, r, "precision"), recompute=named(RECOMPUTE, r, "recompute"), overlap=False),
+        method=TrainingOptions(
+            dtype=named(DTYPES, r, "precision"), recompute=named(RECOMPUTE, r, "recompute"), overlap=False
+        ),
         products=named(DTYPES, r, "precision"),
         seconds=figure(r, "step_seconds"),
         problem=(r["model"], r["gpus"], r["global_batch"]),
@@ -156,7 +158,7 @@ def fsdp_mpt(r: Record) -> Row:
         pipeline=1,
         microbatch=count(r, "microbatch"),
         batch=batch,
-        method=Method(
+        method=TrainingOptions(
             dtype="bfloat16",
             masters=r["master_weights"] != "bf16",
             recompute=named(RECOMPUTE, r, "recompute"),
@@ -186,7 +188,7 @@ def megatron(r: Record) -> Row:
         pipeline=count(r, "pipeline"),
         microbatch=None,
         batch=batch,
-        method=Method(dtype=dtype, recompute=named(RECOMPUTE, r, "recompute"), overlap=False),
+        method=TrainingOptions(dtype=dtype, recompute=named(RECOMPUTE, r, "recompute"), overlap=False),
         products=dtype,
         seconds=flops / gpus / (figure(r, "hardware_tflops_per_gpu") * 1e12),
         problem=None,

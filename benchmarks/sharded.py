@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks import contenders
 from benchmarks.harness import Contender, make_parser, race, table
+from polylane.compile.compiled_training import build_objectives, compile_training
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import objectives_of, prepare
 from polylane.runtime.transport import c10d
-from polylane.runtime.transport.choose import transport_for
-from polylane.runtime.world import World
+from polylane.runtime.transport.choose import choose_transport
+from polylane.runtime.workers.world import World
 
 SHARDS = ("none", "optimizer", "gradients", "parameters")
 
@@ -64,12 +64,12 @@ def polylane(task: contenders.Task, shard: str, gloo: bool) -> Contender:
         gloo: over gloo, as torch's own are; else as it comes.
     """
     plan = f"data=2,shard={shard}"
-    objectives = objectives_of(task.loss, contenders.optimizer, None)
-    prepared = prepare(copy.deepcopy(task.model), objectives, task.batch, plan)
+    objectives = build_objectives(task.loss, contenders.optimizer, None)
+    prepared = compile_training(copy.deepcopy(task.model), objectives, task.batch, plan)
 
     def setup(rank: int) -> Callable[[], Any]:
         world = World.join()
-        job = Job(prepared, world, example=task.batch, connect=c10d.Transport if gloo else transport_for(world))
+        job = Job(prepared, world, example=task.batch, connect=c10d.C10dTransport if gloo else choose_transport(world))
         return lambda: job.step(task.batch).loss
 
     return Contender(f"polylane shard={shard}{', gloo' if gloo else ''}", 2, setup)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from benchmarks.harness import make_parser
-from polylane.observe import swimlane
+from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
+from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
 from polylane.recipe import Recipe, load
 from polylane.runtime.job import Job
-from polylane.runtime.launch import Context, fork
-from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.world import World
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.world import World
 
 KINDS = (
     "data=1",
@@ -67,13 +67,13 @@ class Outcome:
     sent: float
 
 
-def prepared_for(recipe: Recipe, plan: str) -> tuple[Prepared, Any]:
+def prepared_for(recipe: Recipe, plan: str) -> tuple[CompiledTraining, Any]:
     """The recipe, split."""
     torch.manual_seed(0)
     samples = recipe.data("train")
     example = torch.utils.data.default_collate([samples[i] for i in range(BATCH)])
-    objectives = objectives_of(recipe.loss, recipe.optimizer, recipe.scheduler)
-    return prepare(recipe.model(), objectives, example, plan, batch_size=BATCH), example
+    objectives = build_objectives(recipe.loss, recipe.optimizer, recipe.scheduler)
+    return compile_training(recipe.model(), objectives, example, plan, batch_size=BATCH), example
 
 
 def trained(recipe: Recipe, plan: str, epochs: int) -> tuple[float, float, float]:
@@ -81,7 +81,7 @@ def trained(recipe: Recipe, plan: str, epochs: int) -> tuple[float, float, float
     prepared, example = prepared_for(recipe, plan)
     plain = copy.deepcopy(prepared.model)
 
-    def work(context: Context) -> tuple[dict[str, Any], float, float]:
+    def work(context: WorkerContext) -> tuple[dict[str, Any], float, float]:
         with Job(prepared, World.join(), example=example) as job:
             start, samples = time.perf_counter(), 0
             for batch in job.batches(recipe.data("train"), BATCH, epochs):
@@ -92,7 +92,7 @@ def trained(recipe: Recipe, plan: str, epochs: int) -> tuple[float, float, float
             sent = sum(each["agreement"] for each in job.traffic()) / prepared.plan.workers
             return state, samples / seconds, sent
 
-    state, rate, sent = fork(work, prepared.plan.processes)[0]
+    state, rate, sent = fork_workers(work, prepared.plan.processes)[0]
     plain.load_state_dict(state)
     return accuracy(plain, recipe), rate, sent
 
@@ -109,7 +109,7 @@ def slowed(recipe: Recipe, plan: str) -> float:
     """Samples a second where now this and now that replica is a straggler."""
     prepared, example = prepared_for(recipe, f"{plan},{STRAGGLERS}")
 
-    def work(context: Context) -> tuple[int, float]:
+    def work(context: WorkerContext) -> tuple[int, float]:
         with Job(prepared, World.join(), example=example) as job:
             samples, start = 0, 0.0
             for step, batch in enumerate(job.batches(recipe.data("train"), BATCH, 1 + SLOWED * BATCH // 1400)):
@@ -121,7 +121,7 @@ def slowed(recipe: Recipe, plan: str) -> float:
                 job.step(batch)
             return samples, time.perf_counter() - start
 
-    found = fork(work, prepared.plan.processes)
+    found = fork_workers(work, prepared.plan.processes)
     return sum(samples / seconds for samples, seconds in found[: prepared.plan.workers])
 
 
@@ -129,13 +129,15 @@ def drawn(recipe: Recipe, plan: str, folder: Path) -> Path:
     """Four steps with stragglers, as a swimlane."""
     prepared, example = prepared_for(recipe, f"{plan},{STRAGGLERS}")
 
-    def work(context: Context) -> Timeline:
+    def work(context: WorkerContext) -> Timeline:
         with Job(prepared, World.join(), example=example) as job:
             for _, batch in zip(range(LEAD + 9), job.batches(recipe.data("train"), BATCH), strict=False):
                 job.step(batch)
             return job.timeline(steps=4)
 
-    timeline = replace(fork(work, prepared.plan.processes)[0], title=f"{plan}: four steps, with stragglers · measured")
+    timeline = replace(
+        fork_workers(work, prepared.plan.processes)[0], title=f"{plan}: four steps, with stragglers · measured"
+    )
     file = folder / f"stragglers-{plan.partition(',')[2].replace('=', '-').replace(',', '-') or 'sum'}.svg"
     file.write_text(swimlane.svg(timeline))
     return file

@@ -12,9 +12,9 @@ from benchmarks import contenders
 from benchmarks.contenders import Task
 from benchmarks.dtensor import dtensor, dtensor_forward, split_gpt, split_mlp
 from benchmarks.harness import Contender, make_parser, race, table
+from polylane.compile.compiled_training import build_objectives, compile_training
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.world import World
+from polylane.runtime.workers.world import World
 
 WIDTH, LAYERS = 8192, 4
 
@@ -54,8 +54,10 @@ def plain_forward(task: Task, threads: int) -> Contender:
 def polylane_forward(task: Task, plan: str, workers: int) -> Contender:
     """This library, the loss alone."""
     # An optimizer without states: nothing is trained.
-    objectives = objectives_of(task.loss, lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1), None)
-    prepared = prepare(task.model, objectives, task.batch, plan, evaluation=True)
+    objectives = build_objectives(
+        task.loss, lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1), None
+    )
+    prepared = compile_training(task.model, objectives, task.batch, plan, evaluation=True)
 
     def setup(rank: int) -> Callable[[], float]:
         job = Job(prepared, World.join(), example=task.batch)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.harness import make_parser
-from polylane.runtime.launch import Context, fork
-from polylane.runtime.transport.c10d import Transport as OverGloo
-from polylane.runtime.transport.choose import transport_for
+from polylane.runtime.transport.c10d import C10dTransport as OverGloo
+from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
 
 SIZES = (1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20)  # bytes
 ROUND_SECONDS = 0.15  # a turn of one way at one size
@@ -89,11 +89,11 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def measured(context: Context, names: list[str], sizes: list[int], rounds: int) -> list[Row]:
+def measured(context: WorkerContext, names: list[str], sizes: list[int], rounds: int) -> list[Row]:
     """What one worker sees: every operation at every size, the two ways in turns."""
     ranks = range(context.world.size)
     pairs = [(a, b) for a in ranks for b in ranks if a != b]
-    shared: Transport = transport_for(context.world)(context.world, pairs, [ranks])
+    shared: Transport = choose_transport(context.world)(context.world, pairs, [ranks])
     gloo: Transport = OverGloo(context.world, pairs, [ranks], tag=1, own_groups=True)
     rows = []
     for name in names:
@@ -153,7 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.ranks, options.sizes, options.rounds = [2], [SIZES[0]], 1
     torch.set_num_threads(1)  # before anything runs: the workers are forked
     for ranks in options.ranks:
-        rows = fork(lambda context: measured(context, options.operations, options.sizes, options.rounds), ranks)[0]
+        rows = fork_workers(
+            lambda context: measured(context, options.operations, options.sizes, options.rounds), ranks
+        )[0]
         print(f"\n{table(rows)}", flush=True)
 
 

@@ -10,13 +10,13 @@ import torch
 
 from benchmarks import contenders
 from benchmarks.harness import make_parser
-from polylane.cost.steps import simulate_schedule
+from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.world import World
-from polylane.schedule.action import Kind
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
+from polylane.schedule.action import ActionKind
 from polylane.schedule.synchronous import schedule_lanes
 
 LEAD = 2  # steps that do not count
@@ -24,11 +24,11 @@ LEAD = 2  # steps that do not count
 
 def passes(timeline: Timeline) -> Timeline:
     """Only the forward and backward passes: what theory draws."""
-    kept = [span for span in timeline.spans if span.action.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    kept = [span for span in timeline.spans if span.action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
     return Timeline(tuple(kept), timeline.ranks).from_zero()
 
 
-def stage_seconds(timelines: list[Timeline], kind: Kind, stage: int) -> float:
+def stage_seconds(timelines: list[Timeline], kind: ActionKind, stage: int) -> float:
     """Mean duration of a stage's passes of one kind, over all steps."""
     spans: list[Span] = [s for t in timelines for s in t.spans if s.action.kind is kind and s.action.stage == stage]
     return statistics.fmean(span.end - span.start for span in spans)
@@ -47,15 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for schedule in ("afab", "1f1b"):
         for m in (2,) if options.quick else (2, 4, 8):
             plan = f"pipeline=2,schedule={schedule},microbatches={m}"
-            prepared = prepare(task.model, objectives_of(task.loss, contenders.optimizer, None), task.batch, plan)
+            prepared = compile_training(
+                task.model, build_objectives(task.loss, contenders.optimizer, None), task.batch, plan
+            )
 
             def work(_: Any, prepared: Any = prepared) -> list[Timeline]:
                 job = Job(prepared, World.join(), example=task.batch)
                 return [passes(job.step(task.batch).timeline) for _ in range(options.steps)][LEAD:]
 
-            timelines = fork(work, 2)[0]
-            forward = [stage_seconds(timelines, Kind.FORWARD, s) for s in range(2)]
-            backward = [stage_seconds(timelines, Kind.BACKWARD, s) for s in range(2)]
+            timelines = fork_workers(work, 2)[0]
+            forward = [stage_seconds(timelines, ActionKind.FORWARD, s) for s in range(2)]
+            backward = [stage_seconds(timelines, ActionKind.BACKWARD, s) for s in range(2)]
             theory = simulate_schedule(schedule_lanes(schedule, 2, m), forward, backward).utilization()
             measured = statistics.median(t.utilization() for t in timelines)
             print(f"| {schedule}, {m} | {measured:.1%} | {theory:.1%} | {measured / theory - 1:+.1%} |", flush=True)

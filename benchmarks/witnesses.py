@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from benchmarks.harness import make_parser
+from polylane.compile import cache as compile_cache
+from polylane.compile.compiled_training import build_objectives, compile_training
 from polylane.recipe import load
-from polylane.runtime import compile_cache, finite, worker
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.world import World
+from polylane.runtime.pipeline import anomalies as finite
+from polylane.runtime.pipeline import executor as worker
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
 
 LEAD = 3  # steps that do not count
 MODELS: dict[str, dict[str, str]] = {
@@ -29,10 +31,10 @@ MODELS: dict[str, dict[str, str]] = {
 }
 PLANS = ("data=1", "data=2", "pipeline=2,microbatches=4")
 WATCHED = {
-    "counts": (worker.Worker, "_with_counts"),
-    "counts: waiting for the other replicas": (worker.Worker, "_add_replicas"),
+    "counts": (worker.Executor, "_with_counts"),
+    "counts: waiting for the other replicas": (worker.Executor, "_add_replicas"),
     "attributes": (compile_cache.SettingsVersions, "current"),
-    "finite": (finite.Anomalies, "look"),
+    "finite": (finite.AnomalyDetector, "look"),
 }
 
 
@@ -59,14 +61,16 @@ def measured(name: str, plan: str, steps: int) -> tuple[float, dict[str, float]]
     collate = recipe.collate or torch.utils.data.default_collate
     batch = collate([samples[i] for i in range(16 if name == "gpt" else 64)])
     torch.manual_seed(0)
-    prepared = prepare(recipe.model(), objectives_of(recipe.loss, recipe.optimizer, recipe.scheduler), batch, plan)
+    prepared = compile_training(
+        recipe.model(), build_objectives(recipe.loss, recipe.optimizer, recipe.scheduler), batch, plan
+    )
 
     def work(_: Any) -> tuple[float, dict[str, float]]:
         spent: dict[str, float] = defaultdict(float)
         for what, (owner, method) in WATCHED.items():
             setattr(owner, method, timed(getattr(owner, method), what, spent))
         with Job(prepared, World.join(), example=batch) as job:
-            job.anomalies = finite.Anomalies()
+            job.anomalies = finite.AnomalyDetector()
             for _ in range(LEAD):
                 job.step(batch)
             spent.clear()
@@ -75,7 +79,7 @@ def measured(name: str, plan: str, steps: int) -> tuple[float, dict[str, float]]
                 job.step(batch).loss  # noqa: B018
             return time.perf_counter() - start, dict(spent)
 
-    return fork(work, prepared.plan.processes)[0]
+    return fork_workers(work, prepared.plan.processes)[0]
 
 
 def timed(plain: Callable[..., Any], what: str, spent: dict[str, float]) -> Callable[..., Any]:

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import make_parser
+from polylane.compile.compiled_training import Objective
 from polylane.errors import PolylaneError
-from polylane.runtime.launch import single_threaded
-from polylane.runtime.prepare import Objective
-from polylane.verify import Verdict, verify
+from polylane.runtime.workers.fork import limit_to_one_thread
+from polylane.verify.verify import Verdict, verify
 
 PLANS = ("data=2", "data=3", "tensor=2", "pipeline=2,microbatches=3")
 BATCH, SIDE, CLASSES = 7, 32, 10
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         options.only, options.plans = options.only[:1], options.plans[:1]
         options.optimizers, options.steps = options.optimizers[:1], [1]
-    single_threaded()
+    limit_to_one_thread()
     warnings.simplefilter("ignore")
     try:
         torchvision_loads()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polylane.program.relay import Box
+from polylane.program.boxes import IndexBox
 
 
-def read(tensor: Tensor, box: Box) -> Tensor:
+def read(tensor: Tensor, box: IndexBox) -> Tensor:
     """A box of a tensor, element by element."""
     index = [
         torch.tensor([i for start, stop in ranges for i in range(start, stop)], dtype=torch.int64) for ranges in box
@@ -16,7 +16,7 @@ def read(tensor: Tensor, box: Box) -> Tensor:
     return tensor[torch.meshgrid(*index, indexing="ij")] if index else tensor.clone()
 
 
-def write(tensor: Tensor, box: Box, values: Tensor) -> None:
+def write(tensor: Tensor, box: IndexBox, values: Tensor) -> None:
     index = [
         torch.tensor([i for start, stop in ranges for i in range(start, stop)], dtype=torch.int64) for ranges in box
     ]

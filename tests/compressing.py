@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from local_transport import LocalTransport, run_local
-from polylane.program.program import Bucket
-from polylane.runtime.sync.all_reduce import Reducer
-from polylane.runtime.sync.codec import Codec, Plain
-from polylane.runtime.sync.powersgd import PowerSGD
-from polylane.runtime.sync.top_k import TopK
-from polylane.runtime.sync.wire import Wire
+from polylane.program.program import GradientBucket
+from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.runtime.sync.compression.compressor import GradientCompressor, NoCompression
+from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
+from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
+from polylane.runtime.sync.compression.top_k import TopKCompressor
 
 SAMPLES = 23
 # Where each rank's rows end, by the number of ranks: uneven.
@@ -68,9 +68,9 @@ def backward(model: Net, step: int, rank: int, ranks: int) -> None:
     (F.cross_entropy(outputs, targets[rows], reduction="sum") / SAMPLES).backward()
 
 
-def buckets(ranks: int, together: Sequence[tuple[str, ...]] = TOGETHER) -> tuple[Bucket, ...]:
+def buckets(ranks: int, together: Sequence[tuple[str, ...]] = TOGETHER) -> tuple[GradientBucket, ...]:
     """Buckets that all ranks sum."""
-    return tuple(Bucket(f"stage0.{i}", tuple(range(ranks)), names) for i, names in enumerate(together))
+    return tuple(GradientBucket(f"stage0.{i}", tuple(range(ranks)), names) for i, names in enumerate(together))
 
 
 def descend(model: nn.Module) -> None:
@@ -94,7 +94,7 @@ class Seen:
 
 
 def trained(
-    codec: Callable[[], Codec],
+    codec: Callable[[], GradientCompressor],
     ranks: int,
     steps: int,
     dtype: torch.dtype = torch.float64,
@@ -108,22 +108,22 @@ def trained(
     return run_local(ranks, work)
 
 
-def train(codec: Codec, model: Net, steps: Sequence[int], transport: Any) -> Seen:
+def train(codec: GradientCompressor, model: Net, steps: Sequence[int], transport: Any) -> Seen:
     """One rank's steps."""
     seen, parameters = Seen(), dict(model.named_parameters())
     own = buckets(transport.size)
-    reducer = Reducer(own, parameters, (), transport, codec, range(transport.size))
+    reducer = AllReducer(own, parameters, (), transport, codec, range(transport.size))
     for step in steps:
         given, sent = transport.counters.given, transport.counters.sent
         model.zero_grad(set_to_none=True)
-        reducer.arm()
+        reducer.begin_last_backward()
         backward(model, step, transport.rank, transport.size)
-        reducer.flush()
+        reducer.launch_remaining()
         for bucket in own if transport.size > 1 else ():
-            reducer.wait(bucket.name)
+            reducer.wait_bucket(bucket.name)
         seen.sums.append(copied({name: p.grad for name, p in parameters.items()}))
         seen.memories.append(copied(codec.state_dict().get("memory", {})))
-        seen.bytes.append(dict(reducer.bytes))
+        seen.bytes.append(dict(reducer.bucket_bytes))
         seen.given.append(transport.counters.given - given)
         seen.sent.append(transport.counters.sent - sent)
         descend(model)
@@ -152,12 +152,12 @@ def copied(tensors: Any) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-KINDS: dict[str, Callable[[], Codec]] = {
-    "plain": Plain,
-    "bfloat16": lambda: Wire(torch.bfloat16),
-    "float16": lambda: Wire(torch.float16),
-    "powersgd": lambda: PowerSGD(2),
-    "top_k": lambda: TopK(0.1),
+KINDS: dict[str, Callable[[], GradientCompressor]] = {
+    "plain": NoCompression,
+    "bfloat16": lambda: HalfPrecisionCompressor(torch.bfloat16),
+    "float16": lambda: HalfPrecisionCompressor(torch.float16),
+    "powersgd": lambda: PowerSGDCompressor(2),
+    "top_k": lambda: TopKCompressor(0.1),
 }
 
 
@@ -181,20 +181,20 @@ def assert_close(found: list[Tensors], expected: list[Tensors]) -> None:
             torch.testing.assert_close(mine[name], other[name], rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def matrix_sums(codec: Callable[[], Codec], shares: list[list[Tensor]]) -> list[Seen]:
+def matrix_sums(codec: Callable[[], GradientCompressor], shares: list[list[Tensor]]) -> list[Seen]:
     """A matrix's sums over ranks, for shares[step][rank]."""
 
     def work(transport: LocalTransport) -> Seen:
         own, seen = codec(), Seen()
         parameter = nn.Parameter(torch.zeros_like(shares[0][0]))
-        reducer = Reducer(
+        reducer = AllReducer(
             buckets(transport.size, [("w",)]), {"w": parameter}, (), transport, own, range(transport.size)
         )
         for step in shares:
-            reducer.arm()
+            reducer.begin_last_backward()
             parameter.grad = step[transport.rank].clone()
-            reducer.flush()
-            reducer.wait("stage0.0")
+            reducer.launch_remaining()
+            reducer.wait_bucket("stage0.0")
             seen.sums.append({"w": parameter.grad.clone()})
             seen.memories.append(copied(own.state_dict().get("memory", {})))
         seen.left = own.state_dict()

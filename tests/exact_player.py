@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from polylane.cost.task import Task
-from polylane.schedule.action import Kind
+from polylane.cost.simulator.task import Task
+from polylane.schedule.action import ActionKind
 
 
 @dataclass
@@ -59,11 +59,11 @@ class ExactPlayer:
         for lane, tasks in enumerate(self.lanes):
             while self.at[lane] < len(tasks) and ("lane", lane) not in self.left:
                 task = tasks[self.at[lane]]
-                if task.action.kind is Kind.RECEIVE and task.key not in self.there:
+                if task.action.kind is ActionKind.RECEIVE and task.key not in self.there:
                     break
-                if task.action.kind is Kind.SEND:
+                if task.action.kind is ActionKind.SEND:
                     queues.setdefault((lane, task.action.peer), []).append(task)
-                if task.action.kind is Kind.FORWARD:
+                if task.action.kind is ActionKind.FORWARD:
                     self.left["lane", lane] = Fraction(task.seconds)
                 else:
                     self._leave(lane)

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from polylane.cluster.line import parse
-from polylane.cost.footprint import Footprint
-from polylane.cost.method import Method
-from polylane.cost.predict import Basis
-from polylane.graph.capture import capture
+from polylane.cluster.spec import parse
+from polylane.cost.memory.search_bound import Footprint
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.predict import CostModel
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
-from polylane.planner import setup
-from polylane.planner.estimate import Estimates
+from polylane.planner import problem as setup
+from polylane.planner.stage_curves import CurveCache
 
 
 class Block(nn.Module):
@@ -86,13 +86,13 @@ def example(name: str) -> Graph:
     return capture(model, case.loss, case.batch(2, 0), trainable=[n for n, _ in model.named_parameters()])
 
 
-def basis(graph: Graph, cluster: str, method: Method | None = None) -> Basis:
-    return setup.basis(setup.CapturedProblem(graph, adam), parse(cluster), method or Method())
+def basis(graph: Graph, cluster: str, method: TrainingOptions | None = None) -> CostModel:
+    return setup.build_cost_model(setup.CapturedProblem(graph, adam), parse(cluster), method or TrainingOptions())
 
 
-def estimates(graph: Graph, cluster: str, batch: int, method: Method | None = None) -> Estimates:
-    return Estimates(basis(graph, cluster, method), batch)
+def estimates(graph: Graph, cluster: str, batch: int, method: TrainingOptions | None = None) -> CurveCache:
+    return CurveCache(basis(graph, cluster, method), batch)
 
 
 def footprint(graph: Graph, cluster: str) -> Footprint:
-    return setup.footprint(setup.CapturedProblem(graph, adam), parse(cluster))
+    return setup.build_search_bound(setup.CapturedProblem(graph, adam), parse(cluster))

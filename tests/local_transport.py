@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PeerLost
-from polylane.runtime.failure import is_peer_loss
 from polylane.runtime.transport.protocol import (
-    Counters,
-    Done,
-    Outcome,
-    Pending,
-    as_sent,
-    equal_sizes,
+    FinishedTransfer,
+    PendingResult,
+    PendingTransfer,
+    TransportCounters,
+    all_reduce_bytes,
     gathered_sizes,
-    normalised,
-    reduced_bytes,
+    make_contiguous,
+    normalize_group,
+    part_sizes,
     require_flat,
     require_summable,
 )
-from polylane.values import decode, encode
+from polylane.runtime.transport.serialization import decode, encode
+from polylane.runtime.workers.failure import is_peer_loss
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -111,26 +111,26 @@ class LocalTransport:
     def __init__(self, rank: int, hub: _Hub) -> None:
         self.rank = rank
         self.size = hub.size
-        self.counters = Counters()
+        self.counters = TransportCounters()
         self._hub = hub
         self._asked: Counter[Key] = Counter()
 
-    def send(self, tensor: Tensor, peer: int) -> Pending:
+    def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
         """See :meth:`.protocol.Transport.send`."""
         self._require_peer(peer)
         if tensor.numel() == 0:
-            return Done(tensor)
-        self.counters.put("send", tensor, tensor.nbytes)
-        self._hub.put(self._next("message", self.rank, peer), self.rank, as_sent(tensor).clone())
-        return Done(tensor)
+            return FinishedTransfer(tensor)
+        self.counters.count_sent("send", tensor, tensor.nbytes)
+        self._hub.put(self._next("message", self.rank, peer), self.rank, make_contiguous(tensor).clone())
+        return FinishedTransfer(tensor)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
         """See :meth:`.protocol.Transport.receive`. Its wait raises ValueError where another shape or dtype was sent."""
         self._require_peer(peer)
         expected = torch.empty(tuple(shape), dtype=dtype, device="meta")
         if expected.numel() == 0:
-            return Done(torch.empty(tuple(shape), dtype=dtype))
-        self.counters.add("receive", expected)
+            return FinishedTransfer(torch.empty(tuple(shape), dtype=dtype))
+        self.counters.count_local("receive", expected)
         key = self._next("message", peer, self.rank)
 
         def finish() -> Tensor:
@@ -145,13 +145,13 @@ class LocalTransport:
 
         return _Waiting(finish)
 
-    def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
+    def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
         """See :meth:`.protocol.Transport.all_reduce`."""
         require_summable(tensor)
         members = self._members(ranks)
         if len(members) == 1 or tensor.numel() == 0:
-            return Done(tensor)
-        self.counters.put("all_reduce", tensor, reduced_bytes(tensor, len(members)))
+            return FinishedTransfer(tensor)
+        self.counters.count_sent("all_reduce", tensor, all_reduce_bytes(tensor, len(members)))
 
         def finish(parts: list[Tensor]) -> Tensor:
             if len({(part.shape, part.dtype) for part in parts}) > 1:
@@ -159,16 +159,18 @@ class LocalTransport:
             tensor.detach().copy_(_total(parts))
             return tensor.detach()
 
-        return self._collective("sum", members, as_sent(tensor).clone(), f"summing over ranks {members}", finish)
+        return self._collective(
+            "sum", members, make_contiguous(tensor).clone(), f"summing over ranks {members}", finish
+        )
 
-    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         """See :meth:`.protocol.Transport.all_gather`. Its wait raises ValueError where lengths or dtypes differ."""
         members, ranks = self._members(ranks), tuple(ranks)
         sizes = gathered_sizes(tensor, ranks.index(self.rank), ranks, sizes)
-        own = as_sent(tensor).clone()
+        own = make_contiguous(tensor).clone()
         if len(members) == 1:
-            return Done(own)
-        self.counters.put("all_gather", own, own.nbytes * (len(members) - 1))
+            return FinishedTransfer(own)
+        self.counters.count_sent("all_gather", own, own.nbytes * (len(members) - 1))
         expected = [(own.dtype, (size,)) for size in sizes]
 
         def finish(parts: list[Tensor]) -> Tensor:
@@ -178,18 +180,20 @@ class LocalTransport:
 
         return self._collective("gather", members, own, f"gathering from ranks {members}", finish)
 
-    def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+    def reduce_scatter(
+        self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> PendingTransfer:
         """See :meth:`.protocol.Transport.reduce_scatter`. Its wait raises ValueError where lengths or dtypes differ."""
         require_summable(tensor)
         require_flat(tensor)
         members, ranks = self._members(ranks), tuple(ranks)
-        sizes = equal_sizes(tensor.numel(), ranks, sizes)
+        sizes = part_sizes(tensor.numel(), ranks, sizes)
         if len(members) == 1:
-            return Done(as_sent(tensor).clone())
+            return FinishedTransfer(make_contiguous(tensor).clone())
         index = ranks.index(self.rank)
         start, size = sum(sizes[:index]), sizes[index]
-        self.counters.put("reduce_scatter", tensor, (tensor.numel() - size) * tensor.element_size())
-        wire = as_sent(tensor).clone()
+        self.counters.count_sent("reduce_scatter", tensor, (tensor.numel() - size) * tensor.element_size())
+        wire = make_contiguous(tensor).clone()
 
         def finish(parts: list[Tensor]) -> Tensor:
             self._require(parts, [(wire.dtype, tuple(wire.shape))] * len(parts), members)
@@ -197,17 +201,17 @@ class LocalTransport:
 
         return self._collective("scatter", members, wire, f"summing parts over ranks {members}", finish)
 
-    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
+    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
         """See :meth:`.protocol.Transport.broadcast`. Its wait raises ValueError where shapes or dtypes differ."""
         members = self._members(ranks)
         if source not in members:
             raise ValueError(f"rank {source} cannot be the source for ranks {members}: it is none of them")
         if len(members) == 1 or tensor.numel() == 0:
-            return Done(tensor)
+            return FinishedTransfer(tensor)
         given = None
         if self.rank == source:
-            given = as_sent(tensor).clone()
-            self.counters.put("broadcast", given, given.nbytes * (len(members) - 1))
+            given = make_contiguous(tensor).clone()
+            self.counters.count_sent("broadcast", given, given.nbytes * (len(members) - 1))
         else:
             self.counters.messages["broadcast"] += 1
 
@@ -220,16 +224,16 @@ class LocalTransport:
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
-    ) -> Outcome[list[Tensor]]:
+    ) -> PendingResult[list[Tensor]]:
         """See :meth:`.protocol.Transport.all_to_all`. Its wait raises ValueError where shapes or dtypes differ."""
         members, ranks = self._members(ranks), tuple(ranks)
         if not len(pieces) == len(shapes) == len(ranks):
             raise ValueError(f"{len(pieces)} pieces and {len(shapes)} shapes for the {len(ranks)} ranks {ranks}")
         own = pieces[ranks.index(self.rank)]
-        given = {rank: as_sent(piece).clone() for rank, piece in zip(ranks, pieces, strict=True)}
+        given = {rank: make_contiguous(piece).clone() for rank, piece in zip(ranks, pieces, strict=True)}
         for rank, piece in given.items():
             if rank != self.rank and piece.numel():
-                self.counters.put("all_to_all", piece, piece.nbytes)
+                self.counters.count_sent("all_to_all", piece, piece.nbytes)
 
         def finish(parts: list[dict[int, Tensor]]) -> list[Tensor]:
             found = [own if rank == self.rank else parts[members.index(rank)][self.rank] for rank in ranks]
@@ -242,7 +246,7 @@ class LocalTransport:
         return self._collective("exchange", members, given, f"exchanging pieces among ranks {members}", finish)
 
     def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        members = normalised(ranks, self.size)
+        members = normalize_group(ranks, self.size)
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} is not in the group {members}")
         return members
@@ -293,7 +297,7 @@ class LocalTransport:
 
     def _exchange(self, value: Any, sources: Sequence[int]) -> list[Any]:
         """The sources' values at every rank, copied as they would be by the wire."""
-        self.counters.add("object")
+        self.counters.count_local("object")
         key = self._next("object")
         if self.rank in sources:
             self._hub.put(key, self.rank, encode(value))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polylane.cost.memory import Load, Margin, Memory, memory
-from polylane.cost.residence import Need
-from polylane.cost.task import Task, Transfer
+from polylane.cost.memory.live_ranges import PeakMemory
+from polylane.cost.memory.peak import MemoryBreakdown, MemoryMargin, TrainedBytes, peak_memory
+from polylane.cost.simulator.task import Task, TransferTime
 from polylane.observe.timeline import Timeline
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.synchronous import one_forward_one_backward
 
-FORWARD = Action(Kind.FORWARD, 0, 0)
-BACKWARD = Action(Kind.BACKWARD, 0, 0)
-STEP = Action(Kind.STEP, 0)
+FORWARD = Action(ActionKind.FORWARD, 0, 0)
+BACKWARD = Action(ActionKind.BACKWARD, 0, 0)
+STEP = Action(ActionKind.STEP, 0)
 
 
 def forward(seconds: float, microbatch: int = 0, waited: float = 0) -> Task:
-    return Task(Action(Kind.FORWARD, 0, microbatch), seconds, waited)
+    return Task(Action(ActionKind.FORWARD, 0, microbatch), seconds, waited)
 
 
 def backward(seconds: float) -> Task:
@@ -28,16 +28,16 @@ def step(seconds: float = 0) -> Task:
     return Task(STEP, seconds)
 
 
-def send(key: str, transfer: Transfer, peer: int = 1, seconds: float = 0, **more: object) -> Task:
-    return Task(Action(Kind.SEND, 0, 0, key, peer), seconds, key=key, transfer=transfer, **more)  # type: ignore[arg-type]
+def send(key: str, transfer: TransferTime, peer: int = 1, seconds: float = 0, **more: object) -> Task:
+    return Task(Action(ActionKind.SEND, 0, 0, key, peer), seconds, key=key, transfer=transfer, **more)  # type: ignore[arg-type]
 
 
 def receive(key: str, seconds: float = 0, **more: object) -> Task:
-    return Task(Action(Kind.RECEIVE, 0, 0, key, 0), seconds, key=key, **more)  # type: ignore[arg-type]
+    return Task(Action(ActionKind.RECEIVE, 0, 0, key, 0), seconds, key=key, **more)  # type: ignore[arg-type]
 
 
 def reduce(name: str, seconds: float, lanes: tuple[int, ...], **more: object) -> Task:
-    return Task(Action(Kind.REDUCE, 0, value=name), lanes=lanes, transfer=Transfer(seconds), **more)  # type: ignore[arg-type]
+    return Task(Action(ActionKind.REDUCE, 0, value=name), lanes=lanes, transfer=TransferTime(seconds), **more)  # type: ignore[arg-type]
 
 
 def times(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
@@ -66,7 +66,9 @@ def interleaved_live_bound(ranks: int, chunks: int, microbatches: int, rank: int
     return min(chunks * microbatches, warm_up + 1)
 
 
-def one_stage_memory(need: Need, load: Load, live: int, microbatches: int, margin: Margin | None = None) -> Memory:
+def one_stage_memory(
+    need: PeakMemory, load: TrainedBytes, live: int, microbatches: int, margin: MemoryMargin | None = None
+) -> MemoryBreakdown:
     """Memory of a worker of one stage that, as in 1F1B, has up to ``live`` microbatches between their passes."""
     lane = one_forward_one_backward(live, microbatches)[0]
-    return memory(lane, {0: need}, {0: load.trained}, load, margin=margin)
+    return peak_memory(lane, {0: need}, {0: load.trained}, load, margin=margin)

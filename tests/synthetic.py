@@ -49,9 +49,9 @@ def graph(
             module=f"layer{i}",
             source="",
             requires_grad=i not in without_gradient,
-            free=i in free,
-            crossable=True,
-            fixed=(-1, 8),
+            recomputable=i in free,
+            can_cross_stages=True,
+            fixed_shape=(-1, 8),
         )
         for i, read in enumerate(inputs)
     )
@@ -61,10 +61,10 @@ def graph(
         tied={},
         buffers={name: TensorInfo((2,), "float32", 8, False) for name in buffers},
         samples=4,
-        uncut=tuple(uncut),
+        unsplittable_ranges=tuple(uncut),
         notes=(),
-        mean=True,
-        opaque=False,
+        loss_is_mean=True,
+        is_opaque=False,
         code=Code(fx.Graph(), {}, 1, False, False),
     )
 

@@ -15,7 +15,7 @@ from benchmarks import balance, cores
 from torch import nn
 
 from polylane.observe.timeline import Span, Timeline
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 
 
 def test_control_groups_of_either_version(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def passes_of(times: tuple[float, ...], plan: list[int], waited: float) -> Timel
     spans = []
     for rank, stage in enumerate(plan):
         middle, end = times[stage] / 3, times[stage]
-        spans.append(Span(rank, Action(Kind.FORWARD, stage, 0), 0, middle, waited * middle))
-        spans.append(Span(rank, Action(Kind.BACKWARD, stage, 0), middle, end, waited * (end - middle)))
+        spans.append(Span(rank, Action(ActionKind.FORWARD, stage, 0), 0, middle, waited * middle))
+        spans.append(Span(rank, Action(ActionKind.BACKWARD, stage, 0), middle, end, waited * (end - middle)))
     return Timeline(tuple(spans), len(plan))
 
 
@@ -127,7 +127,7 @@ def test_the_play_of_stage_times(line: str, times: tuple[float, ...], expected: 
     """Balanced stages are used better; what passes wait inside is not used."""
     model, batch = nn.Sequential(*(balance.Unit() for _ in range(4))), [torch.zeros(16, balance.WIDTH)] * 2
     prepared = balance.prepared_for(line, model, batch)
-    stages = [prepared.plan.place(rank)[0] for rank in range(prepared.plan.workers)]
+    stages = [prepared.plan.stage_and_replica(rank)[0] for rank in range(prepared.plan.workers)]
     for waited in (0.0, 0.25):
         found = balance.by_stage_times(prepared, [passes_of(times, stages, waited)] * 2)
         assert found == pytest.approx((1 - waited) * expected)

@@ -20,14 +20,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import polylane
-from polylane import verify as verification
 from polylane.cli import app
-from polylane.commands import inputs
-from polylane.commands.output import ranges
+from polylane.commands import user_inputs as inputs
+from polylane.commands.printing import format_ranges
 from polylane.commands.requests import RecipeRequest
 from polylane.observe.timeline import Timeline
 from polylane.plan import plan as plans
-from polylane.planner.program import Program
+from polylane.sharding.integer_program import IntegerProgram
+from polylane.verify import verify as verification
 
 RECIPE = """
 import torch
@@ -181,10 +181,10 @@ assert not {"torch", "numpy", "sklearn"} & set(sys.modules)
 
 
 def test_many_numbers_are_ranges() -> None:
-    assert ranges([0, 3, 1]) == "0, 3, 1" and ranges([]) == ""
-    assert ranges(range(12)) == "0-11 (12)"
-    assert ranges([*range(8), 20, 21, 23]) == "0-7, 20-21, 23 (11)"
-    assert ranges([n for start in range(0, 4000, 100) for n in range(start, start + 50)]) == (
+    assert format_ranges([0, 3, 1]) == "0, 3, 1" and format_ranges([]) == ""
+    assert format_ranges(range(12)) == "0-11 (12)"
+    assert format_ranges([*range(8), 20, 21, 23]) == "0-7, 20-21, 23 (11)"
+    assert format_ranges([n for start in range(0, 4000, 100) for n in range(start, start + 50)]) == (
         "0-49, 100-149, ..., 3900-3949 (2,000)"
     )
 
@@ -544,9 +544,9 @@ def test_inspect_says_what_an_optimizer_kept_whole(here: Path) -> None:
 
 
 def test_inspect_says_where_a_search_stopped_early(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    solve = Program.solve
+    solve = IntegerProgram.solve
     stopped = {"status": "stopped early", "gap": 0.031}
-    monkeypatch.setattr(Program, "solve", lambda *args, **more: replace(solve(*args, **more), **stopped))
+    monkeypatch.setattr(IntegerProgram, "solve", lambda *args, **more: replace(solve(*args, **more), **stopped))
     shown = call("inspect", "tiny.py", "--plan", "tensor=2").stdout
     assert "the search for the best split stopped early after 0 s: by the model it is within 3.1 % of it" in shown
     found = json.loads(call("inspect", "tiny.py", "--plan", "tensor=2", "--json").stdout)["splits"]["tensor"]
@@ -754,7 +754,7 @@ import polylane.runtime.world
 from polylane.cli import main
 
 if __name__ == "__main__":  # new processes import this file again, and find no accelerator
-    polylane.runtime.world.accelerator_type = lambda: "pretended"
+    polylane.runtime.workers.world.accelerator_type = lambda: "pretended"
     main(sys.argv[1:])
 """
 

@@ -327,7 +327,7 @@ PLANTED: Mapping[str, tuple[Mapping[str, str], Sequence[str]]] = {
             "cost/price.py": "import polylane.errors\nfrom polylane.runtime.job import Job, Other\n",
             "graph/graph.py": "def f():\n    from polylane.cluster import link\n",
             "runtime/job.py": "import torch\nfrom polylane.cost.price import x\nfrom polylane.runtime import data\n",
-            "runtime/data.py": "",
+            "runtime/data/loader.py": "",
             "cluster/link.py": "",
             "errors.py": "",
         },

@@ -18,7 +18,7 @@ def test_no_module_has_a_public_name(name: str) -> None:
 
 def test_parallelize_is_the_function_whatever_was_imported_first() -> None:
     code = (
-        "import polylane.parallelization, polylane.cli, polylane; "
+        "import polylane.auto.parallelize, polylane.cli, polylane; "
         "assert polylane.parallelize.__name__ == 'parallelize'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

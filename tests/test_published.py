@@ -15,10 +15,10 @@ from benchmarks.published_gpipe import Experiment
 from benchmarks.published_rows import KINDS, Decoder
 from benchmarks.published_scores import Case, mean_error, percentile, problems, rank_correlation, ranks, regret
 
-from polylane.cost.method import Method
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import predict
 from polylane.errors import PolylaneError
-from polylane.schedule.action import Kind
+from polylane.schedule.action import ActionKind
 
 PLAN = {
     "model": "tiny",
@@ -97,7 +97,7 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
     (row,) = published_rows.read(write(tmp_path / "plans.csv", PLAN))
     assert row.model == Decoder(4, 256, 1024, 8, 64, 512, fused=False)
     assert (row.data, row.tensor, row.pipeline, row.microbatch, row.batch) == (2, 2, 1, 2, 16)
-    assert row.method == Method(dtype="float16", recompute="full", overlap=False)
+    assert row.method == TrainingOptions(dtype="float16", recompute="full", overlap=False)
     assert (row.seconds, row.problem) == (0.5, ("tiny", "4", "16"))
 
 
@@ -117,7 +117,7 @@ def test_flops_per_second_are_turned_into_seconds(tmp_path: Path) -> None:
         "model_tflops_per_gpu": "1",
     }
     (row,) = published_rows.read(write(tmp_path / "fsdp.csv", fsdp))
-    assert row.method == Method(dtype="bfloat16", masters=False, recompute="full", shard="gradients")
+    assert row.method == TrainingOptions(dtype="bfloat16", masters=False, recompute="full", shard="gradients")
     assert row.seconds == pytest.approx(3 * (2 * 1e6 * 64 + 4 * 4 * 256 * 64**2) * 16 / 4 / 1e12)
     large = {
         **sizes,
@@ -282,10 +282,10 @@ def test_nothing_is_recomputed_of_the_last_microbatch_but_a_single_one() -> None
         prediction = predict(found, *published_gpipe.divided(found, run), run.batch, exact=False)
         messages = published_gpipe.travels(found, published_gpipe.divided(found, run)[0], 2)
         lane = [each.action for each in published_gpipe.tasks(prediction, messages, 0, 0.0)]
-        passes = [a.microbatch for a in lane if a.kind is Kind.FORWARD]
+        passes = [a.microbatch for a in lane if a.kind is ActionKind.FORWARD]
         assert passes == [*range(microbatches), *recomputed]
         for before, after in itertools.pairwise(lane):  # recomputation goes on while the gradient travels
-            assert after.kind is not Kind.FORWARD or before.kind is not Kind.RECEIVE
+            assert after.kind is not ActionKind.FORWARD or before.kind is not ActionKind.RECEIVE
 
 
 def test_a_stage_recomputes_while_it_would_wait() -> None:
@@ -297,7 +297,7 @@ def test_a_stage_recomputes_while_it_would_wait() -> None:
     assert [c.producer for c in partition.crossings] == [0, 0]  # what the last block gave, and what it was given
     assert message.seconds == pytest.approx(sum(c.bytes for c in partition.crossings) / 2 * 8 / (0.75 * 15.75e9))
     taken = first.passes.forward + 2 * last.passes.forward + last.passes.backward + first.passes.backward
-    taken += 2 * (message.seconds + message.latency) + 5 * found.overhead + first.update
+    taken += 2 * (message.seconds + message.latency) + 5 * found.host_overhead + first.update_seconds
     assert published_gpipe.seconds(run) == pytest.approx(taken)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from polylane.errors import PolylaneError
-from polylane.recipe import Mean, RecipeError, assignments, load
+from polylane.recipe import Mean, RecipeError, load, parse_assignments
 
 GOOD = """
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ def test_optional_functions(tmp_path: Path) -> None:
 def test_what_a_recipe_defines_can_be_pickled(tmp_path: Path) -> None:
     recipe = load(write(tmp_path), {"width": "4"})
     assert pickle.loads(pickle.dumps(recipe.model())) == recipe.model()
-    assert pickle.loads(pickle.dumps(recipe.model))().width == 4
+    assert pickle.loads(pickle.dumps(recipe.model))().itemsize_of == 4
     assert load(tmp_path / "my_recipe.py").model() == load(tmp_path / "my_recipe.py").model()
 
 
@@ -111,7 +111,7 @@ def test_a_file_named_like_another_module_replaces_nothing(tmp_path: Path, name:
     stem = name.removesuffix(".py")
     before = sys.modules.get(stem)
     recipe = load(write(tmp_path, GOOD, name))
-    assert pickle.loads(pickle.dumps(recipe.model())).width == 16
+    assert pickle.loads(pickle.dumps(recipe.model())).itemsize_of == 16
     if before is not None:
         assert sys.modules[stem] is before
 
@@ -175,9 +175,9 @@ def test_a_default_of_none_takes_anything(tmp_path: Path, text: str, value: obje
 
 
 def test_assignments() -> None:
-    assert assignments(["a=1", "b=x=y", "a=2"]) == {"a": "2", "b": "x=y"}
+    assert parse_assignments(["a=1", "b=x=y", "a=2"]) == {"a": "2", "b": "x=y"}
     with pytest.raises(RecipeError, match="--set takes name=value, and 'layers' is not of that form"):
-        assignments(["layers"])
+        parse_assignments(["layers"])
 
 
 # What can be wrong, each in one sentence

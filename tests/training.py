@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polylane.graph.batch import bounds, flatten, sample_count, take
+from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.graph.batch import flatten, sample_count, split_bounds, take_samples
 from polylane.plan.plan import Plan
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.world import World
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
 
 Pairs = Iterable[tuple[str, nn.Parameter]]
 
@@ -73,13 +73,13 @@ def workers(
 ) -> list[Any]:
     """What ``work(job)`` returns on every worker of ``plan``."""
     example = batch_of(8) if example is None else example
-    prepared = prepare(model, objectives_of(loss, optimizer, scheduler), example, plan)
+    prepared = compile_training(model, build_objectives(loss, optimizer, scheduler), example, plan)
 
     def run(_: Any) -> Any:
         with Job(prepared, World.join(), example=example, **options) as job:
             return work(job)
 
-    return fork(run, prepared.plan.processes)
+    return fork_workers(run, prepared.plan.processes)
 
 
 def trained(
@@ -124,10 +124,10 @@ def plainly(
         steps.zero_grad()
         leaves, rebuild = flatten(batch)
         samples, total, count = sample_count(leaves), 0.0, 0.0
-        for start, stop in bounds(samples, parts):
+        for start, stop in split_bounds(samples, parts):
             if start == stop:
                 continue
-            value = loss(model, rebuild(take(leaves, start, stop)))
+            value = loss(model, rebuild(take_samples(leaves, start, stop)))
             if isinstance(value, Mean):
                 value.total.backward()
                 total, count = total + value.total.item(), count + float(value.count)

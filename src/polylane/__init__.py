@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from polylane.auto.parallelize import parallelize
     from polylane.errors import PolylaneError as PolylaneError
-    from polylane.parallelization import parallelize as parallelize
     from polylane.recipe import Mean as Mean
+    from polylane.runtime.data_parallel import data_parallel
     from polylane.runtime.job import Job as Job
-    from polylane.runtime.replicas import data_parallel as data_parallel
-    from polylane.runtime.result import StepResult as StepResult
+    from polylane.runtime.pipeline.step_result import StepResult
 
 __version__ = "0.1.0"
 
@@ -20,9 +20,9 @@ _HOMES = {
     "Job": "polylane.runtime.job",
     "Mean": "polylane.recipe",
     "PolylaneError": "polylane.errors",
-    "StepResult": "polylane.runtime.result",
-    "data_parallel": "polylane.runtime.replicas",
-    "parallelize": "polylane.parallelization",
+    "StepResult": "polylane.runtime.pipeline.step_result",
+    "data_parallel": "polylane.runtime.data_parallel",
+    "parallelize": "polylane.auto.parallelize",
 }
 __all__ = ["Job", "Mean", "PolylaneError", "StepResult", "__version__", "data_parallel", "parallelize"]
 

@@ -170,7 +170,7 @@ def train(
       torchrun --nproc-per-node 4 -m -- polylane train examples/digits.py
     """
     from polylane.commands import train as command
-    from polylane.commands.rates import rates
+    from polylane.commands.learning_rates import learning_rate_options
 
     request = TrainRequest(
         recipe=recipe,
@@ -186,7 +186,7 @@ def train(
         run_folder=run,
         on_nan="stop" if stop_on_nan else on_nan,
         drop_last=drop_last,
-        rates=rates(batch, optimizer, lr, scale_lr, base_batch, warmup),
+        rates=learning_rate_options(batch, optimizer, lr, scale_lr, base_batch, warmup),
     )
     command.run(request)
 

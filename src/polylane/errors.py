@@ -55,7 +55,7 @@ class WorkerFailed(Exception):
         super().__init__(rank, error_type, error_message, traceback)
 
     def __str__(self) -> str:
-        head = f"worker {self.rank} failed{_place(self.stage, self.microbatch, self.module, self.source)}"
+        head = f"worker {self.rank} failed{_describe_place(self.stage, self.microbatch, self.module, self.source)}"
         if self.traceback:
             return f"{head}\n\n{self.traceback.rstrip()}"
         return f"{head}: {self.error_message}"
@@ -104,7 +104,7 @@ class ActionFailed(Exception):
 
     def __str__(self) -> str:
         told = self.cause_traceback.strip().rsplit("\n", 1)[-1]
-        return f"rank {self.rank}{_place(self.stage, self.microbatch, self.module, self.source)}: {told}"
+        return f"rank {self.rank}{_describe_place(self.stage, self.microbatch, self.module, self.source)}: {told}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (self.rank, self.stage, self.microbatch, self.module, self.source, self.cause_traceback)
@@ -131,7 +131,7 @@ class PeerLost(Exception):
         return f"lost {whom} while {self.doing}: {self.reason}"
 
 
-def _place(stage: int | None, microbatch: int | None, module: str | None, source: str | None) -> str:
+def _describe_place(stage: int | None, microbatch: int | None, module: str | None, source: str | None) -> str:
     named = [
         text
         for text, value in (
@@ -150,13 +150,13 @@ def _place(stage: int | None, microbatch: int | None, module: str | None, source
 _SHOWN = 60  # characters of a value that is wrong
 
 
-def shown(given: object) -> str:
+def format_value(given: object) -> str:
     """A value in a sentence."""
     text = "empty" if given is None else repr(given)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def hint(name: str, known: Sequence[str]) -> str:
+def suggest_name(name: str, known: Sequence[str]) -> str:
     """ "; did you mean ...?", where something is near."""
     begun = sorted(each for each in known if name and each.startswith(f"{name}-"))
     if begun:  # a family: all that there are of it

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from polylane.errors import PolylaneError
-from polylane.settings import parse
+from polylane.settings import parse_setting
 
 if TYPE_CHECKING:  # torch takes a second to import, and `polylane --help` reads this file
     from torch import Tensor, nn
@@ -108,10 +108,10 @@ def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | N
         RecipeError: one sentence, for every way in which a recipe or a setting can be wrong.
     """
     settings = dict(settings or {})
-    module = _import(os.fspath(path_or_module))
+    module = _import_module(os.fspath(path_or_module))
     path = Path(module.__file__ or str(path_or_module))
-    functions = _functions(module, path)
-    overrides = _overrides(functions, settings, path)
+    functions = _collect_functions(module, path)
+    overrides = _parse_overrides(functions, settings, path)
     bound = {
         name: functools.partial(function, **overrides[name]) if overrides[name] else function
         for name, function in functions.items()
@@ -130,7 +130,7 @@ def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | N
     )
 
 
-def assignments(texts: Sequence[str]) -> dict[str, str]:
+def parse_assignments(texts: Sequence[str]) -> dict[str, str]:
     """``["layers=4", "dropout=0"]`` as the mapping that ``load`` takes; the last of equal names wins."""
     settings = {}
     for text in texts:
@@ -144,7 +144,7 @@ def assignments(texts: Sequence[str]) -> dict[str, str]:
 # Importing -----------------------------------------------------------------------------------------------------------
 
 
-def _import(target: str) -> ModuleType:
+def _import_module(target: str) -> ModuleType:
     """The module at a path or of a dotted name."""
     path = Path(target).expanduser()
     if path.is_dir():
@@ -173,7 +173,7 @@ def _import_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         _remove_from_path(added)
-        raise RecipeError(_why_not_imported(error, path)) from error
+        raise RecipeError(_describe_import_error(error, path)) from error
     except BaseException:
         del sys.modules[name]
         _remove_from_path(added)
@@ -188,11 +188,11 @@ def _import_name(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        where = _file_of(name.partition(".")[0]) or _file_of(name)
+        where = _find_source_file(name.partition(".")[0]) or _find_source_file(name)
         _remove_from_path(added)
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise RecipeError(f"There is no recipe {name!r}: neither a Python file nor a module.") from error
-        raise RecipeError(_why_not_imported(error, where or Path(name))) from error
+        raise RecipeError(_describe_import_error(error, where or Path(name))) from error
 
 
 def _module_name(path: Path) -> str:
@@ -205,7 +205,7 @@ def _module_name(path: Path) -> str:
     if loaded is not None:
         free = getattr(loaded, "__file__", None) is not None and Path(str(loaded.__file__)).resolve() == path
     else:
-        free = stem.isidentifier() and _file_of(stem) == path
+        free = stem.isidentifier() and _find_source_file(stem) == path
     if free:
         return stem
     # Any other name must differ between files of equal stem, and be the same in every worker.
@@ -213,7 +213,7 @@ def _module_name(path: Path) -> str:
     return f"polylane_recipe{folder}_{stem}"
 
 
-def _file_of(name: str) -> Path | None:
+def _find_source_file(name: str) -> Path | None:
     """The file that importing ``name`` would run, if any."""
     try:
         spec = importlib.util.find_spec(name)
@@ -236,11 +236,11 @@ def _remove_from_path(added: str | None) -> None:
         sys.path.remove(added)
 
 
-def _why_not_imported(error: BaseException, path: Path) -> str:
+def _describe_import_error(error: BaseException, path: Path) -> str:
     """One sentence: the user's own line at which the import failed, and what was raised there."""
     kind = type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_short(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
+        return f"{_shorten_path(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
     message = " ".join(str(error).split()) or "no message"
     # The deepest line of the recipe's folder: the fault may lie in a sibling that it imports, hardly in site-packages.
     frames = [
@@ -248,11 +248,11 @@ def _why_not_imported(error: BaseException, path: Path) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if Path(frame.filename).is_relative_to(path.parent) and "site-packages" not in frame.filename
     ]
-    where = f"{_short(Path(frames[-1].filename))}, line {frames[-1].lineno}" if frames else _short(path)
+    where = f"{_shorten_path(Path(frames[-1].filename))}, line {frames[-1].lineno}" if frames else _shorten_path(path)
     return f"{where}: {kind}: {message.rstrip('.')}."
 
 
-def _short(path: Path) -> str:
+def _shorten_path(path: Path) -> str:
     """The path as the user would type it from here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -260,12 +260,12 @@ def _short(path: Path) -> str:
 # The functions -------------------------------------------------------------------------------------------------------
 
 
-def _functions(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
+def _collect_functions(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
     """The recipe's functions by name, each known to be callable with what it will be given."""
     missing = [SIGNATURES[name] for name in REQUIRED if not hasattr(module, name)]
     if missing:
         what = f"function {missing[0]}" if len(missing) == 1 else f"functions {'; '.join(missing)}"
-        raise RecipeError(f"{_short(path)} lacks the {what}.")
+        raise RecipeError(f"{_shorten_path(path)} lacks the {what}.")
     functions = {}
     for name, signature in SIGNATURES.items():
         function = getattr(module, name, None)
@@ -273,7 +273,9 @@ def _functions(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
             continue
         if not callable(function):
             kind = type(function).__name__
-            raise RecipeError(f"{name} in {_short(path)} is of type {kind} and should be a function {signature}.")
+            raise RecipeError(
+                f"{name} in {_shorten_path(path)} is of type {kind} and should be a function {signature}."
+            )
         _check_call(name, function, path)
         functions[name] = function
     return functions
@@ -288,36 +290,37 @@ def _check_call(name: str, function: Callable[..., Any], path: Path) -> None:
         signature.bind(*range(ARGUMENTS[name]))
     except TypeError as error:
         raise RecipeError(
-            f"{name} in {_short(path)} is called as {SIGNATURES[name]}, and {name}{_parameters(signature)} does not "
+            f"{name} in {_shorten_path(path)} is called as {SIGNATURES[name]}, and "
+            f"{name}{_format_parameters(signature)} does not "
             f"admit that ({error}); further arguments need defaults."
         ) from error
 
 
-def _parameters(signature: inspect.Signature) -> str:
+def _format_parameters(signature: inspect.Signature) -> str:
     return f"({', '.join(signature.parameters)})"
 
 
 # The settings --------------------------------------------------------------------------------------------------------
 
 
-def _overrides(
+def _parse_overrides(
     functions: Mapping[str, Callable[..., Any]], settings: Mapping[str, str], path: Path
 ) -> dict[str, dict[str, Any]]:
     """For every function, the keyword arguments that the settings give it."""
-    known = {name: _defaults(name, function) for name, function in functions.items()}
+    known = {name: _settable_defaults(name, function) for name, function in functions.items()}
     overrides: dict[str, dict[str, Any]] = {name: {} for name in functions}
     # Names with a dot come last: model.layers is more precise than layers.
     for key, text in sorted(settings.items(), key=lambda item: "." in item[0]):
         function, _, argument = key.rpartition(".")
         owners = [name for name in known if argument in known[name] and function in ("", name)]
         if not owners:
-            raise RecipeError(_unknown_setting(key, known, path))
+            raise RecipeError(_describe_unknown_setting(key, known, path))
         for owner in owners:
-            overrides[owner][argument] = _value(f"{owner}.{argument}", text, known[owner][argument], path)
+            overrides[owner][argument] = _parse_value(f"{owner}.{argument}", text, known[owner][argument], path)
     return overrides
 
 
-def _defaults(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+def _settable_defaults(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """The keyword arguments of a recipe function that a user may set: those with a default, after the fixed ones."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -329,18 +332,20 @@ def _defaults(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in settable if p.default is not p.empty and p.kind in by_name}
 
 
-def _unknown_setting(key: str, known: Mapping[str, Mapping[str, Any]], path: Path) -> str:
+def _describe_unknown_setting(key: str, known: Mapping[str, Mapping[str, Any]], path: Path) -> str:
     listing = [f"{name}.{argument} = {value!r}" for name in known for argument, value in known[name].items()]
     if not listing:
-        return f"{_short(path)} has no setting {key!r}, nor any other: none of its functions has keyword arguments."
+        return (
+            f"{_shorten_path(path)} has no setting {key!r}, nor any other: none of its functions has keyword arguments."
+        )
     names = [argument for arguments in known.values() for argument in arguments]
     close = difflib.get_close_matches(key.rpartition(".")[2], names, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"{_short(path)} has no setting {key!r}{hint}; it has {', '.join(listing)}."
+    return f"{_shorten_path(path)} has no setting {key!r}{hint}; it has {', '.join(listing)}."
 
 
-def _value(name: str, text: str, default: Any, path: Path) -> Any:
+def _parse_value(name: str, text: str, default: Any, path: Path) -> Any:
     try:
-        return parse(text, default)
+        return parse_setting(text, default)
     except ValueError as error:
-        raise RecipeError(f"{name} in {_short(path)} {error}.") from error
+        raise RecipeError(f"{name} in {_shorten_path(path)} {error}.") from error

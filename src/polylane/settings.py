@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from polylane.errors import PolylaneError, hint, shown
+from polylane.errors import PolylaneError, format_value, suggest_name
 
 # What reading a text as a Python literal can raise, deep nesting and null bytes included.
 _NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
@@ -27,16 +27,18 @@ def split_pairs(pieces: Iterable[str], keys: Sequence[str], example: str) -> dic
     for piece in pieces:
         key, equals, value = (word.strip() for word in piece.partition("="))
         if not equals or not value:
-            raise PolylaneError(f"{shown(piece.strip())} is not of the form key=value, as in {example}")
+            raise PolylaneError(f"{format_value(piece.strip())} is not of the form key=value, as in {example}")
         if key not in keys:
-            raise PolylaneError(f"unknown key {shown(key)}, known are {', '.join(keys)}{hint(key, keys)}")
+            raise PolylaneError(
+                f"unknown key {format_value(key)}, known are {', '.join(keys)}{suggest_name(key, keys)}"
+            )
         if key in values:
             raise PolylaneError(f"{key} is given twice")
         values[key] = value
     return values
 
 
-def parse(text: str, default: Any) -> Any:
+def parse_setting(text: str, default: Any) -> Any:
     """The text as a value of the default's type; for a default of None, the Python literal it spells, or the text.
 
     Raises:
@@ -45,29 +47,29 @@ def parse(text: str, default: Any) -> Any:
     if isinstance(default, str):
         return text
     if default is None:
-        return _literal_or_text(text)
+        return _parse_literal(text)
     if not isinstance(default, (bool, int, float, tuple, list, dict)):
         raise ValueError(f"cannot be set from text: its default is {default!r}")
     try:
         if isinstance(default, bool):
-            return _boolean(text)
+            return _parse_bool(text)
         if isinstance(default, (int, float)):
             return type(default)(text)
         if isinstance(default, (tuple, list)):
-            return _sequence(text, default)
-        return _dictionary(text)
+            return _parse_sequence(text, default)
+        return _parse_dict(text)
     except _NO_LITERAL:
-        raise ValueError(f"takes {_wanted(default)}, and {text!r} is not one") from None
+        raise ValueError(f"takes {_describe_type(default)}, and {text!r} is not one") from None
 
 
-def _boolean(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     value = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
     if text.strip().lower() not in value:
         raise ValueError(text)
     return value[text.strip().lower()]
 
 
-def _literal_or_text(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     """``0.1`` is a number and ``None`` is None; what is no Python literal is text."""
     try:
         return ast.literal_eval(text.strip())
@@ -75,14 +77,14 @@ def _literal_or_text(text: str) -> Any:
         return text
 
 
-def _dictionary(text: str) -> dict[Any, Any]:
+def _parse_dict(text: str) -> dict[Any, Any]:
     value = ast.literal_eval(text.strip())
     if not isinstance(value, dict):
         raise ValueError(text)
     return value
 
 
-def _sequence(text: str, default: Sequence[Any]) -> Sequence[Any]:
+def _parse_sequence(text: str, default: Sequence[Any]) -> Sequence[Any]:
     """``1,2`` or ``(1, 2)`` or ``[1, 2]`` as the default's type, its items of the type of the default's items."""
     value = ast.literal_eval(text.strip()) if text.strip() else ()
     items = list(value) if isinstance(value, (tuple, list)) else [value]
@@ -94,7 +96,7 @@ def _sequence(text: str, default: Sequence[Any]) -> Sequence[Any]:
     return tuple(items) if isinstance(default, tuple) else items
 
 
-def _wanted(default: Any) -> str:
+def _describe_type(default: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", dict: "a dictionary such as {'a': 1}"}
     if isinstance(default, (tuple, list)):
         kinds = {type(item).__name__ for item in default}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from polylane.errors import PolylaneError, hint, shown
+from polylane.errors import PolylaneError, format_value, suggest_name
 
 if TYPE_CHECKING:
     import pydantic
@@ -103,7 +103,7 @@ def first_error(error: pydantic.ValidationError) -> ErrorDetails:
     return min(error.errors(), key=lambda each: each["type"] == "missing")
 
 
-def sentence(error: ErrorDetails, form: FileForm, data: object) -> str:
+def error_sentence(error: ErrorDetails, form: FileForm, data: object) -> str:
     """What is wrong with one value of a file, and what it must be.
 
     Args:
@@ -119,12 +119,15 @@ def sentence(error: ErrorDetails, form: FileForm, data: object) -> str:
     wrong_key = at_key and kind == "literal_error"
     if kind in ("extra_forbidden", "invalid_key") or wrong_key:
         known = _listed(error) if wrong_key else form.keys(where[:-1])
-        return f"{key} is not a key of {form.name}; known there are {', '.join(known)}{hint(str(where[-1]), known)}"
+        return (
+            f"{key} is not a key of {form.name}; known there are "
+            f"{', '.join(known)}{suggest_name(str(where[-1]), known)}"
+        )
     if kind == "value_error" or "url" not in error:  # a sentence of our own, from one of the models
         message = error["msg"].removeprefix("Value error, ")
         return f"{key}{' ' if message.startswith('must be') else ': '}{message}"
     given = error["input"] if at_key else _at(data, where, error["input"])
-    return f"{key} must be {_wanted(error, where, form)}, not {shown(given)}"
+    return f"{key} must be {_wanted(error, where, form)}, not {format_value(given)}"
 
 
 # What must be in a place, by the first word of how pydantic calls the error.

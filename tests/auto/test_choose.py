@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from polylane.auto import choose as auto
-from polylane.cluster.line import parse
+from polylane.cluster.spec import parse
+from polylane.compile.compiled_training import build_objectives
+from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
-from polylane.graph.capture import capture
-from polylane.planner.search import Answer
-from polylane.runtime.prepare import objectives_of
-from polylane.runtime.training_problem import TrainingProblem
+from polylane.graph.capture.capture import capture
+from polylane.planner.search import SearchResult
 from training import batch_of, classify, mlp, sgd
 
 
@@ -43,10 +43,10 @@ def deep() -> nn.Module:
 
 
 def problem(model: nn.Module, samples: int = 8) -> TrainingProblem:
-    return TrainingProblem(model, objectives_of(classify, sgd, None), batch_of(samples))
+    return TrainingProblem(model, build_objectives(classify, sgd, None), batch_of(samples))
 
 
-def chosen(model: nn.Module, workers: range | tuple[int, ...], cluster: str, samples: int = 8) -> Answer:
+def chosen(model: nn.Module, workers: range | tuple[int, ...], cluster: str, samples: int = 8) -> SearchResult:
     """On devices that the weights are not on, whose times are the model's of them: the same every time."""
     return auto.choose(problem(model, samples), workers, parse(cluster))
 
@@ -55,22 +55,22 @@ def chosen(model: nn.Module, workers: range | tuple[int, ...], cluster: str, sam
 @pytest.mark.parametrize("build", [deep, branches])
 def test_only_plans_of_so_many_workers(build: Callable[[], nn.Module], workers: int) -> None:
     answer = chosen(build(), (workers,), "4:a100-80g")
-    assert {candidate.workers for candidate in (*answer.fitting, *answer.excluded)} == {workers}
-    assert {found.plan.workers for found in answer.found} == {workers}
-    times = [found.prediction.seconds for found in answer.found]
+    assert {candidate.workers for candidate in (*answer.fitting_candidates, *answer.too_large_candidates)} == {workers}
+    assert {found.plan.workers for found in answer.ranked_plans} == {workers}
+    times = [found.prediction.seconds for found in answer.ranked_plans]
     assert times == sorted(times)
 
 
 def test_with_a_choice_the_best_of_all_is_no_worse_than_the_best_of_each() -> None:
-    free = chosen(deep(), range(1, 5), "4:a100-80g").found[0]
+    free = chosen(deep(), range(1, 5), "4:a100-80g").ranked_plans[0]
     for workers in range(1, 5):
-        bound = chosen(deep(), (workers,), "4:a100-80g").found[0]
+        bound = chosen(deep(), (workers,), "4:a100-80g").ranked_plans[0]
         assert free.prediction.seconds <= 1.011 * bound.prediction.seconds, "but for what frugality may cost"
 
 
 def test_microbatches_have_the_samples_that_the_model_needs() -> None:
     answer = chosen(normalized(), (2,), "2:a100-80g", samples=3)
-    assert {candidate.microbatches for candidate in answer.fitting} == {1}
+    assert {candidate.microbatches for candidate in answer.fitting_candidates} == {1}
     with pytest.raises(PolylaneError, match=r"a batch has 1 sample, but .* needs 2 samples at once"):
         chosen(normalized(), (1,), "1:a100-80g", samples=1)
 
@@ -91,7 +91,7 @@ def test_a_model_without_weights() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     model = model.double()
-    assert chosen(model, (2,), "2:cpu").found[0].plan.workers == 2
+    assert chosen(model, (2,), "2:cpu").ranked_plans[0].plan.workers == 2
 
 
 def test_nothing_fits_is_said_with_what_is_needed() -> None:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 import polylane
 from polylane.auto import choose as auto
 from polylane.auto import on_workers
-from polylane.auto.plan_broadcast import found_by_first
+from polylane.auto.plan_broadcast import compute_on_rank0
 from polylane.errors import PeerLost, PolylaneError, WorkerFailed
 from polylane.plan.plan import Plan, dump
 from polylane.probe import machine
-from polylane.runtime.launch import Context, fork
-from polylane.runtime.world import World
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.world import World
 from training import Trained, adamw, assert_same, batch_of, classify, mlp, plainly, sgd
 
 BATCHES = [batch_of(8, seed) for seed in (0, 1)]
@@ -67,7 +67,7 @@ def trained(model: nn.Module) -> tuple[str, Trained]:
     ("build", "workers"), [(lambda: mlp(6, 8, 8, 4), 2), (forked, 3), (normalized, 2)], ids=["mlp", "forked", "norm"]
 )
 def test_one_plan_of_all_workers_and_the_numbers_of_one_device(build: Callable[[], nn.Module], workers: int) -> None:
-    found = fork(lambda context: trained(build()), workers)
+    found = fork_workers(lambda context: trained(build()), workers)
     (plan,) = {plan for plan, _ in found}
     chosen = Plan.model_validate(yaml.safe_load(plan))
     assert sorted(rank for stage in chosen.stages for rank in stage.devices) == list(range(workers))
@@ -87,7 +87,7 @@ def test_alone() -> None:
 
 
 def test_only_rank_0_measures_and_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
-    def work(context: Context) -> tuple[int, bool]:
+    def work(context: WorkerContext) -> tuple[int, bool]:
         measured: list[int] = []
         measure = auto.measure
         auto.measure = lambda *given: (measured.append(context.rank), measure(*given))[1]  # type: ignore[assignment]
@@ -98,26 +98,26 @@ def test_only_rank_0_measures_and_leaves_no_trace(capfd: pytest.CaptureFixture[s
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         return len(measured), same and all(p.grad is None for p in model.parameters())
 
-    assert fork(work, 2) == [(1, True), (0, True)]
+    assert fork_workers(work, 2) == [(1, True), (0, True)]
     assert capfd.readouterr().err.count("plan auto: ") == 1
 
 
-def refusals(work: Callable[[Context], Any], workers: int = 2) -> list[str]:
+def refusals(work: Callable[[WorkerContext], Any], workers: int = 2) -> list[str]:
     """What every rank is told, and soon."""
 
-    def refused(context: Context) -> str:
+    def refused(context: WorkerContext) -> str:
         with pytest.raises(PolylaneError) as told:
             work(context)
         return f"{type(told.value).__name__}: {told.value}"
 
     start = time.monotonic()
-    found = fork(refused, workers)
+    found = fork_workers(refused, workers)
     assert time.monotonic() - start < 8
     return found
 
 
 def test_nothing_fits_and_every_rank_says_so() -> None:
-    def work(context: Context) -> None:
+    def work(context: WorkerContext) -> None:
         machine.available_memory = lambda: 2000 * context.world.size  # type: ignore[assignment]
         automatically(mlp(6, 8, 4))
 
@@ -129,21 +129,21 @@ def test_nothing_fits_and_every_rank_says_so() -> None:
 def test_the_others_wait_as_long_as_it_takes_and_sleep() -> None:
     """However little patience the group has that the script made: here a second."""
 
-    def work(context: Context) -> tuple[str, float]:
+    def work(context: WorkerContext) -> tuple[str, float]:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = [listener.getsockname()[1] if context.rank == 0 else 0]
-        port = context.world.exchange(port)[0]
+        port = context.world.all_gather_object(port)[0]
         context.world.leave()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]), TORCHELASTIC_USE_AGENT_STORE="False")
         world = World.join(timedelta(seconds=1))
         before = time.process_time()
-        found = found_by_first(world, lambda: (time.sleep(2.5), f"of rank {context.rank}")[1])
+        found = compute_on_rank0(world, lambda: (time.sleep(2.5), f"of rank {context.rank}")[1])
         spent = time.process_time() - before
         dist.barrier()
         world.leave()
         return found, spent
 
-    (first, _), (second, spent) = fork(work, 2)
+    (first, _), (second, spent) = fork_workers(work, 2)
     assert first == second == "of rank 0"
     assert spent < 0.5
 
@@ -163,7 +163,7 @@ def test_a_model_that_fails_and_every_rank_says_so() -> None:
 
 
 def test_several_hosts_are_refused_with_what_to_do() -> None:
-    def work(context: Context) -> None:
+    def work(context: WorkerContext) -> None:
         on_workers.host = lambda: f"host{context.rank}"  # type: ignore[assignment]
         automatically(mlp(6, 8, 4))
 
@@ -180,7 +180,7 @@ def test_several_losses_are_refused() -> None:
 
 
 def test_what_is_no_fault_of_the_user_keeps_its_own_error() -> None:
-    def work(context: Context) -> None:
+    def work(context: WorkerContext) -> None:
         def fails(*given: Any) -> Any:
             raise ArithmeticError("on the way to a plan")
 
@@ -191,5 +191,5 @@ def test_what_is_no_fault_of_the_user_keeps_its_own_error() -> None:
             automatically(mlp(6, 8, 4))
 
     with pytest.raises(WorkerFailed) as told:
-        fork(work, 2)
+        fork_workers(work, 2)
     assert told.value.rank == 0 and told.value.error_type == "ArithmeticError"

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from polylane.cluster.cluster import Cluster, Hosts, Links, along
+from polylane.cluster.cluster import Cluster, Hosts, Links, ranks_along
 from polylane.cluster.device import Device
 from polylane.cluster.link import Link
-from polylane.cluster.span import Level
+from polylane.cluster.rank_span import Level
 from polylane.errors import PolylaneError
 
 FAST = Device(kind="fast", memory=80 * 10**9, flops={"bfloat16": 3e14}, achieved={"bfloat16": 2e14}, bandwidth=2e12)
@@ -113,7 +113,7 @@ def test_one_device_needs_no_link() -> None:
 def test_where_hosts_have_links_of_their_own_the_slowest_one_counts() -> None:
     group = Hosts(devices=2, device=FAST, link=INSIDE)
     cluster = Cluster((group, Hosts(devices=2, device=FAST, link=BUS)), Links(hosts=HOSTS))
-    assert {crossing.link.kind for crossing in cluster.span(range(4)).at(Level.HOST)} == {"inside", "bus"}
+    assert {crossing.link.kind for crossing in cluster.span(range(4)).at_level(Level.HOST)} == {"inside", "bus"}
     assert cluster.link(range(4)).kind == "hosts"
 
 
@@ -193,25 +193,25 @@ def test_groups_that_are_spread_alike_share_a_span() -> None:
 def test_a_span_of_many_devices_takes_no_list_of_them() -> None:
     cluster = Cluster((Hosts(count=2**17, devices=8, device=FAST, link=INSIDE),), Links(hosts=HOSTS))
     span = cluster.span(range(3, 2**20, 8))
-    assert (span.ranks, span.crossings[0].edges) == (2**17, 2**17 - 1)
+    assert (span.ranks, span.crossings[0].ring_edges) == (2**17, 2**17 - 1)
 
 
 def test_the_ranks_along_an_axis_of_a_mesh() -> None:
     degrees = {"data": 3, "pipeline": 2, "tensor": 4}
-    assert along(degrees, "tensor", 6) == range(4, 8)
-    assert along(degrees, "pipeline", 6) == range(2, 10, 4)
-    assert along(degrees, "data", 6) == range(6, 30, 8)
+    assert ranks_along(degrees, "tensor", 6) == range(4, 8)
+    assert ranks_along(degrees, "pipeline", 6) == range(2, 10, 4)
+    assert ranks_along(degrees, "data", 6) == range(6, 30, 8)
     for axis in degrees:
-        groups = {along(degrees, axis, rank) for rank in range(24)}
+        groups = {ranks_along(degrees, axis, rank) for rank in range(24)}
         assert sorted(rank for group in groups for rank in group) == list(range(24))
     with pytest.raises(ValueError, match="expert is no axis of data, pipeline, tensor"):
-        along(degrees, "expert")
+        ranks_along(degrees, "expert")
 
 
 def test_tensor_parallelism_stays_in_a_host_and_data_parallelism_crosses_them() -> None:
     cluster = Cluster((Hosts(count=4, devices=8, device=FAST, link=INSIDE),), Links(hosts=HOSTS))
     degrees = {"data": 2, "pipeline": 2, "tensor": 8}
-    assert {axis: cluster.level(along(degrees, axis)) for axis in degrees} == {
+    assert {axis: cluster.level(ranks_along(degrees, axis)) for axis in degrees} == {
         "data": Level.RACK,
         "pipeline": Level.RACK,
         "tensor": Level.HOST,

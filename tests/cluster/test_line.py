@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from polylane.cluster.line import given, parse
-from polylane.cluster.read import dump
-from polylane.cluster.span import Level
+from polylane.cluster.cluster_file import dump
+from polylane.cluster.rank_span import Level
+from polylane.cluster.spec import load_or_parse, parse
 from polylane.errors import PolylaneError
 
 
@@ -90,7 +90,7 @@ def test_a_file_may_stand_where_a_line_may(tmp_path: Path) -> None:
     for name in ("cluster.yaml", "cluster"):
         path = tmp_path / name
         path.write_text(dump(cluster))
-        assert given(str(path)) == cluster
-    assert given("2x8:a100-40g,speed=0.75") == cluster
+        assert load_or_parse(str(path)) == cluster
+    assert load_or_parse("2x8:a100-40g,speed=0.75") == cluster
     with pytest.raises(PolylaneError, match=r"nowhere\.yaml: No such file"):
-        given(str(tmp_path / "nowhere.yaml"))
+        load_or_parse(str(tmp_path / "nowhere.yaml"))

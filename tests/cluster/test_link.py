@@ -11,21 +11,21 @@ PRESETS = {name: Link.model_validate(figures) for name, figures in link_presets(
 
 def test_every_device_of_a_switch_has_its_bandwidth_whatever_their_number() -> None:
     link = Link(bandwidth=100e9, latency=1e-6, fraction=0.8)
-    assert {link.reached("all_reduce", devices) for devices in (2, 3, 8, 100)} == {80e9}
-    assert link.shared("all_reduce") is None
+    assert {link.solo_bandwidth("all_reduce", devices) for devices in (2, 3, 8, 100)} == {80e9}
+    assert link.shared_bandwidth("all_reduce") is None
 
 
 def test_devices_that_are_wired_to_each_other_use_the_wires_they_have() -> None:
     link = Link(bandwidth=100e9, latency=1e-6, wired=(0.25, 0.5, 1.0))
-    assert [link.reached("send", devices) for devices in (1, 2, 3, 4, 5)] == [25e9, 25e9, 50e9, 100e9, 100e9]
+    assert [link.solo_bandwidth("send", devices) for devices in (1, 2, 3, 4, 5)] == [25e9, 25e9, 50e9, 100e9, 100e9]
 
 
 def test_a_kind_of_collective_may_have_figures_of_its_own() -> None:
     link = Link(
         bandwidth=10e9, total=20e9, latency=1e-6, fraction=0.5, fractions={"send": 1.0}, latencies={"all_to_all": 7e-6}
     )
-    assert (link.reached("send"), link.reached("all_reduce")) == (10e9, 5e9)
-    assert (link.shared("send"), link.shared("all_reduce")) == (20e9, 10e9)
+    assert (link.solo_bandwidth("send"), link.solo_bandwidth("all_reduce")) == (10e9, 5e9)
+    assert (link.shared_bandwidth("send"), link.shared_bandwidth("all_reduce")) == (20e9, 10e9)
     assert (link.delay("all_to_all"), link.delay("send")) == (7e-6, 1e-6)
 
 

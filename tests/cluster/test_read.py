@@ -7,10 +7,10 @@ import pytest
 from polylane import yaml_file
 from polylane.cluster.catalogue import device_presets, link_presets
 from polylane.cluster.cluster import Cluster
+from polylane.cluster.cluster_file import dump, from_mapping, load
 from polylane.cluster.device import Device
 from polylane.cluster.link import Link
-from polylane.cluster.read import dump, load, of_mapping
-from polylane.cluster.span import Level
+from polylane.cluster.rank_span import Level
 from polylane.errors import PolylaneError
 
 PRESETS = """\
@@ -41,7 +41,7 @@ links:
 
 
 def read(text: str) -> Cluster:
-    return of_mapping(yaml_file.parse(text))
+    return from_mapping(yaml_file.parse(text))
 
 
 def test_presets_are_said_by_their_names() -> None:

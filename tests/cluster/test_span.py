@@ -1,7 +1,7 @@
 """How ranks are spread over the tree, in figures that one can count by hand."""
 
 from polylane.cluster.link import Link
-from polylane.cluster.span import Block, Level, span, within
+from polylane.cluster.rank_span import HostBlock, Level, count_ranks_between, span_of
 
 INSIDE = Link(kind="inside", bandwidth=300e9, latency=10e-6)
 BETWEEN = {
@@ -10,12 +10,16 @@ BETWEEN = {
     Level.CLUSTER: Link(kind="sites", bandwidth=1e9, latency=10e-3),
 }
 # Four hosts of eight in one rack, two of four in another one, two of eight at another site: 56 devices.
-BLOCKS = (Block(0, 0, 4, 8, 0, 0, INSIDE), Block(32, 4, 2, 4, 1, 0, INSIDE), Block(40, 6, 2, 8, 2, 1, INSIDE))
+BLOCKS = (
+    HostBlock(0, 0, 4, 8, 0, 0, INSIDE),
+    HostBlock(32, 4, 2, 4, 1, 0, INSIDE),
+    HostBlock(40, 6, 2, 8, 2, 1, INSIDE),
+)
 
 
 def counted(ranks: range | tuple[int, ...]) -> list[tuple[str, int, int, int, tuple[tuple[int, int], ...]]]:
-    crossings = span(BLOCKS, BETWEEN, ranks).crossings
-    return [(each.link.kind, each.edges, each.count, each.widest, each.units) for each in crossings]
+    crossings = span_of(BLOCKS, BETWEEN, ranks).crossings
+    return [(each.link.kind, each.ring_edges, each.unit_count, each.max_units, each.units) for each in crossings]
 
 
 def test_one_host() -> None:
@@ -62,4 +66,4 @@ def test_how_many_ranks_are_in_an_interval() -> None:
     for ranks in (range(3, 40, 7), range(39, 2, -5), range(4), (5, 1, 9)):
         for first in range(0, 42, 3):
             for end in range(first, 44, 5):
-                assert within(ranks, first, end) == sum(first <= rank < end for rank in ranks)
+                assert count_ranks_between(ranks, first, end) == sum(first <= rank < end for rank in ranks)

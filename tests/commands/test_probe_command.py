@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from measured import quick
-from polylane.cluster.read import load
-from polylane.commands import inputs, planning, probe
+from polylane.cluster.cluster_file import load
+from polylane.commands import planning, probe
+from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import PredictRequest, ProbeRequest, RecipeRequest
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
-from polylane.probe.machine import here
+from polylane.probe.machine import local_cluster
 from polylane.probe.profiles import load_profile
 
 torch.set_num_threads(1)
@@ -83,11 +84,11 @@ def test_a_recipes_nodes_are_measured_and_found_again(recipe: Path, capsys: pyte
     run(None, recipes=(request,))
     assert f"{recipe}: " in capsys.readouterr().out
     graph = captured(request)
-    found = load_profile(graph, here(2).device(0), threads=1)
+    found = load_profile(graph, local_cluster(2).device(0), threads=1)
     assert found is not None and found.samples == (1, 4, 8, 16)
     assert set(found.nodes) == {node.name for node in graph.nodes}
-    assert all(seconds > 0 for both in found.steps for seconds in both) and found.update > 0
-    assert load_profile(captured(replace(request, settings=())), here(2).device(0), threads=1) is None
+    assert all(seconds > 0 for both in found.steps for seconds in both) and found.update_seconds > 0
+    assert load_profile(captured(replace(request, settings=())), local_cluster(2).device(0), threads=1) is None
 
 
 def test_nothing_asked_for_is_refused() -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from polylane.commands.rates import rates
+from polylane.commands.learning_rates import learning_rate_options
 from polylane.commands.requests import PlanRequest, RecipeRequest, SimulateRequest, TrainRequest, VerifyRequest
 from polylane.plan.spec import parse
 
-TRAIN = TrainRequest(recipe="digits.py", batch=64, settings=("width=8",), rates=rates(64, None, None, None, None, 5))
+TRAIN = TrainRequest(
+    recipe="digits.py", batch=64, settings=("width=8",), rates=learning_rate_options(64, None, None, None, None, 5)
+)
 
 
 @pytest.mark.parametrize(

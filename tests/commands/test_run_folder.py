@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import polylane
 from polylane.commands.run_folder import MODEL, NAMES, UNFINISHED, RunFolder
 from polylane.errors import NotFinite, PolylaneError
-from polylane.runtime import weights
+from polylane.runtime.parameters import broadcast as weights
 
 RECIPE = '''
 """Learn a logarithm; from some step on its argument is negative."""
@@ -172,7 +172,7 @@ def test_what_is_made_for_a_run_that_never_begins_goes(tmp_path: Path) -> None:
 
 def test_weights_are_replaced_by_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
-    weights.save({"a": torch.ones(2)}, path)
+    weights.save_safetensors({"a": torch.ones(2)}, path)
     kept = path.open("rb")
 
     def full(state: dict[str, torch.Tensor], file: str) -> None:
@@ -181,12 +181,12 @@ def test_weights_are_replaced_by_rename(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(PolylaneError, match=r"model\.safetensors: No space left on device"):
-        weights.save({"a": torch.zeros(2)}, path)
+        weights.save_safetensors({"a": torch.zeros(2)}, path)
     monkeypatch.undo()
     assert torch.equal(load_file(path)["a"], torch.ones(2))
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
     before = kept.read()
-    weights.save({"a": torch.zeros(2)}, path)
+    weights.save_safetensors({"a": torch.zeros(2)}, path)
     kept.seek(0)
     assert kept.read() == before  # the file of before was not written into
     assert os.stat(path).st_mode & 0o777 == 0o666 & ~_mask()
@@ -246,7 +246,7 @@ def test_the_second_run_into_a_folder_in_use_is_refused(folder: Path) -> None:
 def good(folder: Path) -> bytes:
     """What a run that ended well has left in run/x; its weights."""
     (folder / "run/x").mkdir(parents=True)
-    weights.save({"scale.weight": torch.ones(2)}, folder / "run/x" / MODEL)
+    weights.save_safetensors({"scale.weight": torch.ones(2)}, folder / "run/x" / MODEL)
     (folder / "run/x/metrics.jsonl").write_text("earlier\n")
     return (folder / "run/x" / MODEL).read_bytes()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from polylane.cost.agreement import Held, entries, sent
+from polylane.cost.network.sync_volume import TrainedTensor, compute_sync_bytes, count_top_k_entries
 from polylane.plan.spec import parse
 
 N = 4 * 1000 * 500
 
 
 def one(plan: str, ranks: int, step: int = 0, **held: bool) -> float:
-    return sent(parse(plan).sync, [Held((1000, 500), 4, ranks, **held)], step)
+    return compute_sync_bytes(parse(plan).sync, [TrainedTensor((1000, 500), 4, ranks, **held)], step)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -23,7 +23,9 @@ def test_a_sum(ranks: int) -> None:
 
 
 def test_servers_get_and_give_once_for_each_replica() -> None:
-    resnet_50 = sent(parse("data=8,servers=1,dedicated=yes").sync, [Held((23_000_000,), 4, 8)], 0)
+    resnet_50 = compute_sync_bytes(
+        parse("data=8,servers=1,dedicated=yes").sync, [TrainedTensor((23_000_000,), 4, 8)], 0
+    )
     assert 8 * resnet_50 * 2 == pytest.approx(1.47e9, rel=2e-3)
 
 
@@ -44,14 +46,16 @@ def test_sharded_over_microbatches() -> None:
     each = N * (4 - 1) / 4
     for shard, times in (("optimizer", 2), ("gradients", 3 + 1), ("parameters", 3 * 3)):
         sync = parse(f"data=4,microbatches=3,shard={shard}").sync
-        assert sent(sync, [Held((1000, 500), 4, 4)], 0, microbatches=3) == pytest.approx(times * each)
+        assert compute_sync_bytes(sync, [TrainedTensor((1000, 500), 4, 4)], 0, microbatches=3) == pytest.approx(
+            times * each
+        )
 
 
 def test_a_server_in_a_workers_process() -> None:
     """Of two workers one hosts the server: gradients of the other go, weights to the other come."""
     sync = parse("data=2,servers=1").sync
-    assert sent(sync, [Held((1000, 500), 4, 2, leaves=False)], 0, answers=N) == N
-    assert sent(sync, [Held((1000, 500), 4, 2)], 0) == N
+    assert compute_sync_bytes(sync, [TrainedTensor((1000, 500), 4, 2, goes_to_server=False)], 0, answers=N) == N
+    assert compute_sync_bytes(sync, [TrainedTensor((1000, 500), 4, 2)], 0) == N
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def test_a_server_in_a_workers_process() -> None:
     [(0.1, 30, 3), (0.1, 31, 4), (0.01, 1, 1), (1.0, 7, 7), (1e-9, 10**9, 1), (0.5, 0, 0)],
 )
 def test_entries(fraction: float, elements: int, expected: int) -> None:
-    assert entries(fraction, elements) == expected
+    assert count_top_k_entries(fraction, elements) == expected
 
 
 def test_hybrid_sharding() -> None:

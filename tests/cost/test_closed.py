@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from benchmarks.closed_form import block_seconds, pipelined, scattered, sharded
 
-from polylane.cluster.line import parse
-from polylane.cost import network
-from polylane.cost.closed import EXPOSED, Traffic
-from polylane.cost.table import Table
+from polylane.cluster.spec import parse
+from polylane.cost.closed_form import EXPOSED, ShardTrafficSeconds
+from polylane.cost.cost_table import CostTable
+from polylane.cost.network import collectives as network
 
 
-def table(**given: list[float]) -> Table:
+def table(**given: list[float]) -> CostTable:
     """With these seconds for two nodes, and none of the rest."""
     names = (
         "forward",
@@ -26,7 +26,7 @@ def table(**given: list[float]) -> Table:
         "backward_stalled",
     )
     arrays = {name: np.concatenate([[0.0], np.cumsum(given.get(name, [0.0, 0.0]))]) for name in names}
-    return Table(1, **arrays)
+    return CostTable(1, **arrays)
 
 
 def test_a_block_takes_what_the_slower_of_device_and_host_takes() -> None:
@@ -60,14 +60,14 @@ def test_interleaving_shortens_the_bubble_and_sends_more() -> None:
 def test_parts_of_a_message_travel_side_by_side() -> None:
     cluster, size = parse("2x8:a100-80g,hosts=infiniband-hdr-200"), 1e9
     alone = scattered(cluster, size, range(1), 8, 8)
-    assert alone == network.transfer(cluster, size, 0, 8, 8)
-    gathered = network.collective(cluster, "all_gather", size, range(8))
+    assert alone == network.message_seconds(cluster, size, 0, 8, 8)
+    gathered = network.collective_seconds(cluster, "all_gather", size, range(8))
     parts = scattered(cluster, size, range(8), 8, 8)
-    assert parts == pytest.approx(network.transfer(cluster, size / 8, 0, 8, 8) + gathered)
+    assert parts == pytest.approx(network.message_seconds(cluster, size / 8, 0, 8, 8) + gathered)
     assert parts < alone / 4
 
 
 def test_sharded_replicas_wait_for_what_is_not_hidden() -> None:
-    assert sharded(1.0, Traffic(0.0, 0.0), 3) == 3
-    assert sharded(1.0, Traffic(0.2, 0.1), 2) == pytest.approx(2 * (1 + EXPOSED * 0.3))
-    assert sharded(0.0, Traffic(2.0, 1.0), 2) == 6  # never less than what travels takes
+    assert sharded(1.0, ShardTrafficSeconds(0.0, 0.0), 3) == 3
+    assert sharded(1.0, ShardTrafficSeconds(0.2, 0.1), 2) == pytest.approx(2 * (1 + EXPOSED * 0.3))
+    assert sharded(0.0, ShardTrafficSeconds(2.0, 1.0), 2) == 6  # never less than what travels takes

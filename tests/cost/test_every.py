@@ -8,18 +8,18 @@ import pytest
 
 import jobs
 from polylane.cluster.cluster import Cluster
-from polylane.cluster.line import parse
-from polylane.cluster.read import of_mapping
-from polylane.cost.communicate import sent
-from polylane.cost.method import Method
-from polylane.cost.network import collective
+from polylane.cluster.cluster_file import from_mapping
+from polylane.cluster.spec import parse
+from polylane.cost.network.alpha_beta import bytes_per_rank
+from polylane.cost.network.collectives import collective_seconds
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span, Timeline
 from polylane.plan.spec import parse as spec_of
-from polylane.planner import setup
-from polylane.planner.subdivide import subdivided
-from polylane.schedule.action import Kind
+from polylane.planner import problem as setup
+from polylane.planner.interleave import subdivide_plan
+from polylane.schedule.action import ActionKind
 from polylane.yaml_file import parse as mapping
 
 SITES = """
@@ -40,22 +40,22 @@ def predicted(
     chunks: int = 1,
     **how: object,
 ) -> Prediction:
-    found = jobs.basis(jobs.blocks(8, 256), "8:a100-80g", Method(**how))  # type: ignore[arg-type]
+    found = jobs.basis(jobs.blocks(8, 256), "8:a100-80g", TrainingOptions(**how))  # type: ignore[arg-type]
     found = replace(found, cluster=parse(cluster) if isinstance(cluster, str) else cluster)
-    return predict(found, *subdivided(found, spec_of(plan), batch, chunks), batch, every=every, period=period)
+    return predict(found, *subdivide_plan(found, spec_of(plan), batch, chunks), batch, every=every, period=period)
 
 
 def sums(timeline: Timeline | None, rank: int = 0) -> list[Span]:
     assert timeline is not None
-    return [s for s in timeline.spans if s.action.kind is Kind.REDUCE and s.rank == rank]
+    return [s for s in timeline.spans if s.action.kind is ActionKind.REDUCE and s.rank == rank]
 
 
 @pytest.mark.parametrize("plan, period", [("data=4", 1), ("pipeline=2,tensor=2", 8), ("data=1", 32)])
 def test_one_replica_or_every_step_is_as_it_was(plan: str, period: int) -> None:
     found = jobs.basis(jobs.blocks(8, 256), "8:a100-80g")
-    plain = predict(found, *setup.fitted(found, spec_of(plan), 64), 64)
+    plain = predict(found, *setup.fit_plan(found, spec_of(plan), 64), 64)
     again = predicted(plan, period)
-    assert (again.timeline, again.between, again.seconds) == (plain.timeline, None, plain.seconds)
+    assert (again.timeline, again.local_step_timeline, again.seconds) == (plain.timeline, None, plain.seconds)
 
 
 @pytest.mark.parametrize("period", [2, 32])
@@ -64,21 +64,27 @@ def test_a_step_is_that_of_one_replica_and_its_share_of_a_sum(period: int, repli
     found = predicted(f"data={replicas}", period)
     alone = predicted("data=1", 1, batch=64 // replicas)
     each = [
-        collective(parse("8:a100-80g"), "all_reduce", s.bytes / sent("all_reduce", 1, replicas), range(replicas), None)
+        collective_seconds(
+            parse("8:a100-80g"),
+            "all_reduce",
+            s.bytes / bytes_per_rank("all_reduce", 1, replicas),
+            range(replicas),
+            None,
+        )
         for s in sums(found.timeline)
     ]
-    assert found.between is not None and not sums(found.between)
-    assert found.between.makespan() == pytest.approx(alone.seconds, rel=1e-9)
+    assert found.local_step_timeline is not None and not sums(found.local_step_timeline)
+    assert found.local_step_timeline.makespan() == pytest.approx(alone.seconds, rel=1e-9)
     assert found.seconds == pytest.approx(alone.seconds + sum(each) / period, rel=1e-5)
 
 
 def test_parameters_are_summed_after_the_step_once_each() -> None:
     found = predicted("data=4", 8)
-    spans, (step,) = sums(found.timeline), [s for s in found.timeline.spans if s.action.kind is Kind.STEP]
+    spans, (step,) = sums(found.timeline), [s for s in found.timeline.spans if s.action.kind is ActionKind.STEP]
     assert min(s.start for s in spans) >= step.end
     parameters = sum(p.bytes for p in jobs.blocks(8, 256).parameters.values())
-    assert sum(s.bytes for s in spans) == pytest.approx(sent("all_reduce", parameters, 4), rel=1e-3)
-    mean = found.mean(lambda timeline: sum(s.bytes for s in sums(timeline)) if sums(timeline) else 0.0)
+    assert sum(s.bytes for s in spans) == pytest.approx(bytes_per_rank("all_reduce", parameters, 4), rel=1e-3)
+    mean = found.mean_over_period(lambda timeline: sum(s.bytes for s in sums(timeline)) if sums(timeline) else 0.0)
     assert mean == pytest.approx(sum(s.bytes for s in spans) / 8)
 
 
@@ -98,29 +104,32 @@ def test_one_worker_stands_for_all_that_are_like_it(plan: str) -> None:
 def test_sums_within_a_replica_stay() -> None:
     """Along the sequence every rank has a summand of each gradient, of its own replica or of all."""
     alone, together = predicted("data=2,sequence=2", 4, every=True), predicted("data=1,sequence=2", 1, batch=32)
-    assert [s.bytes for s in sums(alone.between)] == [s.bytes for s in sums(together.timeline)]
-    assert alone.between is not None
-    assert alone.between.makespan() == pytest.approx(together.seconds, rel=1e-9)
+    assert [s.bytes for s in sums(alone.local_step_timeline)] == [s.bytes for s in sums(together.timeline)]
+    assert alone.local_step_timeline is not None
+    assert alone.local_step_timeline.makespan() == pytest.approx(together.seconds, rel=1e-9)
 
 
 def test_stages_that_hold_the_same_weights_still_sum() -> None:
     found = jobs.basis(jobs.example("gpt"), "4:a100-80g")
-    prediction = predict(found, *setup.fitted(found, spec_of("data=2,pipeline=2"), 8), 8, period=4)
-    tied = [s for s in sums(prediction.between) if str(s.action.value).startswith("tied")]
-    assert tied and len(tied) == len(sums(prediction.between))
+    prediction = predict(found, *setup.fit_plan(found, spec_of("data=2,pipeline=2"), 8), 8, period=4)
+    tied = [s for s in sums(prediction.local_step_timeline) if str(s.action.value).startswith("tied")]
+    assert tied and len(tied) == len(sums(prediction.local_step_timeline))
 
 
 def test_interleaved_stages_sum_their_parameters_too() -> None:
     found = predicted("data=2,pipeline=2,microbatches=4", 4, chunks=2)
-    assert not sums(found.between) and sums(found.timeline)
-    assert found.between is not None and found.between.makespan() < found.seconds < found.timeline.makespan()
+    assert not sums(found.local_step_timeline) and sums(found.timeline)
+    assert (
+        found.local_step_timeline is not None
+        and found.local_step_timeline.makespan() < found.seconds < found.timeline.makespan()
+    )
 
 
 # Slow links ----------------------------------------------------------------------------------------------------------
 
 
 def test_between_sites_a_sum_takes_what_their_link_takes() -> None:
-    cluster = of_mapping(mapping(SITES))
+    cluster = from_mapping(mapping(SITES))
     seldom, often = predicted("data=4", 32, cluster), predicted("data=4", 1, cluster)
     parameters = sum(p.bytes for p in jobs.blocks(8, 256).parameters.values())
     # Both sites' devices share their site's connection, over which each way at least one sum goes.
@@ -132,7 +141,7 @@ def test_between_sites_a_sum_takes_what_their_link_takes() -> None:
 
 
 def test_a_line_says_sites_as_a_file_does() -> None:
-    file = of_mapping(mapping(SITES.replace("{bandwidth: 1 Gb/s, latency: 10 ms}", "internet-1g")))
+    file = from_mapping(mapping(SITES.replace("{bandwidth: 1 Gb/s, latency: 10 ms}", "internet-1g")))
     line = parse("2x1x2:a100-80g,sites=internet-1g")
     for period in (1, 32):
         assert predicted("data=4", period, line).seconds == predicted("data=4", period, file).seconds

@@ -9,22 +9,22 @@ from benchmarks.closed_form import pipelined
 
 import jobs
 from playing import interleaved_live_bound
-from polylane.cluster.line import parse
-from polylane.cluster.read import of_mapping
-from polylane.cost.interleave import Workers
-from polylane.cost.memory import Load, memory
-from polylane.cost.method import Method
-from polylane.cost.network import collective
-from polylane.cost.predict import Basis, Prediction, predict
-from polylane.cost.residence import Need
-from polylane.cost.steps import simulate_schedule
-from polylane.cost.table import Work
+from polylane.cluster.cluster_file import from_mapping
+from polylane.cluster.spec import parse
+from polylane.cost.cost_table import OperatorWork
+from polylane.cost.interleave import InterleavedWorkers
+from polylane.cost.memory.live_ranges import PeakMemory
+from polylane.cost.memory.peak import TrainedBytes, peak_memory
+from polylane.cost.network.collectives import collective_seconds
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.predict import CostModel, Prediction, predict
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse as spec_of
-from polylane.planner import setup
-from polylane.planner.subdivide import subdivided
+from polylane.planner import problem as setup
+from polylane.planner.interleave import subdivide_plan
 from polylane.program.interleave import lower_interleaved
-from polylane.schedule.action import Kind
+from polylane.schedule.action import ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
 
@@ -35,51 +35,53 @@ TURN = parse("1:a100-80g").device(0).turn
 class OnlyLinears:
     """One second forward and two backward for a linear operator, and nothing for the rest."""
 
-    def __call__(self, work: Work) -> tuple[float, float]:
-        return (1.0, 2.0) if "linear" in work.step.name else (0.0, 0.0)
+    def __call__(self, work: OperatorWork) -> tuple[float, float]:
+        return (1.0, 2.0) if "linear" in work.operator.name else (0.0, 0.0)
 
-    def issued(self, work: Work) -> tuple[float, float]:
+    def issued(self, work: OperatorWork) -> tuple[float, float]:
         return 0.0, 0.0
 
 
 def predicted(
-    plan: str, chunks: int, basis: Basis | None = None, batch: int = 64, every: bool = False, **how: object
+    plan: str, chunks: int, basis: CostModel | None = None, batch: int = 64, every: bool = False, **how: object
 ) -> Prediction:
-    found = basis or jobs.basis(jobs.blocks(8, 256), "8:a100-80g", Method(**how))  # type: ignore[arg-type]
-    return predict(found, *subdivided(found, spec_of(plan), batch, chunks), batch, every=every)
+    found = basis or jobs.basis(jobs.blocks(8, 256), "8:a100-80g", TrainingOptions(**how))  # type: ignore[arg-type]
+    return predict(found, *subdivide_plan(found, spec_of(plan), batch, chunks), batch, every=every)
 
 
 @pytest.mark.parametrize("stages, chunks", [(2, 2), (2, 4), (4, 2)])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_equal_stages_take_what_the_formula_says(stages: int, chunks: int, rounds: int) -> None:
     basis = jobs.basis(jobs.blocks(8, 256), "1:a100-80g")
-    basis = replace(basis, cluster=of_mapping(FREE), clock=lambda device: OnlyLinears(), overhead=0.25)
+    basis = replace(basis, cluster=from_mapping(FREE), make_clock=lambda device: OnlyLinears(), host_overhead=0.25)
     microbatches = rounds * stages
     found = predicted(f"pipeline={stages},microbatches={microbatches}", chunks, basis)
     linears = 2 * 8 // (stages * chunks)
     both = chunks * (3 * linears + 2 * 0.25)
-    expected = (chunks * microbatches + stages - 1) * both / chunks + found.stages[0].update
+    expected = (chunks * microbatches + stages - 1) * both / chunks + found.stages[0].update_seconds
     assert found.seconds == pytest.approx(expected, rel=1e-12)
-    assert pipelined([both] * stages, microbatches, chunks=chunks) + found.stages[0].update == pytest.approx(expected)
+    assert pipelined([both] * stages, microbatches, chunks=chunks) + found.stages[0].update_seconds == pytest.approx(
+        expected
+    )
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("microbatches", [3, 8, 10])
 def test_a_step_takes_what_its_schedule_takes_and_its_messages(chunks: int, microbatches: int) -> None:
     basis = jobs.basis(jobs.blocks(16, 256), "4:a100-80g")
-    partition, plan = subdivided(basis, spec_of(f"pipeline=4,microbatches={microbatches}"), 64, chunks)
+    partition, plan = subdivide_plan(basis, spec_of(f"pipeline=4,microbatches={microbatches}"), 64, chunks)
     found = predict(basis, partition, plan, 64)
-    passes = [Workers(basis, partition, plan, 64).chunks.stage(s).passes for s in range(4 * chunks)]
+    passes = [InterleavedWorkers(basis, partition, plan, 64).chunks.predict_stage(s).passes for s in range(4 * chunks)]
     theory = simulate_schedule(
         interleaved(4, chunks, microbatches),
         [p.forward + TURN for p in passes],
         [p.backward + TURN for p in passes],
         graph=StageGraph.chain(4 * chunks),
     ).makespan()
-    update = max(stage.update for stage in found.stages)
+    update = max(stage.update_seconds for stage in found.stages)
     messages = sum(s.end - s.start for s in found.timeline.spans if s.action.peer is not None)
     assert theory <= found.seconds <= theory + update + messages
-    ran = {s.action.stage for s in found.timeline.spans if s.action.kind is Kind.FORWARD and s.rank == 1}
+    ran = {s.action.stage for s in found.timeline.spans if s.action.kind is ActionKind.FORWARD and s.rank == 1}
     assert ran == set(range(1, 4 * chunks, 4))
 
 
@@ -87,10 +89,10 @@ def test_the_bubble_shrinks_and_more_is_sent() -> None:
     graph = jobs.blocks(16, 1024)
     basis = jobs.basis(graph, "4:a100-80g")
     plan = "pipeline=4,microbatches=8"
-    whole = predict(basis, *setup.fitted(basis, spec_of(plan), 8192), 8192)
+    whole = predict(basis, *setup.fit_plan(basis, spec_of(plan), 8192), 8192)
     halves = predicted(plan, 2, basis, 8192)
     assert halves.seconds < whole.seconds
-    sent = [sum(s.bytes for s in p.timeline.spans if s.action.kind is Kind.SEND) for p in (whole, halves)]
+    sent = [sum(s.bytes for s in p.timeline.spans if s.action.kind is ActionKind.SEND) for p in (whole, halves)]
     # Of three gaps between stages there are seven between half stages, each with as much there and back.
     assert sent[1] == pytest.approx(sent[0] * 7 / 3, rel=1e-6)
 
@@ -98,7 +100,7 @@ def test_the_bubble_shrinks_and_more_is_sent() -> None:
 def test_one_chunk_is_a_plan_as_it_was() -> None:
     basis = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
     for plan in ("pipeline=4,microbatches=8", "data=4"):
-        assert subdivided(basis, spec_of(plan), 64, 1) == setup.fitted(basis, spec_of(plan), 64)
+        assert subdivide_plan(basis, spec_of(plan), 64, 1) == setup.fit_plan(basis, spec_of(plan), 64)
 
 
 @pytest.mark.parametrize("plan", ["data=2,pipeline=2", "pipeline=2,tensor=2", "data=2,pipeline=2,tensor=2"])
@@ -111,30 +113,30 @@ def test_one_worker_stands_for_all_that_are_like_it(plan: str) -> None:
 
 def test_gradients_are_summed_once_for_all_stages_of_a_worker() -> None:
     found = predicted("data=2,pipeline=2,microbatches=4", 4)
-    summed = sum(s.bytes for s in found.timeline.spans if s.action.kind is Kind.REDUCE and s.rank == 0)
+    summed = sum(s.bytes for s in found.timeline.spans if s.action.kind is ActionKind.REDUCE and s.rank == 0)
     parameters = sum(p.bytes for p in jobs.blocks(8, 256).parameters.values())
     assert summed == pytest.approx(parameters / 2, rel=0.01)  # half of the blocks; of two replicas each sends it once
-    steps = [s for s in found.timeline.spans if s.action.kind is Kind.STEP]
+    steps = [s for s in found.timeline.spans if s.action.kind is ActionKind.STEP]
     assert len(steps) == found.timeline.ranks == 2
 
 
 def test_sums_begin_when_the_stage_that_has_them_is_through() -> None:
     """The last stages of a worker are through first, and are summed while the first ones still go backward."""
     hidden, after = (predicted("data=2,pipeline=2,microbatches=4", 4, overlap=overlap) for overlap in (True, False))
-    sums = [s for s in hidden.timeline.spans if s.action.kind is Kind.REDUCE and s.rank == 0]
-    last = max(s.end for s in hidden.timeline.spans if s.action.kind is Kind.BACKWARD and s.rank == 0)
+    sums = [s for s in hidden.timeline.spans if s.action.kind is ActionKind.REDUCE and s.rank == 0]
+    last = max(s.end for s in hidden.timeline.spans if s.action.kind is ActionKind.BACKWARD and s.rank == 0)
     assert sums[0].start < last < after.seconds
     assert hidden.seconds < after.seconds
 
 
 def test_what_stays_on_a_worker_does_not_travel() -> None:
     basis = jobs.basis(jobs.example("unet"), "2:a100-80g")
-    partition, plan = subdivided(basis, spec_of("pipeline=2,microbatches=2"), 8, 2)
+    partition, plan = subdivide_plan(basis, spec_of("pipeline=2,microbatches=2"), 8, 2)
     programs = lower_interleaved(partition, plan)
     skips = [c for c in partition.crossings if any((s - c.producer) % 2 == 0 for s in c.consumers)]
     assert skips, "a value goes from a stage to the next one but one"
     for program in programs:
-        sends = [a for a in program.actions if a.kind is Kind.SEND]
+        sends = [a for a in program.actions if a.kind is ActionKind.SEND]
         assert all(a.peer != program.rank for a in sends)
         assert len(sends) == len(set(sends)), "a value goes once to a worker"
     assert predict(basis, partition, plan, 8).seconds > 0
@@ -142,20 +144,30 @@ def test_what_stays_on_a_worker_does_not_travel() -> None:
 
 # Memory --------------------------------------------------------------------------------------------------------------
 
-ONE = Need(kept=1, received=0, sent=0, asked=0, returned=0, forward=1, backward=1, first=1, batch=0)
+ONE = PeakMemory(
+    saved=1,
+    values_received=0,
+    values_sent=0,
+    gradients_received=0,
+    gradients_sent=0,
+    forward_peak=1,
+    backward_peak=1,
+    first_backward_peak=1,
+    batch_bytes=0,
+)
 
 
 @pytest.mark.parametrize("ranks, chunks, microbatches", [(2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 7), (4, 2, 2)])
 def test_as_many_passes_are_held_as_the_bound_says(ranks: int, chunks: int, microbatches: int) -> None:
     for rank, lane in enumerate(interleaved(ranks, chunks, microbatches)):
         own = range(rank, ranks * chunks, ranks)
-        found = memory(lane, dict.fromkeys(own, ONE), dict.fromkeys(own, 0.0), Load(0, 0, 0))
+        found = peak_memory(lane, dict.fromkeys(own, ONE), dict.fromkeys(own, 0.0), TrainedBytes(0, 0, 0))
         assert found.activations == interleaved_live_bound(ranks, chunks, microbatches, rank)
 
 
 def test_a_worker_holds_all_its_chunks() -> None:
     basis = jobs.basis(jobs.blocks(16, 256), "4:a100-80g")
-    whole = predict(basis, *setup.fitted(basis, spec_of("pipeline=4,microbatches=8"), 4096), 4096)
+    whole = predict(basis, *setup.fit_plan(basis, spec_of("pipeline=4,microbatches=8"), 4096), 4096)
     halves = predicted("pipeline=4,microbatches=8", 2, basis, 4096)
     for name in ("parameters", "optimizer"):
         sums = [sum(getattr(stage.memory, name) for stage in p.stages) for p in (whole, halves)]
@@ -185,14 +197,16 @@ def test_what_cannot_be_interleaved_is_refused(plan: str, chunks: int, sentence:
 
 def test_a_plan_that_says_its_cuts_is_refused() -> None:
     basis = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
-    _, plan = setup.fitted(basis, spec_of("pipeline=4"), 64)
+    _, plan = setup.fit_plan(basis, spec_of("pipeline=4"), 64)
     with pytest.raises(PolylaneError, match="says where its stages begin"):
-        subdivided(basis, plan, 64, 2)
+        subdivide_plan(basis, plan, 64, 2)
 
 
 def test_sums_over_replicas_take_what_a_collective_takes() -> None:
     found = predicted("data=2,pipeline=2,microbatches=4", 2, overlap=False)
-    spans = [s for s in found.timeline.spans if s.action.kind is Kind.REDUCE and s.rank == 0]
+    spans = [s for s in found.timeline.spans if s.action.kind is ActionKind.REDUCE and s.rank == 0]
     cluster, ranks = parse("8:a100-80g"), found.plan.group(found.lanes[0], ("data",))
     for span in spans:
-        assert span.end - span.start == pytest.approx(collective(cluster, "all_reduce", span.bytes, ranks, None))
+        assert span.end - span.start == pytest.approx(
+            collective_seconds(cluster, "all_reduce", span.bytes, ranks, None)
+        )

@@ -8,17 +8,17 @@ import pytest
 from benchmarks.closed_form import sharded
 
 import jobs
-from polylane.cost import network
-from polylane.cost.closed import EXPOSED, Traffic, lost
-from polylane.cost.method import Method
+from polylane.cost.closed_form import EXPOSED, ShardTrafficSeconds, exposed_seconds
+from polylane.cost.network import collectives as network
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict, table_of
-from polylane.cost.stage import Stages
+from polylane.cost.stage_cost import StageCosts
 from polylane.graph.graph import Graph
 from polylane.observe.timeline import Span
 from polylane.plan.spec import Degrees
 from polylane.plan.spec import parse as spec_of
-from polylane.planner import setup
-from polylane.schedule.action import Kind
+from polylane.planner import problem as setup
+from polylane.schedule.action import ActionKind
 
 # Blocks whose parameters all travel in one bucket, and blocks that are a bucket for each large parameter.
 SMALL, LARGE = jobs.blocks(4, 64), jobs.blocks(4, 1024)
@@ -28,15 +28,15 @@ DEVICE = "a100-80g"
 def predicted(
     graph: Graph, plan: str, batch: int = 16, cluster: str = f"8:{DEVICE}", every: bool = False, **how: object
 ) -> Prediction:
-    found = jobs.basis(graph, cluster, Method(**how))  # type: ignore[arg-type]
-    return predict(found, *setup.fitted(found, spec_of(plan), batch), batch, every=every)
+    found = jobs.basis(graph, cluster, TrainingOptions(**how))  # type: ignore[arg-type]
+    return predict(found, *setup.fit_plan(found, spec_of(plan), batch), batch, every=every)
 
 
 def weights(graph: Graph) -> int:
     return sum(info.bytes for info in graph.parameters.values())
 
 
-def spans(found: Prediction, kind: Kind) -> list[Span]:
+def spans(found: Prediction, kind: ActionKind) -> list[Span]:
     return [span for span in found.timeline.spans if span.action.kind is kind and span.rank == 0]
 
 
@@ -58,9 +58,9 @@ def test_selective_recomputation_runs_attention_once_more() -> None:
     graph = jobs.attending(3, 64, 512)
     none, selective = (predicted(graph, "pipeline=2,microbatches=4", recompute=how) for how in ("none", "selective"))
     found = jobs.basis(graph, f"8:{DEVICE}")
-    partition, plan = setup.fitted(found, spec_of("pipeline=2,microbatches=4"), 16)
-    core = {name for each in found.stages.cores for name in each}
-    assert len(found.stages.cores) == 3
+    partition, plan = setup.fit_plan(found, spec_of("pipeline=2,microbatches=4"), 16)
+    core = {name for each in found.stages.attention_cores for name in each}
+    assert len(found.stages.attention_cores) == 3
     for stage, (plain, again) in enumerate(zip(none.stages, selective.stages, strict=True)):
         table = table_of(found, partition, plan, 16, stage)
         own = [i for a, b, s in partition.pieces if s == stage for i in range(a, b) if graph.nodes[i].name in core]
@@ -92,13 +92,17 @@ def test_a_fused_attention_keeps_no_scores_to_save() -> None:
 
 def test_what_is_kept_is_not_mixed_up_with_what_would_be() -> None:
     graph = jobs.attending(2, 64, 256)
-    stages: Stages = jobs.basis(graph, f"8:{DEVICE}").stages
+    stages: StageCosts = jobs.basis(graph, f"8:{DEVICE}").stages
     every, mesh = [(0, len(graph.nodes))], Degrees()
-    none, selective = (stages.need(mesh, 4, every, True, again=again) for again in (False, True))
-    assert selective.kept < none.kept
-    assert stages.need(mesh, 4, every, True) == none
-    assert stages.fresh().need(mesh, 4, every, True, again=True) == selective
-    assert stages.fresh().residence(mesh, 4) is stages.residence(mesh, 4) is not stages.residence(mesh, 4, again=True)
+    none, selective = (stages.microbatch_memory(mesh, 4, every, True, again=again) for again in (False, True))
+    assert selective.saved < none.saved
+    assert stages.microbatch_memory(mesh, 4, every, True) == none
+    assert stages.without_prices().microbatch_memory(mesh, 4, every, True, again=True) == selective
+    assert (
+        stages.without_prices().live_ranges(mesh, 4)
+        is stages.live_ranges(mesh, 4)
+        is not stages.live_ranges(mesh, 4, again=True)
+    )
 
 
 # ---- shares ----------------------------------------------------------------------------------------------------------
@@ -108,16 +112,16 @@ def test_what_is_kept_is_not_mixed_up_with_what_would_be() -> None:
 @pytest.mark.parametrize("dtype, item", [("float32", 4), ("bfloat16", 2)])
 def test_two_replicas_scatter_update_a_half_each_and_gather(shard: str, dtype: str, item: int) -> None:
     found = predicted(SMALL, "data=2", dtype=dtype, shard=shard, overlap=False)
-    (stage,), basis = found.stages, jobs.basis(SMALL, f"8:{DEVICE}", Method(dtype=dtype))
+    (stage,), basis = found.stages, jobs.basis(SMALL, f"8:{DEVICE}", TrainingOptions(dtype=dtype))
     size, both = weights(SMALL) / 4 * item, range(2)
-    passes = stage.passes.forward + stage.passes.backward + 2 * basis.overhead
+    passes = stage.passes.forward + stage.passes.backward + 2 * basis.host_overhead
     scattered, gathered = (
-        network.collective(basis.cluster, kind, size, both, None) for kind in ("reduce_scatter", "all_gather")
+        network.collective_seconds(basis.cluster, kind, size, both, None) for kind in ("reduce_scatter", "all_gather")
     )
-    update = basis.update(basis.cluster.device(0), weights(SMALL) // 4 // 2, 1)
+    update = basis.update_seconds(basis.cluster.device(0), weights(SMALL) // 4 // 2, 1)
     assert found.seconds == pytest.approx(passes + scattered + update + gathered, rel=1e-9)
     assert found.timeline.exposed_communication()[0] == pytest.approx(scattered + gathered, rel=1e-9)
-    (reduce,), (step,) = spans(found, Kind.REDUCE), spans(found, Kind.STEP)
+    (reduce,), (step,) = spans(found, ActionKind.REDUCE), spans(found, ActionKind.STEP)
     assert reduce.bytes == step.bytes == size / 2
 
 
@@ -131,7 +135,7 @@ def test_alone_nothing_is_shared_out(shard: str, plan: str) -> None:
 def test_sharing_out_the_optimizer_sends_what_a_sum_sends() -> None:
     plain, other = predicted(LARGE, "data=8"), predicted(LARGE, "data=8", shard="optimizer")
     assert sum(other.timeline.sent()) == pytest.approx(sum(plain.timeline.sent()), rel=1e-6)
-    assert other.stages[0].update < plain.stages[0].update / 4
+    assert other.stages[0].update_seconds < plain.stages[0].update_seconds / 4
     assert other.stages[0].passes == plain.stages[0].passes
 
 
@@ -142,9 +146,9 @@ def test_gathered_parameters_send_half_as_much_again(replicas: int) -> None:
     part = (replicas - 1) / replicas * weights(LARGE)
     assert summed.timeline.sent()[0] == pytest.approx(2 * part, rel=1e-6)
     assert gathered.timeline.sent()[0] == pytest.approx(3 * part, rel=1e-6)
-    assert [span.bytes for span in spans(gathered, Kind.FORWARD)] == [int(part)]
-    assert [span.bytes for span in spans(gathered, Kind.BACKWARD)] == [int(2 * part)]
-    assert not spans(gathered, Kind.REDUCE) and not spans(gathered, Kind.STEP)[0].bytes
+    assert [span.bytes for span in spans(gathered, ActionKind.FORWARD)] == [int(part)]
+    assert [span.bytes for span in spans(gathered, ActionKind.BACKWARD)] == [int(2 * part)]
+    assert not spans(gathered, ActionKind.REDUCE) and not spans(gathered, ActionKind.STEP)[0].bytes
 
 
 def test_every_microbatch_gathers_anew() -> None:
@@ -157,16 +161,16 @@ def test_every_microbatch_gathers_anew() -> None:
 def test_gathered_parameters_take_what_the_closed_form_takes(link: str, batch: int) -> None:
     found = predicted(LARGE, "data=4,microbatches=2", batch, f"8:{DEVICE},link={link}", shard="parameters")
     (stage,), basis = found.stages, jobs.basis(LARGE, f"8:{DEVICE},link={link}")
-    bounds, uses = basis.stages.blocks, basis.stages.first_uses
+    bounds, uses = basis.stages.block_positions, basis.stages.first_uses
     held = [sum(i.bytes for n, i in LARGE.parameters.items() if a <= uses[n] < b) for a, b in pairwise(bounds)]
-    traffic = Traffic.of(basis.cluster, [float(size) for size in held if size], range(4))
-    there, back = stage.passes.forward + basis.overhead, stage.passes.backward + basis.overhead
+    traffic = ShardTrafficSeconds.of(basis.cluster, [float(size) for size in held if size], range(4))
+    there, back = stage.passes.forward + basis.host_overhead, stage.passes.backward + basis.host_overhead
     sums, ways = [traffic.gathers / 2, traffic.gathers / 2 + traffic.scatters], [there, back]
-    each = [compute + lost(compute, travel) for compute, travel in zip(ways, sums, strict=True)]
-    assert found.seconds == pytest.approx(2 * sum(each) + stage.update, rel=1e-9)
+    each = [compute + exposed_seconds(compute, travel) for compute, travel in zip(ways, sums, strict=True)]
+    assert found.seconds == pytest.approx(2 * sum(each) + stage.update_seconds, rel=1e-9)
     if {ways[i] > (1 - EXPOSED) * sums[i] for i in (0, 1)} == {True}:  # both passes hide what they can
-        assert found.seconds == pytest.approx(sharded(there + back, traffic, 2) + stage.update, rel=1e-9)
-    exposed = 2 * (stage.sharing.waits + stage.sharing.backward_waits)
+        assert found.seconds == pytest.approx(sharded(there + back, traffic, 2) + stage.update_seconds, rel=1e-9)
+    exposed = 2 * (stage.shard_traffic.waits + stage.shard_traffic.backward_waits)
     assert found.timeline.exposed_communication()[0] == pytest.approx(exposed)
 
 
@@ -175,12 +179,12 @@ def test_summands_along_another_axis_are_summed_all_the_same(shard: str) -> None
     """Replicas sum their parts; then the ranks of the other axis sum those, of every part the same one."""
     graph = jobs.attending(2, 64, 64)
     plain, other = (predicted(graph, "data=2,sequence=2", shard=s) for s in ("none", shard))
-    axes = jobs.basis(graph, f"8:{DEVICE}").stages.summed(Degrees(2, 2, 1))
+    axes = jobs.basis(graph, f"8:{DEVICE}").stages.partial_gradient_axes(Degrees(2, 2, 1))
     summed = sum(len(each) * graph.parameters[name].bytes for name, each in axes.items())
     assert summed, "ranks that have parts of a sequence have summands of the gradients"
-    assert sum(s.bytes for s in spans(plain, Kind.REDUCE)) == 2 * 3 / 4 * summed
+    assert sum(s.bytes for s in spans(plain, ActionKind.REDUCE)) == 2 * 3 / 4 * summed
     halves = 0 if shard == "parameters" else summed / 2
-    assert sum(s.bytes for s in spans(other, Kind.REDUCE)) == halves + 2 / 2 * summed / 2
+    assert sum(s.bytes for s in spans(other, ActionKind.REDUCE)) == halves + 2 / 2 * summed / 2
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
@@ -206,7 +210,7 @@ def test_memory_is_what_it_was() -> None:
 )
 def test_tied_weights_are_summed_over_stages_however_they_are_shared(shard: str, plan: str) -> None:
     found = predicted(jobs.example("gpt"), plan, shard=shard)
-    tied = [span for span in spans(found, Kind.REDUCE) if (span.action.value or "").startswith("tied")]
+    tied = [span for span in spans(found, ActionKind.REDUCE) if (span.action.value or "").startswith("tied")]
     assert tied and all(span.bytes for span in tied)
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from polylane.cluster.cluster import Cluster, Hosts, Links
 from polylane.cluster.device import Device
-from polylane.cluster.line import parse
 from polylane.cluster.link import Link
-from polylane.cluster.span import Ranks
-from polylane.cost.communicate import sent
-from polylane.cost.network import collective, fastest, rates, transfer
+from polylane.cluster.rank_span import Ranks
+from polylane.cluster.spec import parse
+from polylane.cost.network.alpha_beta import bytes_per_rank
+from polylane.cost.network.collectives import collective_seconds, fastest, fit_rank_speed, message_seconds
 
 GB = 1e9
 DEVICE = Device(kind="device", memory=80 * 10**9, flops={"bfloat16": 3e14}, achieved={"bfloat16": 2e14}, bandwidth=2e12)
@@ -23,18 +23,18 @@ def boxes(hosts: int, devices: int, inside: Link | None = INSIDE, outside: Link 
 
 
 def ring(cluster: Cluster, kind: str, size: float, ranks: Ranks, groups: int | None = 1) -> float:
-    return collective(cluster, kind, size, ranks, groups, ("ring",))
+    return collective_seconds(cluster, kind, size, ranks, groups, ("ring",))
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_a_ring_inside_a_host_takes_what_every_rank_sends_and_its_steps(kind: str) -> None:
     steps = 14 if kind == "all_reduce" else 7
-    expected = 10e-6 + steps * 1e-6 + sent(kind, GB, 8) / 100e9
+    expected = 10e-6 + steps * 1e-6 + bytes_per_rank(kind, GB, 8) / 100e9
     assert ring(boxes(1, 8), kind, GB, range(8)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_an_all_to_all_takes_what_every_rank_sends() -> None:
-    expected = 10e-6 + 7e-6 + sent("all_to_all", GB, 8) / 100e9
+    expected = 10e-6 + 7e-6 + bytes_per_rank("all_to_all", GB, 8) / 100e9
     assert ring(boxes(1, 8), "all_to_all", GB, range(8)) == pytest.approx(expected, rel=1e-12)
 
 
@@ -77,7 +77,7 @@ def test_an_all_to_all_between_hosts_sends_each_message_straight() -> None:
 def test_a_tree_has_few_steps_between_hosts() -> None:
     """64 hosts: six steps up and six down, where a ring takes 126."""
     cluster = boxes(64, 1, None)
-    tree = collective(cluster, "all_reduce", GB, range(64), 1, ("tree",))
+    tree = collective_seconds(cluster, "all_reduce", GB, range(64), 1, ("tree",))
     assert tree == pytest.approx(50e-6 + 12 * 20e-6 + 2 / 0.92 * GB / 10e9, rel=1e-12)
     small, large = (fastest(cluster, "all_reduce", size, range(64)) for size in (1e3, 10 * GB))
     assert small is not None and large is not None
@@ -88,8 +88,10 @@ def test_a_tree_has_few_steps_between_hosts() -> None:
 def test_what_a_switch_adds_up_passes_the_links_but_once() -> None:
     link = INSIDE.model_copy(update={"switch": 0.8, "fraction": 0.9})
     cluster = boxes(1, 8, link)
-    assert collective(cluster, "all_reduce", GB, range(8)) == pytest.approx(12e-6 + 9 / 8 * GB / 80e9, rel=1e-12)
-    assert collective(cluster, "all_gather", GB, range(8)) == ring(cluster, "all_gather", GB, range(8))
+    assert collective_seconds(cluster, "all_reduce", GB, range(8)) == pytest.approx(
+        12e-6 + 9 / 8 * GB / 80e9, rel=1e-12
+    )
+    assert collective_seconds(cluster, "all_gather", GB, range(8)) == ring(cluster, "all_gather", GB, range(8))
     chosen = [fastest(cluster, "all_reduce", 10 * GB, range(n)) for n in (2, 3, 4)]
     assert [each.algorithm for each in chosen if each is not None] == ["ring", "ring", "switch"]
 
@@ -119,50 +121,50 @@ def test_the_ramp_is_that_of_what_each_device_sends() -> None:
 def test_an_unknown_collective_is_refused() -> None:
     for kind in ("reduce", "send"):
         with pytest.raises(ValueError, match=f"{kind} is no collective"):
-            collective(boxes(1, 8), kind, 1.0, range(8))
+            collective_seconds(boxes(1, 8), kind, 1.0, range(8))
 
 
 def test_no_collective_takes_no_time_and_no_bytes_take_their_latency() -> None:
-    assert collective(boxes(1, 8), "", GB, range(8)) == 0.0
-    assert collective(boxes(1, 8), "all_gather", 0.0, range(8)) == pytest.approx(17e-6)
-    assert transfer(boxes(1, 8), 0.0, 0, 1) == pytest.approx(11e-6)
+    assert collective_seconds(boxes(1, 8), "", GB, range(8)) == 0.0
+    assert collective_seconds(boxes(1, 8), "all_gather", 0.0, range(8)) == pytest.approx(17e-6)
+    assert message_seconds(boxes(1, 8), 0.0, 0, 1) == pytest.approx(11e-6)
 
 
 def test_a_message_takes_its_latency_one_hop_and_its_bytes() -> None:
     cluster = boxes(2, 4)
-    assert transfer(cluster, GB, 0, 1) == pytest.approx(11e-6 + GB / 100e9)
-    assert transfer(cluster, GB, 0, 4) == pytest.approx(70e-6 + GB / 10e9)
-    assert transfer(cluster, GB, 3, 3) == 0.0
+    assert message_seconds(cluster, GB, 0, 1) == pytest.approx(11e-6 + GB / 100e9)
+    assert message_seconds(cluster, GB, 0, 4) == pytest.approx(70e-6 + GB / 10e9)
+    assert message_seconds(cluster, GB, 3, 3) == 0.0
 
 
 @pytest.mark.parametrize(("streams", "rate"), [(1, 10e9), (2, 10e9), (4, 5e9)])
 def test_messages_that_share_a_card_get_their_part_of_it(streams: int, rate: float) -> None:
-    assert transfer(boxes(2, 4), GB, 0, 4, streams) == pytest.approx(70e-6 + GB / rate)
+    assert message_seconds(boxes(2, 4), GB, 0, 4, streams) == pytest.approx(70e-6 + GB / rate)
 
 
 def test_a_message_to_another_rack_leaves_its_host_first() -> None:
     hosts = tuple(Hosts(count=2, devices=1, device=DEVICE, rack=rack) for rack in "ab")
     racks = Link(kind="racks", bandwidth=100e9, latency=1e-3)
     cluster = Cluster(hosts, Links(hosts=OUTSIDE, racks=racks))
-    assert transfer(cluster, GB, 0, 3) == pytest.approx(1e-3 + GB / 10e9)
-    assert transfer(cluster, GB, 0, 1) == pytest.approx(70e-6 + GB / 10e9)
+    assert message_seconds(cluster, GB, 0, 3) == pytest.approx(1e-3 + GB / 10e9)
+    assert message_seconds(cluster, GB, 0, 1) == pytest.approx(70e-6 + GB / 10e9)
     assert ring(cluster, "all_gather", GB, range(0, 4, 2)) == pytest.approx(1e-3 + 1 / 2 * GB / 10e9)
 
 
 def test_the_rates_of_a_group_are_those_of_its_slowest_device_and_of_its_all_reduce() -> None:
     cluster = Cluster((Hosts(count=2, devices=4, device=DEVICE, link=INSIDE),), Links(hosts=OUTSIDE), {6: 0.5})
-    whole, fast = rates(cluster, range(8)), rates(cluster, range(4))
+    whole, fast = fit_rank_speed(cluster, range(8)), fit_rank_speed(cluster, range(4))
     assert (whole.flops, whole.bytes) == (1e14, 1e12)
     assert (fast.flops, fast.bytes) == (2e14, 2e12)
     assert (fast.latency, fast.bandwidth) == (pytest.approx(16e-6), pytest.approx(100e9))
     for ranks, groups in ((range(8), None), (range(0, 8, 4), 4), (range(2), 1)):
-        found = rates(cluster, ranks, size=GB, groups=groups)
-        expected = found.latency + sent("all_reduce", GB, len(ranks)) / found.bandwidth
-        assert collective(cluster, "all_reduce", GB, ranks, groups) == pytest.approx(expected, rel=1e-12)
+        found = fit_rank_speed(cluster, ranks, size=GB, groups=groups)
+        expected = found.latency + bytes_per_rank("all_reduce", GB, len(ranks)) / found.bandwidth
+        assert collective_seconds(cluster, "all_reduce", GB, ranks, groups) == pytest.approx(expected, rel=1e-12)
 
 
 def test_one_device_communicates_with_nobody() -> None:
-    found = rates(boxes(1, 8), range(3, 4))
+    found = fit_rank_speed(boxes(1, 8), range(3, 4))
     assert (found.latency, found.bandwidth) == (0.0, math.inf)
 
 
@@ -183,4 +185,4 @@ MEASURED = [
 
 @pytest.mark.parametrize(("cluster", "ranks", "size", "measured"), MEASURED)
 def test_presets_take_the_time_that_was_measured(cluster: str, ranks: int, size: int, measured: float) -> None:
-    assert collective(parse(cluster), "all_reduce", size, range(ranks)) == pytest.approx(measured, rel=0.08)
+    assert collective_seconds(parse(cluster), "all_reduce", size, range(ranks)) == pytest.approx(measured, rel=0.08)

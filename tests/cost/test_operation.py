@@ -9,55 +9,55 @@ import pytest
 import torch
 from torch import nn
 
-from polylane.cost.operation import Operation, Pass, Product, operation
-from polylane.placement.call import Call, Value
+from polylane.cost.operators.operation import Operation, PassDemand, Product, operation
+from polylane.placement.strategy import OperatorCall, TensorValue
 
 Shape = tuple[int, ...]
 
 
-def call(op: str, inputs: dict[str, Any], outputs: list[Shape], /, gradient: bool = True, **more: Any) -> Call:
+def call(op: str, inputs: dict[str, Any], outputs: list[Shape], /, gradient: bool = True, **more: Any) -> OperatorCall:
     """A call whose tensor arguments are given by name as shapes (with a dtype, where it is not float32)."""
-    values: dict[str, Value] = {}
+    values: dict[str, TensorValue] = {}
     for index, (name, given) in enumerate(inputs.items()):
         shape, dtype = given if isinstance(given[-1:], tuple) and isinstance(given[-1], torch.dtype) else (given, None)
         kind = dtype or torch.float32
-        values[name] = Value(tuple(shape), kind, gradient and kind.is_floating_point, index)
-    given_back = tuple(Value(shape, torch.float32, gradient, i, "out") for i, shape in enumerate(outputs))
-    return Call(f"aten.{op}.default", {**values, **more}, tuple(values.values()), given_back, 1)
+        values[name] = TensorValue(tuple(shape), kind, gradient and kind.is_floating_point, index)
+    given_back = tuple(TensorValue(shape, torch.float32, gradient, i, "out") for i, shape in enumerate(outputs))
+    return OperatorCall(f"aten.{op}.default", {**values, **more}, tuple(values.values()), given_back, 1)
 
 
-def priced(made: Call, item: int | None = None) -> Operation:
+def priced(made: OperatorCall, item: int | None = None) -> Operation:
     return operation(made, [v.shape for v in made.inputs], [v.shape for v in made.outputs], item)
 
 
-def flops(each: Pass) -> float:
+def flops(each: PassDemand) -> float:
     return each.flops + sum(product.flops for product in each.products)
 
 
 def test_linear_is_one_product_and_two_back() -> None:
     found = priced(call("linear", {"input": (4, 8, 32), "weight": (64, 32), "bias": (64,)}, [(4, 8, 64)]))
     assert found.kind == "matmul"
-    assert found.forward.products == (Product(32, 64, 32, row=32),)
-    assert found.backward.products == (Product(32, 32, 64, row=32), Product(64, 32, 32, row=32))
+    assert found.forward.products == (Product(32, 64, 32, row_elements=32),)
+    assert found.backward.products == (Product(32, 32, 64, row_elements=32), Product(64, 32, 32, row_elements=32))
     # The weight's gradient is added up (read twice, written); the bias's reads the gradient of the output.
     assert found.backward.bytes == 4 * (3 * 64 * 32 + 32 * 64)
 
 
 def test_what_needs_no_gradient_costs_none() -> None:
     found = priced(call("linear", {"input": (8, 32), "weight": (64, 32)}, [(8, 64)], gradient=False))
-    assert found.backward == Pass()
+    assert found.backward == PassDemand()
     made = call("linear", {"input": ((8, 32), torch.int64), "weight": (64, 32)}, [(8, 64)])
     assert [p.m for p in priced(made).backward.products] == [64]  # the weight's only
 
 
 def test_products_in_batches() -> None:
     found = priced(call("bmm", {"self": (6, 10, 16), "mat2": (6, 16, 12)}, [(6, 10, 12)]))
-    assert found.forward.products == (Product(10, 12, 16, batch=6, row=12),)
+    assert found.forward.products == (Product(10, 12, 16, batch=6, row_elements=12),)
     assert flops(found.backward) == 2 * flops(found.forward)
     many = priced(call("matmul", {"self": (2, 3, 10, 16), "other": (2, 3, 16, 12)}, [(2, 3, 10, 12)]))
     assert many.forward.products == found.forward.products
     shared = priced(call("matmul", {"self": (2, 3, 10, 16), "other": (16, 12)}, [(2, 3, 10, 12)]))
-    assert shared.forward.products == (Product(60, 12, 16, row=12),)
+    assert shared.forward.products == (Product(60, 12, 16, row_elements=12),)
     assert flops(shared.forward) == flops(found.forward)
 
 
@@ -71,7 +71,7 @@ def test_a_product_with_a_vector() -> None:
 
 def test_added_products() -> None:
     found = priced(call("addmm", {"self": (12,), "mat1": (10, 16), "mat2": (16, 12)}, [(10, 12)]))
-    assert found.forward.products == (Product(10, 12, 16, row=12),)
+    assert found.forward.products == (Product(10, 12, 16, row_elements=12),)
     found = priced(call("baddbmm", {"self": (1, 10, 12), "batch1": (5, 10, 16), "batch2": (5, 16, 12)}, [(5, 10, 12)]))
     assert flops(found.forward) == 2 * 5 * 10 * 16 * 12
 
@@ -81,9 +81,9 @@ def test_einsum_counts_every_combination_of_letters(equation: str) -> None:
     sizes = {"b": 3, "i": 4, "j": 5, "k": 6, "h": 2, "q": 7, "d": 8}
     left, right, out = equation.replace("->", ",").split(",")
     shape = {text: tuple(sizes[x] for x in text) for text in (left, right, out)}
-    values = tuple(Value(shape[x], torch.float32, True, i) for i, x in enumerate((left, right)))
-    result = (Value(shape[out], torch.float32, True, 0, "out"),)
-    made = Call("aten.einsum.default", {"equation": equation, "tensors": list(values)}, values, result, 1)
+    values = tuple(TensorValue(shape[x], torch.float32, True, i) for i, x in enumerate((left, right)))
+    result = (TensorValue(shape[out], torch.float32, True, 0, "out"),)
+    made = OperatorCall("aten.einsum.default", {"equation": equation, "tensors": list(values)}, values, result, 1)
     assert flops(priced(made).forward) == 2 * math.prod(sizes[x] for x in set(left + right))
     assert flops(priced(made).backward) == 2 * flops(priced(made).forward)
 
@@ -127,7 +127,7 @@ def test_attention(causal: bool) -> None:
         "scaled_dot_product_attention", dict.fromkeys(("query", "key", "value"), shape), [shape], is_causal=causal
     )
     found = priced(made)
-    assert (found.kind, found.length) == ("attention", 128)
+    assert (found.kind, found.key_length) == ("attention", 128)
     assert found.flops == 4 * math.prod(shape) * 128 * (0.5 if causal else 1)
     assert found.backward.flops == 2.5 * found.flops
     assert found.forward.bytes == 4 * 4 * math.prod(shape)
@@ -138,14 +138,14 @@ def test_recurrent_layers_walk_through_the_steps(op: str) -> None:
     layer = (nn.LSTM if op == "lstm" else nn.GRU)(8, 16, num_layers=2, bidirectional=True, batch_first=True)
     params = list(layer.parameters())
     shapes = [(3, 10, 8), (4, 3, 16), *(tuple(p.shape) for p in params)]
-    values = tuple(Value(s, torch.float32, i != 1, i) for i, s in enumerate(shapes))
-    result = (Value((3, 10, 32), torch.float32, True, 0, "out"),)
-    made = Call(f"aten.{op}.input", {"input": values[0], "batch_first": True}, values, result, 1)
+    values = tuple(TensorValue(s, torch.float32, i != 1, i) for i, s in enumerate(shapes))
+    result = (TensorValue((3, 10, 32), torch.float32, True, 0, "out"),)
+    made = OperatorCall(f"aten.{op}.input", {"input": values[0], "batch_first": True}, values, result, 1)
     found = priced(made)
     matrices = [p for p in params if p.dim() == 2]
     assert found.flops == sum(2 * 30 * p.numel() for p in matrices)
     assert flops(found.backward) == 2 * found.flops
-    assert [p.times for p in found.forward.products] == [1, 10] * 4  # two layers, two directions
+    assert [p.repeats for p in found.forward.products] == [1, 10] * 4  # two layers, two directions
     assert {p.m for p in found.forward.products} == {30, 3}
 
 
@@ -170,23 +170,23 @@ def test_dropout_costs_nothing_where_nothing_is_dropped() -> None:
         return priced(call("dropout", {"input": (6, 8)}, [(6, 8)], p=p, train=train))
 
     assert dropout(0.1, True).forward.bytes == 6 * 8 * (4 + 4 + 1)
-    assert dropout(0.1, False).forward == dropout(0.0, True).forward == Pass()
+    assert dropout(0.1, False).forward == dropout(0.0, True).forward == PassDemand()
 
 
 @pytest.mark.parametrize("op", ["view", "transpose", "permute", "unsqueeze", "flatten", "detach", "reshape"])
 def test_views_are_free(op: str) -> None:
     found = priced(call(op, {"self": (6, 8)}, [(8, 6)]))
-    assert (found.kind, found.forward, found.backward) == ("view", Pass(), Pass())
+    assert (found.kind, found.forward, found.backward) == ("view", PassDemand(), PassDemand())
 
 
 def test_views_whose_gradients_are_not() -> None:
     parts = priced(call("chunk", {"self": (6, 8)}, [(3, 8), (3, 8)]))
-    assert (parts.forward, parts.backward.bytes) == (Pass(), 2 * 4 * 48)
+    assert (parts.forward, parts.backward.bytes) == (PassDemand(), 2 * 4 * 48)
     piece = priced(call("slice", {"self": (6, 8)}, [(3, 8)]))
     assert piece.backward.bytes == 4 * (48 + 2 * 24)
     expanded = priced(call("expand", {"self": (1, 8)}, [(6, 8)]))
     assert expanded.backward.bytes == 4 * (48 + 8)
-    assert priced(call("expand", {"self": (6, 8)}, [(6, 8)])).backward == Pass()
+    assert priced(call("expand", {"self": (6, 8)}, [(6, 8)])).backward == PassDemand()
 
 
 def test_16_bits_move_half_as_much() -> None:
@@ -220,7 +220,9 @@ def test_local_shapes_count() -> None:
 
 def test_in_place_operators_are_known_by_their_plain_name() -> None:
     made = call("dropout_", {"input": (6, 8)}, [(6, 8)], p=0.1, train=True)
-    found = operation(Call(made.op, made.arguments, made.inputs, made.outputs, 1, frozenset({0})), [(6, 8)], [(6, 8)])
+    found = operation(
+        OperatorCall(made.op, made.arguments, made.inputs, made.outputs, 1, frozenset({0})), [(6, 8)], [(6, 8)]
+    )
     assert found.forward.bytes == 6 * 8 * 9
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 import jobs
-from polylane.cluster.line import parse
-from polylane.cost.method import Method
+from polylane.cluster.spec import parse
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict
-from polylane.cost.steps import simulate_schedule
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.plan.spec import parse as spec_of
-from polylane.planner import setup
+from polylane.planner import problem as setup
 from polylane.schedule.synchronous import schedule_lanes
 
 # Of the preset: the host between two passes.
@@ -22,8 +22,8 @@ TURN = parse("1:a100-80g").device(0).turn
 def predicted(
     plan: str, cluster: str = "8:a100-80g", batch: int = 64, every: bool = False, **how: object
 ) -> Prediction:
-    found = jobs.basis(jobs.blocks(8, 256), cluster, Method(**how))  # type: ignore[arg-type]
-    return predict(found, *setup.fitted(found, spec_of(plan), batch), batch, every=every)
+    found = jobs.basis(jobs.blocks(8, 256), cluster, TrainingOptions(**how))  # type: ignore[arg-type]
+    return predict(found, *setup.fit_plan(found, spec_of(plan), batch), batch, every=every)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_pipeline_takes_what_its_schedule_takes_and_its_messages(schedule: str
     passes = [stage.passes for stage in found.stages]
     forward, backward = [p.forward + TURN for p in passes], [p.backward + TURN for p in passes]
     theory = simulate_schedule(schedule_lanes(schedule, 4, 8), forward, backward).makespan()
-    update = max(stage.update for stage in found.stages)
+    update = max(stage.update_seconds for stage in found.stages)
     messages = [s.end - s.start for s in found.timeline.spans if s.action.peer is not None]
     assert theory <= found.seconds <= theory + update + sum(messages)
 
@@ -51,7 +51,7 @@ def test_replicas_take_a_pass_the_rest_of_the_reductions_and_the_update() -> Non
     hidden, exposed = predicted("data=8"), predicted("data=8", overlap=False)
     assert hidden.seconds < exposed.seconds
     (stage,) = hidden.stages
-    alone = stage.passes.forward + stage.passes.backward + stage.update + 2 * TURN
+    alone = stage.passes.forward + stage.passes.backward + stage.update_seconds + 2 * TURN
     assert alone < hidden.seconds
     reduced = sum(s.end - s.start for s in exposed.timeline.spans if str(s.action.kind) == "reduce")
     assert exposed.seconds == pytest.approx(alone + reduced, rel=1e-9)
@@ -68,8 +68,8 @@ def test_a_straggler_makes_everybody_wait() -> None:
     found = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
     slow = replace(found, cluster=replace(parse("4:a100-80g"), speeds={2: 0.5}))
     plan = spec_of("data=4")
-    fast = predict(found, *setup.fitted(found, plan, 64), 64)
-    late = predict(slow, *setup.fitted(slow, plan, 64), 64)
+    fast = predict(found, *setup.fit_plan(found, plan, 64), 64)
+    late = predict(slow, *setup.fit_plan(slow, plan, 64), 64)
     assert late.seconds > 1.5 * fast.seconds
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import jobs
-from polylane.cost.profile import Profile, ProfileClock
-from polylane.cost.table import Work
-from polylane.placement.view import Step, view
+from polylane.cost.cost_table import OperatorWork
+from polylane.cost.operators.profile import Profile, ProfileClock
+from polylane.placement.operator_view import OperatorNode, view_operators
 
 PROFILE = Profile(
     (2, 4), {"a": ((1.0, 2.0), (3.0, 4.0))}, ((2.0, 2.0), (6.0, 8.0)), shared={"a": ((5.0, 6.0), (7.0, 8.0))}
@@ -18,41 +18,41 @@ PROFILE = Profile(
     "samples, seconds", [(2, (1.0, 2.0)), (3, (2.0, 3.0)), (4, (3.0, 4.0)), (8, (7.0, 8.0)), (1, (0.05, 1.0))]
 )
 def test_between_and_beyond_the_measured_sizes(samples: int, seconds: tuple[float, float]) -> None:
-    assert PROFILE.of_node("a", samples) == pytest.approx(seconds)
-    assert PROFILE.of_node("unknown", samples) == (0.0, 0.0)
+    assert PROFILE.node_seconds("a", samples) == pytest.approx(seconds)
+    assert PROFILE.node_seconds("unknown", samples) == (0.0, 0.0)
 
 
 def test_one_size_is_in_proportion() -> None:
-    assert Profile((4,), {"a": ((2.0, 4.0),)}, ((2.0, 4.0),)).of_node("a", 2) == pytest.approx((1.0, 2.0))
+    assert Profile((4,), {"a": ((2.0, 4.0),)}, ((2.0, 4.0),)).node_seconds("a", 2) == pytest.approx((1.0, 2.0))
 
 
 def test_whole_passes_come_out_as_measured() -> None:
-    assert PROFILE.ratio(2) == pytest.approx((2.0, 1.0))
-    assert PROFILE.ratio(4) == pytest.approx((2.0, 2.0))
+    assert PROFILE.step_to_nodes_ratio(2) == pytest.approx((2.0, 1.0))
+    assert PROFILE.step_to_nodes_ratio(4) == pytest.approx((2.0, 2.0))
 
 
 class Halves:
     """A model that takes as long as a first input has rows."""
 
-    def __call__(self, work: Work) -> tuple[float, float]:
+    def __call__(self, work: OperatorWork) -> tuple[float, float]:
         return float(work.inputs[0][0]), float(work.inputs[0][0])
 
-    def issued(self, work: Work) -> tuple[float, float]:
+    def issued(self, work: OperatorWork) -> tuple[float, float]:
         return 0.0, 0.0
 
 
 def test_a_rank_takes_its_share_of_the_measured_time() -> None:
     step = _named("a")
     clock = ProfileClock(PROFILE, Halves(), speed=0.5)
-    whole = Work(step, 2, ((4, 4),), ((4, 4),), ((4, 4),), ((4, 4),), None)
-    half = Work(step, 2, ((2, 4),), ((2, 4),), ((4, 4),), ((4, 4),), None)
-    shared = Work(step, 2, ((4, 4),), ((4, 4),), ((4, 4),), ((4, 4),), None, shared=True)
+    whole = OperatorWork(step, 2, ((4, 4),), ((4, 4),), ((4, 4),), ((4, 4),), None)
+    half = OperatorWork(step, 2, ((2, 4),), ((2, 4),), ((4, 4),), ((4, 4),), None)
+    shared = OperatorWork(step, 2, ((4, 4),), ((4, 4),), ((4, 4),), ((4, 4),), None, shares_statistics=True)
     assert clock(whole) == pytest.approx((4.0, 4.0)), "seconds x ratio / speed"
     assert clock(half) == pytest.approx((2.0, 2.0))
     assert clock(shared) == pytest.approx((20.0, 12.0))
 
 
-def _named(name: str) -> Step:
+def _named(name: str) -> OperatorNode:
     from dataclasses import replace
 
-    return replace(view(jobs.blocks(2, 16), 2, 1).steps[0], name=name)
+    return replace(view_operators(jobs.blocks(2, 16), 2, 1).operators[0], name=name)

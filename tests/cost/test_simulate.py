@@ -6,17 +6,17 @@ from fractions import Fraction
 
 import pytest
 
-from polylane.cost.steps import simulate_schedule
-from polylane.schedule.action import Action, Kind
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.synchronous import SCHEDULES, schedule_lanes
 
 
 def forward(stage: int, microbatch: int) -> Action:
-    return Action(Kind.FORWARD, stage, microbatch)
+    return Action(ActionKind.FORWARD, stage, microbatch)
 
 
 def backward(stage: int, microbatch: int) -> Action:
-    return Action(Kind.BACKWARD, stage, microbatch)
+    return Action(ActionKind.BACKWARD, stage, microbatch)
 
 
 def test_two_stages_two_microbatches() -> None:
@@ -112,8 +112,8 @@ def test_a_missing_action_is_named() -> None:
     [
         ([[forward(1, 0)]], "lane 0 holds the forward of microbatch 0 on stage 1: it belongs in lane 1"),
         ([[forward(0, 0), forward(0, 0)]], "lane 0 holds the forward of microbatch 0 on stage 0 twice"),
-        ([[Action(Kind.STEP, 0)]], "forwards and backwards of a microbatch only"),
-        ([[Action(Kind.FORWARD, 0)]], "forwards and backwards of a microbatch only"),
+        ([[Action(ActionKind.STEP, 0)]], "forwards and backwards of a microbatch only"),
+        ([[Action(ActionKind.FORWARD, 0)]], "forwards and backwards of a microbatch only"),
     ],
 )
 def test_lanes_that_mean_nothing_are_refused(lanes: list[list[Action]], message: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from polylane.cost.play import play
-from polylane.cost.steps import scheduled
-from polylane.cost.task import Task, Transfer
-from polylane.schedule.action import Action, Kind
+from polylane.cost.simulator.schedule_tasks import scheduled
+from polylane.cost.simulator.simulate import simulate_tasks
+from polylane.cost.simulator.task import Task, TransferTime
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import schedule_lanes
 
@@ -22,7 +22,7 @@ def words(lane: tuple[Task, ...]) -> list[str]:
 
 
 def test_a_pass_stands_between_its_receives_and_its_sends() -> None:
-    lanes = scheduled(schedule_lanes("1f1b", 3, 1), [1, 2, 3], 4, Transfer(10))
+    lanes = scheduled(schedule_lanes("1f1b", 3, 1), [1, 2, 3], 4, TransferTime(10))
     assert words(lanes[1]) == [
         "receive stage0 0",
         "forward",
@@ -32,12 +32,15 @@ def test_a_pass_stands_between_its_receives_and_its_sends() -> None:
         "send stage0 0 back",
     ]
     assert [task.seconds for task in lanes[1]] == [0, 2, 0, 0, 4, 0]
-    assert [task.transfer.seconds for task in lanes[1] if task.action.kind is Kind.SEND] == [10, 10]
+    assert [task.transfer.seconds for task in lanes[1] if task.action.kind is ActionKind.SEND] == [10, 10]
 
 
 def test_nothing_moves_between_virtual_stages_of_one_lane() -> None:
-    lane = [Action(kind, stage, 0) for kind, stage in [(Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1)]]
-    (tasks,) = scheduled([lane], 1, 2, Transfer(5), StageGraph.chain(2))
+    lane = [
+        Action(kind, stage, 0)
+        for kind, stage in [(ActionKind.FORWARD, 0), (ActionKind.FORWARD, 1), (ActionKind.BACKWARD, 1)]
+    ]
+    (tasks,) = scheduled([lane], 1, 2, TransferTime(5), StageGraph.chain(2))
     assert [task.action for task in tasks] == lane
 
 
@@ -55,10 +58,10 @@ def test_no_lanes() -> None:
 
 def test_steps_follow_each_other_without_a_barrier() -> None:
     lanes = scheduled(schedule_lanes("afab", 2, 2), 1, 1)
-    lanes = tuple((*lane, Task(Action(Kind.STEP, rank))) for rank, lane in enumerate(lanes))
-    one, two = play(lanes), play([2 * lane for lane in lanes])
+    lanes = tuple((*lane, Task(Action(ActionKind.STEP, rank))) for rank, lane in enumerate(lanes))
+    one, two = simulate_tasks(lanes), simulate_tasks([2 * lane for lane in lanes])
     assert (one.makespan(), two.makespan()) == (6, 12)
-    last = [span.start for span in two.spans if span.rank == 1 and span.action.kind is Kind.STEP]
+    last = [span.start for span in two.spans if span.rank == 1 and span.action.kind is ActionKind.STEP]
     assert last == [5, 11]
     assert two.peak_live_microbatches() == one.peak_live_microbatches() == (2, 2)
 

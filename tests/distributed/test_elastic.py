@@ -10,26 +10,26 @@ import torch
 import torch.distributed as dist
 
 from polylane.errors import PolylaneError, WorkerFailed
-from polylane.runtime.elastic import spawn
-from polylane.runtime.launch import Context
+from polylane.runtime.workers.fork import WorkerContext
+from polylane.runtime.workers.torchrun import spawn_workers
 
 
-def add_up(context: Context) -> torch.Tensor:
-    context.message({"from": context.rank})
+def add_up(context: WorkerContext) -> torch.Tensor:
+    context.send_message({"from": context.rank})
     value = torch.tensor(float(context.rank + 1))
     context.world.connect()
     dist.all_reduce(value)
     return value
 
 
-def raise_on_one(context: Context) -> None:
+def raise_on_one(context: WorkerContext) -> None:
     if context.rank == 1:
         raise ValueError("the model is wrong")
     context.world.connect()
     dist.barrier()
 
 
-def die_on_one(context: Context) -> None:
+def die_on_one(context: WorkerContext) -> None:
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     context.world.connect()
@@ -39,22 +39,22 @@ def die_on_one(context: Context) -> None:
 def test_results_and_messages():
     heard: list[tuple[int, int]] = []
     handler = signal.getsignal(signal.SIGTERM)
-    assert spawn(add_up, 2, lambda rank, content: heard.append((rank, content["from"]))) == [3.0, 3.0]
+    assert spawn_workers(add_up, 2, lambda rank, content: heard.append((rank, content["from"]))) == [3.0, 3.0]
     assert sorted(heard) == [(0, 0), (1, 1)]
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_one_raises_while_the_other_waits():
     with pytest.raises(WorkerFailed, match="ValueError: the model is wrong") as caught:
-        spawn(raise_on_one, 2)
+        spawn_workers(raise_on_one, 2)
     assert caught.value.rank == 1
 
 
 def test_one_is_killed():
     with pytest.raises(WorkerFailed, match="worker 1 failed: it was killed by SIGKILL"):
-        spawn(die_on_one, 2)
+        spawn_workers(die_on_one, 2)
 
 
 def test_what_cannot_be_pickled_is_refused():
     with pytest.raises(PolylaneError, match="define it in a module"):
-        spawn(lambda context: None, 2)
+        spawn_workers(lambda context: None, 2)

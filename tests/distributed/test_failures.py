@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
+from polylane.runtime.workers.fork import fork_workers
 from processes import children
 from training import batch_of, mlp, workers
 
@@ -23,7 +23,7 @@ PLANS = ["data=2", "pipeline=2,microbatches=3", "data=2,pipeline=2,microbatches=
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    fork(lambda context: None, 1)
+    fork_workers(lambda context: None, 1)
     before, others = len(os.listdir("/proc/self/fd")), children()
     start = time.monotonic()
     yield

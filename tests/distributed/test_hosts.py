@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from polylane.runtime.launch import Context, fork
-from polylane.runtime.transport import hierarchical, rendezvous
-from polylane.runtime.transport.choose import transport_for
+from polylane.runtime.transport import hierarchical
+from polylane.runtime.transport.choose import choose_transport
+from polylane.runtime.transport.shared_memory import rendezvous
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from training import Trained, assert_same, batch_of, classify, mlp, plainly, sgd, trained
 
 BATCHES = [batch_of(9, seed=i) for i in range(3)]
@@ -26,17 +27,17 @@ def hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 def test_memory_is_shared_inside_a_host_only(hosts: list[int]) -> None:
-    def worker(context: Context) -> tuple[type, list[int], float]:
-        connect = transport_for(context.world)
+    def worker(context: WorkerContext) -> tuple[type, list[int], float]:
+        connect = choose_transport(context.world)
         transport = connect(context.world, [], [range(4)])
-        reached = sorted(connect._hub.links) if isinstance(connect, hierarchical.Hierarchical) else []
+        reached = sorted(connect._hub.links) if isinstance(connect, hierarchical.HierarchicalConnections) else []
         total = transport.all_reduce(torch.full((1000,), float(context.rank)), range(4)).wait()
         transport.barrier()
         transport.close()
         return type(transport), reached, float(total.mean())
 
-    for rank, (kind, reached, mean) in enumerate(fork(worker, 4)):
-        assert kind is hierarchical.Transport and mean == 6.0
+    for rank, (kind, reached, mean) in enumerate(fork_workers(worker, 4)):
+        assert kind is hierarchical.HierarchicalTransport and mean == 6.0
         assert reached == [other for other in range(4) if hosts[other] == hosts[rank] and other != rank]
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed
-from polylane.runtime.launch import Context, fork, single_threaded
+from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
 from processes import children
 
 torch.set_num_threads(1)
@@ -37,7 +37,7 @@ class Missing(PolylaneError):
 
 @pytest.fixture(scope="module", autouse=True)
 def warm():
-    fork(lambda context: None, 1)  # libuv, under torch's store, opens one pipe for the life of the process
+    fork_workers(lambda context: None, 1)  # libuv, under torch's store, opens one pipe for the life of the process
 
 
 @pytest.fixture(autouse=True)
@@ -50,51 +50,51 @@ def nothing_is_left(warm: None):
     assert set(os.listdir("/dev/shm")) <= before[1]
 
 
-def wait_for_peers(context: Context) -> None:
+def wait_for_peers(context: WorkerContext) -> None:
     context.world.connect()
     dist.all_reduce(torch.ones(1))
 
 
 def test_results_come_by_rank():
     offset = 10  # a closure: nothing needs to be picklable
-    results = fork(lambda context: (context.rank + offset, os.environ["RANK"], os.getpid()), 3)
+    results = fork_workers(lambda context: (context.rank + offset, os.environ["RANK"], os.getpid()), 3)
     assert [result[:2] for result in results] == [(10, "0"), (11, "1"), (12, "2")]
     assert len({pid for _, _, pid in results} | {os.getpid()}) == 4
 
 
 def test_a_process_group_is_made_when_it_is_asked_for():
-    def worker(context: Context) -> tuple[float, int, str]:
+    def worker(context: WorkerContext) -> tuple[float, int, str]:
         assert not dist.is_initialized()
         context.world.connect().connect()  # once
         value = torch.tensor(float(context.rank))
         dist.all_reduce(value)
         return value.item(), context.world.size, str(context.device)
 
-    assert fork(worker, 4) == [(6.0, 4, "cpu")] * 4
+    assert fork_workers(worker, 4) == [(6.0, 4, "cpu")] * 4
 
 
 def test_a_single_worker():
-    assert fork(lambda context: context.world.size, 1) == [1]
+    assert fork_workers(lambda context: context.world.size, 1) == [1]
 
 
 def test_the_environment_is_that_of_torchrun():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    results = fork(lambda context: [os.environ.get(name) for name in names], 2)
+    results = fork_workers(lambda context: [os.environ.get(name) for name in names], 2)
     assert results == [["0", "0", "2", "2", None], ["1", "1", "2", "2", None]]
     assert "RANK" not in os.environ
 
 
 def test_large_results_do_not_block():
-    results = fork(lambda context: {"weight": torch.full((3_000_000,), float(context.rank))}, 2)
+    results = fork_workers(lambda context: {"weight": torch.full((3_000_000,), float(context.rank))}, 2)
     assert [result["weight"].sum().item() for result in results] == [0.0, 3_000_000.0]
 
 
 def test_shared_storage_is_sent_once():
-    def worker(context: Context) -> list[torch.Tensor]:
+    def worker(context: WorkerContext) -> list[torch.Tensor]:
         weight = torch.zeros(4)
         return [weight, weight[:2]]
 
-    whole, part = fork(worker, 1)[0]
+    whole, part = fork_workers(worker, 1)[0]
     whole[0] = 5
     assert part[0] == 5
 
@@ -102,61 +102,61 @@ def test_shared_storage_is_sent_once():
 def test_messages_arrive_in_order_and_in_the_calling_thread():
     heard: list[tuple[int, int]] = []
 
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         for step in range(200):
-            context.message({"step": step})
+            context.send_message({"step": step})
 
     def listen(rank: int, content: dict[str, int]) -> None:
         assert threading.current_thread() is threading.main_thread()
         heard.append((rank, content["step"]))
 
-    fork(worker, 2, listen)
+    fork_workers(worker, 2, listen)
     assert [step for rank, step in heard if rank == 0] == list(range(200))
     assert [step for rank, step in heard if rank == 1] == list(range(200))
 
 
 def test_a_slow_listener_does_not_hold_the_worker_up():
-    def worker(context: Context) -> float:
+    def worker(context: WorkerContext) -> float:
         start = time.perf_counter()
         for step in range(100):
-            context.message({"step": step, "text": "x" * 1000})
+            context.send_message({"step": step, "text": "x" * 1000})
         return time.perf_counter() - start
 
-    assert fork(worker, 1, lambda rank, content: time.sleep(0.02))[0] < 100 * 0.02 / 2
+    assert fork_workers(worker, 1, lambda rank, content: time.sleep(0.02))[0] < 100 * 0.02 / 2
 
 
 def test_an_error_of_the_listener_ends_the_workers():
-    def worker(context: Context) -> None:
-        context.message({})
+    def worker(context: WorkerContext) -> None:
+        context.send_message({})
         time.sleep(60)
 
     def listen(rank: int, content: dict[str, int]) -> None:
         raise LookupError("the listener's own")
 
     with pytest.raises(LookupError, match="own"):
-        fork(worker, 2, listen)
+        fork_workers(worker, 2, listen)
 
 
 @pytest.mark.parametrize("failing", range(3))
 def test_one_raises_while_the_others_wait(failing: int):
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         if context.rank == failing:
             raise ValueError("the model is wrong")
         wait_for_peers(context)
 
     start = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
-        fork(worker, 3)
+        fork_workers(worker, 3)
     assert time.monotonic() - start < 5
     assert (caught.value.rank, caught.value.error_type) == (failing, "ValueError")
     text = str(caught.value)
     assert text.startswith(f"worker {failing} failed\n")
     assert "the model is wrong" in text and "in worker" in text and text.count("Traceback") == 1
-    assert "runtime/launch.py" not in text  # the launcher's frames are of no use to the user
+    assert "runtime/workers/fork.py" not in text  # the launcher's frames are of no use to the user
 
 
 def test_one_raises_while_the_others_ignore_sigterm():
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         context.world.connect()
         dist.barrier()
@@ -166,34 +166,34 @@ def test_one_raises_while_the_others_ignore_sigterm():
 
     start = time.monotonic()
     with pytest.raises(WorkerFailed, match="boom"):
-        fork(worker, 2)
+        fork_workers(worker, 2)
     assert time.monotonic() - start < 8
 
 
 def test_the_echo_waits_for_the_cause():
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         if context.rank == 0:
             raise PeerLost(1, "receiving", "closed")
         time.sleep(0.3)
         raise ValueError("the cause")
 
     with pytest.raises(WorkerFailed, match="the cause") as caught:
-        fork(worker, 2)
+        fork_workers(worker, 2)
     assert caught.value.rank == 1
 
 
 def test_an_echo_alone_is_told():
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         if context.rank == 0:
             wait_for_peers(context)
 
     with pytest.raises(WorkerFailed) as caught:
-        fork(worker, 2)
+        fork_workers(worker, 2)
     assert caught.value.rank == 0
 
 
 def test_what_cleaning_up_raises_does_not_hide_the_action():
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         try:
             try:
                 raise ValueError("the cause")
@@ -203,41 +203,41 @@ def test_what_cleaning_up_raises_does_not_hide_the_action():
             raise PeerLost(1, "closing", "gone")
 
     with pytest.raises(WorkerFailed, match="the cause") as caught:
-        fork(worker, 1)
+        fork_workers(worker, 1)
     assert caught.value.stage == 1
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM"])
 def test_one_is_killed(name: str):
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         faulthandler.disable()  # pytest's; it would print a page
         if context.rank == 1:
             os.kill(os.getpid(), getattr(signal, name))
         wait_for_peers(context)
 
     with pytest.raises(WorkerFailed, match=f"worker 1 failed: it was killed by {name}") as caught:
-        fork(worker, 3)
+        fork_workers(worker, 3)
     assert (caught.value.rank, caught.value.error_type) == (1, name)
 
 
 def test_one_leaves_through_the_back_door():
     with pytest.raises(WorkerFailed, match=r"worker 0 failed: it ended without a result \(exit code 3\)"):
-        fork(lambda context: os._exit(3), 1)
+        fork_workers(lambda context: os._exit(3), 1)
 
 
 def test_sys_exit():
-    assert fork(lambda context: sys.exit(0), 2) == [None, None]
+    assert fork_workers(lambda context: sys.exit(0), 2) == [None, None]
     with pytest.raises(WorkerFailed, match="SystemExit: 3"):
-        fork(lambda context: sys.exit(3), 2)
+        fork_workers(lambda context: sys.exit(3), 2)
 
 
 def test_a_result_that_cannot_be_sent():
     with pytest.raises(WorkerFailed, match="pickle"):
-        fork(lambda context: lambda: None, 2)
+        fork_workers(lambda context: lambda: None, 2)
 
 
 def test_an_action_failed_tells_where():
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         try:
             raise ZeroDivisionError("by nothing")
         except ZeroDivisionError as error:
@@ -246,7 +246,7 @@ def test_an_action_failed_tells_where():
             ) from error
 
     with pytest.raises(WorkerFailed) as caught:
-        fork(worker, 1)
+        fork_workers(worker, 1)
     failed = caught.value
     assert (failed.stage, failed.microbatch, failed.module) == (1, 3, "layers.3.attn")
     assert str(failed).startswith(
@@ -256,53 +256,53 @@ def test_an_action_failed_tells_where():
 
 
 def test_bad_input_is_raised_again_as_it_was():
-    def missing(context: Context) -> None:
+    def missing(context: WorkerContext) -> None:
         raise Missing("the recipe has no function 'model'")
 
     with pytest.raises(Missing, match=r"^the recipe has no function 'model'$"):
-        fork(missing, 2)
+        fork_workers(missing, 2)
 
 
 def test_bad_input_that_does_not_pickle_keeps_its_sentence():
-    def refuse(context: Context) -> None:
+    def refuse(context: WorkerContext) -> None:
         raise Refused(what="the plan")
 
     with pytest.raises(PolylaneError, match=r"^refused: the plan$"):
-        fork(refuse, 2)
+        fork_workers(refuse, 2)
 
 
 def test_bad_input_met_within_an_action():
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         raise ActionFailed(0, stage=1) from Missing("the loss is NaN at step 3")
 
     with pytest.raises(Missing, match=r"^the loss is NaN at step 3$"):
-        fork(worker, 1)
+        fork_workers(worker, 1)
 
 
 def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(PolylaneError, match="at least one worker"):
-        fork(lambda context: None, 0)
+        fork_workers(lambda context: None, 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(PolylaneError, match="already started CUDA"):
-        fork(lambda context: None, 1)
+        fork_workers(lambda context: None, 1)
 
 
 def test_one_thread_each_where_cores_are_few():
-    single_threaded()
-    assert fork(lambda context: torch.get_num_threads(), os.cpu_count() or 1) == [1] * (os.cpu_count() or 1)
+    limit_to_one_thread()
+    assert fork_workers(lambda context: torch.get_num_threads(), os.cpu_count() or 1) == [1] * (os.cpu_count() or 1)
 
 
 def test_a_worker_may_have_workers_of_its_own():
-    def worker(context: Context) -> list[float]:
+    def worker(context: WorkerContext) -> list[float]:
         samples = torch.utils.data.TensorDataset(torch.arange(4.0))
         return [x.item() for (x,) in torch.utils.data.DataLoader(samples, num_workers=1, batch_size=None)]
 
-    assert fork(worker, 1) == [[0.0, 1.0, 2.0, 3.0]]
+    assert fork_workers(worker, 1) == [[0.0, 1.0, 2.0, 3.0]]
 
 
 def test_four_workers_start_at_once():
     start = time.monotonic()
-    began = fork(lambda context: time.monotonic(), 4)
+    began = fork_workers(lambda context: time.monotonic(), 4)
     assert max(began) - start < 3  # measured: under 0.1 s; the bound only guards against hanging
 
 

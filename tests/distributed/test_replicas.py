@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import polylane
 from polylane.errors import PolylaneError, WorkerFailed
-from polylane.runtime.launch import fork
+from polylane.runtime.workers.fork import fork_workers
 
 
 def network() -> nn.Module:
@@ -50,8 +50,8 @@ def test_replicas_train_as_one_worker_does(workers: int, accumulate: bool) -> No
         model = network()
         return trained(polylane.data_parallel(model), model, accumulate)
 
-    (losses, state), *_ = fork(run, 1)
-    results = fork(run, workers)
+    (losses, state), *_ = fork_workers(run, 1)
+    results = fork_workers(run, workers)
     for others, weights in results:
         assert others == pytest.approx(losses, rel=1e-12)
         for name, value in state.items():
@@ -99,7 +99,7 @@ def test_parameters_that_only_some_replicas_reach_are_summed() -> None:
             optimizer.step()
         return model.state_dict()
 
-    alone, several = fork(run, 1)[0], fork(run, 3)
+    alone, several = fork_workers(run, 1)[0], fork_workers(run, 3)
     for state in several:
         for name, value in alone.items():
             torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-14)
@@ -114,7 +114,7 @@ def test_weights_of_rank_0_count() -> None:
 
     torch.manual_seed(0)
     expected = nn.Linear(3, 2).state_dict()
-    for state in fork(run, 2):
+    for state in fork_workers(run, 2):
         assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
@@ -137,7 +137,7 @@ def test_what_is_not_summed_is_refused() -> None:
         torch.autograd.backward(F.cross_entropy(model(inputs), labels))
 
     with pytest.raises((PolylaneError, WorkerFailed), match=r"loss\.backward"):
-        fork(run, 2)
+        fork_workers(run, 2)
 
 
 def test_no_module_is_refused() -> None:

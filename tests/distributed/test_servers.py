@@ -17,8 +17,8 @@ import torch
 
 from polylane.errors import WorkerFailed
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.schedule.action import Kind
+from polylane.runtime.workers.fork import fork_workers
+from polylane.schedule.action import ActionKind
 from processes import children
 from training import batch_of, mlp, workers
 
@@ -29,7 +29,7 @@ PLANS = [SHARED, DEDICATED, f"{DEDICATED},staleness=1"]
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    fork(lambda context: None, 1)
+    fork_workers(lambda context: None, 1)
     before, others = len(os.listdir("/proc/self/fd")), children()
     start = time.monotonic()
     yield
@@ -126,7 +126,7 @@ def test_the_time_that_a_server_takes_is_waiting_not_work() -> None:
         return job.timeline(1)
 
     timeline = workers(work, mlp(6, 8, 4), "data=2,servers=1,slow=1:40")[0]
-    (quick,) = [s for s in timeline.spans if s.rank == 0 and s.action.kind is Kind.STEP]
+    (quick,) = [s for s in timeline.spans if s.rank == 0 and s.action.kind is ActionKind.STEP]
     assert quick.waited > 0.5 * (quick.end - quick.start)
     assert quick.bytes == sum(p.nbytes for p in mlp(6, 8, 4).parameters())
 

@@ -18,22 +18,23 @@ import torch
 
 from local_transport import LocalTransport, run_local
 from polylane.errors import PeerLost, PolylaneError
-from polylane.runtime.launch import Context, fork
-from polylane.runtime.transport import c10d, shared_memory
-from polylane.runtime.transport.choose import transport_for
+from polylane.runtime.transport import c10d
+from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.protocol import Transport
-from polylane.runtime.world import World
+from polylane.runtime.transport.shared_memory import transport as shared_memory
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.world import World
 
 torch.set_num_threads(1)
 
 
 def connected(world: World, *arguments: Any, **options: Any) -> Transport:
-    transport = transport_for(world)(world, *arguments, **options)
-    assert world.size == 1 or isinstance(transport, shared_memory.Transport)
+    transport = choose_transport(world)(world, *arguments, **options)
+    assert world.size == 1 or isinstance(transport, shared_memory.SharedMemoryTransport)
     return transport
 
 
-def everyone(context: Context) -> Transport:
+def everyone(context: WorkerContext) -> Transport:
     ranks = range(context.world.size)
     return connected(context.world, [(a, b) for a in ranks for b in ranks if a != b], [ranks])
 
@@ -60,7 +61,7 @@ def test_it_is_as_over_gloo(law: Callable[[], None], monkeypatch: pytest.MonkeyP
 
 
 def test_every_summable_dtype():
-    def worker(context: Context) -> bool:
+    def worker(context: WorkerContext) -> bool:
         transport = everyone(context)
         dtypes = [*test_transport.FLOATS, *test_transport.COMPLEX, torch.int64, torch.int32, torch.int8, torch.uint8]
         tensors = [test_transport.sample(dtype) for dtype in dtypes]
@@ -68,7 +69,7 @@ def test_every_summable_dtype():
         sums = [transport.all_reduce(tensor.clone(), range(3)) for tensor in tensors]
         return all(torch.equal(sum_.wait(), tensor * 3) for sum_, tensor in zip(sums, tensors, strict=True))
 
-    assert fork(worker, 3) == [True] * 3
+    assert fork_workers(worker, 3) == [True] * 3
 
 
 # --------------------------------------------------------------------------------------------------- random programs
@@ -175,10 +176,10 @@ def same(one: Any, other: Any) -> bool:
 def test_random_programs_have_the_same_results(size: int):
     expected = local_results(size)
 
-    def worker(context: Context) -> list[bool]:
+    def worker(context: WorkerContext) -> list[bool]:
         shared_memory.IN_TURNS = 1 << 20  # that every way of summing comes up
         ranks = range(size)
-        connect = transport_for(context.world)
+        connect = choose_transport(context.world)
         pairs = [(a, b) for a in ranks for b in ranks if a != b]
         transports = [connect(context.world, pairs, groups(size)) for _ in range(2)]
         found = []
@@ -188,7 +189,7 @@ def test_random_programs_have_the_same_results(size: int):
             transport.close()
         return found
 
-    assert fork(worker, size) == [[True] * len(SEEDS)] * size
+    assert fork_workers(worker, size) == [[True] * len(SEEDS)] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -196,9 +197,9 @@ def test_gloo_has_the_same_results(size: int):
     """To rounding: it sums in another order."""
     expected = local_results(size)
 
-    def worker(context: Context) -> list[str]:
+    def worker(context: WorkerContext) -> list[str]:
         pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
-        transport = c10d.Transport(context.world, pairs, groups(size))
+        transport = c10d.C10dTransport(context.world, pairs, groups(size))
         found = []
         for index, seed in enumerate(SEEDS):
             mine = [step for step in program(seed, size) if context.rank in step.ranks]
@@ -212,13 +213,13 @@ def test_gloo_has_the_same_results(size: int):
         transport.close()
         return found
 
-    assert fork(worker, size) == [[]] * size
+    assert fork_workers(worker, size) == [[]] * size
 
 
 def test_rounds_of_random_sizes_arrive_whole():
     """A value read before it was written, or overwritten before it was read, would change a checksum."""
 
-    def worker(context: Context) -> bool:
+    def worker(context: WorkerContext) -> bool:
         transport, draw = everyone(context), random.Random(5)
         peer = (context.rank + 1) % 3
         for number in range(300):
@@ -231,14 +232,14 @@ def test_rounds_of_random_sizes_arrive_whole():
             assert bool((total.wait() == 3 * number + 3).all())
         return True
 
-    assert fork(worker, 3) == [True] * 3
+    assert fork_workers(worker, 3) == [True] * 3
 
 
 # ---------------------------------------------------------------------------------------------------- many and large
 
 
 def test_a_thousand_sends_that_nobody_has_asked_for_yet():
-    def worker(context: Context) -> bool:
+    def worker(context: WorkerContext) -> bool:
         transport, peer = everyone(context), 1 - context.rank
         for number in range(1000):
             transport.send(torch.full((50 + 30 * number,), float(number)), peer)
@@ -247,11 +248,11 @@ def test_a_thousand_sends_that_nobody_has_asked_for_yet():
         transport.close()
         return all(bool((tensor == number).all()) for number, tensor in enumerate(received))
 
-    assert fork(worker, 2) == [True, True]
+    assert fork_workers(worker, 2) == [True, True]
 
 
 def test_64_mb_in_both_directions():
-    def worker(context: Context) -> tuple[float, float]:
+    def worker(context: WorkerContext) -> tuple[float, float]:
         transport, peer = everyone(context), 1 - context.rank
         mine = torch.full((16 << 20,), float(context.rank + 1))
         sending, total = transport.send(mine, peer), transport.all_reduce(mine, (0, 1))
@@ -259,13 +260,13 @@ def test_64_mb_in_both_directions():
         sending.wait()
         return received.mean().item(), total.wait().mean().item()
 
-    assert fork(worker, 2) == [(2.0, 3.0), (1.0, 3.0)]
+    assert fork_workers(worker, 2) == [(2.0, 3.0), (1.0, 3.0)]
 
 
 def test_more_ranks_than_cores():
     """Who waits does not compute."""
 
-    def worker(context: Context) -> tuple[bool, float]:
+    def worker(context: WorkerContext) -> tuple[bool, float]:
         transport = everyone(context)
         for number in range(20):
             for elements in (3, 30_000):
@@ -278,74 +279,74 @@ def test_more_ranks_than_cores():
         transport.barrier()
         return True, time.process_time() - before
 
-    assert all(well and seconds < 0.1 for well, seconds in fork(worker, 8))
+    assert all(well and seconds < 0.1 for well, seconds in fork_workers(worker, 8))
 
 
 # ----------------------------------------------------------------------------------------------------------- choosing
 
 
 def test_the_choice(monkeypatch: pytest.MonkeyPatch):
-    def worker(context: Context) -> type:
-        return type(transport_for(context.world)(context.world, [(0, 1)], [(0, 1)]))
+    def worker(context: WorkerContext) -> type:
+        return type(choose_transport(context.world)(context.world, [(0, 1)], [(0, 1)]))
 
-    assert fork(worker, 2) == [shared_memory.Transport] * 2
-    for asked, kind in (("gloo", c10d.Transport), ("shared_memory", shared_memory.Transport)):
+    assert fork_workers(worker, 2) == [shared_memory.SharedMemoryTransport] * 2
+    for asked, kind in (("gloo", c10d.C10dTransport), ("shared_memory", shared_memory.SharedMemoryTransport)):
         monkeypatch.setenv("POLYLANE_TRANSPORT", asked)
-        assert fork(worker, 2) == [kind] * 2
+        assert fork_workers(worker, 2) == [kind] * 2
     monkeypatch.setenv("POLYLANE_TRANSPORT", "pigeon")
     with pytest.raises(PolylaneError, match="POLYLANE_TRANSPORT=pigeon is no transport: say gloo or shared_memory"):
-        fork(worker, 2)
+        fork_workers(worker, 2)
 
 
 def test_a_choice_that_cannot_be(monkeypatch: pytest.MonkeyPatch):
-    def apart(context: Context) -> type:
-        from polylane.runtime.transport import rendezvous
+    def apart(context: WorkerContext) -> type:
+        from polylane.runtime.transport.shared_memory import rendezvous
 
         monkeypatch.setattr(rendezvous, "host", lambda: ("this", str(context.rank)))
-        return type(transport_for(context.world)(context.world, [(0, 1)], [(0, 1)]))
+        return type(choose_transport(context.world)(context.world, [(0, 1)], [(0, 1)]))
 
-    assert fork(apart, 2) == [c10d.Transport] * 2
+    assert fork_workers(apart, 2) == [c10d.C10dTransport] * 2
     monkeypatch.setenv("POLYLANE_TRANSPORT", "shared_memory")
     with pytest.raises(PolylaneError, match="shared_memory cannot be: ranks 0 and 1 are on different hosts"):
-        fork(apart, 2)
+        fork_workers(apart, 2)
 
 
 def test_if_one_cannot_connect_nobody_does():
-    def worker(context: Context) -> type:
-        from polylane.runtime.transport import rendezvous
+    def worker(context: WorkerContext) -> type:
+        from polylane.runtime.transport.shared_memory import rendezvous
 
         rendezvous.CONNECT_SECONDS = 0.2
         if context.rank == 1:
-            rendezvous._user = lambda connection: os.getuid() + 1  # the system says it is somebody else
-        return type(transport_for(context.world)(context.world, [(0, 1)], [(0, 1)]))
+            rendezvous._peer_user = lambda connection: os.getuid() + 1  # the system says it is somebody else
+        return type(choose_transport(context.world)(context.world, [(0, 1)], [(0, 1)]))
 
-    assert fork(worker, 3) == [c10d.Transport] * 3
+    assert fork_workers(worker, 3) == [c10d.C10dTransport] * 3
 
 
 def test_if_one_cannot_listen_all_hear_of_it(monkeypatch: pytest.MonkeyPatch):
-    def worker(context: Context) -> type:
+    def worker(context: WorkerContext) -> type:
         if context.rank == 1:
             monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-        return type(transport_for(context.world)(context.world, [(0, 1)], [(0, 1)]))
+        return type(choose_transport(context.world)(context.world, [(0, 1)], [(0, 1)]))
 
-    assert fork(worker, 3) == [c10d.Transport] * 3
+    assert fork_workers(worker, 3) == [c10d.C10dTransport] * 3
     monkeypatch.setenv("POLYLANE_TRANSPORT", "shared_memory")
     with pytest.raises(PolylaneError, match="rank 1: its system lets it listen at no local socket"):
-        fork(worker, 3)
+        fork_workers(worker, 3)
 
 
 def test_different_choices_are_refused():
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         os.environ["POLYLANE_TRANSPORT"] = "gloo" if context.rank else ""
-        transport_for(context.world)
+        choose_transport(context.world)
 
     with pytest.raises(PolylaneError, match="is not set at rank 0 and gloo at rank 1"):
-        fork(worker, 2)
+        fork_workers(worker, 2)
 
 
 def test_closed_and_opened_again():
-    def worker(context: Context) -> list[float]:
-        connect = transport_for(context.world)
+    def worker(context: WorkerContext) -> list[float]:
+        connect = choose_transport(context.world)
         found = []
         for _ in range(3):
             first, second = connect(context.world, groups=[(0, 1)]), connect(context.world, groups=[(0, 1)])
@@ -355,7 +356,7 @@ def test_closed_and_opened_again():
             second.close()
         return found
 
-    assert fork(worker, 2) == [[2.0] * 6] * 2
+    assert fork_workers(worker, 2) == [[2.0] * 6] * 2
 
 
 # -------------------------------------------------------------------------------------------------------------- death
@@ -375,18 +376,18 @@ def left_behind() -> set[str]:
 
 @pytest.mark.parametrize("doing", ["receive", "send", "sum", "large sum", "object", "barrier"])
 def test_a_peer_that_dies_is_named_at_once(doing: str):
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         transport = everyone(context)
         transport.all_reduce(torch.ones(100_000), range(3)).wait()
         transport.barrier()
         if context.rank == 1:
-            context.message({"pid": os.getpid()})
+            context.send_message({"pid": os.getpid()})
             time.sleep(60)
         start = time.monotonic()
         with pytest.raises(PeerLost) as caught:
             while True:
                 wait_for_the_other(transport, doing)
-        context.message({"peer": caught.value.peer, "seconds": time.monotonic() - start})
+        context.send_message({"peer": caught.value.peer, "seconds": time.monotonic() - start})
         time.sleep(0.3)
 
     heard: list[dict[str, Any]] = []
@@ -402,7 +403,7 @@ def test_a_peer_that_dies_is_named_at_once(doing: str):
 
     before = left_behind()
     with pytest.raises(Exception, match="worker 1 failed: it was killed by SIGKILL"):
-        fork(worker, 3, listen)
+        fork_workers(worker, 3, listen)
     # The parent may have ended the survivors before they could speak.
     assert all(content["peer"] == 1 and content["after"] < 1 for content in heard)
     assert left_behind() == before
@@ -424,11 +425,11 @@ def wait_for_the_other(transport: Transport, doing: str) -> None:
 
 
 def test_nothing_is_left_when_all_are_killed():
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         transport = everyone(context)
         transport.send(torch.ones(1_000_000), (context.rank + 1) % 2)
         transport.barrier()
-        context.message({"pid": os.getpid()})
+        context.send_message({"pid": os.getpid()})
         time.sleep(60)
 
     pids: list[int] = []
@@ -441,6 +442,6 @@ def test_nothing_is_left_when_all_are_killed():
 
     before = left_behind()
     with pytest.raises(Exception, match="killed by SIGKILL"):
-        fork(worker, 2, listen)
+        fork_workers(worker, 2, listen)
     assert left_behind() == before
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

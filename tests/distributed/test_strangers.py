@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from polylane.errors import PolylaneError, WorkerFailed
-from polylane.runtime import launch
-from polylane.runtime.board import Place
-from polylane.runtime.launch import Context, fork
 from polylane.runtime.transport import c10d
-from polylane.runtime.transport.choose import transport_for
+from polylane.runtime.transport.choose import choose_transport
+from polylane.runtime.workers import fork as launch
+from polylane.runtime.workers.file_store import MeetingPlace
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 torch.set_num_threads(1)
@@ -133,8 +133,8 @@ def join_as_rank_1(trace: Path, ports: set[int], names: set[str]) -> None:
             os._exit(0)
 
 
-def together(context: Context) -> float:
-    transport = transport_for(context.world)(context.world, [], [range(context.world.size)])
+def together(context: WorkerContext) -> float:
+    transport = choose_transport(context.world)(context.world, [], [range(context.world.size)])
     told = transport.all_gather_object({"rank": context.rank})
     assert told == [{"rank": rank} for rank in range(context.world.size)]
     value = torch.full((4,), float(context.rank + 1))
@@ -150,7 +150,7 @@ def test_the_stranger_is_turned_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path, set[int], set[str]], None]
 ):
     """20 jobs, of which every one has to be right, and none may run what he sends."""
-    whole = launch.attempt
+    whole = launch.run_worker
 
     def late(worker: Any, rank: int, *rest: Any) -> Any:
         time.sleep(0.2 * rank)  # rank 1 comes late: others could take its place meanwhile
@@ -161,21 +161,21 @@ def test_the_stranger_is_turned_away(
     right = 0
     with stranger(partial(attack, trace)):
         for _ in range(TRIES):
-            right += fork(together, 2) == [12.0, 12.0]
+            right += fork_workers(together, 2) == [12.0, 12.0]
     assert right == TRIES
     assert not trace.exists()
 
 
 def test_a_forked_job_listens_at_no_port_and_nobody_else_may_reach_its_sockets():
-    def worker(context: Context) -> tuple[set[int], list[int]]:
-        transport = transport_for(context.world)(context.world, [], [range(context.world.size)])
+    def worker(context: WorkerContext) -> tuple[set[int], list[int]]:
+        transport = choose_transport(context.world)(context.world, [], [range(context.world.size)])
         transport.barrier()
         ports = listening(os.getpid())[0]
         transport.barrier()
         transport.close()
         return ports, [stat.S_IMODE(os.stat(f"/proc/self/fd/{fd}").st_mode) for fd in memory_files()]
 
-    for ports, modes in fork(worker, 3):
+    for ports, modes in fork_workers(worker, 3):
         assert not ports
         assert modes
         assert all(not mode & 0o077 for mode in modes)
@@ -190,7 +190,7 @@ def _open(descriptor: str) -> bool:
 
 
 def test_a_place_is_its_owners_alone():
-    for place in (Place.inherited(), Place.of_folder()):
+    for place in (MeetingPlace.in_memory(), MeetingPlace.in_folder()):
         try:
             folder = Path(place.file).parent
             if place.file.startswith("/proc"):
@@ -198,45 +198,45 @@ def test_a_place_is_its_owners_alone():
             else:
                 assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         finally:
-            place.end()
+            place.remove_files()
         assert not os.path.exists(place.file)
 
 
 def test_who_takes_a_place_over_gloo_without_the_secret_is_refused():
     """Where gloo is asked for it takes whoever connects; so each worker proves itself in every new group."""
 
-    def worker(context: Context) -> str:
+    def worker(context: WorkerContext) -> str:
         context.world.connect()
         if context.rank == 1:
             assert context.world.board is not None
             context.world.board.secret = b"another"
         with pytest.raises(PolylaneError) as caught:
-            context.world.introduce(dist.group.WORLD)
+            context.world.authenticate_group(dist.group.WORLD)
         return str(caught.value)
 
-    for rank, said in enumerate(fork(worker, 2)):
+    for rank, said in enumerate(fork_workers(worker, 2)):
         assert f"who connected as rank {1 - rank} is not a worker of this job" in said
 
 
 def test_a_group_over_gloo_introduces_itself():
-    def worker(context: Context) -> list[Any]:
-        transport = c10d.Transport(context.world, [], [(0, 1)], own_groups=True)
+    def worker(context: WorkerContext) -> list[Any]:
+        transport = c10d.C10dTransport(context.world, [], [(0, 1)], own_groups=True)
         told = transport.all_gather_object(context.rank)
         transport.close()
         return told
 
-    assert fork(worker, 3) == [[0, 1, 2]] * 3
+    assert fork_workers(worker, 3) == [[0, 1, 2]] * 3
 
 
 def test_a_shared_secret_over_hosts(monkeypatch: pytest.MonkeyPatch):
     """Workers that an agent started know POLYLANE_SECRET, and who does not is refused when it connects."""
 
-    def worker(context: Context, secrets: tuple[str, str]) -> float:
+    def worker(context: WorkerContext, secrets: tuple[str, str]) -> float:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = context.world.exchange(listener.getsockname()[1])[0]
+            port = context.world.all_gather_object(listener.getsockname()[1])[0]
         context.world.leave()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), POLYLANE_SECRET=secrets[context.rank])
-        from polylane.runtime.world import World
+        from polylane.runtime.workers.world import World
 
         world = World.join()
         value = torch.tensor(1.0)
@@ -244,6 +244,6 @@ def test_a_shared_secret_over_hosts(monkeypatch: pytest.MonkeyPatch):
         world.leave()
         return value.item()
 
-    assert fork(lambda context: worker(context, ("same", "same")), 2) == [2.0, 2.0]
+    assert fork_workers(lambda context: worker(context, ("same", "same")), 2) == [2.0, 2.0]
     with pytest.raises((PolylaneError, WorkerFailed), match="not a worker of this job"):
-        fork(lambda context: worker(context, ("same", "other")), 2)
+        fork_workers(lambda context: worker(context, ("same", "other")), 2)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.runtime.job import Job
-from polylane.runtime.stage import StageRunner
+from polylane.runtime.pipeline.stage_runner import StageRunner
 from training import batch_of, mlp, plainly, trained, workers
 
 pytestmark = pytest.mark.timeout(60)

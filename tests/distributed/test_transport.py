@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from polylane.errors import PeerLost
-from polylane.runtime.launch import Context, fork
-from polylane.runtime.transport.c10d import Transport
-from polylane.runtime.world import World
+from polylane.runtime.transport.c10d import C10dTransport
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.world import World
 
 torch.set_num_threads(1)
 
@@ -23,8 +23,8 @@ WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.u
 DTYPES = [*FLOATS, *COMPLEX, *SMALL_FLOATS, *WHOLE, torch.bool]
 
 
-def pair(context: Context) -> Transport:
-    return Transport(context.world, channels=[(0, 1), (1, 0)], groups=[(0, 1)])
+def pair(context: WorkerContext) -> C10dTransport:
+    return C10dTransport(context.world, channels=[(0, 1), (1, 0)], groups=[(0, 1)])
 
 
 def sample(dtype: torch.dtype) -> torch.Tensor:
@@ -32,7 +32,7 @@ def sample(dtype: torch.dtype) -> torch.Tensor:
     return (values % 2 if dtype == torch.bool else values).to(dtype)
 
 
-def exchange(context: Context, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def exchange(context: WorkerContext, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Rank 0 sends, rank 1 receives and returns."""
     transport = pair(context)
     if context.rank == 0:
@@ -45,7 +45,7 @@ def exchange(context: Context, tensors: list[torch.Tensor]) -> list[torch.Tensor
 
 def test_every_dtype_travels():
     sent = [sample(dtype) for dtype in DTYPES]
-    received = fork(lambda context: exchange(context, sent), 2)[1]
+    received = fork_workers(lambda context: exchange(context, sent), 2)[1]
     for before, after in zip(sent, received, strict=True):
         assert before.dtype == after.dtype
         assert torch.equal(before.view(torch.uint8), after.view(torch.uint8)), before.dtype
@@ -64,13 +64,13 @@ def test_every_layout_travels():
         torch.randn(2, requires_grad=True),
         torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     ]
-    received = fork(lambda context: exchange(context, sent), 2)[1]
+    received = fork_workers(lambda context: exchange(context, sent), 2)[1]
     for before, after in zip(sent, received, strict=True):
         assert torch.equal(before, after) and after.is_contiguous() and not after.requires_grad
 
 
 def test_messages_come_in_the_order_of_asking():
-    def worker(context: Context) -> list[float]:
+    def worker(context: WorkerContext) -> list[float]:
         transport = pair(context)
         peer = 1 - context.rank
         sends = [transport.send(torch.full((1000,), float(step)), peer) for step in range(20)]
@@ -80,11 +80,11 @@ def test_messages_come_in_the_order_of_asking():
             pending.wait()
         return values[::-1]
 
-    assert fork(worker, 2) == [[float(step) for step in range(20)]] * 2
+    assert fork_workers(worker, 2) == [[float(step) for step in range(20)]] * 2
 
 
 def test_large_messages_in_both_directions_do_not_block():
-    def worker(context: Context) -> float:
+    def worker(context: WorkerContext) -> float:
         transport = pair(context)
         peer = 1 - context.rank
         sending = transport.send(torch.full((5_000_000,), 1.0 + context.rank), peer)
@@ -92,11 +92,11 @@ def test_large_messages_in_both_directions_do_not_block():
         sending.wait()
         return received.mean().item()
 
-    assert fork(worker, 2) == [2.0, 1.0]
+    assert fork_workers(worker, 2) == [2.0, 1.0]
 
 
 def test_a_send_nobody_waits_for_arrives():
-    def worker(context: Context) -> float:
+    def worker(context: WorkerContext) -> float:
         transport = pair(context)
         if context.rank == 1:
             time.sleep(0.05)
@@ -105,25 +105,25 @@ def test_a_send_nobody_waits_for_arrives():
         transport.close()
         return 0.0
 
-    assert fork(worker, 2)[1] == 2_000_000
+    assert fork_workers(worker, 2)[1] == 2_000_000
 
 
 def test_transports_with_tags_do_not_mix():
-    def worker(context: Context) -> list[float]:
-        first = Transport(context.world, channels=[(0, 1)], tag=1)
-        second = Transport(context.world, channels=[(0, 1)], tag=2)
+    def worker(context: WorkerContext) -> list[float]:
+        first = C10dTransport(context.world, channels=[(0, 1)], tag=1)
+        second = C10dTransport(context.world, channels=[(0, 1)], tag=2)
         if context.rank == 0:
             sends = [first.send(torch.tensor(1.0), 1), second.send(torch.tensor(2.0), 1)]
             return [pending.wait().item() for pending in sends]
         from_second = second.receive((), torch.float32, 0).wait().item()
         return [first.receive((), torch.float32, 0).wait().item(), from_second]
 
-    assert fork(worker, 2)[1] == [1.0, 2.0]
+    assert fork_workers(worker, 2)[1] == [1.0, 2.0]
 
 
 def test_sums_of_several_groups_at_once():
-    def worker(context: Context) -> tuple[float, ...]:
-        transport = Transport(context.world, groups=[(0, 1), (2, 3), (1,), (3, 2, 1, 0)])
+    def worker(context: WorkerContext) -> tuple[float, ...]:
+        transport = C10dTransport(context.world, groups=[(0, 1), (2, 3), (1,), (3, 2, 1, 0)])
         mine = [torch.tensor([float(context.rank)]) for _ in range(3)]
         half = (0, 1) if context.rank < 2 else (3, 2)
         sums = [
@@ -135,31 +135,31 @@ def test_sums_of_several_groups_at_once():
             pending.wait()
         return tuple(tensor.item() for tensor in mine)
 
-    assert fork(worker, 4) == [(1, 6, 0), (1, 6, 1), (5, 6, 2), (5, 6, 3)]
+    assert fork_workers(worker, 4) == [(1, 6, 0), (1, 6, 1), (5, 6, 2), (5, 6, 3)]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, torch.int64, torch.int32, torch.int8, torch.uint8], ids=str)
 def test_sums_of_every_summable_dtype(dtype: torch.dtype):
-    def worker(context: Context) -> bool:
+    def worker(context: WorkerContext) -> bool:
         tensor = sample(dtype)
         pair(context).all_reduce(tensor, (0, 1)).wait()
         return torch.equal(tensor, sample(dtype) * 2)
 
-    assert fork(worker, 2) == [True, True]
+    assert fork_workers(worker, 2) == [True, True]
 
 
 def test_a_strided_sum_is_in_place():
-    def worker(context: Context) -> list[list[float]]:
+    def worker(context: WorkerContext) -> list[list[float]]:
         whole = torch.ones(2, 4)
         pair(context).all_reduce(whole[:, 1], (0, 1)).wait()
         return whole.tolist()
 
-    assert fork(worker, 2) == [[[1, 2, 1, 1]] * 2] * 2
+    assert fork_workers(worker, 2) == [[[1, 2, 1, 1]] * 2] * 2
 
 
 def test_objects():
-    def worker(context: Context) -> tuple[list[int], list[int] | None, str]:
-        transport = Transport(context.world)
+    def worker(context: WorkerContext) -> tuple[list[int], list[int] | None, str]:
+        transport = C10dTransport(context.world)
         transport.barrier()
         return (
             transport.all_gather_object(context.rank),
@@ -167,7 +167,7 @@ def test_objects():
             transport.broadcast_object(f"from {context.rank}", 1),
         )
 
-    assert fork(worker, 3) == [
+    assert fork_workers(worker, 3) == [
         ([0, 1, 2], None, "from 1"),
         ([0, 1, 2], [0, 10, 20], "from 1"),
         ([0, 1, 2], None, "from 1"),
@@ -175,7 +175,7 @@ def test_objects():
 
 
 def test_traffic_is_counted():
-    def worker(context: Context) -> tuple[dict[str, int], dict[str, int]]:
+    def worker(context: WorkerContext) -> tuple[dict[str, int], dict[str, int]]:
         transport = pair(context)
         peer = 1 - context.rank
         sending = transport.send(torch.zeros(4), peer)
@@ -187,26 +187,26 @@ def test_traffic_is_counted():
         return dict(transport.counters.messages), dict(transport.counters.bytes)
 
     messages = {"send": 1, "receive": 1, "all_reduce": 1, "object": 1}
-    assert fork(worker, 2)[0] == (messages, {"send": 16, "receive": 16, "all_reduce": 64})
+    assert fork_workers(worker, 2)[0] == (messages, {"send": 16, "receive": 16, "all_reduce": 64})
 
 
 def test_what_was_not_declared_is_refused():
-    def worker(context: Context) -> list[str]:
-        transport = Transport(context.world, channels=[(0, 1)], groups=[(0, 1)])
+    def worker(context: WorkerContext) -> list[str]:
+        transport = C10dTransport(context.world, channels=[(0, 1)], groups=[(0, 1)])
         said = []
         for attempt in (
             lambda: transport.send(torch.ones(1), (context.rank + 2) % 3),
             lambda: transport.receive((1,), torch.float32, (context.rank + 1) % 3),
             lambda: transport.all_reduce(torch.ones(1), (1, 2)),
             lambda: transport.all_reduce(torch.ones(1, dtype=torch.bool), (0, 1)),
-            lambda: Transport(context.world, channels=[(0, 3)]),
+            lambda: C10dTransport(context.world, channels=[(0, 3)]),
         ):
             with pytest.raises((ValueError, TypeError)) as caught:
                 attempt()
             said.append(str(caught.value))
         return said
 
-    said = fork(worker, 3)[0]
+    said = fork_workers(worker, 3)[0]
     assert said[0].startswith("rank 0 has no channel from 0 to 2")
     assert said[2].startswith("rank 0 has no group (1, 2)")
     assert "torch.bool" in said[3]
@@ -214,7 +214,7 @@ def test_what_was_not_declared_is_refused():
 
 def test_alone_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RANK", raising=False)
-    transport = Transport(World.join(), groups=[(0,)])
+    transport = C10dTransport(World.join(), groups=[(0,)])
     assert transport.all_reduce(torch.ones(2), (0,)).wait().tolist() == [1, 1]
     assert transport.all_gather_object("mine") == ["mine"]
     assert transport.gather_object("mine", 0) == ["mine"]
@@ -225,18 +225,20 @@ def test_alone_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("doing", ["receive", "send", "sum", "object", "barrier"])
 def test_a_peer_that_dies_is_named(doing: str):
-    def worker(context: Context) -> None:
+    def worker(context: WorkerContext) -> None:
         transport = pair(context)
         transport.barrier()
         if context.rank == 1:
             time.sleep(0.05)
-            context.message({"pid": os.getpid()})
+            context.send_message({"pid": os.getpid()})
             time.sleep(60)
         start = time.monotonic()
         with pytest.raises(PeerLost) as caught:
             while True:
                 wait_for_the_other(transport, doing)
-        context.message({"peer": caught.value.peer, "said": str(caught.value), "seconds": time.monotonic() - start})
+        context.send_message(
+            {"peer": caught.value.peer, "said": str(caught.value), "seconds": time.monotonic() - start}
+        )
         time.sleep(0.1)
 
     heard: list[dict[str, object]] = []
@@ -248,13 +250,13 @@ def test_a_peer_that_dies_is_named(doing: str):
             heard.append(content)
 
     with pytest.raises(Exception, match="worker 1 failed: it was killed by SIGKILL"):
-        fork(worker, 2, listen)
+        fork_workers(worker, 2, listen)
     for content in heard:  # the parent may have ended the survivor before it could speak
         assert content["peer"] == (1 if doing in ("receive", "send") else None)
         assert str(content["said"]).startswith("lost ") and float(str(content["seconds"])) < 5
 
 
-def wait_for_the_other(transport: Transport, doing: str) -> None:
+def wait_for_the_other(transport: C10dTransport, doing: str) -> None:
     if doing == "receive":
         transport.receive((10,), torch.float32, 1).wait()
     elif doing == "send":

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from trainings import BY_PASS, PLANS, TRAININGS, Training, sgd
 
+from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
 from polylane.errors import PolylaneError, WorkerFailed
-from polylane.graph.batch import bounds, cloned, flatten, part_count, sample_count, take
+from polylane.graph.batch import clone_leaves, count_parts, flatten, sample_count, split_bounds, take_samples
 from polylane.graph.graph import Graph
 from polylane.graph.precision import Promoted
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.world import World
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
 
 TOLERANCE = 1e-9
 SMALLEST = 1e-6  # below which a tensor's own size is no scale for an error
@@ -72,14 +72,14 @@ def by_work(graph: Graph, *_: object) -> tuple[float, ...]:
     return tuple(1e3 + node.flops + node.bytes for node in graph.nodes)
 
 
-def prepared_for(training: Training, plan: str) -> Prepared:
+def prepared_for(training: Training, plan: str) -> CompiledTraining:
     """As ``train`` and ``parallelize`` prepare it: with the first batch as the example."""
-    objectives = objectives_of(copy.deepcopy(training.loss), training.optimizer or sgd, None)
+    objectives = build_objectives(copy.deepcopy(training.loss), training.optimizer or sgd, None)
     example = training.batches()[0]
-    return prepare(training.model(), objectives, example, plan, in_float64=training.promoted, seconds=by_work)
+    return compile_training(training.model(), objectives, example, plan, in_float64=training.promoted, seconds=by_work)
 
 
-def by_plan(training: Training, prepared: Prepared, seed: int = 0) -> Trained:
+def by_plan(training: Training, prepared: CompiledTraining, seed: int = 0) -> Trained:
     """Train by a plan on forked workers.
 
     Raises:
@@ -97,7 +97,7 @@ def by_plan(training: Training, prepared: Prepared, seed: int = 0) -> Trained:
                 losses.append(job.step(batch).loss)
             return Trained(losses, job.state_dict())
 
-    trained: Trained = fork(run, prepared.plan.processes)[0]
+    trained: Trained = fork_workers(run, prepared.plan.processes)[0]
     return trained
 
 
@@ -130,8 +130,8 @@ def _backward(training: Training, model: nn.Module, loss: Any, batch: Any, parts
     leaves, rebuild = flatten(batch)
     samples, total = sample_count(leaves), 0.0
     pieces = [
-        rebuild(cloned(take(leaves, start, stop)))
-        for start, stop in bounds(samples, part_count(samples, parts, fewest))
+        rebuild(clone_leaves(take_samples(leaves, start, stop)))
+        for start, stop in split_bounds(samples, count_parts(samples, parts, fewest))
         if start < stop
     ]
     counts = [_count(training, piece) for piece in pieces]
@@ -173,11 +173,11 @@ def judged(training: Training, plan: str) -> Outcome:
     return Outcome(EQUAL if drawn else FROZEN, error)
 
 
-def _reference(training: Training, prepared: Prepared) -> tuple[Trained, bool]:
+def _reference(training: Training, prepared: CompiledTraining) -> tuple[Trained, bool]:
     """What one device makes of it; and whether it draws the random numbers that it should."""
     parts = prepared.plan.microbatches
     if not training.draws:
-        parts, fewest = (parts, prepared.fewest.samples) if training.in_turn else (1, 1)
+        parts, fewest = (parts, prepared.min_samples.samples) if training.in_turn else (1, 1)
         return by_loop(training, parts, fewest), True
     alone = prepared_for(training, f"data=1,microbatches={parts if training.draws == BY_PASS else 1}")
     reference = by_plan(training, alone)

@@ -13,12 +13,12 @@ from test_equivalence import adamw, by_work, case_of, sgd, verdict_on
 from test_hybrids import assert_cut
 from torch import Tensor, nn
 
+from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan, load
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import Objective, Prepared, prepare
 from polylane.schedule.stage_graph import StageGraph
-from polylane.verify import in_float64
+from polylane.verify.verify import batch_in_float64
 from training import assert_state, batch_of, workers
 
 PLANS = Path(__file__).parent.parent.parent / "examples" / "plans"
@@ -61,12 +61,12 @@ ENCODER_DECODER = stages(
 )
 
 
-def prepared_for(model: str, plan: Plan, optimizer: Any, samples: int) -> Prepared:
+def prepared_for(model: str, plan: Plan, optimizer: Any, samples: int) -> CompiledTraining:
     torch.manual_seed(0)
     case = case_of(model)
-    example = in_float64(case.batch(samples, 0))
+    example = batch_in_float64(case.batch(samples, 0))
     objective = Objective("loss", case.loss, optimizer)
-    return prepare(case.model().double(), {"loss": objective}, example, plan, in_float64=True, seconds=by_work)
+    return compile_training(case.model().double(), {"loss": objective}, example, plan, in_float64=True, seconds=by_work)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_branches(model: str, plan: str | Plan, before: tuple[tuple[int, ...], .
     read = load(PLANS / f"{plan}.yaml").model_copy(update={"microbatches": 3}) if isinstance(plan, str) else plan
     for schedule, optimizer in (("1f1b", adamw), ("afab", sgd)):
         prepared = prepared_for(model, read.model_copy(update={"schedule": schedule}), optimizer, sizes[0])
-        assert StageGraph.of_edges(prepared.main.stages, prepared.main.edges).before == before
+        assert StageGraph.of_edges(prepared.main_partition.stages, prepared.main_partition.edges).predecessors == before
         assert_cut(model, prepared)
         row = table.Row(model, prepared.plan.spec, schedule, prepared.plan.microbatches, "sgd", sizes)
         verdict = verdict_on(row, prepared)
@@ -101,7 +101,7 @@ def test_a_stage_of_several_pieces() -> None:
         (["matmul", "loss"], {}),
     ).model_copy(update={"microbatches": 1})
     prepared = prepared_for("towers", plan, sgd, 8)
-    assert [stage for _, _, stage in prepared.main.pieces] == [0, 1, 0, 1, 2]
+    assert [stage for _, _, stage in prepared.main_partition.pieces] == [0, 1, 0, 1, 2]
     assert verdict_on(table.Row("towers", "", "1f1b", 1, "sgd", (8, 7, 5)), prepared).passed
 
 

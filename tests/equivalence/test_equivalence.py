@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 import models
+from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training
 from polylane.graph.graph import Graph
 from polylane.placement.placement import Shard
-from polylane.plan.fit import from_partition
+from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.spec import Spec, parse
-from polylane.runtime.prepare import Objective, Prepared, prepare
-from polylane.verify import Verdict, in_float64, prove
+from polylane.verify.verify import Verdict, batch_in_float64, verify_compiled
 
 COVERING, COVERING_SPLIT = table.covering(), table.covering_split()
 CLIP_NORM = 0.5  # small enough that it binds
 
 # Captured and measured once for a model and a number of stages: a proof needs only another plan over the same cuts.
-_prepared: dict[tuple[str, int], Prepared] = {}
+_prepared: dict[tuple[str, int], CompiledTraining] = {}
 
 
 def sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -58,7 +58,7 @@ def objective_of(row: table.Row) -> Objective:
     return Objective("loss", case.loss, adamw, cosine)
 
 
-def prepared_for(row: table.Row) -> Prepared:
+def prepared_for(row: table.Row) -> CompiledTraining:
     """The row's training, ready to run; its capture is shared with other rows of that model and number of stages.
 
     Where operators are split, how they are depends on all of the plan and on the batch: nothing is shared.
@@ -66,25 +66,25 @@ def prepared_for(row: table.Row) -> Prepared:
     spec, case = parse(row.spec), case_of(row.model)
     if spec.tensor > 1 or spec.sequence > 1 or not case.mean:
         torch.manual_seed(0)
-        model, example = case.model().double(), in_float64(case.batch(row.batches[0], 0))
-        return prepare(model, {"loss": objective_of(row)}, example, spec, in_float64=True, seconds=by_work)
+        model, example = case.model().double(), batch_in_float64(case.batch(row.batches[0], 0))
+        return compile_training(model, {"loss": objective_of(row)}, example, spec, in_float64=True, seconds=by_work)
     key = (row.model, spec.pipeline)
     if key not in _prepared:
         torch.manual_seed(0)
         model = case.model().double()
-        example = in_float64(case.batch(6, 0))
+        example = batch_in_float64(case.batch(6, 0))
         objective = objective_of(row)
         halves = Spec(pipeline=spec.pipeline, microbatches=2, per_sample=spec.per_sample)
-        _prepared[key] = prepare(model, {"loss": objective}, example, halves, in_float64=True, seconds=by_work)
+        _prepared[key] = compile_training(model, {"loss": objective}, example, halves, in_float64=True, seconds=by_work)
     shared = _prepared[key]
-    plan = from_partition(shared.main, spec, row.microbatches)
+    plan = plan_from_partition(shared.main_partition, spec, row.microbatches)
     return replace(shared, plan=plan, objectives={"loss": objective_of(row)})
 
 
-def verdict_on(row: table.Row, prepared: Prepared) -> Verdict:
+def verdict_on(row: table.Row, prepared: CompiledTraining) -> Verdict:
     before = copy.deepcopy(prepared.model.state_dict())
     batches = [case_of(row.model).batch(samples, step) for step, samples in enumerate(row.batches)]
-    verdict = prove(prepared, batches, clip_norm=CLIP_NORM if row.optimizer == "adamw" else None, seed=7)
+    verdict = verify_compiled(prepared, batches, clip_norm=CLIP_NORM if row.optimizer == "adamw" else None, seed=7)
     assert all(torch.equal(before[name], value) for name, value in prepared.model.state_dict().items())
     return verdict
 
@@ -97,9 +97,9 @@ def check(row: table.Row) -> None:
     assert any(d.gradient is not None for d in verdict.deviations)
     layouts = [layout for each in prepared.layouts.values() for layout in each.distinct]
     for axis, split in (axis_split for layout in layouts for axis_split in layout.splits.items()):
-        cut = any(strategy.share < 1 for strategy in split.steps.values())
+        cut = any(strategy.share < 1 for strategy in split.strategies.values())
         assert cut or (row.model, axis) in table.UNSPLIT, f"{row}: nothing is split over {axis}"
-        parameters = [p for key, p in split.sources.items() if key[0].startswith("parameter:")]
+        parameters = [p for key, p in split.source_placements.items() if key[0].startswith("parameter:")]
         assert (axis == "tensor") == any(isinstance(p, Shard) for p in parameters), f"{row}: {axis}"
 
 
@@ -147,4 +147,4 @@ def test_dropout_is_on_where_a_model_has_it() -> None:
 
 def _draws(name: str) -> bool:
     row = next(row for row in COVERING if row.model == name and row.plan != "data=2")
-    return prepared_for(row).main.graph.code.random
+    return prepared_for(row).main_partition.graph.code.random

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polylane.compile.compiled_training import build_objectives, compile_training
 from polylane.errors import PolylaneError
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import objectives_of, prepare
-from polylane.verify import verify
+from polylane.runtime.workers.fork import fork_workers
+from polylane.verify.verify import verify
 from training import Pairs, Trained, assert_same, batch_of, classify, plainly, sgd, trained, workers
 
 BATCHES = [batch_of(8, seed) for seed in range(7)]
@@ -168,7 +168,7 @@ def _as_at_first() -> Any:
 
 def in_a_process(work: Callable[[], Any]) -> Any:
     """What the plain loop does to globals stays with it."""
-    return fork(lambda _: work(), 1)[0]
+    return fork_workers(lambda _: work(), 1)[0]
 
 
 @pytest.mark.parametrize("plan", ["data=1", "data=2"])
@@ -256,13 +256,13 @@ class Clock(Inner):
 )
 def test_what_would_count_otherwise_is_refused(make: Any, plan: str, told: str) -> None:
     with pytest.raises(PolylaneError, match=told):
-        prepare(between(built(make)), objectives_of(classify, sgd, None), BATCHES[0], plan)
+        compile_training(between(built(make)), build_objectives(classify, sgd, None), BATCHES[0], plan)
 
 
 def test_one_counter_on_two_stages_is_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(PolylaneError, match=r"inner writes self.calls .* in calls on stages 0, 1"):
-        prepare(Shared().double(), objectives_of(classify, sgd, None), BATCHES[0], "pipeline=2")
+        compile_training(Shared().double(), build_objectives(classify, sgd, None), BATCHES[0], "pipeline=2")
 
 
 def test_a_clock_runs_on_one_worker() -> None:
@@ -417,7 +417,7 @@ def test_losses_keep_state_as_in_the_plain_loop(name: str, plan: str) -> None:
     expected: Trained = in_a_process(lambda: plainly(model, BATCHES, loss=make()))
     loss = make()
     graph = capture(model, loss, BATCHES[0])
-    assert graph.opaque and f"writes {what} (" in graph.notes[0] and "test_frozen.py:" in graph.notes[0]
+    assert graph.is_opaque and f"writes {what} (" in graph.notes[0] and "test_frozen.py:" in graph.notes[0]
     for worker in trained(model, plan, BATCHES, loss=loss):
         assert_same(worker, expected, 1e-9)
 
@@ -426,7 +426,7 @@ def test_losses_keep_state_as_in_the_plain_loop(name: str, plan: str) -> None:
 def test_a_proof_counts_as_a_training_does(make: Callable[[], nn.Module]) -> None:
     model = between(built(make), nn.Linear(8, 8))
     loss = counting_loss() if make is Counter else classify
-    verdict = verify(model, objectives_of(loss, sgd, None)["loss"], BATCHES, "data=2")
+    verdict = verify(model, build_objectives(loss, sgd, None)["loss"], BATCHES, "data=2")
     assert verdict.passed, verdict
 
 

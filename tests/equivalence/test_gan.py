@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import polylane
 from models import EXAMPLES
-from polylane.graph.batch import bounds
-from polylane.graph.part import Part
-from polylane.proof.relative import relative_error
-from polylane.proof.whole_graph import run_whole
+from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
+from polylane.graph.batch import split_bounds
+from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.job import Job
-from polylane.runtime.lane import Tensors
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.world import World
+from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
+from polylane.verify.relative_error import relative_error
+from polylane.verify.whole_graph import run_graph
 
 sys.path.insert(0, str(EXAMPLES))
 import gan
@@ -39,10 +39,10 @@ def network() -> nn.Module:
     return gan.model(width=12).double()
 
 
-def plain_loop(prepared: Prepared) -> tuple[list[float], dict[str, Tensor]]:
+def plain_loop(prepared: CompiledTraining) -> tuple[list[float], dict[str, Tensor]]:
     """Both losses' graphs run whole in turn, microbatch by microbatch, with torch's own optimizers."""
     model = prepared.model
-    tensors = Tensors(model, [], torch.device("cpu"))
+    tensors = ModelTensors(model, [], torch.device("cpu"))
     optimizers = {name: factory(list(model.named_parameters())) for name, factory in OPTIMIZERS.items()}
     losses = []
     for step, samples in enumerate(BATCHES):
@@ -50,10 +50,10 @@ def plain_loop(prepared: Prepared) -> tuple[list[float], dict[str, Tensor]]:
         for turn, name in enumerate(LOSSES):
             model.zero_grad()
             total = 0.0
-            for microbatch, (start, stop) in enumerate(bounds(samples, prepared.plan.microbatches)):
+            for microbatch, (start, stop) in enumerate(split_bounds(samples, prepared.plan.microbatches)):
                 if start < stop:
-                    part = Part(stop - start, start, samples, microbatch, 2 * step + turn)
-                    (loss,) = run_whole(prepared.partitions[name].graph.code, tensors, [batch[start:stop]], part)
+                    part = SampleSlice(stop - start, start, samples, microbatch, 2 * step + turn)
+                    (loss,) = run_graph(prepared.partitions[name].graph.code, tensors, [batch[start:stop]], part)
                     (loss * ((stop - start) / samples)).backward()
                     total += loss.item() * (stop - start) / samples
             optimizers[name].step()
@@ -77,14 +77,16 @@ UNEVEN = ("[data=2 | tensor=2],microbatches=2", "[1 | data=2 | tensor=2],microba
 
 @pytest.mark.parametrize("plan", [*PLANS, *SPLIT, *UNEVEN])
 def test_two_objectives_train_as_a_plain_loop_does(plan: str) -> None:
-    prepared = prepare(network(), objectives_of(LOSSES, OPTIMIZERS, None), images(10, 0), plan, in_float64=True)
+    prepared = compile_training(
+        network(), build_objectives(LOSSES, OPTIMIZERS, None), images(10, 0), plan, in_float64=True
+    )
 
     def work(_: Any) -> tuple[list[float], dict[str, Tensor]]:
         job = Job(prepared, World.join(), example=images(10, 0))
         losses = [job.step(images(n, step), name).loss for step, n in enumerate(BATCHES) for name in LOSSES]
         return losses, job.state_dict()
 
-    results = fork(work, prepared.plan.workers)
+    results = fork_workers(work, prepared.plan.workers)
     losses, state = plain_loop(prepared)
     for own, weights in results:
         assert own == pytest.approx(losses, rel=1e-9)
@@ -104,7 +106,7 @@ def test_its_own_loop_on_replicas() -> None:
                 optimizer.step()
         return model.state_dict()
 
-    (alone,), several = fork(work, 1), fork(work, 3)
+    (alone,), several = fork_workers(work, 1), fork_workers(work, 3)
     for weights in several:
         worst = {name: relative_error(alone[name], weights[name], 1e-3) for name in alone}
         assert max(worst.values()) < 1e-9, worst

@@ -10,11 +10,11 @@ from test_equivalence import by_work, case_of, objective_of, sgd, verdict_on
 from torch import Tensor, nn
 
 from polylane import Mean
+from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training
 from polylane.placement.placement import Shard
-from polylane.plan.fit import from_partition
+from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.spec import parse
-from polylane.runtime.prepare import Objective, Prepared, prepare
-from polylane.verify import in_float64, verify
+from polylane.verify.verify import batch_in_float64, verify
 
 ROWS = """
 model     / sizes / plan                                   / proof
@@ -49,14 +49,14 @@ def rows() -> list[table.Row]:
     return found
 
 
-def prepared_for(row: table.Row) -> Prepared:
+def prepared_for(row: table.Row) -> CompiledTraining:
     torch.manual_seed(0)
     case = case_of(row.model)
-    model, example = case.model().double(), in_float64(case.batch(row.batches[0], 0))
-    return prepare(model, {"loss": objective_of(row)}, example, row.spec, in_float64=True, seconds=by_work)
+    model, example = case.model().double(), batch_in_float64(case.batch(row.batches[0], 0))
+    return compile_training(model, {"loss": objective_of(row)}, example, row.spec, in_float64=True, seconds=by_work)
 
 
-def assert_cut(model: str, prepared: Prepared) -> None:
+def assert_cut(model: str, prepared: CompiledTraining) -> None:
     """Every stage has something to cut along each of its axes, and its parameters along that one that is for them."""
     assert prepared.layouts or not prepared.plan.axes
     for objective, made in prepared.layouts.items():
@@ -65,10 +65,10 @@ def assert_cut(model: str, prepared: Prepared) -> None:
             assert set(made.axes(stage)) >= set(prepared.plan.axes_of(stage))
             layout, names = made[stage], {node.name for node in partition.nodes(stage)}
             for axis, split in layout.splits.items() if layout is not None else ():
-                cut = any(step.share < 1 for name, step in split.steps.items() if name in names)
+                cut = any(step.share < 1 for name, step in split.strategies.items() if name in names)
                 assert cut or (model, axis) in table.UNSPLIT, f"{model}: stage {stage} has nothing to cut over {axis}"
                 keys = [(f"parameter:{name}", 0) for name in partition.parameters(stage)]
-                cut = any(isinstance(split.sources.get(key), Shard) for key in keys)
+                cut = any(isinstance(split.source_placements.get(key), Shard) for key in keys)
                 assert cut == (axis == "tensor"), f"{model}: parameters of stage {stage} over {axis}"
 
 
@@ -76,8 +76,8 @@ def assert_cut(model: str, prepared: Prepared) -> None:
 def test_stages_with_meshes_of_their_own(row: table.Row) -> None:
     prepared = prepared_for(row)
     plan = prepared.plan
-    assert plan.uniform == ("[" not in row.plan) and plan.spec == row.spec and plan.workers <= 8
-    assert plan == from_partition(prepared.main, parse(row.spec), row.microbatches)
+    assert plan.is_uniform == ("[" not in row.plan) and plan.spec == row.spec and plan.workers <= 8
+    assert plan == plan_from_partition(prepared.main_partition, parse(row.spec), row.microbatches)
     assert_cut(row.model, prepared)
     verdict = verdict_on(row, prepared)
     assert verdict.passed, f"{row}: worst {verdict.worst:.2g}, {verdict.culprit}"

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polylane
+from polylane.compile.compiled_training import build_objectives, compile_training
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import objectives_of, prepare
 from training import assert_same, batch_of, plainly, sgd, trained, workers
 
 
@@ -156,4 +156,4 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 def test_what_cannot_be_exact_is_refused(name: str) -> None:
     make, plan, told = REFUSED[name]
     with pytest.raises(PolylaneError, match=told):
-        prepare(make(), objectives_of(contrast, sgd, None), batch_of(6), plan, batch_size=12)
+        compile_training(make(), build_objectives(contrast, sgd, None), batch_of(6), plan, batch_size=12)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from polylane.compile.compiled_training import Objective
 from polylane.errors import PolylaneError
-from polylane.runtime.prepare import Objective
-from polylane.verify import verify
+from polylane.verify.verify import verify
 from training import batch_of, classify, mlp, plainly, sgd, trained
 
 BATCHES = [batch_of(8, seed=i) for i in range(6)]

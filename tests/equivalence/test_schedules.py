@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from polylane.runtime import binding
+from polylane.runtime import bound_programs as binding
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
+from polylane.runtime.workers.fork import fork_workers
 from training import Trained, adamw, assert_same, batch_of, plainly, sgd, workers
 
 BATCHES = [batch_of(8, seed) for seed in range(6)]
@@ -148,8 +148,8 @@ def by_plan(model: nn.Module, plan: str, change: Change, optimizer: Any = sgd) -
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_those_of_the_plain_loop(name: str, plan: str) -> None:
     change = SCHEDULES[name]
-    (expected,) = fork(lambda _: plain(scheduled(), change), 1)
-    (constant,) = fork(lambda _: plain(scheduled(), lambda step, model: None), 1)
+    (expected,) = fork_workers(lambda _: plain(scheduled(), change), 1)
+    (constant,) = fork_workers(lambda _: plain(scheduled(), lambda step, model: None), 1)
     assert max(abs(a - b) for a, b in zip(expected.losses, constant.losses, strict=True)) > 1e-3
     for worker in by_plan(scheduled(), plan, change):
         assert_same(worker, expected, 1e-9)
@@ -163,7 +163,7 @@ def test_a_freeze_goes_with_other_plans(plan: str) -> None:
 
     runs = by_plan(scheduled(), plan, change, adamw)
     if "every" not in plan:
-        (expected,) = fork(lambda _: plain(scheduled(), change, adamw), 1)
+        (expected,) = fork_workers(lambda _: plain(scheduled(), change, adamw), 1)
         assert_same(runs[0], expected, 1e-9)
     for worker in runs:
         assert_same(worker, runs[0], 1e-9)
@@ -173,13 +173,13 @@ def captures(change: Change, steps: int = 9) -> int:
     """How often a training is captured anew."""
 
     def work(job: Job) -> int:
-        count, own = [0], binding.recaptured
+        count, own = [0], binding.recapture_objective
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             count[0] += 1
             return own(*args, **kwargs)
 
-        binding.recaptured = counted  # type: ignore[assignment]
+        binding.recapture_objective = counted  # type: ignore[assignment]
         for step in range(steps):
             change(step, job.model)
             job.step(BATCHES[0])
@@ -193,7 +193,7 @@ def captures(change: Change, steps: int = 9) -> int:
 
 def of_the_loop(step: int, model: Any) -> None:
     """What a training loop keeps on a model for itself, and modes that it puts back."""
-    model.seen_by_the_loop = model.best = float(step)
+    model.seen_by_the_loop = model.find_best = float(step)
     model.eval()
     model.train()
 

@@ -13,15 +13,15 @@ from test_gan import LOSSES, images, network, plain_loop
 from test_gan import OPTIMIZERS as TWO
 from torch import Tensor, nn
 
+from polylane.compile.compiled_training import Objective, build_objectives, compile_training
 from polylane.plan.spec import parse
 from polylane.program import lower
-from polylane.proof.relative import relative_error
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import Objective, objectives_of, prepare
-from polylane.runtime.world import World
-from polylane.verify import verify
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
+from polylane.verify.relative_error import relative_error
+from polylane.verify.verify import verify
 from training import adamw, assert_same, batch_of, plainly, sgd, trained
 
 SHARDS = ("optimizer", "gradients", "parameters")
@@ -180,14 +180,14 @@ def test_dropout_tied_ends_and_means_over_what_counts(plan: str, shard: str) -> 
 )
 def test_what_one_objective_trains_is_constant_in_another(plan: str) -> None:
     """A GAN: each of two losses has parameters of both networks, and trains one of them."""
-    prepared = prepare(network(), objectives_of(LOSSES, TWO, None), images(10, 0), plan, in_float64=True)
+    prepared = compile_training(network(), build_objectives(LOSSES, TWO, None), images(10, 0), plan, in_float64=True)
 
     def work(_: Any) -> tuple[list[float], dict[str, Tensor]]:
         with Job(prepared, World.join(), example=images(10, 0)) as job:
             losses = [job.step(images(n, step), name).loss for step, n in enumerate(SIZES) for name in LOSSES]
             return losses, job.state_dict()
 
-    results = fork(work, prepared.plan.workers)
+    results = fork_workers(work, prepared.plan.workers)
     losses, state = plain_loop(prepared)
     for own, weights in results:
         assert own == pytest.approx(losses, rel=1e-9)

@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from polylane.graph.orders import Seen
+from polylane.compile.compiled_graph import compile_graph
+from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training
 from polylane.graph.partition import Partition
-from polylane.plan.fit import from_partition
+from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.spec import parse
-from polylane.planner.layouts import Layouts
 from polylane.program import lower
-from polylane.runtime import worker
-from polylane.runtime.compiled_graph import compile_graph
-from polylane.runtime.holding import Holding
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import Objective, Prepared, prepare
-from polylane.runtime.sync.all_reduce import Reducer
-from polylane.runtime.worker import Worker
+from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.pipeline import executor as worker
+from polylane.runtime.pipeline.executor import Executor
+from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.samples.batch_layout import MeasuredLayouts
 from polylane.schedule.action import Action
-from polylane.verify import Verdict, in_float64, prove
+from polylane.sharding.stage_layouts import StageLayouts
+from polylane.verify.verify import Verdict, batch_in_float64, verify_compiled
 
 
 class Model(nn.Module):
@@ -55,28 +55,32 @@ BATCHES = [models.vectors(samples, seed, size=6) for seed, samples in enumerate(
 
 
 @pytest.fixture(scope="module")
-def training() -> tuple[Prepared, Partition]:
+def training() -> tuple[CompiledTraining, Partition]:
     torch.manual_seed(0)
     objective = Objective("loss", loss, models.sgd)
-    prepared = prepare(
-        Model().double(), {"loss": objective}, in_float64(BATCHES[0]), "pipeline=3,microbatches=2", in_float64=True
+    prepared = compile_training(
+        Model().double(),
+        {"loss": objective},
+        batch_in_float64(BATCHES[0]),
+        "pipeline=3,microbatches=2",
+        in_float64=True,
     )
     # By module, so that the skip crosses both cuts, whatever was measured.
-    position = {node.module: i for i, node in reversed(list(enumerate(prepared.main.graph.nodes)))}
-    return prepared, Partition(prepared.main.graph, (position["middle.0"], position["norm"]))
+    position = {node.module: i for i, node in reversed(list(enumerate(prepared.main_partition.graph.nodes)))}
+    return prepared, Partition(prepared.main_partition.graph, (position["middle.0"], position["norm"]))
 
 
-def verdict(training: tuple[Prepared, Partition], plan: str) -> Verdict:
+def verdict(training: tuple[CompiledTraining, Partition], plan: str) -> Verdict:
     shared, partition = training
     spec = parse(plan)
     if spec.pipeline == 1:
         partition = Partition(partition.graph, ())
-    chosen = from_partition(partition, spec, spec.microbatches or 1)
-    graph = compile_graph(partition, chosen, Layouts((None,) * chosen.pipeline), Seen())
-    return prove(replace(shared, graphs={"loss": graph}, plan=chosen), BATCHES)
+    chosen = plan_from_partition(partition, spec, spec.microbatches or 1)
+    graph = compile_graph(partition, chosen, StageLayouts((None,) * chosen.pipeline), MeasuredLayouts())
+    return verify_compiled(replace(shared, graphs={"loss": graph}, plan=chosen), BATCHES)
 
 
-def culprit_of(training: tuple[Prepared, Partition], plan: str) -> str:
+def culprit_of(training: tuple[CompiledTraining, Partition], plan: str) -> str:
     result = verdict(training, plan)
     assert not result.passed and result.worst > 1e-6
     assert result.culprit is not None
@@ -84,45 +88,49 @@ def culprit_of(training: tuple[Prepared, Partition], plan: str) -> str:
 
 
 @pytest.mark.parametrize("plan", ["data=2,microbatches=2", "pipeline=3,microbatches=2"])
-def test_without_a_fault_it_passes(training: tuple[Prepared, Partition], plan: str) -> None:
+def test_without_a_fault_it_passes(training: tuple[CompiledTraining, Partition], plan: str) -> None:
     result = verdict(training, plan)
     assert result.passed and result.culprit is None and result.replicas_equal
 
 
-def test_a_skip_without_its_gradient(training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skip_without_its_gradient(
+    training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The skip leaves stage 0 for two stages: the later gradient takes the place of the sum."""
-    receive = Worker._receive
+    receive = Executor._receive
 
-    def forgetful(self: Worker, action: Action, state: worker.StepState) -> None:
+    def forgetful(self: Executor, action: Action, state: worker.StepState) -> None:
         if action.gradient and action.value is not None and action.microbatch is not None:
             state.gradients.setdefault(action.microbatch, {}).pop(action.value, None)
         receive(self, action, state)
 
-    monkeypatch.setattr(Worker, "_receive", forgetful)
+    monkeypatch.setattr(Executor, "_receive", forgetful)
     culprit = culprit_of(training, "pipeline=3,microbatches=2")
     assert "every forward value of step 1 agrees" in culprit and "first gradient" in culprit
     assert "the value of embed/linear" in culprit
 
 
-def test_a_replica_with_another_weight(training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
-    hold = Holding.__init__
+def test_a_replica_with_another_weight(
+    training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = LocalModel.__init__
 
-    def forget(self: Holding, *args: Any, **options: Any) -> None:
+    def forget(self: LocalModel, *args: Any, **options: Any) -> None:
         hold(self, *args, **options)
         if self.world.rank == 1:
             with torch.no_grad():
                 self.prepared.model.get_parameter("middle.2.weight").mul_(1.001)
 
-    monkeypatch.setattr(Holding, "__init__", forget)
+    monkeypatch.setattr(LocalModel, "__init__", forget)
     result = verdict(training, "data=2,microbatches=2")
     assert not result.passed and not result.replicas_equal
     assert result.culprit is not None and result.culprit.startswith("middle.2/linear")
 
 
 def test_a_tied_weight_that_is_not_summed(
-    training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch
+    training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buckets = lower.buckets
+    buckets = lower.build_buckets
 
     def apart(cut: Partition, plan: object, *others: object) -> tuple[object, ...]:
         return tuple(b for b in buckets(cut, plan, *others) if not b.name.startswith("tied"))  # type: ignore[arg-type]
@@ -133,23 +141,25 @@ def test_a_tied_weight_that_is_not_summed(
     assert result.culprit is not None and "first gradient" in result.culprit and "embed.weight" in result.culprit
 
 
-def test_gradients_that_are_not_reduced(training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
-    init = Reducer.__init__
+def test_gradients_that_are_not_reduced(
+    training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = AllReducer.__init__
 
-    def without_the_last_bucket(self: Reducer, buckets: tuple[lower.Bucket, ...], *rest: object) -> None:
+    def without_the_last_bucket(self: AllReducer, buckets: tuple[lower.GradientBucket, ...], *rest: object) -> None:
         init(self, buckets[:-1], *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(lower, "BUCKET_BYTES", 0)  # a bucket for each parameter
-    monkeypatch.setattr(Reducer, "__init__", without_the_last_bucket)
-    wait = Reducer.wait
-    monkeypatch.setattr(Reducer, "wait", lambda self, name: wait(self, name) if name in self._flights else 0.0)
+    monkeypatch.setattr(AllReducer, "__init__", without_the_last_bucket)
+    wait = AllReducer.wait_bucket
+    monkeypatch.setattr(AllReducer, "wait", lambda self, name: wait(self, name) if name in self._launched else 0.0)
     result = verdict(training, "data=2,microbatches=2")
     assert not result.passed and not result.replicas_equal
     assert result.culprit is not None and "embed.weight" in result.culprit  # first used, so last reduced
 
 
 def test_parts_weighted_alike_whatever_their_size(
-    training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch
+    training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mean of the means: right for equal parts only."""
     backward = worker.StageRunner.backward
@@ -163,7 +173,7 @@ def test_parts_weighted_alike_whatever_their_size(
 
 
 def _part_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
-    part = worker.Part
+    part = worker.SampleSlice
 
     def changed(**fields: object) -> object:
         own = {name: value(fields[name]) if callable(value) else value for name, value in changes.items()}
@@ -172,28 +182,30 @@ def _part_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     monkeypatch.setattr(worker, "Part", changed)
 
 
-def test_dropout_keyed_by_rank(training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_keyed_by_rank(training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
     _part_with(monkeypatch, seed=lambda seed: seed + int(os.environ["RANK"]))
     for plan in ("data=2,microbatches=2", "pipeline=3,microbatches=2"):
         assert culprit_of(training, plan).startswith("dropout/dropout")
 
 
 def test_dropout_that_ignores_the_samples_place(
-    training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch
+    training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _part_with(monkeypatch, first=0)
     assert culprit_of(training, "data=2,microbatches=1").startswith("dropout/dropout")
 
 
 def test_batch_norm_with_local_statistics(
-    training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch
+    training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _part_with(monkeypatch, sum_replicas=None)
     assert culprit_of(training, "data=2,microbatches=2").startswith("norm/batch_norm")
 
 
-def test_an_optimizer_that_steps_twice(training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = Job._finish
+def test_an_optimizer_that_steps_twice(
+    training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Job._apply_update
 
     def twice(self: Job, objective: str, *rest: object) -> None:
         finish(self, objective, *rest)  # type: ignore[arg-type]
@@ -203,7 +215,7 @@ def test_an_optimizer_that_steps_twice(training: tuple[Prepared, Partition], mon
     assert "what differs is an update" in culprit_of(training, "data=2,microbatches=2")
 
 
-def test_a_nan_never_passes(training: tuple[Prepared, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_never_passes(training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
     forward = worker.StageRunner.forward
 
     def poisoned(self: worker.StageRunner, i: int, *rest: object):
@@ -215,7 +227,7 @@ def test_a_nan_never_passes(training: tuple[Prepared, Partition], monkeypatch: p
     assert not result.passed
 
 
-def test_verification_leaves_the_model_alone(training: tuple[Prepared, Partition]) -> None:
+def test_verification_leaves_the_model_alone(training: tuple[CompiledTraining, Partition]) -> None:
     model = training[0].model
     before = {name: value.clone() for name, value in model.state_dict().items()}
     verdict(training, "data=2,microbatches=2")

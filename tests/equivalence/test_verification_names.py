@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from mutants.proofs import MODELS, Proof, objective_of
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
 from polylane.graph.precision import to_float64
-from polylane.graph.whole_batch import WholeBatch
-from polylane.placement import ring
-from polylane.proof.culprit import differing
-from polylane.runtime.prepare import Prepared, prepare
-from polylane.runtime.sync.local_steps import LocalSteps
-from polylane.runtime.worker import Worker
-from polylane.verify import TOLERANCE, Verdict, in_float64, verify
+from polylane.placement.kernels import ring_attention as ring
+from polylane.runtime.pipeline.executor import Executor
+from polylane.runtime.sync.local_sgd import LocalSgd
+from polylane.verify.first_difference import find_differing_nodes
+from polylane.verify.verify import TOLERANCE, Verdict, batch_in_float64, verify
 
 
-def prepared(model: str, plan: str, loss: str = "mean") -> tuple[Prepared, Any]:
+def prepared(model: str, plan: str, loss: str = "mean") -> tuple[CompiledTraining, Any]:
     """A training by some plan, and a batch."""
     made, _, batch, _, classes = MODELS[model]
     torch.manual_seed(0)
-    example = in_float64(batch(7, classes, torch.Generator().manual_seed(1)))
+    example = batch_in_float64(batch(7, classes, torch.Generator().manual_seed(1)))
     objective = objective_of(Proof(model, plan, loss=loss))
-    return prepare(to_float64(made(classes)), {"loss": objective}, example, plan, in_float64=True), example
+    return compile_training(to_float64(made(classes)), {"loss": objective}, example, plan, in_float64=True), example
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def prepared(model: str, plan: str, loss: str = "mean") -> tuple[Prepared, Any]:
 def test_of_exact_plans_the_gradient_of_every_value_agrees(model: str, plan: str) -> None:
     """Or a verdict would name what is right."""
     training, batch = prepared(model, plan)
-    assert list(differing(training, batch, 0, 0, TOLERANCE, backward=True)) == []
+    assert list(find_differing_nodes(training, batch, 0, 0, TOLERANCE, backward=True)) == []
 
 
 def verdict(model: str, plan: str, steps: int = 2) -> Verdict:
@@ -82,40 +82,40 @@ def test_the_operator_that_loses_a_gradient_not_the_tied_weight_behind_it(monkey
 
 
 def test_a_gradient_that_is_halved_where_passes_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Worker._backward
+    plain = Executor._backward
 
-    def halved(self: Worker, action: Any, state: Any) -> None:
+    def halved(self: Executor, action: Any, state: Any) -> None:
         state.counted *= 2
         plain(self, action, state)
         state.counted /= 2
 
-    monkeypatch.setattr(Worker, "_backward", halved)
+    monkeypatch.setattr(Executor, "_backward", halved)
     said = culprit("network", "data=2")
     assert "the first gradient" in said and "loss/" in said
 
 
 def test_of_replicas_that_go_apart_the_first_whose_gradient_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Worker._backward
+    plain = Executor._backward
 
-    def halved(self: Worker, action: Any, state: Any) -> None:
+    def halved(self: Executor, action: Any, state: Any) -> None:
         own = state.counted
         state.counted = own * 2 if self.program.replica else own
         plain(self, action, state)
         state.counted = own
 
-    monkeypatch.setattr(Worker, "_backward", halved)
+    monkeypatch.setattr(Executor, "_backward", halved)
     said = culprit("network", "data=2,every=2")
     assert said.startswith("step 1 of replica 1: the first gradient that differs, from the loss backwards, is that of")
     assert "head/linear" in said
 
 
 def test_replicas_that_agree_on_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = LocalSteps._means
+    plain = LocalSgd._average_tensors
 
-    def alike(self: LocalSteps, tensors: Any, seen: Any) -> Any:
+    def alike(self: LocalSgd, tensors: Any, seen: Any) -> Any:
         return plain(self, tensors, [1] * len(seen))
 
-    monkeypatch.setattr(LocalSteps, "_means", alike)
+    monkeypatch.setattr(LocalSgd, "_means", alike)
     said = culprit("gpt", "data=2,every=2")
     assert said.startswith(
         "every update of step 2 agrees; what differs is what replicas agree on after it, first tokens"
@@ -127,5 +127,5 @@ def test_what_a_batch_counts_is_counted_by_other_code_than_the_plans(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mean over labels is divided by each part's own number of them, in the plan and wherever its code is used."""
-    monkeypatch.setattr(WholeBatch, "__call__", lambda self, part, own: own)
+    monkeypatch.setattr(WholeBatchStatistic, "__call__", lambda self, part, own: own)
     assert culprit(model, "pipeline=2,microbatches=3").startswith("loss/whole_batch")

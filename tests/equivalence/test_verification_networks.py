@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
+from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training
 from polylane.program import lower
-from polylane.runtime import worker
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import Objective, Prepared, prepare
-from polylane.runtime.sync.all_reduce import Reducer
-from polylane.verify import Verdict, in_float64, prove, verify
+from polylane.runtime.pipeline import executor as worker
+from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.verify.verify import Verdict, batch_in_float64, verify, verify_compiled
 
 SIDE, CLASSES = 16, 5
 
@@ -138,21 +138,21 @@ PLANS = ["data=2", "data=3", "tensor=2", "pipeline=2,microbatches=3"]
 
 
 @functools.cache
-def training(network: str, plan: str) -> Prepared:
+def training(network: str, plan: str) -> CompiledTraining:
     torch.manual_seed(0)
     if network == "gpt":
         model, batch, compute = GPT(), models.tokens(7, 0), models.next_token
     else:
         model, batch, compute = NETWORKS[network](), BATCHES[0], loss
     objective = Objective("loss", compute, models.adamw)
-    return prepare(model.double(), {"loss": objective}, in_float64(batch), plan, in_float64=True)
+    return compile_training(model.double(), {"loss": objective}, batch_in_float64(batch), plan, in_float64=True)
 
 
 def verdict(network: str, plan: str, optimizer: Callable[..., Any] = models.adamw, steps: int = 3) -> Verdict:
     shared = training(network, plan)
     objective = replace(shared.objectives["loss"], optimizer=optimizer)
     batches = [models.tokens(7, seed) for seed in range(3)] if network == "gpt" else BATCHES
-    return prove(replace(shared, objectives={"loss": objective}), batches[:steps])
+    return verify_compiled(replace(shared, objectives={"loss": objective}), batches[:steps])
 
 
 @pytest.mark.parametrize("optimizer", [models.adamw, models.sgd])
@@ -176,13 +176,13 @@ def fails(network: str, plan: str, *words: str, steps: int = 2) -> None:
 
 
 def test_statistics_of_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = worker.Part
+    part = worker.SampleSlice
     monkeypatch.setattr(worker, "Part", lambda **fields: part(**{**fields, "sum_replicas": None}))
     fails("mobile", "data=2", "stem.0.1/batch_norm")
 
 
 def test_running_statistics_that_move_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = Job._finish
+    finish = Job._apply_update
 
     def spoiled(self: Job, *rest: Any) -> None:
         for name, buffer in self.held().items():
@@ -196,7 +196,7 @@ def test_running_statistics_that_move_twice(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_mean_that_is_rounding_and_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of what is normalized is zero but for rounding; 1e-8 is not."""
-    finish = Job._finish
+    finish = Job._apply_update
 
     def spoiled(self: Job, *rest: Any) -> None:
         self.held()["stem.1.1.running_mean"].add_(1e-8)
@@ -212,7 +212,7 @@ def test_a_mean_that_is_rounding_and_moves(monkeypatch: pytest.MonkeyPatch) -> N
     ("network", "name"), [("mobile", "blocks.0.excited.up.weight"), ("mobile", "stem.0.0.bias"), ("gpt", "head.weight")]
 )
 def test_a_gradient_that_is_off_in_the_second_step(monkeypatch: pytest.MonkeyPatch, network: str, name: str) -> None:
-    finish = Job._finish
+    finish = Job._apply_update
 
     def spoiled(self: Job, objective: str, *rest: Any) -> None:
         gradient = self._trainers[objective].held[name].grad
@@ -226,15 +226,15 @@ def test_a_gradient_that_is_off_in_the_second_step(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("network", ["mobile", "gpt"])
 def test_a_replica_whose_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
-    init, wait = Reducer.__init__, Reducer.wait
+    init, wait = AllReducer.__init__, AllReducer.wait_bucket
 
-    def without_the_last_bucket(self: Reducer, buckets: tuple[lower.Bucket, ...], *rest: object) -> None:
+    def without_the_last_bucket(self: AllReducer, buckets: tuple[lower.GradientBucket, ...], *rest: object) -> None:
         init(self, buckets[:-1], *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(lower, "BUCKET_BYTES", 0)  # a bucket for each parameter
-    monkeypatch.setattr(Reducer, "__init__", without_the_last_bucket)
-    monkeypatch.setattr(Reducer, "wait", lambda self, name: wait(self, name) if name in self._flights else 0.0)
-    first = next(iter(training(network, "data=2").main.graph.parameters))
+    monkeypatch.setattr(AllReducer, "__init__", without_the_last_bucket)
+    monkeypatch.setattr(AllReducer, "wait", lambda self, name: wait(self, name) if name in self._launched else 0.0)
+    first = next(iter(training(network, "data=2").main_partition.graph.parameters))
     fails(network, "data=2", "gradient", first)
 
 
@@ -251,7 +251,7 @@ def test_parts_weighted_alike(monkeypatch: pytest.MonkeyPatch, network: str) -> 
 
 @pytest.mark.parametrize("network", ["mobile", "gpt"])
 def test_a_stale_memory_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
-    finish = Job._finish
+    finish = Job._apply_update
 
     def spoiled(self: Job, objective: str, *rest: Any) -> None:
         for state in self.optimizer_of(objective).state.values():
@@ -267,7 +267,7 @@ def test_a_start_that_is_not_the_same(monkeypatch: pytest.MonkeyPatch, network: 
     """Of the first step nothing is taken over from the reference."""
     init = Job.__init__
 
-    def spoiled(self: Job, prepared: Prepared, *args: Any, **options: Any) -> None:
+    def spoiled(self: Job, prepared: CompiledTraining, *args: Any, **options: Any) -> None:
         init(self, prepared, *args, **options)
         if self.world.rank == 1:
             with torch.no_grad():
@@ -290,7 +290,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_parameters_of_a_loss(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
-    finish = Job._finish
+    finish = Job._apply_update
 
     def spoiled(self: Job, objective: str, *rest: Any) -> None:
         finish(self, objective, *rest)

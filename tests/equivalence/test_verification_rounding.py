@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from polylane.graph.rounding import MARGIN
-from polylane.proof.relative import determined, over, scale_of
-from polylane.proof.rounding import Floors, Pass, measure
+from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training
+from polylane.graph.rounding_noise import MARGIN
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import Objective, Prepared, prepare
-from polylane.verify import Verdict, in_float64, prove
+from polylane.verify.relative_error import divide_by_scale, error_scale, is_determined
+from polylane.verify.rounding_floor import MeasuredPass, RoundingFloors, measure_floors
+from polylane.verify.verify import Verdict, batch_in_float64, verify_compiled
 
 WIDTH, HEADS, VOCAB = 8, 2, 16
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -116,15 +116,15 @@ BATCHES = [models.tokens(samples, seed, length=6, vocab=VOCAB) for seed, samples
 
 
 @functools.cache
-def training(plan: str) -> Prepared:
+def training(plan: str) -> CompiledTraining:
     torch.manual_seed(0)
     objective = Objective("loss", models.next_token, adamw)
-    return prepare(Model().double(), {"loss": objective}, in_float64(BATCHES[0]), plan, in_float64=True)
+    return compile_training(Model().double(), {"loss": objective}, batch_in_float64(BATCHES[0]), plan, in_float64=True)
 
 
 def verdict(plan: str, optimizer: Callable[[Named], torch.optim.Optimizer], clip_norm: float | None = None) -> Verdict:
     objective = Objective("loss", models.next_token, optimizer)
-    return prove(replace(training(plan), objectives={"loss": objective}), BATCHES, clip_norm=clip_norm)
+    return verify_compiled(replace(training(plan), objectives={"loss": objective}), BATCHES, clip_norm=clip_norm)
 
 
 @pytest.mark.parametrize("optimizer", [sharp_adamw, signs])
@@ -151,7 +151,7 @@ def test_the_gradients_that_are_told_are_the_plans_own() -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[nn.Parameter], None], steps: set[int]) -> None:
     """Change what a plan's workers hand to the optimizer, in some of the steps."""
-    finish = Job._finish
+    finish = Job._apply_update
 
     def spoiled(self: Job, objective: str, *rest: Any) -> None:
         held = self._trainers[objective].held
@@ -232,7 +232,7 @@ def test_a_tiny_gradient_is_not_taken_for_rounding(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("factor", [1 + 1e-6, -1.0])
 def test_an_error_in_the_memory_of_an_optimizer(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """It is there before any weight shows it."""
-    finish = Job._finish
+    finish = Job._apply_update
 
     def spoiled(self: Job, objective: str, *rest: Any) -> None:
         finish(self, objective, *rest)
@@ -245,55 +245,59 @@ def test_an_error_in_the_memory_of_an_optimizer(monkeypatch: pytest.MonkeyPatch,
     assert result.culprit is not None and "that of head.bias" in result.culprit and "exp_avg differs" in result.culprit
 
 
-def passed(**gradients: Any) -> Pass:
+def passed(**gradients: Any) -> MeasuredPass:
     """A pass in which only gradients are of interest."""
-    return Pass(1.0, {n: torch.as_tensor(g, dtype=torch.float64) for n, g in gradients.items()}, {})
+    return MeasuredPass(1.0, {n: torch.as_tensor(g, dtype=torch.float64) for n, g in gradients.items()}, {})
 
 
 def test_what_does_not_hold_still_is_undetermined() -> None:
     """Two tensors of tiny elements: one is the same again to 12 digits, the other is another number each time."""
     real = 1e-14 * torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    def again(attempt: int, permuted: bool) -> Pass:
+    def again(attempt: int, permuted: bool) -> MeasuredPass:
         return passed(large=[1.0], real=real * (1 + 1e-12), noise=[-1e-17])
 
-    floors = measure(passed(large=[1.0], real=real, noise=[1e-17]), again, 1e-9, permutes=False)
-    assert determined(1.0, floors.gradients["large"]) and determined(1e-14, floors.gradients["real"])
-    assert not determined(1e-17, floors.gradients["noise"])
+    floors = measure_floors(passed(large=[1.0], real=real, noise=[1e-17]), again, 1e-9, permutes=False)
+    assert is_determined(1.0, floors.gradients["large"]) and is_determined(1e-14, floors.gradients["real"])
+    assert not is_determined(1e-17, floors.gradients["noise"])
     assert floors.gradients["noise"] == 2e-17 and floors.loss == 0.0
 
 
 def test_one_that_stands_still_by_chance_is_tried_again() -> None:
     tried: list[int] = []
 
-    def again(attempt: int, permuted: bool) -> Pass:
+    def again(attempt: int, permuted: bool) -> MeasuredPass:
         tried.append(attempt)
         return passed(noise=1e-17 * attempt)
 
-    assert measure(passed(noise=0.0), again, 1e-9, permutes=False).gradients == {"noise": 1e-17}
+    assert measure_floors(passed(noise=0.0), again, 1e-9, permutes=False).gradients == {"noise": 1e-17}
     assert tried == [0, 1]
 
 
 def test_samples_change_places_only_where_that_is_the_same_function() -> None:
     """One whose order counts would make everything undetermined."""
 
-    def again(moved: float) -> Callable[[int, bool], Pass]:
+    def again(moved: float) -> Callable[[int, bool], MeasuredPass]:
         return lambda attempt, permuted: passed(large=[1.0 + moved * permuted], noise=[1e-17 * (1 + permuted)])
 
     once = passed(large=[1.0], noise=[0.0])
-    assert measure(once, again(1e-15), 1e-9, permutes=True).gradients["noise"] == 2e-17
-    floors = measure(once, again(1e-3), 1e-9, permutes=True)
+    assert measure_floors(once, again(1e-15), 1e-9, permutes=True).gradients["noise"] == 2e-17
+    floors = measure_floors(once, again(1e-3), 1e-9, permutes=True)
     assert floors.gradients == {"large": 0.0, "noise": 1e-17}
 
 
 def test_a_difference_is_held_against_size_and_floor() -> None:
     """Within the tolerance of the size, or within the margin of the floor; not in between."""
-    assert over(0.9e-9, scale_of(1.0, 0.0, 1e-9)) < 1e-9 < over(1.1e-9, scale_of(1.0, 0.0, 1e-9))
-    assert over(0.9 * MARGIN * 1e-17, scale_of(1e-17, 1e-17, 1e-9)) < 1e-9
-    assert over(1.1 * MARGIN * 1e-17, scale_of(1e-17, 1e-17, 1e-9)) > 1e-9
-    assert over(1e-30, scale_of(0.0, 0.0, 1e-9)) == float("inf") and over(0.0, 0.0) == 0.0
+    assert (
+        divide_by_scale(0.9e-9, error_scale(1.0, 0.0, 1e-9))
+        < 1e-9
+        < divide_by_scale(1.1e-9, error_scale(1.0, 0.0, 1e-9))
+    )
+    assert divide_by_scale(0.9 * MARGIN * 1e-17, error_scale(1e-17, 1e-17, 1e-9)) < 1e-9
+    assert divide_by_scale(1.1 * MARGIN * 1e-17, error_scale(1e-17, 1e-17, 1e-9)) > 1e-9
+    assert divide_by_scale(1e-30, error_scale(0.0, 0.0, 1e-9)) == float("inf") and divide_by_scale(0.0, 0.0) == 0.0
 
 
 def test_floors_are_the_largest() -> None:
-    most = Floors(1.0, {"a": 1.0}, {"b": 3.0}).max(Floors(2.0, {"a": 0.5, "c": 1.0}))
-    assert most == Floors(2.0, {"a": 1.0, "c": 1.0}, {"b": 3.0})
+    most = RoundingFloors(1.0, {"a": 1.0}, {"b": 3.0}).elementwise_max(RoundingFloors(2.0, {"a": 0.5, "c": 1.0}))
+    assert most == RoundingFloors(2.0, {"a": 1.0, "c": 1.0}, {"b": 3.0})

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from polylane import verify as verification
 from polylane.commands import verify as command
 from polylane.commands.requests import VerifyRequest
 from polylane.errors import PolylaneError
-from polylane.verify import Deviation, Free, Verdict
+from polylane.verify import verify as verification
+from polylane.verify.verify import Deviation, FreeRunDeviation, Verdict
 
 RECIPE = """
 import torch
@@ -64,7 +64,7 @@ def verdict(undetermined: tuple[str, ...]) -> Verdict:
         replicas_equal=True,
         culprit=None,
         undetermined=undetermined,
-        free=Free(1e-15, 1.8, "layers.0.key.bias"),
+        free=FreeRunDeviation(1e-15, 1.8, "layers.0.key.bias"),
     )
 
 

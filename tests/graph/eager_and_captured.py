@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import models
-from polylane.graph.batch import flatten, promoted
-from polylane.graph.capture import capture
-from polylane.graph.check import run_code, tables
-from polylane.graph.export import Whole
+from polylane.graph.batch import cast_leaves, flatten
+from polylane.graph.capture.assign_keys import DrawnPerSlice, KeyedInPlace, PythonOnSlice
+from polylane.graph.capture.capture import capture
+from polylane.graph.capture.export import ModelWithLoss
+from polylane.graph.capture.self_check import run_code, tensors_by_role
 from polylane.graph.graph import Graph
-from polylane.graph.keying import AsPart, InPlace, PerPart
-from polylane.graph.part import Part
-from polylane.graph.precision import Within
+from polylane.graph.precision import UnderSetting
+from polylane.graph.sample_slice import SampleSlice
 
 SIZES = (1, 2, 3, 5, 7)
 
@@ -30,7 +30,7 @@ def _captured(name: str, samples: int, training: bool, in_float64: bool) -> tupl
     model, batch = case.model(), case.batch(samples, 1)
     if in_float64:
         leaves, rebuild = flatten(batch)
-        model, batch = model.double(), rebuild(promoted(leaves, torch.float64))
+        model, batch = model.double(), rebuild(cast_leaves(leaves, torch.float64))
     return capture(model, case.loss, batch, training=training, in_float64=in_float64), model, case
 
 
@@ -47,10 +47,10 @@ def executable(graph: Graph) -> Callable[..., Any]:
     return fx.GraphModule(nn.Module(), graph.code.fx)
 
 
-def run(graph: Graph, whole: Whole, leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
+def run(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
     """The graph's outputs, with keys."""
     result: tuple[Tensor, ...] = run_code(
-        executable(graph), graph.code.fx, tables(whole, graph.code.constants, leaves), part
+        executable(graph), graph.code.fx, tensors_by_role(whole, graph.code.constants, leaves), part
     )
     return result
 
@@ -65,19 +65,23 @@ def unkeyed(graph: Graph) -> fx.Graph:
         if node.op != "call_function":
             continue
         holder: Any = node
-        if isinstance(node.target, Within):
+        if isinstance(node.target, UnderSetting):
             node.target = holder = copy.copy(node.target)
         target: Any = holder.target
-        if isinstance(target, AsPart):
+        if isinstance(target, PythonOnSlice):
             holder.target = target.target
-        elif target.__module__ == "polylane.graph.random_operators" or isinstance(target, (InPlace, PerPart)):
+        elif target.__module__ == "polylane.graph.operators.keyed_random" or isinstance(
+            target, (KeyedInPlace, DrawnPerSlice)
+        ):
             _, name, overload = node.meta["op"].split(".")
             holder.target = getattr(getattr(torch.ops.aten, name), overload)
             node.args = node.args[3:]
     return code
 
 
-def steps(whole: Whole, run: Callable[[Sequence[Any]], Any], batches: Sequence[Sequence[Any]]) -> dict[str, Any]:
+def steps(
+    whole: ModelWithLoss, run: Callable[[Sequence[Any]], Any], batches: Sequence[Sequence[Any]]
+) -> dict[str, Any]:
     """Losses, gradients and buffers of consecutive steps, by name."""
     seen: dict[str, Any] = {}
     for step, batch in enumerate(batches):
@@ -109,13 +113,15 @@ def compare(
     """
     flat = [flatten(batch(samples, seed)) for seed in (11, 12)]
     batches = [leaves for leaves, _ in flat]
-    whole = Whole(model, loss, flat[0][1])
+    whole = ModelWithLoss(model, loss, flat[0][1])
     code = unkeyed(graph)
     module = fx.GraphModule(nn.Module(), code)
     state = copy.deepcopy(whole.state_dict())
 
     def captured(leaves: Sequence[Any]) -> Any:
-        return run_code(module, code, tables(whole, graph.code.constants, leaves), Part(samples, batch=samples))
+        return run_code(
+            module, code, tensors_by_role(whole, graph.code.constants, leaves), SampleSlice(samples, batch=samples)
+        )
 
     torch.manual_seed(5)
     try:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 from polylane.errors import PolylaneError
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.recipe import Mean
 
@@ -38,7 +38,7 @@ def test_cases_are_captured_as_they_are(name: str) -> None:
     before = state(model)
     graph = capture(model, case.loss, case.batch(5, 1))
     assert_unchanged(before, state(model))
-    assert graph.opaque == (name == "branching")
+    assert graph.is_opaque == (name == "branching")
     assert [note.split()[0] for note in graph.notes if "leaf" in note] == LEAVES.get(name, [])
     same = close if name in ROUNDED else torch.equal
     held = [compare(graph, model, case.loss, case.batch, samples, same) for samples in SIZES]
@@ -59,7 +59,7 @@ def test_names_are_unique_and_the_same_everywhere(name: str) -> None:
 def test_evaluation_is_captured_too(name: str) -> None:
     graph, model, case = captured(name, training=False)
     assert not graph.code.random
-    assert not graph.code.batch_statistics
+    assert not graph.code.has_batch_statistics
     for samples in (1, 3, 5):
         assert compare(graph, model, case.loss, case.batch, samples, close)
 
@@ -323,7 +323,7 @@ def test_ordinary_models_have_a_graph(name: str) -> None:
     before = state(model)
     graph = capture(model, models.classify, xy(5, 0))
     assert_unchanged(before, state(model))
-    assert not graph.opaque
+    assert not graph.is_opaque
     assert not any("leaf" in note for note in graph.notes)
     assert any("torch.utils.checkpoint has no effect" in note for note in graph.notes) == ("checkpoint" in name)
     held = [compare(graph, model, models.classify, xy, samples) for samples in SIZES]
@@ -386,7 +386,7 @@ def test_a_loss_may_be_a_mean() -> None:
         return Mean(total, kept.sum())
 
     graph = capture(mlp(), loss, xy(5, 0))
-    assert not graph.mean
+    assert not graph.loss_is_mean
     assert all(compare(graph, mlp(), loss, xy, samples) for samples in SIZES)
 
 

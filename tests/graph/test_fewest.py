@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import bounds, part_count
-from polylane.graph.capture import capture
-from polylane.graph.fewest import Fewest, fewest_samples
+from polylane.graph.batch import count_parts, split_bounds
+from polylane.graph.capture.capture import capture
+from polylane.samples.min_samples import MinSamples, min_samples
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ def frozen(module: nn.Module) -> nn.Module:
     return module
 
 
-def fewest(model: nn.Module, *shape: int, samples: int = 4) -> Fewest:
-    return fewest_samples([capture(model, loss, torch.randn(samples, *shape))])
+def fewest(model: nn.Module, *shape: int, samples: int = 4) -> MinSamples:
+    return min_samples([capture(model, loss, torch.randn(samples, *shape))])
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_two_values_for_each_channel(model: nn.Module, shape: Any, expected: int
 
 
 def test_evaluation_takes_any() -> None:
-    assert fewest_samples([capture(nn.BatchNorm1d(3), loss, torch.randn(4, 3), training=False)]) == Fewest()
-    assert fewest_samples([]) == Fewest()
+    assert min_samples([capture(nn.BatchNorm1d(3), loss, torch.randn(4, 3), training=False)]) == MinSamples()
+    assert min_samples([]) == MinSamples()
 
 
 def test_samples_that_are_taken_in_groups() -> None:
@@ -94,9 +94,9 @@ def test_what_is_said() -> None:
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 5))
 def test_as_many_parts_as_have_enough(total: int, most: int, fewest: int) -> None:
     def holds(parts: int) -> bool:
-        return all(stop - start >= fewest for start, stop in bounds(total, parts) if start != stop)
+        return all(stop - start >= fewest for start, stop in split_bounds(total, parts) if start != stop)
 
-    count = part_count(total, most, fewest)
+    count = count_parts(total, most, fewest)
     assert 1 <= count <= most
     if total >= fewest:
         assert holds(count)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import models
 from polylane.graph.batch import flatten
-from polylane.graph.capture import capture
-from polylane.graph.export import Whole
-from polylane.graph.part import Part
-from polylane.graph.samples import splits_exactly
+from polylane.graph.capture.capture import capture
+from polylane.graph.capture.export import ModelWithLoss
+from polylane.graph.sample_slice import SampleSlice
+from polylane.samples.mean_loss import splits_exactly
 
 
 class Writing(nn.Module):
@@ -154,9 +154,9 @@ def test_writes_have_a_graph(name: str) -> None:
     before = state(model)
     graph = capture(model, loss, models.vectors(5, 0))
     assert_unchanged(before, state(model))
-    assert not graph.opaque
+    assert not graph.is_opaque
     assert not graph.notes
-    assert bool(graph.uncut) == (name in TOGETHER)
+    assert bool(graph.unsplittable_ranges) == (name in TOGETHER)
     # A sum over memory with gaps may be taken in another order.
     same = close if name == "copy to a part" else torch.equal
     assert all(compare(graph, model, loss, models.vectors, samples, same) for samples in SIZES)
@@ -191,11 +191,11 @@ def test_buffers_keep_no_gradients(detach: bool) -> None:
     before = state(model)
     graph = capture(model, models.classify, models.vectors(5, 0))
     assert_unchanged(before, state(model))
-    assert not graph.opaque
+    assert not graph.is_opaque
     assert all(compare(graph, model, models.classify, models.vectors, samples) for samples in SIZES)
     leaves, rebuild = flatten(models.vectors(5, 1))
     for own in (model, copy.deepcopy(model)):
-        run(graph, Whole(own, models.classify, rebuild), leaves, Part(5, batch=5))
+        run(graph, ModelWithLoss(own, models.classify, rebuild), leaves, SampleSlice(5, batch=5))
         assert not own.average.requires_grad
 
 
@@ -206,7 +206,7 @@ def test_a_capture_that_fails_leaves_no_gradients() -> None:
             return self.fc(x) if x.sum().item() > 1e9 else self.fc(x) * 2
 
     model = Forgetful(False)
-    assert capture(model, models.classify, models.vectors(5, 0)).opaque
+    assert capture(model, models.classify, models.vectors(5, 0)).is_opaque
     assert not model.average.requires_grad
     copy.deepcopy(model)
 
@@ -224,7 +224,7 @@ def test_coins_thrown_in_views_are_fair() -> None:
     model = Writing(coins)
     graph = capture(model, heads, models.vectors(5, 0))
     leaves, rebuild = flatten(models.vectors(500, 0))
-    (mean,) = run(graph, Whole(model, heads, rebuild), leaves, Part(500, batch=500))
+    (mean,) = run(graph, ModelWithLoss(model, heads, rebuild), leaves, SampleSlice(500, batch=500))
     assert 0.45 < mean.item() < 0.55
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import models
-from polylane.graph.batch import flatten, take
-from polylane.graph.capture import capture
-from polylane.graph.export import Whole
-from polylane.graph.part import Part
+from polylane.graph.batch import flatten, take_samples
+from polylane.graph.capture.capture import capture
+from polylane.graph.capture.export import ModelWithLoss
+from polylane.graph.sample_slice import SampleSlice
 
 
 class Whichever(nn.Module):
@@ -261,7 +261,7 @@ def test_a_root_at_fault_is_opaque(name: str) -> None:
     before = state(model)
     graph = capture(model, models.classify, models.vectors(5, 0))
     assert_unchanged(before, state(model))
-    assert graph.opaque
+    assert graph.is_opaque
     assert len(graph.notes) == 1
     assert graph.notes[0].startswith("the model is opaque, without a graph: ")
     assert why in graph.notes[0]
@@ -278,8 +278,8 @@ def test_leaves_run_in_the_mode_of_the_capture() -> None:
     graph = capture(model, models.classify, batch, training=False)
     leaves, rebuild = flatten(batch)
     assert model.training
-    whole = Whole(model, models.classify, rebuild)
-    losses = {float(run(graph, whole, leaves, Part(5, batch=5, step=step))[0].detach()) for step in range(5)}
+    whole = ModelWithLoss(model, models.classify, rebuild)
+    losses = {float(run(graph, whole, leaves, SampleSlice(5, batch=5, step=step))[0].detach()) for step in range(5)}
     assert len(losses) == 1
     assert all(module.training for module in model.modules())
 
@@ -292,12 +292,12 @@ def test_random_leaves_depend_on_step_and_part_alone() -> None:
     assert any("random numbers of 1/leaf" in note and "user's own Python" in note for note in graph.notes)
     assert graph.code.random
     leaves, rebuild = flatten(batch)
-    whole = Whole(model, models.classify, rebuild)
+    whole = ModelWithLoss(model, models.classify, rebuild)
     before = torch.get_rng_state()
 
     def loss(step: int, first: int = 0, samples: int = 6) -> float:
-        part = Part(samples, first=first, batch=6, step=step)
-        return float(run(graph, whole, take(leaves, first, first + samples), part)[0].detach())
+        part = SampleSlice(samples, first=first, batch=6, step=step)
+        return float(run(graph, whole, take_samples(leaves, first, first + samples), part)[0].detach())
 
     assert loss(0) == loss(0)
     assert len({loss(step) for step in range(6)}) > 2
@@ -309,9 +309,9 @@ def test_random_leaves_depend_on_step_and_part_alone() -> None:
 def test_leaves_with_batch_statistics_share_them() -> None:
     model = between(nn.Sequential(Whichever(), Normalized()))
     graph = capture(model, models.classify, models.vectors(6, 0))
-    assert graph.code.batch_statistics
+    assert graph.code.has_batch_statistics
     assert not graph.code.random
-    assert not capture(model, models.classify, models.vectors(6, 0), training=False).code.batch_statistics
+    assert not capture(model, models.classify, models.vectors(6, 0), training=False).code.has_batch_statistics
 
 
 class Normalized(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import polylane
 from polylane.errors import PolylaneError
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.recipe import Mean
 from training import batch_of, classify, mlp, sgd
 

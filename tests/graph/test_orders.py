@@ -10,14 +10,26 @@ from torch import Tensor, nn
 
 import models
 from polylane.graph.batch import flatten
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
-from polylane.graph.orders import Order, Seen, digest, orders_of, why_unknown
 from polylane.graph.partition import Partition
-from polylane.graph.samples import splits_exactly
+from polylane.samples.batch_layout import (
+    BatchLayout,
+    MeasuredLayouts,
+    batch_layouts,
+    explain_unknown,
+    hash_crossing_layouts,
+)
+from polylane.samples.mean_loss import splits_exactly
 from seen_orders import SeenOrders, proven_orders, seen_orders
 
-R, A, M, S, X = Order.ROWS, Order.ALIKE, Order.MEAN, Order.SUM, Order.OTHER
+R, A, M, S, X = (
+    BatchLayout.SHARDED_BY_SAMPLE,
+    BatchLayout.REPLICATED,
+    BatchLayout.MEAN,
+    BatchLayout.SUM,
+    BatchLayout.UNKNOWN,
+)
 
 # The user's own Python: nothing can be proven of what it gives.
 WITH_LEAVES = ("branching", "custom_function", "moe")
@@ -63,7 +75,7 @@ def test_rows_of_rounding_are_rows() -> None:
     torch.manual_seed(0)
     model, x = Centered(), torch.randn(7, 512)
     graph = capture(model, lambda model, x: model(x), x)
-    orders = orders_of(graph, seen_orders(graph, model, lambda model, x: model(x), [x]))
+    orders = batch_layouts(graph, seen_orders(graph, model, lambda model, x: model(x), [x]))
     assert orders["sum"] is R and set(orders.values()) == {R, M}
 
 
@@ -72,8 +84,8 @@ def test_every_kind() -> None:
     model, x = Net(), torch.randn(5, 3, 4)
     graph = capture(model, loss, x)
     seen = seen_orders(graph, model, loss, [x])
-    assert seen.why == ""
-    orders = orders_of(graph, seen)
+    assert seen.unknown_reason == ""
+    orders = batch_layouts(graph, seen)
     expected = {
         "first/linear": R,
         "relu": R,
@@ -87,7 +99,7 @@ def test_every_kind() -> None:
         "amax": X,
     }
     assert {name: orders[name] for name in expected} == expected
-    assert set(orders_of(graph, Seen()).values()) == {X}
+    assert set(batch_layouts(graph, MeasuredLayouts()).values()) == {X}
 
 
 def test_a_model_on_the_meta_device_is_not_looked_at() -> None:
@@ -95,8 +107,8 @@ def test_a_model_on_the_meta_device_is_not_looked_at() -> None:
         model, x = Net(), torch.empty(5, 3, 4)
     graph = capture(model, loss, x)
     seen = seen_orders(graph, model, loss, [x])
-    assert seen == SeenOrders(why="the model is on the meta device, where nothing is computed")
-    told = why_unknown(graph, seen, "mul#2")
+    assert seen == SeenOrders(unknown_reason="the model is on the meta device, where nothing is computed")
+    told = explain_unknown(graph, seen, "mul#2")
     assert told.startswith(": no rule says of first/linear (")
 
 
@@ -106,10 +118,10 @@ def test_what_is_proven_is_what_is_seen(name: str, training: bool) -> None:
     graph, model, case = captured(name, training=training)
     proven = proven_orders(graph)
     seen = seen_orders(graph, model, case.loss, flatten(case.batch(5, 1))[0])
-    assert seen.why == ""
-    assert {value: seen.orders.get(value, order) for value, order in proven.items()} == proven
+    assert seen.unknown_reason == ""
+    assert {value: seen.layouts.get(value, order) for value, order in proven.items()} == proven
     if name not in WITH_LEAVES:
-        lying = [n.name for n in graph.nodes if not n.free and seen.orders.get(n.name) in (R, A)]
+        lying = [n.name for n in graph.nodes if not n.recomputable and seen.layouts.get(n.name) in (R, A)]
         assert [value for value in lying if value not in proven] == []
 
 
@@ -131,10 +143,13 @@ def test_what_cannot_be_computed_is_not_known() -> None:
     model, batch = InBits(), models.vectors(6, 0)
     graph = capture(model, models.classify, batch)
     seen = seen_orders(graph, model, models.classify, flatten(batch)[0])
-    assert seen.orders["fc/linear"] is R and "head/linear" not in seen.orders
-    assert "cannot be computed in float64 (RuntimeError: " in seen.why and "test_orders.py:" in seen.why
-    told = why_unknown(graph, seen, "head/linear")
-    assert told.startswith(": no rule says of ") and why_unknown(graph, seen, "fc/linear") == ""
+    assert seen.layouts["fc/linear"] is R and "head/linear" not in seen.layouts
+    assert (
+        "cannot be computed in float64 (RuntimeError: " in seen.unknown_reason
+        and "test_orders.py:" in seen.unknown_reason
+    )
+    told = explain_unknown(graph, seen, "head/linear")
+    assert told.startswith(": no rule says of ") and explain_unknown(graph, seen, "fc/linear") == ""
 
 
 def test_what_is_no_number_is_not_known() -> None:
@@ -143,7 +158,11 @@ def test_what_is_no_number_is_not_known() -> None:
         model[0].bias.fill_(torch.nan)
     graph = capture(model, models.classify, batch)
     seen = seen_orders(graph, model, models.classify, flatten(batch)[0])
-    assert seen.orders == {} and seen.why.startswith("0/linear (") and seen.why.endswith(") gives what is not a number")
+    assert (
+        seen.layouts == {}
+        and seen.unknown_reason.startswith("0/linear (")
+        and seen.unknown_reason.endswith(") gives what is not a number")
+    )
 
 
 def test_pairs_of_samples_do_not_hide_behind_an_even_division() -> None:
@@ -153,7 +172,7 @@ def test_pairs_of_samples_do_not_hide_behind_an_even_division() -> None:
 
     model, batch = nn.Linear(16, 4), models.vectors(6, 0)
     graph = capture(model, pairs, batch)
-    assert orders_of(graph, seen_orders(graph, model, pairs, flatten(batch)[0]))["linear"] is X
+    assert batch_layouts(graph, seen_orders(graph, model, pairs, flatten(batch)[0]))["linear"] is X
 
 
 def test_what_is_promoted_on_one_side_is_equal() -> None:
@@ -172,7 +191,7 @@ def test_what_is_promoted_on_one_side_is_equal() -> None:
     assert splits_exactly(capture(model, square, x), model, square, [x]) is None
 
 
-def graph_and_orders() -> tuple[Graph, dict[str, Order]]:
+def graph_and_orders() -> tuple[Graph, dict[str, BatchLayout]]:
     graph = captured("digits")[0]
     return graph, dict.fromkeys((node.name for node in graph.nodes), R)
 
@@ -180,12 +199,12 @@ def graph_and_orders() -> tuple[Graph, dict[str, Order]]:
 def test_a_digest_tells_what_crosses_and_how() -> None:
     graph, orders = graph_and_orders()
     middle = len(graph.nodes) // 2
-    while graph.nodes[middle].free:
+    while graph.nodes[middle].recomputable:
         middle += 1
     partition = Partition(graph, (middle,))
     crossing = {each.value for each in partition.crossings}
     inside = next(node.name for node in graph.nodes if node.name not in crossing)
-    own = digest(partition, orders)
-    assert digest(partition, {**orders, inside: X}) == own
-    assert all(digest(partition, {**orders, value: M}) != own for value in crossing)
-    assert digest(Partition(graph, ()), orders) != own
+    own = hash_crossing_layouts(partition, orders)
+    assert hash_crossing_layouts(partition, {**orders, inside: X}) == own
+    assert all(hash_crossing_layouts(partition, {**orders, value: M}) != own for value in crossing)
+    assert hash_crossing_layouts(Partition(graph, ()), orders) != own

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polylane.graph.own_state import places
-from polylane.graph.state_digests import Digests
-from polylane.graph.state_restore import remember
-from polylane.samples.untouched import untouched
+from polylane.graph.python_state.state import find_python_names
+from polylane.graph.python_state.state_digests import StateDigests
+from polylane.graph.python_state.state_restore import snapshot_names
+from polylane.samples.autograd.side_effects_undone import undo_side_effects
 
 
 class Kept:
@@ -55,14 +55,14 @@ def test_a_change_is_seen_and_put_back(name: str) -> None:
             super().__init__()
             self.held = owner
 
-    where = places([("", Holder())])
+    where = find_python_names([("", Holder())])
     (place,) = [each for each in where if each.name == "held"]
-    before, put_back = Digests(()).of(place.get()), remember(where, ())
-    assert Digests(()).of(place.get()) == before
+    before, put_back = StateDigests(()).of(place.get()), snapshot_names(where, ())
+    assert StateDigests(()).of(place.get()) == before
     change(owner["value"])
-    assert Digests(()).of(place.get()) != before
+    assert StateDigests(()).of(place.get()) != before
     put_back()
-    assert Digests(()).of(place.get()) == before
+    assert StateDigests(()).of(place.get()) == before
 
 
 MODEL = nn.Linear(2, 2)
@@ -100,10 +100,10 @@ class OfAModel(torch.autograd.Function):
 @pytest.mark.parametrize("function", [Decorated, OfAModel])
 def test_what_a_function_changes_is_seen_through_decorators_and_modules(function: Any) -> None:
     MODEL.last = None  # type: ignore[assignment]
-    with untouched(function.apply) as touched:
+    with undo_side_effects(function.apply) as touched:
         function.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert touched()
     assert CALLS == [0] and MODEL.last is None
-    with untouched(function.apply) as touched:
+    with undo_side_effects(function.apply) as touched:
         pass
     assert not touched()

@@ -19,13 +19,13 @@ from torch import Tensor, fx, nn
 import models
 from counting import calls
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten, promoted
-from polylane.graph.capture import capture
-from polylane.graph.check import bound, tables
-from polylane.graph.export import Whole
+from polylane.graph.batch import cast_leaves, flatten
+from polylane.graph.capture.capture import capture
+from polylane.graph.capture.export import ModelWithLoss
+from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Code, Graph, Node
-from polylane.graph.part import Part
-from polylane.graph.partition import SLACK, Partition, aligned, balanced, cut_positions
+from polylane.graph.partition import SLACK, Partition, align_partition, balance_stages, cut_positions
+from polylane.graph.sample_slice import SampleSlice
 from polylane.recipe import Mean
 from synthetic import node_seconds
 
@@ -34,7 +34,7 @@ def node(i: int, inputs: Sequence[int] = (), size: int = 4, free: bool = False, 
     return Node(
         name=f"n{i}", id=f"n{i}", op="op", inputs=tuple(f"n{j}" for j in inputs), shape=(2, size), batch_dim=0,
         dtype="float32", flops=0, bytes=size, parameters=(), buffers=(), module="", source="", requires_grad=True,
-        free=free, crossable=crossable,
+        recomputable=free, can_cross_stages=crossable,
     )  # fmt: skip
 
 
@@ -67,19 +67,19 @@ def test_every_value_comes_straight_from_its_stage(graph: Graph, data: st.DataOb
     crossing = {c.value: c for c in partition.crossings}
     for each in graph.nodes:
         on = [stage for stage in range(partition.stages) if each in partition.nodes(stage)]
-        assert on == [partition.stage_of[each.name]] if not each.free else True
+        assert on == [partition.stage_of[each.name]] if not each.recomputable else True
     for stage in range(partition.stages):
         own = {n.name for n in partition.nodes(stage)}
-        assert any(not n.free for n in partition.nodes(stage))
+        assert any(not n.recomputable for n in partition.nodes(stage))
         assert list(partition.nodes(stage)) == sorted(partition.nodes(stage), key=lambda n: position[n.name])
         for name in {name for n in partition.nodes(stage) for name in n.inputs} - own:
             assert crossing[name].producer < stage
             assert stage in crossing[name].consumers
     for c in partition.crossings:
-        assert graph.nodes[position[c.value]].crossable
+        assert graph.nodes[position[c.value]].can_cross_stages
         assert c.producer == partition.stage_of[c.value]
         assert all(any(c.value in n.inputs for n in partition.nodes(stage)) for stage in c.consumers)
-    for cut, (first, last) in itertools.product(cuts, graph.uncut):
+    for cut, (first, last) in itertools.product(cuts, graph.unsplittable_ranges):
         assert not first < cut <= last
 
 
@@ -92,7 +92,10 @@ def travelling(graph: Graph, cuts: Sequence[int]) -> float:
     """Bytes that stand at the cuts, there and back, each value once for every cut that it passes."""
     last = {name: i for i, n in enumerate(graph.nodes) for name in n.inputs}
     return sum(
-        2 * n.bytes for cut in cuts for i, n in enumerate(graph.nodes) if not n.free and i < cut <= last.get(n.name, -1)
+        2 * n.bytes
+        for cut in cuts
+        for i, n in enumerate(graph.nodes)
+        if not n.recomputable and i < cut <= last.get(n.name, -1)
     )
 
 
@@ -105,19 +108,19 @@ def test_the_slowest_stage_is_as_fast_as_can_be_and_few_bytes_travel(graph: Grap
     every = list(itertools.combinations(allowed, stages - 1))
     if not every:
         with pytest.raises(PolylaneError, match=rf"pipeline={stages}: the graph can be cut into at most \d+ stage"):
-            balanced(graph, stages, seconds)
+            balance_stages(graph, stages, seconds)
         return
     best = min(max(times(seconds, cuts)) for cuts in every)
     limit = best * (1 + SLACK)
     fewest = min(travelling(graph, cuts) for cuts in every if max(times(seconds, cuts)) <= limit + 1e-12)
-    found = balanced(graph, stages, seconds).cuts
+    found = balance_stages(graph, stages, seconds).cuts
     assert max(times(seconds, found)) <= limit + 1e-9
     assert travelling(graph, found) <= fewest
 
 
 def test_one_stage_is_the_whole() -> None:
     graph = graph_of([node(0), node(1, [0])])
-    assert balanced(graph, 1, [1, 1]).cuts == ()
+    assert balance_stages(graph, 1, [1, 1]).cuts == ()
     assert Partition(graph, ()).nodes(0) == graph.nodes
     assert Partition(graph, ()).crossings == ()
 
@@ -135,23 +138,25 @@ def test_what_gives_the_loss_reaches_the_last_stage() -> None:
 def test_an_opaque_model_is_not_cut() -> None:
     graph = capture(models.Branching(), models.classify, models.vectors(4, 0))
     with pytest.raises(PolylaneError, match="the model is opaque and cannot be cut") as caught:
-        balanced(graph, 2, node_seconds(graph))
+        balance_stages(graph, 2, node_seconds(graph))
     assert "modules.py" in str(caught.value)
 
 
 # By hand -------------------------------------------------------------------------------------------------------------
 
 
-def in_stages(partition: Partition, whole: Whole, leaves: Sequence[Any], part: Part) -> tuple[Tensor, ...]:
+def in_stages(
+    partition: Partition, whole: ModelWithLoss, leaves: Sequence[Any], part: SampleSlice
+) -> tuple[Tensor, ...]:
     """Forward and backward one stage after another, each with tensors of its own; gradients stay behind."""
     graph, code = partition.graph, partition.graph.code.fx
     by_name = {n.meta["name"]: n for n in code.nodes if n.op == "call_function"}
-    table = tables(whole, graph.code.constants, leaves)
+    table = tensors_by_role(whole, graph.code.constants, leaves)
     sent: dict[str, Tensor] = {}
     incoming: list[dict[str, Tensor]] = []
     values: dict[fx.Node, Any] = {}
     for stage in range(partition.stages):
-        values = {n: bound(n, table, part) for n in code.nodes if n.op == "placeholder"}
+        values = {n: placeholder_value(n, table, part) for n in code.nodes if n.op == "placeholder"}
         mine = [c for c in partition.crossings if stage in c.consumers]
         incoming.append({c.value: sent[c.value].detach().clone().requires_grad_(c.requires_grad) for c in mine})
         values |= {by_name[name]: tensor for name, tensor in incoming[-1].items()}
@@ -178,9 +183,9 @@ CUTTABLE = [name for name in (*models.CASES, *models.TINY) if name != "branching
 def test_stages_by_hand_give_the_same_numbers(name: str) -> None:
     graph, model, case = captured(name, in_float64=True)
     leaves, rebuild = flatten(case.batch(3, 2))
-    leaves = promoted(leaves, torch.float64)
-    whole = Whole(model, case.loss, rebuild)
-    part = Part(3, first=2, batch=7, step=4, seed=9)
+    leaves = cast_leaves(leaves, torch.float64)
+    whole = ModelWithLoss(model, case.loss, rebuild)
+    part = SampleSlice(3, first=2, batch=7, step=4, seed=9)
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     seen: list[list[Tensor]] = []
     for stages in (1, 2, 4):
@@ -188,7 +193,7 @@ def test_stages_by_hand_give_the_same_numbers(name: str) -> None:
         model.zero_grad()
         if stages > len(cut_positions(graph)) + 1:
             continue
-        result = in_stages(balanced(graph, stages, node_seconds(graph)), whole, leaves, part)
+        result = in_stages(balance_stages(graph, stages, node_seconds(graph)), whole, leaves, part)
         seen.append([*result, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
         seen[-1] = [tensor.detach().clone() for tensor in seen[-1]]
     model.load_state_dict(state)
@@ -208,9 +213,9 @@ def test_a_count_made_early_crosses_to_the_loss() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     batch = models.vectors(6, 0)
     graph = capture(model, loss, batch)
-    partition = balanced(graph, 2, node_seconds(graph))
-    whole = Whole(model, loss, flatten(batch)[1])
-    result = in_stages(partition, whole, list(batch), Part(6, batch=6))
+    partition = balance_stages(graph, 2, node_seconds(graph))
+    whole = ModelWithLoss(model, loss, flatten(batch)[1])
+    result = in_stages(partition, whole, list(batch), SampleSlice(6, batch=6))
     expected = loss(model, batch)
     assert torch.equal(result[0], expected.total)
     assert int(result[1]) == int(expected.count)
@@ -223,9 +228,9 @@ def test_a_count_of_samples_is_made_anew() -> None:
 
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     graph = capture(model, loss, models.vectors(6, 0))
-    partition = balanced(graph, 2, node_seconds(graph))
+    partition = balance_stages(graph, 2, node_seconds(graph))
     batch = models.vectors(3, 1)
-    result = in_stages(partition, Whole(model, loss, flatten(batch)[1]), list(batch), Part(3, batch=3))
+    result = in_stages(partition, ModelWithLoss(model, loss, flatten(batch)[1]), list(batch), SampleSlice(3, batch=3))
     assert int(result[1]) == 3
 
 
@@ -239,10 +244,10 @@ def test_other_graphs_of_the_model_are_cut_where_the_first_was(name: str) -> Non
     for stages in (2, 3):
         if stages > min(len(cut_positions(g)) for g in (graph, *others)) + 1:
             continue
-        reference = balanced(graph, stages, node_seconds(graph))
-        assert aligned(reference, others[1]).cuts == reference.cuts
+        reference = balance_stages(graph, stages, node_seconds(graph))
+        assert align_partition(reference, others[1]).cuts == reference.cuts
         for other in others:
-            partition = aligned(reference, other)
+            partition = align_partition(reference, other)
             assert partition.stages == stages
             assert set(partition.cuts) <= set(cut_positions(other))
             for stage in range(stages):
@@ -260,14 +265,14 @@ def test_what_only_training_has_leaves_its_stage_empty() -> None:
     loss = replace(node(3), name="loss/op", inputs=("aux/op", "body/op"), module="loss")
     training = graph_of([named(0, names[0]), *(named(i, names[i], ["stem/op"]) for i in (1, 2)), loss])
     other = [named(0, "stem/op"), named(1, "body/op", ["stem/op"]), replace(loss, inputs=("body/op",))]
-    partition = aligned(Partition(training, (1, 2)), graph_of(other))
+    partition = align_partition(Partition(training, (1, 2)), graph_of(other))
     assert partition.stages == 3 and partition.cuts == (1, 1)
     assert [[n.name for n in partition.nodes(s)] for s in range(3)] == [["stem/op"], [], ["body/op", "loss/op"]]
     assert [(c.value, c.producer, c.consumers) for c in partition.crossings] == [("stem/op", 0, (2,))]
     assert partition.parameters(1) == ()
     first, last = graph_of([replace(other[1], inputs=())]), graph_of(other[:1])
-    assert aligned(Partition(training, (1, 2)), first).cuts == (0, 0)
-    only = aligned(Partition(training, (1, 2)), last)
+    assert align_partition(Partition(training, (1, 2)), first).cuts == (0, 0)
+    only = align_partition(Partition(training, (1, 2)), last)
     assert only.cuts == (1, 1) and [(c.value, c.consumers) for c in only.crossings] == [("stem/op", (2,))]  # the loss
 
 
@@ -276,9 +281,9 @@ def test_pieces_that_come_to_wait_for_each_other_are_refused() -> None:
     a, b, c = (named(i, f"{name}/op", [f"{'abc'[i - 1]}/op"] if i else ()) for i, name in enumerate("abc"))
     training = graph_of([a, replace(b, inputs=()), replace(c, inputs=("b/op",))])
     reference = Partition(training, (1, 2), (0, 1, 0))
-    assert aligned(reference, training).edges == ((1, 0),)
+    assert align_partition(reference, training).edges == ((1, 0),)
     with pytest.raises(PolylaneError) as caught:
-        aligned(reference, graph_of([a, b, c]))
+        align_partition(reference, graph_of([a, b, c]))
     assert str(caught.value) == (
         "stages wait for each other in a graph that is cut where the training's is (of evaluation, of another loss, "
         "for batches of another form): stage 1 needs a/op of stage 0, stage 0 needs b/op of stage 1; put what lies "
@@ -290,7 +295,7 @@ def test_an_opaque_graph_of_a_cut_model_is_refused() -> None:
     graph = capture(models.Branching(), models.classify, models.vectors(4, 0))
     reference = Partition(graph_of([node(0), node(1, [0])]), (1,))
     with pytest.raises(PolylaneError, match="the model is opaque and cannot be cut"):
-        aligned(reference, graph)
+        align_partition(reference, graph)
 
 
 def deep(layers: int, width: int = 8, per_layer: int = 45) -> Graph:
@@ -305,12 +310,12 @@ def deep(layers: int, width: int = 8, per_layer: int = 45) -> Graph:
 
 def test_a_deep_graph_is_cut_evenly_at_a_cost_that_grows_as_its_depth() -> None:
     def cut(graph: Graph, seconds: np.ndarray) -> list[int]:
-        partition = balanced(graph, 8, seconds)
+        partition = balance_stages(graph, 8, seconds)
         return [len(partition.nodes(stage)) for stage in range(8)] + [len(partition.crossings)]
 
     shallow, graph = deep(24), deep(48)
     seconds = np.random.default_rng(0).random(len(graph.nodes))
-    partition = balanced(graph, 8, seconds)
+    partition = balance_stages(graph, 8, seconds)
     assert [len(partition.nodes(stage)) > 100 for stage in range(8)] == [True] * 8
     assert len(partition.crossings) >= 7
     assert max(times(seconds, partition.cuts)) < sum(seconds) / 8 * 1.05

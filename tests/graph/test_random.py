@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import models
-from polylane.graph.batch import bounds, flatten, take
-from polylane.graph.capture import capture
-from polylane.graph.export import Whole
+from polylane.graph.batch import flatten, split_bounds, take_samples
+from polylane.graph.capture.capture import capture
+from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.graph import Graph
-from polylane.graph.part import Part
-from polylane.graph.random import bits, keep_mask, normal, salt_of, uniform
-from polylane.graph.random_operators import KEYED, attention, dropout
+from polylane.graph.operators.counter_rng import keep_mask, normal, random_bits, salt_of, uniform
+from polylane.graph.operators.keyed_random import KEYED, attention, dropout
+from polylane.graph.sample_slice import SampleSlice
 
 CPU = torch.device("cpu")
 
 
-def part_of(start: int, stop: int, total: int, step: int = 3, seed: int = 7) -> Part:
-    return Part(stop - start, first=start, batch=total, step=step, seed=seed)
+def part_of(start: int, stop: int, total: int, step: int = 3, seed: int = 7) -> SampleSlice:
+    return SampleSlice(stop - start, first=start, batch=total, step=step, seed=seed)
 
 
 # Laws ----------------------------------------------------------------------------------------------------------------
@@ -49,9 +49,9 @@ def test_parts_draw_the_numbers_of_the_whole(samples: int, rows: int, other: lis
     def shape(count: int) -> list[int]:
         return [*other[:dim], count * rows, *other[dim:]]
 
-    whole = bits(part_of(0, samples, samples), 5, shape(samples), dim, CPU)
+    whole = random_bits(part_of(0, samples, samples), 5, shape(samples), dim, CPU)
     parts = [
-        bits(part_of(start, stop, samples), 5, shape(stop - start), dim, CPU)
+        random_bits(part_of(start, stop, samples), 5, shape(stop - start), dim, CPU)
         for start, stop in itertools.pairwise(cuts)
     ]
     assert torch.equal(torch.cat(parts, dim), whole)
@@ -61,7 +61,7 @@ def test_parts_draw_the_numbers_of_the_whole(samples: int, rows: int, other: lis
 @settings(deadline=None, max_examples=100)
 def test_seed_step_and_node_each_change_everything(seed: int, step: int, salt: int) -> None:
     def drawn(seed: int, step: int, salt: int) -> Tensor:
-        return bits(Part(64, batch=64, step=step, seed=seed), salt, [64], 0, CPU)
+        return random_bits(SampleSlice(64, batch=64, step=step, seed=seed), salt, [64], 0, CPU)
 
     first = drawn(seed, step, salt)
     assert torch.equal(first, drawn(seed, step, salt))
@@ -71,7 +71,7 @@ def test_seed_step_and_node_each_change_everything(seed: int, step: int, salt: i
 
 def test_what_belongs_to_no_sample_is_drawn_alike_by_all() -> None:
     drawn = [
-        bits(Part(n, first=first, batch=9, microbatch=m), 1, [5, 3], None, CPU)
+        random_bits(SampleSlice(n, first=first, batch=9, microbatch=m), 1, [5, 3], None, CPU)
         for n, first, m in ((2, 0, 0), (7, 2, 1))
     ]
     assert torch.equal(*drawn)
@@ -80,15 +80,17 @@ def test_what_belongs_to_no_sample_is_drawn_alike_by_all() -> None:
 def test_numbers_go_on_beyond_32_bits() -> None:
     per_sample = 1 << 20
     near = (1 << 12) - 1  # the samples here stand on both sides of element 2**32
-    drawn = bits(Part(2, first=near, batch=1 << 13), 9, [2, per_sample], 0, CPU)
-    assert torch.equal(drawn[0], bits(Part(1, first=near, batch=1 << 13), 9, [1, per_sample], 0, CPU)[0])
-    assert torch.equal(drawn[1], bits(Part(1, first=near + 1, batch=1 << 13), 9, [1, per_sample], 0, CPU)[0])
-    start = bits(Part(1, first=0, batch=1 << 13), 9, [1, per_sample], 0, CPU)[0]
+    drawn = random_bits(SampleSlice(2, first=near, batch=1 << 13), 9, [2, per_sample], 0, CPU)
+    assert torch.equal(drawn[0], random_bits(SampleSlice(1, first=near, batch=1 << 13), 9, [1, per_sample], 0, CPU)[0])
+    assert torch.equal(
+        drawn[1], random_bits(SampleSlice(1, first=near + 1, batch=1 << 13), 9, [1, per_sample], 0, CPU)[0]
+    )
+    start = random_bits(SampleSlice(1, first=0, batch=1 << 13), 9, [1, per_sample], 0, CPU)[0]
     assert not torch.equal(drawn[1], start)
 
 
 def test_uniform_and_normal_numbers_are_what_they_say() -> None:
-    part = Part(1000, batch=1000, seed=1)
+    part = SampleSlice(1000, batch=1000, seed=1)
     u = uniform(part, salt_of("u"), [1000, 200], 0, CPU)
     n = normal(part, salt_of("n"), [1000, 200], 0, CPU)
     count = u.numel()
@@ -106,13 +108,13 @@ def test_uniform_and_normal_numbers_are_what_they_say() -> None:
 
 @pytest.mark.parametrize("lag", [1, 2, 64, 200, 4096])
 def test_neighbours_steps_and_nodes_are_independent(lag: int) -> None:
-    part = Part(1000, batch=1000, seed=1)
+    part = SampleSlice(1000, batch=1000, seed=1)
     flat = uniform(part, 11, [1000, 200], 0, CPU).flatten() - 0.5
     limit = 5 / math.sqrt(flat.numel())
     assert abs(float((flat[:-lag] * flat[lag:]).mean()) * 12) < limit
     for other in (
-        uniform(Part(1000, batch=1000, seed=1, step=lag), 11, [1000, 200], 0, CPU),
-        uniform(Part(1000, batch=1000, seed=1 + lag), 11, [1000, 200], 0, CPU),
+        uniform(SampleSlice(1000, batch=1000, seed=1, step=lag), 11, [1000, 200], 0, CPU),
+        uniform(SampleSlice(1000, batch=1000, seed=1 + lag), 11, [1000, 200], 0, CPU),
         uniform(part, 11 + lag, [1000, 200], 0, CPU),
     ):
         assert abs(float((flat * (other.flatten() - 0.5)).mean()) * 12) < limit
@@ -120,7 +122,7 @@ def test_neighbours_steps_and_nodes_are_independent(lag: int) -> None:
 
 @pytest.mark.parametrize("bit", range(0, 32, 3))
 def test_every_bit_is_a_fair_coin(bit: int) -> None:
-    drawn = bits(Part(500, batch=500), 3, [500, 200], 0, CPU)
+    drawn = random_bits(SampleSlice(500, batch=500), 3, [500, 200], 0, CPU)
     ones = float(((drawn >> bit) & 1).double().mean())
     assert ones == pytest.approx(0.5, abs=2.5 / math.sqrt(drawn.numel()))
 
@@ -128,7 +130,7 @@ def test_every_bit_is_a_fair_coin(bit: int) -> None:
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_dropout_keeps_the_mean_and_its_gradient(p: float) -> None:
     x = torch.full((400, 300), 2.0, requires_grad=True)
-    part = Part(400, batch=400)
+    part = SampleSlice(400, batch=400)
     y = dropout(part, 1, 0, x, p, True)
     kept = float((y != 0).double().mean())
     assert kept == pytest.approx(1 - p, abs=0.01)
@@ -142,7 +144,7 @@ def test_dropout_keeps_the_mean_and_its_gradient(p: float) -> None:
 
 def test_attention_is_softmax_dropped() -> None:
     torch.manual_seed(0)
-    part = Part(3, batch=3, seed=2)
+    part = SampleSlice(3, batch=3, seed=2)
     q, k, v = (torch.randn(3, 2, 5, 4, dtype=torch.float64) for _ in range(3))
     mask = keep_mask(part, 8, 0.4, (3, 2, 5, 5), 0, CPU)
     scores = q @ k.transpose(-2, -1) / 2
@@ -166,7 +168,7 @@ def test_attention_is_softmax_dropped() -> None:
 def test_attention_that_sees_nothing_gives_zeros() -> None:
     q = torch.randn(1, 1, 2, 4, requires_grad=True)
     nothing = torch.zeros(2, 2, dtype=torch.bool)
-    out = attention(Part(1, batch=1), 8, 0, q, q, q, attn_mask=nothing, dropout_p=0.5)
+    out = attention(SampleSlice(1, batch=1), 8, 0, q, q, q, attn_mask=nothing, dropout_p=0.5)
     assert torch.equal(out, torch.zeros_like(out))
     (grad,) = torch.autograd.grad(out.sum(), q)
     assert not bool(grad.isnan().any())
@@ -174,7 +176,7 @@ def test_attention_that_sees_nothing_gives_zeros() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
-    part = Part(1, batch=1)
+    part = SampleSlice(1, batch=1)
     drawn = KEYED["aten.rand.default"](part, 1, None, [1 << 20], dtype=dtype)
     assert float(drawn.max()) < 1.0
     assert float(drawn.min()) >= 0.0
@@ -273,10 +275,10 @@ def noisy_half(x: Tensor) -> Tensor:
     return noise
 
 
-def values(graph: Graph, model: nn.Module, part: Part, batch: Any) -> tuple[Tensor, ...]:
+def values(graph: Graph, model: nn.Module, part: SampleSlice, batch: Any) -> tuple[Tensor, ...]:
     leaves, rebuild = flatten(batch)
-    whole = Whole(model, each_sample, rebuild)
-    return run(graph, whole, take(leaves, part.first, part.first + part.samples), part)
+    whole = ModelWithLoss(model, each_sample, rebuild)
+    return run(graph, whole, take_samples(leaves, part.first, part.first + part.samples), part)
 
 
 def each_sample(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -297,16 +299,16 @@ def test_captured_randomness_is_that_of_the_whole_batch(name: str) -> None:
     state = torch.get_rng_state()
 
     def loss(start: int = 0, stop: int = 6, **of: int) -> float:
-        return float(values(graph, model, Part(stop - start, first=start, batch=6, **of), batch)[0].detach())
+        return float(values(graph, model, SampleSlice(stop - start, first=start, batch=6, **of), batch)[0].detach())
 
     assert loss() == loss()
     assert len({loss(step=1), loss(step=2), loss(seed=1), loss()}) == 4
-    for cuts in (bounds(6, 2), bounds(6, 4), [(0, 1), (1, 6)]):
+    for cuts in (split_bounds(6, 2), split_bounds(6, 4), [(0, 1), (1, 6)]):
         parts = sum((stop - start) * loss(start, stop) for start, stop in cuts) / 6
         assert parts == pytest.approx(loss(), rel=1e-12)
     assert torch.equal(state, torch.get_rng_state())
     model.zero_grad()
-    values(graph, model, Part(6, batch=6), batch)[0].backward()
+    values(graph, model, SampleSlice(6, batch=6), batch)[0].backward()
     assert model.fc.weight.grad is not None  # type: ignore[union-attr]
     assert bool(model.fc.weight.grad.isfinite().all())  # type: ignore[union-attr]
 
@@ -318,7 +320,9 @@ def test_every_keyed_operator_is_used_here() -> None:
 def test_the_same_in_another_graph_of_the_model() -> None:
     model = USES["aten.dropout.default"]()
     graphs = [capture(model, each_sample, models.vectors(size, 0)) for size in (2, 6)]
-    losses = {float(values(g, model, Part(4, batch=4, seed=3), models.vectors(4, 1))[0].detach()) for g in graphs}
+    losses = {
+        float(values(g, model, SampleSlice(4, batch=4, seed=3), models.vectors(4, 1))[0].detach()) for g in graphs
+    }
     assert len(losses) == 1
 
 
@@ -355,7 +359,7 @@ def test_unit_lstm_by_layer_is_torchs_own() -> None:
         kind = {nn.LSTM: "lstm", nn.GRU: "gru", nn.RNN: "rnn_tanh"}[make]
         hidden = (state, state) if make is nn.LSTM else state
         out, *states = KEYED[f"aten.{kind}.input"](
-            Part(2, batch=2), 1, 1, x, hidden, list(layer._flat_weights), True, 3, 0.0, True, True, False
+            SampleSlice(2, batch=2), 1, 1, x, hidden, list(layer._flat_weights), True, 3, 0.0, True, True, False
         )
         torch.testing.assert_close(out, expected)
         for a, b in zip(states, last if make is nn.LSTM else [last], strict=True):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import models
 from polylane.graph.batch import flatten
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
-from polylane.graph.samples import splits_exactly
 from polylane.recipe import Mean
+from polylane.samples.mean_loss import splits_exactly
 
 
 def verdict(model: nn.Module, loss: Any, batch: Any) -> str | None:

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from polylane.cli import app
-from polylane.cluster.line import parse
-from polylane.cost.communicate import Rates
-from polylane.cost.profile import Both, Profile
+from polylane.cluster.spec import parse
+from polylane.cost.network.alpha_beta import RankSpeed
+from polylane.cost.operators.profile import Both, Profile
 from polylane.graph.graph import Graph
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,7 +52,7 @@ def test_inspect_says_of_a_stage_what_simulate_says(
     monkeypatch.setattr("polylane.inspection.plan_report.around", lambda *_: parse(cluster))
     monkeypatch.setattr("polylane.probe.profiles.load_profile", profile_of)
     # Which operators are split depends on the samples and on the rates, of which a training takes nominal ones.
-    monkeypatch.setattr("polylane.cost.network.rates", lambda *_: Rates())
+    monkeypatch.setattr("polylane.cost.network.collectives.fit_rank_speed", lambda *_: RankSpeed())
     monkeypatch.setattr("polylane.commands.planning.EXAMPLE", BATCH)
     inspected = stages("inspect", example, "--plan", plan, "--write", str(written))
     simulated = stages("simulate", example, "--plan", str(written), "--cluster", cluster, "--profile")

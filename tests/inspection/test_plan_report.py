@@ -14,32 +14,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polylane import Mean
+from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.inspection.plan_report import dtypes_of, price_stages, report_plan, schedule_by_rank, step_at_best
 from polylane.inspection.stage_traffic import count_stage_traffic
 from polylane.observe.timeline import Timeline
-from polylane.plan.fit import from_partition
+from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import parse
 from polylane.profiling.time_operators import nominal_seconds
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.pieces import Pieces
-from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.world import World
-from polylane.schedule.action import Kind
+from polylane.runtime.parameters.shards import ShardSpec
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
+from polylane.schedule.action import ActionKind
 from synthetic import chain, node_seconds
 from training import batch_of, classify, mlp, sgd
 
 
-def prepared_for(model: nn.Module, plan: str | Plan, batch: Any, loss: Any = classify) -> Prepared:
-    return prepare(model, objectives_of(loss, sgd, None), batch, plan, seconds=by_work)
+def prepared_for(model: nn.Module, plan: str | Plan, batch: Any, loss: Any = classify) -> CompiledTraining:
+    return compile_training(model, build_objectives(loss, sgd, None), batch, plan, seconds=by_work)
 
 
-def reported(prepared: Prepared, batch: int, seconds: Sequence[tuple[float, float]] | None = None) -> dict[str, Any]:
+def reported(
+    prepared: CompiledTraining, batch: int, seconds: Sequence[tuple[float, float]] | None = None
+) -> dict[str, Any]:
     """The report of a plan for batches of so many samples, by nominal times of the operators."""
-    each = nominal_seconds(prepared.main.graph) if seconds is None else seconds
+    each = nominal_seconds(prepared.main_partition.graph) if seconds is None else seconds
     return report_plan(prepared, price_stages(prepared, each, batch), each, batch)
 
 
@@ -79,7 +81,7 @@ def with_early(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
     return Mean(F.cross_entropy(out, batch[1], reduction="sum") + early * count, count)
 
 
-def really_sent(prepared: Prepared, batch: Any) -> dict[tuple[int, int, bool], int]:
+def really_sent(prepared: CompiledTraining, batch: Any) -> dict[tuple[int, int, bool], int]:
     """Bytes of a step by (from, to, gradient), as the workers count what they send."""
 
     def work(_: Any) -> Timeline:
@@ -87,10 +89,10 @@ def really_sent(prepared: Prepared, batch: Any) -> dict[tuple[int, int, bool], i
             return job.step(batch).timeline
 
     plan, sent = prepared.plan, Counter[tuple[int, int, bool]]()
-    for span in fork(work, plan.workers)[0].spans:
-        if span.action.kind is Kind.SEND:
+    for span in fork_workers(work, plan.workers)[0].spans:
+        if span.action.kind is ActionKind.SEND:
             assert span.action.peer is not None
-            sent[span.action.stage, plan.place(span.action.peer)[0], span.action.gradient] += span.bytes
+            sent[span.action.stage, plan.stage_and_replica(span.action.peer)[0], span.action.gradient] += span.bytes
     return {key: count for key, count in sent.items() if count}
 
 
@@ -118,12 +120,14 @@ def test_bytes_of_a_mean_over_samples(start: int, end: int) -> None:
     batch = batch_of(6)
     plan = plan_of([(["first", "mean"], {"data": start}), (["second", "loss"], {"data": end})])
     prepared = prepared_for(Early().double(), plan, batch, with_early)
-    assert [crossing.bytes for crossing in prepared.main.crossings if not crossing.value.startswith("relu")] == [8]
+    assert [
+        crossing.bytes for crossing in prepared.main_partition.crossings if not crossing.value.startswith("relu")
+    ] == [8]
     assert count_stage_traffic(prepared, 6, {})[0]["bytes"] == 8 * (6 * 6 + start * end)
     assert_as_sent(prepared, batch, 6)
 
 
-def assert_as_sent(prepared: Prepared, batch: Any, samples: int) -> None:
+def assert_as_sent(prepared: CompiledTraining, batch: Any, samples: int) -> None:
     microbatches = prepared.plan.microbatches
     assert samples % microbatches == 0
     told: dict[tuple[int, int, bool], int] = {}
@@ -155,10 +159,10 @@ def test_bytes_between_many_workers() -> None:
     assert edge["bytes"] == edge["back"] == 960 * row_bytes(prepared)
 
 
-def row_bytes(prepared: Prepared) -> int:
+def row_bytes(prepared: CompiledTraining) -> int:
     """Of one sample of what crosses."""
-    (crossing,) = prepared.main.crossings
-    return crossing.bytes // prepared.main.graph.samples
+    (crossing,) = prepared.main_partition.crossings
+    return crossing.bytes // prepared.main_partition.graph.samples
 
 
 # What ranks hold -----------------------------------------------------------------------------------------------------
@@ -187,10 +191,10 @@ def test_parameters_are_those_that_a_rank_has(line: str) -> None:
     prepared = prepared_for(model, line, batch_of(8, classes=5))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for stage, told in enumerate(reported(prepared, 8)["stages"]):
-        names = prepared.main.parameters(stage)
+        names = prepared.main_partition.parameters(stage)
         most = 0
         for rank in prepared.plan.stages[stage].devices:
-            cuts = Pieces(prepared, stage, prepared.plan.coordinates(rank)).of(parameters)
+            cuts = ShardSpec(prepared, stage, prepared.plan.coordinates(rank)).local_shards(parameters)
             most = max(most, sum((cuts.get(name, parameters[name])).nbytes for name in names))
         assert told["parameter_bytes"] == told["gradient_bytes"] == most
 
@@ -208,7 +212,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
 def at_best(line: str, costs: Sequence[float]) -> Timeline:
     """A chain of one stage for each cost, a third of it forward, divided evenly over the ranks of the stage."""
     partition, spec = Partition(chain(len(costs)), tuple(range(1, len(costs)))), parse(line)
-    plan = from_partition(partition, spec, spec.microbatches or 1)
+    plan = plan_from_partition(partition, spec, spec.microbatches or 1)
     each = [cost / plan.degrees(stage).workers for stage, cost in enumerate(costs)]
     return schedule_by_rank(partition, plan, [(cost / 3, 2 * cost / 3) for cost in each])
 
@@ -263,12 +267,18 @@ def test_the_balanced_plan_of_a_model_is_used_better(mesh: dict[str, int]) -> No
 def test_one_utilization_and_seconds_of_a_rank() -> None:
     """What is reported is the picture's; work is in proportion to the samples that a replica has."""
     prepared = prepared_for(mlp(6, 8, 12, 8, 4), "[1 | data=2 | tensor=2],microbatches=2", batch_of(12))
-    seconds = [(1e-3, 2e-3)] * len(prepared.main.graph.nodes)
+    seconds = [(1e-3, 2e-3)] * len(prepared.main_partition.graph.nodes)
     told = reported(prepared, 12, seconds)
     assert told["utilization"] == step_at_best(prepared, price_stages(prepared, seconds, 12)).utilization()
     for stage in told["stages"]:
         mesh = prepared.plan.degrees(stage["stage"])
-        work = 3e-3 * len(prepared.main.nodes(stage["stage"])) * 6 / mesh.data / prepared.main.graph.samples
+        work = (
+            3e-3
+            * len(prepared.main_partition.nodes(stage["stage"]))
+            * 6
+            / mesh.data
+            / prepared.main_partition.graph.samples
+        )
         if mesh.tensor == 1:
             assert stage["seconds"] == pytest.approx(work)
         else:  # how much of an operator a part of it takes, the device's model says

@@ -225,7 +225,7 @@ class Outcome:
 
 def objective_of(proof: Proof) -> Any:
     """Its loss and optimizer."""
-    from polylane.runtime.prepare import Objective
+    from polylane.compile.compiled_training import Objective
 
     _, scored, _, optimizer, _ = MODELS[proof.model]
     return Objective("loss", _loss(scored, proof.loss), partial(_optimizer, proof.optimizer or optimizer))
@@ -233,7 +233,7 @@ def objective_of(proof: Proof) -> Any:
 
 def prove(proof: Proof) -> Outcome:
     """Ask `verify`."""
-    from polylane.verify import TOLERANCE, verify
+    from polylane.verify.verify import TOLERANCE, verify
 
     made, _, batch, _, classes = MODELS[proof.model]
     classes = proof.classes or classes
@@ -255,11 +255,14 @@ def prove(proof: Proof) -> Outcome:
 
 def _pinned(proof: Proof, model: nn.Module, objective: Any, batch: Any) -> Any:
     """The proof's plan, of one stage, as a plan file that says how some values lie."""
+    from polylane.compile.compiled_training import compile_training
     from polylane.plan.plan import Plan
     from polylane.plan.spec import parse
-    from polylane.runtime.prepare import prepare
 
-    nodes, spec = prepare(model, {"loss": objective}, batch, "data=1").main.graph.nodes, parse(proof.plan)
+    nodes, spec = (
+        compile_training(model, {"loss": objective}, batch, "data=1").main_partition.graph.nodes,
+        parse(proof.plan),
+    )
     placements: dict[str, dict[str, str]] = {}
     for node, axis, placement in proof.pins:
         placements.setdefault(node, {})[axis] = placement

@@ -16,11 +16,19 @@ from xml.etree import ElementTree
 import pytest
 
 from counting import calls
-from polylane.lanes import lanes_summary, lanes_timeline
-from polylane.observe.lane_layout import STYLES, axis, duration, headline, rows, shares, size
-from polylane.observe.swimlane import ansi, html, perfetto, svg, text
+from polylane.inspection.schedule_theory import lanes_summary, lanes_timeline
+from polylane.observe.swimlane.layout import (
+    STYLES,
+    build_rows,
+    format_bytes,
+    format_duration,
+    format_headline,
+    style_shares,
+    time_axis,
+)
+from polylane.observe.swimlane.render import ansi, html, perfetto, svg, text
 from polylane.observe.timeline import Span, Timeline
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 
 RENDERERS = [text, ansi, svg, html, perfetto]
 ROWS = ("main", "thin")
@@ -32,13 +40,13 @@ def measured(title: str = "measured", value: str = "relu") -> Timeline:
     """Two ranks, in seconds from 100: rank 0 sends to rank 1, whose reduce runs beside its backward."""
     return Timeline(
         spans=(
-            Span(0, Action(Kind.FORWARD, 0, 0), 100.0, 100.2),
-            Span(0, Action(Kind.SEND, 0, 0, value, peer=1), 100.2, 100.3),
-            Span(1, Action(Kind.RECEIVE, 1, 0, value, peer=0), 100.0, 100.3),
-            Span(1, Action(Kind.FORWARD, 1, 0), 100.3, 100.5),
-            Span(1, Action(Kind.BACKWARD, 1, 0), 100.5, 100.9),
-            Span(1, Action(Kind.REDUCE, 1, None, value), 100.7, 101.0),
-            Span(0, Action(Kind.STEP, 0), 100.9, 101.0),
+            Span(0, Action(ActionKind.FORWARD, 0, 0), 100.0, 100.2),
+            Span(0, Action(ActionKind.SEND, 0, 0, value, peer=1), 100.2, 100.3),
+            Span(1, Action(ActionKind.RECEIVE, 1, 0, value, peer=0), 100.0, 100.3),
+            Span(1, Action(ActionKind.FORWARD, 1, 0), 100.3, 100.5),
+            Span(1, Action(ActionKind.BACKWARD, 1, 0), 100.5, 100.9),
+            Span(1, Action(ActionKind.REDUCE, 1, None, value), 100.7, 101.0),
+            Span(0, Action(ActionKind.STEP, 0), 100.9, 101.0),
         ),
         ranks=2,
         title=title,
@@ -47,14 +55,14 @@ def measured(title: str = "measured", value: str = "relu") -> Timeline:
 
 def sized() -> Timeline:
     """As `measured`, with bytes, and a collective inside the first forward."""
-    said = {Kind.SEND: 1_200_000, Kind.RECEIVE: 1_200_000, Kind.REDUCE: 660_000}
+    said = {ActionKind.SEND: 1_200_000, ActionKind.RECEIVE: 1_200_000, ActionKind.REDUCE: 660_000}
     first, *others = measured().spans
     others = [replace(span, bytes=said.get(span.action.kind, 0)) for span in others]
     return replace(measured(), spans=(replace(first, waited=0.05, bytes=4321), *others))
 
 
 def large(ranks: int = 8, spans: int = 10_000) -> Timeline:
-    kinds = list(Kind)
+    kinds = list(ActionKind)
     return Timeline(
         spans=tuple(
             Span(rank, Action(kinds[i % len(kinds)], rank, i % 64, "v", 0), i * 1e-3, i * 1e-3 + 9e-4)
@@ -158,7 +166,7 @@ def test_svg_of_theory() -> None:
     assert texts[:2] == ["1f1b · stages 4 · microbatches 8", "utilization 72.7 % (96/132) · makespan 33 ticks"]
     assert {"stage 0", "stage 3", "ticks", "30", "forward", "backward", "idle"} <= set(texts)
     fills = [element.get("fill") for element in root.iter(f"{SVG}rect")]
-    assert fills.count(STYLES[Kind.FORWARD].fill) == fills.count(STYLES[Kind.BACKWARD].fill) == 4 * 8 + 1
+    assert fills.count(STYLES[ActionKind.FORWARD].fill) == fills.count(STYLES[ActionKind.BACKWARD].fill) == 4 * 8 + 1
     assert texts.count("7") == 8
 
 
@@ -218,12 +226,12 @@ def test_html_holds_every_span() -> None:
     data = data_of(html(measured()))
     assert data["values"] == ["relu"]
     assert data["extent"] == pytest.approx(1.0)
-    kinds = list(Kind)
+    kinds = list(ActionKind)
     assert data["lanes"][0]["main"][:22] == [
-        *(0, 0.2, kinds.index(Kind.FORWARD), 0, 0, -1, -1, 0, 0, 0, 0),
-        *(0.2, 0.3, kinds.index(Kind.SEND), 0, 0, 0, 1, 0, 0, 0, 0),
+        *(0, 0.2, kinds.index(ActionKind.FORWARD), 0, 0, -1, -1, 0, 0, 0, 0),
+        *(0.2, 0.3, kinds.index(ActionKind.SEND), 0, 0, 0, 1, 0, 0, 0, 0),
     ]
-    assert data["lanes"][1]["thin"] == [0.7, 1.0, kinds.index(Kind.REDUCE), 1, -1, 0, -1, 0, 0, 0, 0]
+    assert data["lanes"][1]["thin"] == [0.7, 1.0, kinds.index(ActionKind.REDUCE), 1, -1, 0, -1, 0, 0, 0, 0]
 
 
 def test_html_holds_bytes_and_how_long_they_took_at_most() -> None:
@@ -231,7 +239,7 @@ def test_html_holds_bytes_and_how_long_they_took_at_most() -> None:
     lanes = [[lane[row][i : i + 11] for i in range(0, len(lane[row]), 11)] for lane in data["lanes"] for row in ROWS]
     assert [span[8:] for span in lanes[0][:2]] == [[0.05, 4321, 0], [0, 1_200_000, 0.1]]
     assert lanes[2][0][8:] == [0, 1_200_000, 0.1]
-    assert lanes[3] == [[0.7, 1.0, list(Kind).index(Kind.REDUCE), 1, -1, 0, -1, 0, 0, 660_000, 0.3]]
+    assert lanes[3] == [[0.7, 1.0, list(ActionKind).index(ActionKind.REDUCE), 1, -1, 0, -1, 0, 0, 660_000, 0.3]]
 
 
 def test_html_has_a_column_of_bytes_where_there_are_any() -> None:
@@ -307,7 +315,9 @@ def test_perfetto_says_bytes_and_at_least_how_fast() -> None:
 
 
 def test_perfetto_threads_never_hold_two_messages_at_once() -> None:
-    spans = tuple(Span(0, Action(Kind.SEND, 0, i, "v", 0), start, start + 3) for i, start in enumerate((0, 1, 2, 3)))
+    spans = tuple(
+        Span(0, Action(ActionKind.SEND, 0, i, "v", 0), start, start + 3) for i, start in enumerate((0, 1, 2, 3))
+    )
     threads = [e["tid"] for e in perfetto(Timeline(spans, 1))["traceEvents"] if e["ph"] == "X"]
     assert threads == [1, 2, 3, 1]
 
@@ -321,8 +331,8 @@ def test_perfetto_threads_never_hold_two_messages_at_once() -> None:
     [
         Timeline((), ranks=0),
         Timeline((), ranks=3, unit="ticks"),
-        Timeline((Span(0, Action(Kind.STEP, 0), 5, 5),), ranks=1),
-        Timeline((Span(1, Action(Kind.STEP, 0), 2, 3),), ranks=2, unit="ticks"),
+        Timeline((Span(0, Action(ActionKind.STEP, 0), 5, 5),), ranks=1),
+        Timeline((Span(1, Action(ActionKind.STEP, 0), 2, 3),), ranks=2, unit="ticks"),
     ],
 )
 def test_little_or_nothing_to_draw(render: Callable[[Timeline], object], timeline: Timeline) -> None:
@@ -359,15 +369,15 @@ def test_eight_ranks_of_ten_thousand_spans_are_drawn_in_less_than_five_megabytes
 def test_the_coloured_area_stays_true_where_spans_are_too_small_to_draw() -> None:
     timeline = large(ranks=1)
     bins = 300
-    (row,) = rows(timeline)
-    drawn = shares([*row.main, *row.thin], 0, timeline.makespan() / bins, bins)
+    (row,) = build_rows(timeline)
+    drawn = style_shares([*row.main, *row.thin], 0, timeline.makespan() / bins, bins)
     assert sum(sum(one.values()) for one in drawn) / bins == pytest.approx(0.9, abs=1e-3)
 
 
 def test_lanes_are_labelled_by_stage_in_theory_and_by_rank_where_measured() -> None:
-    assert [row.label for row in rows(lanes_timeline("afab", 2, 1))] == ["stage 0", "stage 1"]
-    both = (Span(0, Action(Kind.FORWARD, 0, 0), 0, 1), Span(0, Action(Kind.FORWARD, 2, 0), 1, 2))
-    assert [row.label for row in rows(Timeline(both, 2))] == ["rank 0 · stage 0, 2", "rank 1"]
+    assert [row.label for row in build_rows(lanes_timeline("afab", 2, 1))] == ["stage 0", "stage 1"]
+    both = (Span(0, Action(ActionKind.FORWARD, 0, 0), 0, 1), Span(0, Action(ActionKind.FORWARD, 2, 0), 1, 2))
+    assert [row.label for row in build_rows(Timeline(both, 2))] == ["rank 0 · stage 0, 2", "rank 1"]
 
 
 @pytest.mark.parametrize(
@@ -384,7 +394,7 @@ def test_lanes_are_labelled_by_stage_in_theory_and_by_rank_where_measured() -> N
     ],
 )
 def test_durations_are_said_as_people_do(value: float, unit: str, said: str) -> None:
-    assert duration(value, unit) == said
+    assert format_duration(value, unit) == said
 
 
 @pytest.mark.parametrize(
@@ -395,19 +405,19 @@ def test_durations_are_said_as_people_do(value: float, unit: str, said: str) -> 
     ],
 )
 def test_sizes_are_said_as_people_do(count: float, said: str) -> None:
-    assert size(count) == said
+    assert format_bytes(count) == said
 
 
 def test_the_headline_says_what_was_sent_where_anything_was() -> None:
-    assert headline(measured()) == "utilization 45.0 % · makespan 1 s"
-    assert headline(sized()).endswith(" · makespan 1 s · 1.9 MB sent")
+    assert format_headline(measured()) == "utilization 45.0 % · makespan 1 s"
+    assert format_headline(sized()).endswith(" · makespan 1 s · 1.9 MB sent")
 
 
 def test_axis_marks_are_round() -> None:
-    assert [label for _, label in axis(33, "ticks").marks] == ["0", "5", "10", "15", "20", "25", "30"]
-    assert axis(0.033, "seconds").unit == "ms"
-    assert axis(2, "ticks").marks == ((0, "0"), (1, "1"), (2, "2"))
-    assert axis(0, "seconds").marks == ((0, "0"),)
+    assert [label for _, label in time_axis(33, "ticks").marks] == ["0", "5", "10", "15", "20", "25", "30"]
+    assert time_axis(0.033, "seconds").unit == "ms"
+    assert time_axis(2, "ticks").marks == ((0, "0"), (1, "1"), (2, "2"))
+    assert time_axis(0, "seconds").marks == ((0, "0"),)
 
 
 def test_summary_of_a_schedule() -> None:

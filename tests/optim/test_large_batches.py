@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from polylane.optim import LAMB, LARS, apart, scaled_optimizer, warmed_scheduler
+from polylane.optim import LAMB, LARS, scaled_optimizer, split_decay_groups, warmed_scheduler
 from polylane.recipe import load
 from polylane.runtime.job import Job
 from training import workers
@@ -21,12 +21,12 @@ STEPS = EPOCHS * 3
 
 
 def lamb(parameters: Any) -> torch.optim.Optimizer:
-    return LAMB(apart(parameters), lr=0.05, weight_decay=0.01)
+    return LAMB(split_decay_groups(parameters), lr=0.05, weight_decay=0.01)
 
 
 def lars(parameters: Any) -> torch.optim.Optimizer:
     """As in the paper, with trust 0.001 and a rate of tens; biases and norms take plain steps of 0.1."""
-    return LARS(apart(parameters, lr=0.1), lr=20.0, weight_decay=1e-4)
+    return LARS(split_decay_groups(parameters, lr=0.1), lr=20.0, weight_decay=1e-4)
 
 
 def decaying(optimizer: torch.optim.Optimizer) -> Any:

@@ -11,7 +11,7 @@ from layerwise import REFERENCES, gradients_of, random, reference_lamb, referenc
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from polylane.optim import LAMB, LARS, apart
+from polylane.optim import LAMB, LARS, split_decay_groups
 
 SHAPES = [(5, 3), (4,), (2, 3, 2, 2), ()]
 KINDS: dict[str, Any] = {"LARS": LARS, "LAMB": LAMB}
@@ -132,7 +132,7 @@ def test_groups_have_options_of_their_own() -> None:
 @pytest.mark.parametrize("named", [False, True])
 def test_vectors_apart_take_plain_steps_without_decay(named: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).double()
-    groups = apart(list(model.named_parameters()) if named else model.parameters(), lr=0.01)
+    groups = split_decay_groups(list(model.named_parameters()) if named else model.parameters(), lr=0.01)
     optimizer = LAMB(groups, lr=0.1, weight_decay=0.1)
     adapting, plain = optimizer.param_groups
     assert [p.dim() for p in adapting["params"]] == [2] and adapting["adapt"] and adapting["weight_decay"] == 0.1
@@ -148,10 +148,10 @@ def test_vectors_apart_take_plain_steps_without_decay(named: bool) -> None:
 
 
 def test_apart_makes_no_empty_group_and_takes_no_groups() -> None:
-    (only,) = LAMB(apart([("bias", nn.Parameter(torch.zeros(3)))])).param_groups
+    (only,) = LAMB(split_decay_groups([("bias", nn.Parameter(torch.zeros(3)))])).param_groups
     assert only["param_names"] == ["bias"] and not only["adapt"]
     with pytest.raises(PolylaneError, match="makes the groups itself"):
-        apart([{"params": [nn.Parameter(torch.zeros(3))]}])
+        split_decay_groups([{"params": [nn.Parameter(torch.zeros(3))]}])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -247,7 +247,7 @@ def test_tensors_may_lie_in_memory_in_different_ways(kind: str) -> None:
 
 
 def test_without_a_fused_kernel_lamb_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polylane.optim.lamb._fusible", lambda *lists: False)
+    monkeypatch.setattr("polylane.optim.lamb._can_fuse", lambda *lists: False)
     check("LAMB", [0.1, 0.2, 0.2], weight_decay=0.1)
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polylane.optim import LAMB, LARS, apart, warmed_scheduler
-from polylane.optim.trust import Trusting
+from polylane.compile.compiled_training import Objective
+from polylane.compile.optimizer_probe import LOOKS, find_whole_parameters
+from polylane.optim import LAMB, LARS, split_decay_groups, warmed_scheduler
+from polylane.optim.trust import TrustRatioOptimizer
 from polylane.runtime.job import Job
-from polylane.runtime.optimizer_probe import LOOKS, whole_parameters
-from polylane.runtime.prepare import Objective
-from polylane.verify import verify
+from polylane.verify.verify import verify
 from training import assert_same, batch_of, classify, mlp, plainly, trained, workers
 
 Pairs = Sequence[tuple[str, nn.Parameter]]
@@ -24,7 +24,9 @@ SIZES = (6, 9, 8, 4)
 
 
 def lars(parameters: Pairs) -> torch.optim.Optimizer:
-    return LARS(apart(parameters, lr=0.05), lr=2.0, trust=0.05, momentum=0.9, weight_decay=0.1, nesterov=True)
+    return LARS(
+        split_decay_groups(parameters, lr=0.05), lr=2.0, trust=0.05, momentum=0.9, weight_decay=0.1, nesterov=True
+    )
 
 
 def lamb(parameters: Pairs) -> torch.optim.Optimizer:
@@ -35,7 +37,7 @@ def lamb(parameters: Pairs) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("factory", [lars, lamb])
 def test_no_parameter_stays_whole_for_an_optimizer_that_asks_for_sums(factory: Any) -> None:
     named = [*mlp(*SIZES).named_parameters(), ("filters", nn.Parameter(torch.zeros(3, 2, 3, 3)))]
-    assert whole_parameters(named, [factory]) == {}
+    assert find_whole_parameters(named, [factory]) == {}
 
 
 def test_who_asks_for_sums_and_then_looks_at_parts_needs_them_whole() -> None:
@@ -52,7 +54,7 @@ def test_who_asks_for_sums_and_then_looks_at_parts_needs_them_whole() -> None:
 
     named = list(mlp(*SIZES).named_parameters())
     for kind in (Half, Unbound):
-        assert whole_parameters(named, [lambda p, kind=kind: kind(p, lr=0.1)]) == dict.fromkeys(dict(named), LOOKS)
+        assert find_whole_parameters(named, [lambda p, kind=kind: kind(p, lr=0.1)]) == dict.fromkeys(dict(named), LOOKS)
 
 
 def test_sums_asked_for_by_one_worker_alone_are_told() -> None:
@@ -68,7 +70,7 @@ def test_sums_asked_for_by_one_worker_alone_are_told() -> None:
         return InTurns([{"params": parameters, "turn": next(turns)}])
 
     named = list(mlp(*SIZES).named_parameters())
-    (why,) = set(whole_parameters(named, [in_turns]).values())
+    (why,) = set(find_whole_parameters(named, [in_turns]).values())
     assert "sum_over_holders must be called once a step" in why
 
 
@@ -97,7 +99,7 @@ def test_parts_step_as_one_device_does(plan: str, microbatches: int, factory: An
 @pytest.mark.parametrize("plan", ["data=2", "pipeline=3,microbatches=2"])
 def test_whole_parameters_need_no_sums(plan: str, factory: Any) -> None:
     def bound(job: Job) -> bool:
-        assert isinstance(job.optimizer, Trusting)
+        assert isinstance(job.optimizer, TrustRatioOptimizer)
         return job.optimizer.sum_over_holders is not None
 
     microbatches = 2 if "microbatches" in plan else 1

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.part import Part
-from polylane.placement.call import Call, Strategy
-from polylane.placement.move import Move
-from polylane.placement.overlap import Finish, overlap
-from polylane.placement.placement import REPLICATE, SHARED, Cuts, Placement, Shard, even, joined
-from polylane.placement.rewrite import Split, rewrite
+from polylane.graph.sample_slice import SampleSlice
+from polylane.placement.operator_view import ViewSizes, make_call, with_neighbour_cuts
+from polylane.placement.overlap import FinishRedistribute, overlap_redistributions
+from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Cuts, Placement, Shard, even_cuts, join_cuts
+from polylane.placement.redistribute import Redistribute
+from polylane.placement.rewrite import AxisSplit, rewrite
 from polylane.placement.rules.registry import strategies
-from polylane.placement.view import Sizes, call_of, with_candidates
+from polylane.placement.strategy import OperatorCall, Strategy
 
 TOLERANCE = 1e-9
 
@@ -96,7 +96,7 @@ def on_threads(degree: int, work: Callable[[ThreadAxis], Any]) -> list[Any]:
 def on_rank(*args: Any, **kwargs: Any) -> fx.Graph:
     """What a rank runs: a graph rewritten, as by :func:`rewrite`, with its moves taken apart."""
     graph = rewrite(*args, **kwargs)
-    overlap(graph)
+    overlap_redistributions(graph)
     return graph
 
 
@@ -106,7 +106,7 @@ def travels(graph: fx.Graph) -> list[str]:
     return [
         f"{node.target.__name__} of {node.meta['name']}"  # type: ignore[union-attr]
         for node in graph.nodes
-        if axes.intersection(node.all_input_nodes) or isinstance(node.target, Finish)
+        if axes.intersection(node.all_input_nodes) or isinstance(node.target, FinishRedistribute)
     ]
 
 
@@ -127,7 +127,7 @@ def graph_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value:
     part = graph.placeholder("part")
     part.meta["role"] = ("part", 0)
     settled = [settle(a) for a in args]
-    settled = [part if isinstance(a, Part) else a for a in settled]
+    settled = [part if isinstance(a, SampleSlice) else a for a in settled]
     node = graph.call_function(target, tuple(settled), {k: settle(v) for k, v in kwargs.items()})
     node.meta = {"val": fx.node.map_aggregate(value, lambda v: v.to("meta") if isinstance(v, Tensor) else v)}
     node.meta["name"] = "op"
@@ -143,7 +143,7 @@ def graph_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value:
     return graph, tensors
 
 
-def call_for(graph: fx.Graph, degree: int, gradient: bool, op: str | None = None) -> Call:
+def call_for(graph: fx.Graph, degree: int, gradient: bool, op: str | None = None) -> OperatorCall:
     """The one operator of a graph as a call."""
     node = next(n for n in graph.nodes if n.op == "call_function" and n.meta["name"] == "op")
     if op is not None:
@@ -152,7 +152,7 @@ def call_for(graph: fx.Graph, degree: int, gradient: bool, op: str | None = None
     def flows(n: fx.Node) -> bool:
         return bool(n.meta.get("grad", gradient))
 
-    call, _ = call_of(node, Sizes(1), degree, flows)
+    call, _ = make_call(node, ViewSizes(1), degree, flows)
     return call
 
 
@@ -164,7 +164,7 @@ def check(
     degree: int = 2,
     cuts: Mapping[tuple[str, int, int], Sequence[Cuts]] | None = None,
     op: str | None = None,
-    part: Part | None = None,
+    part: SampleSlice | None = None,
     only: Callable[[Strategy], bool] | None = None,
     tolerance: float = TOLERANCE,
 ) -> list[Strategy]:
@@ -182,7 +182,7 @@ def check(
         The strategies that were checked.
     """
     kwargs = dict(kwargs or {})
-    part = part or Part(1)
+    part = part or SampleSlice(1)
     whole_args = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
     leaves: list[Tensor] = []
 
@@ -205,7 +205,7 @@ def check(
     wanted = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves]
     call = call_for(graph, degree, gradient, op)
     if cuts:
-        call = with_candidates(call, {place: tuple(each) for place, each in cuts.items()})
+        call = with_neighbour_cuts(call, {place: tuple(each) for place, each in cuts.items()})
     checked = []
     for strategy in strategies(call):
         if only is not None and not only(strategy):
@@ -216,11 +216,11 @@ def check(
 
 
 def _check_one(
-    graph: fx.Graph, call: Call, strategy: Strategy, degree: int, tensors: Sequence[Tensor], part: Part,
+    graph: fx.Graph, call: OperatorCall, strategy: Strategy, degree: int, tensors: Sequence[Tensor], part: SampleSlice,
     seeds: Sequence[Tensor | None], outs: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float,
 ) -> None:  # fmt: skip
     inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["role"][0] == "input"]
-    split = Split(degree, {"op": strategy}, {(f"input:{i}", 0): REPLICATE for i in range(len(inputs))})
+    split = AxisSplit(degree, {"op": strategy}, {(f"input:{i}", 0): REPLICATE for i in range(len(inputs))})
 
     def work(axis: ThreadAxis) -> tuple[list[Tensor], list[Tensor], list[str]]:
         own = on_rank(graph, {"op": call}, {"x": split}, 1, {"x": axis.index})
@@ -269,11 +269,21 @@ def _close(value: Tensor, right: Tensor, tolerance: float, where: str) -> None:
 
 def uneven(size: int, degree: int, shift: int = 1) -> Cuts:
     """One segment, cut where nobody would: the last ranks get most."""
-    ends = even(size, degree)[0]
+    ends = even_cuts(size, degree)[0]
     return (tuple(max(0, p - shift) if 0 < p < size else p for p in ends),)
 
 
 __all__ = [
-    "SHARED", "Move", "Placement", "Shard", "ThreadAxis", "check", "even", "joined", "on_rank", "on_threads", "travels",
+    "REPLICATE_PARTIAL_GRAD",
+    "Placement",
+    "Redistribute",
+    "Shard",
+    "ThreadAxis",
+    "check",
+    "even_cuts",
+    "join_cuts",
+    "on_rank",
+    "on_threads",
+    "travels",
     "uneven",
 ]  # fmt: skip

@@ -11,16 +11,31 @@ from hypothesis import strategies as st
 from split_checks import Ring as Shared
 from split_checks import ThreadAxis, call_for, check, graph_of, on_rank, on_threads, uneven
 
-from polylane.graph.part import Part
-from polylane.graph.random_operators import attention as keyed
-from polylane.placement.attend import Block, Queries, Sums, tiles, visible
-from polylane.placement.call import Strategy
-from polylane.placement.causal import Causal
-from polylane.placement.move import piece
-from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Cuts, Placement, Shard, even, joined
-from polylane.placement.rewrite import Split
-from polylane.placement.ring import Circle, Keys, Ring
+from polylane.graph.operators.keyed_random import attention as keyed
+from polylane.graph.sample_slice import SampleSlice
+from polylane.placement.kernels.block_attention import (
+    AttentionQueries,
+    KeyValueBlock,
+    OnlineSoftmax,
+    count_scores,
+    tiles,
+)
+from polylane.placement.kernels.causal_attention import CausalAttention
+from polylane.placement.kernels.ring_attention import RingAttention, RingOverKeys, RingSchedule
+from polylane.placement.placement import (
+    PARTIAL,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
+    Cuts,
+    Placement,
+    Shard,
+    even_cuts,
+    join_cuts,
+)
+from polylane.placement.redistribute import local_shard
+from polylane.placement.rewrite import AxisSplit
 from polylane.placement.rules.registry import strategies
+from polylane.placement.strategy import Strategy
 
 OP = "aten.scaled_dot_product_attention.default"
 sdpa = torch.ops.aten.scaled_dot_product_attention.default
@@ -74,7 +89,7 @@ def test_causal(batch: int, heads: int, q: int, k: int, kind: str, degree: int) 
 
 
 def test_causal_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Causal, "LEAST", 2)
+    monkeypatch.setattr(CausalAttention, "LEAST", 2)
     args = [tensor(1, 2, 21, 4, seed=i) for i in range(3)]
     for mask in (None, tensor(21, 21, grad=False), tensor(21, 21, grad=False) > 0):
         check(sdpa, [*args, mask, 0.0, True], degree=3, only=lambda s: s.name == "query positions")
@@ -103,7 +118,7 @@ def test_grouped_queries(sizes: tuple[int, int], kind: str, causal: bool, batche
     if few_heads > 1:
         assert any(isinstance(s.inputs[1], Shard) and isinstance(s.inputs[2], Shard) for s in by_heads)
     if few_heads < degree:
-        assert any(s.inputs[1] == s.inputs[2] == SHARED for s in by_heads)
+        assert any(s.inputs[1] == s.inputs[2] == REPLICATE_PARTIAL_GRAD for s in by_heads)
         assert any(s.share < 1 for s in by_heads)
 
 
@@ -142,7 +157,7 @@ def odd(size: int, degree: int) -> list[Cuts]:
         uneven(size, degree),
         ((0, *[0] * (degree - 1), size),),
         ((0, *[size] * degree),),
-        joined([uneven(first, degree), even(size - first, degree)]),
+        join_cuts([uneven(first, degree), even_cuts(size - first, degree)]),
     ]
 
 
@@ -168,7 +183,7 @@ def test_odd_cuts_of_two_sequences(degree: int) -> None:
 @given(st.sampled_from([4, 2]), st.booleans(), masks, degrees)
 def test_dropped(few_heads: int, causal: bool, kind: str, degree: int) -> None:
     args = [tensor(2, 4, 5, 3), tensor(2, few_heads, 5, 3), tensor(2, few_heads, 5, 3, seed=1)]
-    part = Part(2, first=2, batch=4, step=3, seed=5)
+    part = SampleSlice(2, first=2, batch=4, step=3, seed=5)
     call = [part, 77, 0, *args, mask_of(kind, 4, 5, 5), 0.4, causal]
     cuts = {("in", 0, 1): [uneven(4, degree)], ("in", 0, 2): [odd(5, degree)[-1]]}
     options = {"enable_gqa": few_heads < 4}
@@ -178,7 +193,7 @@ def test_dropped(few_heads: int, causal: bool, kind: str, degree: int) -> None:
 
 
 def test_dropped_where_only_values_have_heads() -> None:
-    part = Part(2, seed=5)
+    part = SampleSlice(2, seed=5)
     call = [part, 7, 0, tensor(2, 1, 5, 3), tensor(2, 1, 4, 3), tensor(2, 4, 4, 3), None, 0.4]
     assert "heads" in names(check(keyed, call, degree=2, op=OP, part=part))
 
@@ -211,11 +226,11 @@ def on_a_mesh(
     graph, tensors = graph_of(sdpa, args, kwargs, expected)
     call = call_for(graph, degree, True)
     sources = {(f"input:{i}", 0): source for i in range(len(tensors))}
-    splits = {axis: Split(degree, {"op": s}, sources) for axis, s in chosen.items()}
+    splits = {axis: AxisSplit(degree, {"op": s}, sources) for axis, s in chosen.items()}
     lines = [[Line(degree) for _ in range(degree)] for _ in range(2)]
 
     def own_part(x: torch.Tensor, index: int) -> torch.Tensor:
-        return piece(x, source, index) if isinstance(source, Shard) else x
+        return local_shard(x, source, index) if isinstance(source, Shard) else x
 
     def work(axis: ThreadAxis) -> tuple[torch.Tensor, list[torch.Tensor], list[str]]:
         x, y = axis.index % degree, axis.index // degree
@@ -267,8 +282,8 @@ def test_sequences_become_heads(degree: int) -> None:
     args = [*(tensor(2, 5, 7, 3, seed=i) for i in range(3)), None, 0.0, True]
     graph, _ = graph_of(sdpa, args, {}, sdpa(*args))
     (heads,) = (s for s in strategies(call_for(graph, degree, True)) if s.name == "heads")
-    assert heads.inputs == (Shard(1, even(5, degree)),) * 3
-    for ran in on_a_mesh(args, {}, {"x": heads}, degree, source=Shard(2, even(7, degree))):
+    assert heads.inputs == (Shard(1, even_cuts(5, degree)),) * 3
+    for ran in on_a_mesh(args, {}, {"x": heads}, degree, source=Shard(2, even_cuts(7, degree))):
         assert ran.count("all_to_all") == 3
 
 
@@ -317,8 +332,8 @@ def test_traffic_is_what_is_announced(causal: bool, degree: int, size: int, stri
 
     def work(axis: ThreadAxis) -> tuple[int, int]:
         counted = Counted(axis.ring, axis.index)
-        q, k, v = (tensor(1, 4, query.length(axis.index), 8, seed=i) for i in range(3))
-        Ring(Circle(spans, spans, causal))(counted, q, k, v).sum().backward()
+        q, k, v = (tensor(1, 4, query.local_length(axis.index), 8, seed=i) for i in range(3))
+        RingAttention(RingSchedule(spans, spans, causal))(counted, q, k, v).sum().backward()
         return counted.sent, counted.messages
 
     ranks = on_threads(degree, work)
@@ -333,20 +348,20 @@ def test_tiles_hold_all_scores_there_are(ends: list[int], rows: int, causal: boo
     rows_at = [p for a, b in queries for p in range(a, b)]
     keys_at = [p for a, b in keys for p in range(a, b)]
     wanted = {(i, j) for i, p in enumerate(rows_at) for j, s in enumerate(keys_at) if s <= p or not causal}
-    assert visible(queries, keys, causal) == len(wanted)
+    assert count_scores(queries, keys, causal) == len(wanted)
     covered = set()
     for tile in tiles(queries, keys, causal, rows):
         assert tile.stop - tile.start <= rows
         pairs = {(i, j) for i in range(tile.start, tile.stop) for j in range(tile.keys)}
         assert tile.first == rows_at[tile.start]
-        assert tile.cut == bool(pairs - wanted)
+        assert tile.is_masked == bool(pairs - wanted)
         assert any(j == tile.keys - 1 for _, j in pairs & wanted)
         covered |= pairs & wanted
     assert covered == wanted
 
 
 def test_long_blocks_go_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polylane.placement.attend.tiles.__defaults__", (3,))
+    monkeypatch.setattr("polylane.placement.kernels.block_attention.tiles.__defaults__", (3,))
     args = [tensor(1, 2, 11, 4, seed=i) for i in range(3)]
     for mask in (None, tensor(11, 1, grad=False), tensor(1, 11, grad=False)):
         check(sdpa, [*args, mask, 0.0, True], degree=2, only=lambda s: "ring" in s.name or s.name == "keys")
@@ -361,8 +376,8 @@ def test_autocast_and_half_precision() -> None:
     def work(axis: ThreadAxis) -> tuple[torch.Tensor, torch.Tensor]:
         own = [a.detach()[..., 3 * axis.index : 3 * axis.index + 3, :].requires_grad_() for a in args]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            ring = Ring(Circle(spans, spans, False))(axis, *own)
-            keys = Keys(spans[axis.index])(axis, args[0].detach(), *own[1:])
+            ring = RingAttention(RingSchedule(spans, spans, False))(axis, *own)
+            keys = RingOverKeys(spans[axis.index])(axis, args[0].detach(), *own[1:])
         assert ring.dtype == keys.dtype == torch.bfloat16
         ring.float().sum().backward()
         assert own[0].grad is not None and own[0].grad.dtype == torch.float32
@@ -375,7 +390,7 @@ def test_autocast_and_half_precision() -> None:
 
 def test_online_softmax_of_no_keys_is_zero() -> None:
     q, k = tensor(1, 3, 2, grad=False), tensor(1, 0, 2, grad=False)
-    queries = Queries(q, None, ((0, 3),), False, 1.0, False)
-    sums = Sums(queries, k, k)
-    sums.add(queries, Block(k, k, ()))
+    queries = AttentionQueries(q, None, ((0, 3),), False, 1.0, False)
+    sums = OnlineSoftmax(queries, k, k)
+    sums.add_block(queries, KeyValueBlock(k, k, ()))
     assert not sums.result()[0].any()

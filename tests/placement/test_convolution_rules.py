@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from split_checks import check, even, joined, on_threads, uneven
 
-from polylane.placement.call import Strategy
-from polylane.placement.halo import Halo
-from polylane.placement.placement import PARTIAL, SHARED, Cuts, Shard, repeated
+from polylane.placement.kernels.halo_exchange import HaloExchange
+from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Shard, repeat_cuts
+from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
 FORWARD = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
@@ -145,7 +145,7 @@ def test_filters_give_the_input_channels_that_the_next_one_reads() -> None:
         for s in check(aten.conv2d.default, [tensor(1, 6, 4, 4), tensor(5, 6, 1, 1), tensor(5)], degree=2)
         if s.name == "input channels"
     )
-    assert filters.inputs == (SHARED, Shard(0, even(6, 2)))
+    assert filters.inputs == (REPLICATE_PARTIAL_GRAD, Shard(0, even(6, 2)))
     assert filters.outputs == (channels.inputs[0],)
     assert (channels.inputs[1:], channels.outputs) == ((Shard(1, even(6, 2)), PARTIAL), (PARTIAL,))
 
@@ -153,7 +153,7 @@ def test_filters_give_the_input_channels_that_the_next_one_reads() -> None:
 def test_groups_take_the_cuts_of_their_neighbours() -> None:
     """Cut between whole groups, whoever asks; a cut inside of each group is one of filters."""
     args = [tensor(1, 8, 5), tensor(12, 2, 2), tensor(12), [1], [0], [1], 4]
-    within = repeated(((0, 1, 3),), 3, 4)
+    within = repeat_cuts(((0, 1, 3),), 3, 4)
     found = check(
         aten.conv1d.default, args, degree=2, cuts={("in", 0, 1): [((0, 2, 8),), ((0, 3, 8),)], ("out", 0, 1): [within]}
     )
@@ -177,7 +177,7 @@ def test_halo(size: int, degree: int, data: st.DataObject) -> None:
         x = torch.cat([x, x + 1], 1)
     borders = st.lists(st.integers(-4, x.shape[1] + 4), max_size=4, unique=True).map(sorted)
     wanted = [[(b[i], b[i + 1]) for i in range(0, len(b) - 1, 2)] for b in (data.draw(borders) for _ in range(degree))]
-    halo, shard = Halo(1, cuts, wanted, 0.5), Shard(1, cuts)
+    halo, shard = HaloExchange(1, cuts, wanted, 0.5), Shard(1, cuts)
     padded = torch.nn.functional.pad(x, (0, 0, 5, 5), value=0.5)
     rights = [torch.cat([padded[:, a + 5 : b + 5] for a, b in [(0, 0), *each]], 1) for each in wanted]
     back = torch.zeros_like(padded)

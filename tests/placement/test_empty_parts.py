@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_checks import check
 
-from polylane.graph.part import Part
-from polylane.graph.random_operators import KEYED
-from polylane.placement.call import Strategy
+from polylane.graph.operators.keyed_random import KEYED
+from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import Shard
+from polylane.placement.strategy import Strategy
 
 SDPA = "aten.scaled_dot_product_attention.default"
 degrees = st.integers(2, 4)
@@ -27,7 +27,7 @@ def tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
 
 def leaves_somebody_nothing(strategy: Strategy, degree: int) -> bool:
     shards = [p for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)]
-    return any(shard.length(i) == 0 for shard in shards for i in range(degree))
+    return any(shard.local_length(i) == 0 for shard in shards for i in range(degree))
 
 
 def kinds(found: list[Strategy], degree: int) -> set[str]:
@@ -60,7 +60,7 @@ def test_attention(
         mask = mask > -0.4 if kind == "bool" else mask
     args += [mask, 0.4 if dropped else 0.0, causal]
     options = {"enable_gqa": few_heads < heads}
-    part = Part(batch, first=2, batch=batch + 2, step=3, seed=5)
+    part = SampleSlice(batch, first=2, batch=batch + 2, step=3, seed=5)
     if dropped:
         found = check(KEYED[SDPA], [part, 77, 0, *args], options, degree=degree, op=SDPA, part=part)
     else:
@@ -86,14 +86,14 @@ RANDOM = {
 @pytest.mark.parametrize("batch_dim", [None, 0, 1])
 def test_random_operators(op: str, batch_dim: int | None) -> None:
     samples = 1 if batch_dim is None else (2, 3)[batch_dim]
-    part = Part(samples, first=1, batch=5, seed=5)
+    part = SampleSlice(samples, first=1, batch=5, seed=5)
     x = tensor(2, 3, 2, grad="dropout" in op or "rrelu" in op)
     found = check(KEYED[op], [part, 5, batch_dim, x, *RANDOM[op]], degree=4, op=op, part=part)
     assert kinds(found, 4) == {"dim 0", "dim 1", "dim 2"}
 
 
 def test_multinomial() -> None:
-    part, op = Part(3, first=1, batch=5, seed=2), "aten.multinomial.default"
+    part, op = SampleSlice(3, first=1, batch=5, seed=2), "aten.multinomial.default"
     for replacement in (False, True):
         args = [part, 3, 0, tensor(3, 4, grad=False).abs(), 2, replacement]
         assert kinds(check(KEYED[op], args, degree=4, op=op, part=part), 4) == {"rows"}
@@ -115,9 +115,9 @@ def test_recurrent(op: str, bidirectional: bool, drops: bool, batch: int) -> Non
         for shape in ((gates * 4, 4 * directions if layer else 3), (gates * 4, 4), (gates * 4,), (gates * 4,))
     ]
     args = [x, states if op == "lstm" else states[0], weights, True, layers, 0.3 * drops, True, bidirectional, False]
-    name, part = f"aten.{op}.input", Part(batch, first=2, batch=6, seed=5)
+    name, part = f"aten.{op}.input", SampleSlice(batch, first=2, batch=6, seed=5)
     if drops:
         found = check(KEYED[name], [part, 5, 1, *args], degree=4, op=name, part=part)
     else:
-        found = check(getattr(torch.ops.aten, op).input, args, degree=4)
+        found = check(getattr(torch.ops.aten, op).aliased_input, args, degree=4)
     assert kinds(found, 4) == {"batch"}

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_checks import call_for, check, even, graph_of, joined, uneven
 
-from polylane.placement.call import Strategy
-from polylane.placement.placement import PARTIAL, SHARED, Cuts, Placement, Shard, scaled
+from polylane.placement.operator_view import with_neighbour_cuts
+from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Placement, Shard, scale_cuts
 from polylane.placement.rules.registry import strategies
-from polylane.placement.rules.shape import shortest
-from polylane.placement.view import with_candidates
+from polylane.placement.rules.shape import simplify_cuts
+from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
 few = settings(max_examples=12, deadline=None)
@@ -61,7 +61,7 @@ def offers(found: Collection[Strategy], inputs: list[Placement], outputs: list[P
 def asking(operator: Any, args: list[Any], cuts: dict[tuple[str, int, int], list[Cuts]], degree: int) -> Any:
     """The strategies of an operator whose neighbours ask for cuts, without running any."""
     graph, _ = graph_of(operator, args, {}, operator(*args))
-    return strategies(with_candidates(call_for(graph, degree, True), {k: tuple(v) for k, v in cuts.items()}))
+    return strategies(with_neighbour_cuts(call_for(graph, degree, True), {k: tuple(v) for k, v in cuts.items()}))
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_pieces_of_any_sizes(b: int, sizes: list[int], dim: int, degree: int, ne
         cuts["out", 0, dim] = [uneven(sizes[0], degree)]
     at = dim - 3 if negative else dim
     found = check(aten.split_with_sizes.default, [tensor(*shape), sizes, at], degree=degree, cuts=cuts)
-    fused = shortest(joined([even(n, degree) for n in sizes]))
+    fused = simplify_cuts(joined([even(n, degree) for n in sizes]))
     parts: list[Placement] = [Shard(dim, even(n, degree)) for n in sizes]
     assert offers(found, [Shard(dim, fused)], parts) == (total > 1)
     assert passes(found)
@@ -125,10 +125,10 @@ def test_split_where_a_tensor_says() -> None:
 def test_grouped_heads_in_one_matrix() -> None:
     """Queries in whole heads, and fewer keys and values, as views of each ask: each cut between its own heads."""
     x, width = tensor(2, 5 * 4), 4
-    queries, keys = scaled(even(3, 2), width), scaled(even(1, 2), width)
+    queries, keys = scale_cuts(even(3, 2), width), scale_cuts(even(1, 2), width)
     ask = {("out", 0, 1): [queries], ("out", 1, 1): [keys], ("out", 2, 1): [keys]}
     found = check(aten.split_with_sizes.default, [x, [12, 4, 4], 1], cuts=ask)
-    fused = shortest(joined([queries, keys, keys]))
+    fused = simplify_cuts(joined([queries, keys, keys]))
     assert offers(found, [Shard(1, fused)], [Shard(1, queries), Shard(1, keys), Shard(1, keys)])
 
 
@@ -416,4 +416,6 @@ def test_one_hot() -> None:
 def test_numbers_are_no_summands() -> None:
     assert not passes(check(aten.slice.Tensor, [positions(5, 4, 6), 1, 2, 5]))
     assert not any(s.outputs[0] == PARTIAL for s in check(aten.select.int, [positions(5, 4, 6), 1, 2]))
-    assert all(p != SHARED for s in check(aten.select.int, [positions(5, 4, 6), 1, 2]) for p in s.inputs)
+    assert all(
+        p != REPLICATE_PARTIAL_GRAD for s in check(aten.select.int, [positions(5, 4, 6), 1, 2]) for p in s.inputs
+    )

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from split_checks import Ring, ThreadAxis, call_for, check, even, graph_of, joined, on_threads, uneven
 from torch import Tensor, fx
 
-from polylane.placement.call import Strategy
 from polylane.placement.placement import PARTIAL, REPLICATE, Shard
-from polylane.placement.rewrite import Split, rewrite
+from polylane.placement.rewrite import AxisSplit, rewrite
 from polylane.placement.rules.registry import strategies
-from polylane.placement.rules.vocabulary import ClassLoss
+from polylane.placement.rules.vocabulary import ShardedClassLoss
+from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
 brief = settings(max_examples=25, deadline=None)
@@ -226,7 +226,9 @@ def test_halves_are_reduced_in_single_precision(dtype: torch.dtype) -> None:
     def work(axis: ThreadAxis) -> tuple[Tensor, Tensor]:
         ranges = Shard(1, cuts).ranges(axis.index)
         own = x[:, ranges[0][0] : ranges[0][1]].clone().requires_grad_()
-        loss = ClassLoss(logits=True, classes=6, dtype=torch.float32, ranges=ranges)(own, target, vocabulary=axis)
+        loss = ShardedClassLoss(logits=True, classes=6, dtype=torch.float32, ranges=ranges)(
+            own, target, vocabulary=axis
+        )
         loss.backward()
         assert own.grad is not None
         return loss.detach(), own.grad
@@ -240,7 +242,7 @@ def test_halves_are_reduced_in_single_precision(dtype: torch.dtype) -> None:
 
 
 def test_a_class_that_no_rank_has_is_refused() -> None:
-    loss = ClassLoss(logits=False, classes=4, dtype=torch.float64, ranges=((0, 2),))
+    loss = ShardedClassLoss(logits=False, classes=4, dtype=torch.float64, ranges=((0, 2),))
     with pytest.raises(RuntimeError, match="out of range"):
         loss(tensor(3, 2), torch.tensor([0, 4, 1]))
 
@@ -265,7 +267,7 @@ def test_two_axes_cut_a_loss(target: str, dims: tuple[int, int], reduction: int)
     call = call_for(graph, 2, gradient=True)
     whole = {(f"input:{i}", 0): REPLICATE for i in range(len(tensors))}
     chosen = [next(s for s in strategies(call) if s.inputs[0] == Shard(d, even(shape[d], 2))) for d in dims]
-    splits = {axis: Split(2, {"op": strategy}, whole) for axis, strategy in zip("xy", chosen, strict=True)}
+    splits = {axis: AxisSplit(2, {"op": strategy}, whole) for axis, strategy in zip("xy", chosen, strict=True)}
     rings = {axis: [Ring(2), Ring(2)] for axis in "xy"}
 
     def work(place: ThreadAxis) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_checks import check, even, joined, uneven
 
-from polylane.placement.call import Strategy
 from polylane.placement.placement import PARTIAL, Shard
-from polylane.placement.rules.matmul import terms
+from polylane.placement.rules.matmul import parse_equation
+from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
 brief = settings(max_examples=25, deadline=None)
@@ -231,9 +231,9 @@ def test_einsum(equation: str, data: st.DataObject, degree: int) -> None:
 
 
 def test_terms_of_equations() -> None:
-    assert terms("ij,jk->ik", [2, 2]) == ([["i", "j"], ["j", "k"]], ["i", "k"])
-    assert terms("b...i,i...", [4, 2]) == ([["b", "1", "0", "i"], ["i", "0"]], ["1", "0", "b"])
-    assert terms("...,...->...", [1, 0]) == ([["0"], []], ["0"])
+    assert parse_equation("ij,jk->ik", [2, 2]) == ([["i", "j"], ["j", "k"]], ["i", "k"])
+    assert parse_equation("b...i,i...", [4, 2]) == ([["b", "1", "0", "i"], ["i", "0"]], ["1", "0", "b"])
+    assert parse_equation("...,...->...", [1, 0]) == ([["0"], []], ["0"])
 
 
 def test_integers_are_cut_too() -> None:

@@ -11,17 +11,27 @@ import torch
 from split_checks import on_threads, uneven
 from torch import Tensor
 
-from polylane.placement.move import Axis, Move, piece
-from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Partial, Placement, Shard, even, gradient, joined
+from polylane.placement.placement import (
+    PARTIAL,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
+    Partial,
+    Placement,
+    Shard,
+    even_cuts,
+    gradient_placement,
+    join_cuts,
+)
+from polylane.placement.redistribute import Axis, Redistribute, local_shard
 
 SHAPE = (7, 6)
 
 
 def placements(degree: int) -> list[Placement]:
     rows, columns = SHAPE
-    segments = joined([even(2, degree), even(4, degree)])
-    shards = [Shard(0, even(rows, degree)), Shard(0, uneven(rows, degree)), Shard(1, even(columns, degree))]
-    return [REPLICATE, SHARED, PARTIAL, *shards, Shard(1, segments)]
+    segments = join_cuts([even_cuts(2, degree), even_cuts(4, degree)])
+    shards = [Shard(0, even_cuts(rows, degree)), Shard(0, uneven(rows, degree)), Shard(1, even_cuts(columns, degree))]
+    return [REPLICATE, REPLICATE_PARTIAL_GRAD, PARTIAL, *shards, Shard(1, segments)]
 
 
 def parts(whole: Tensor, placement: Placement, degree: int) -> list[Tensor]:
@@ -30,7 +40,7 @@ def parts(whole: Tensor, placement: Placement, degree: int) -> list[Tensor]:
         summands = list(torch.randn(degree - 1, *SHAPE, generator=torch.Generator().manual_seed(2)).double())
         return [*summands, whole - sum(summands)]
     if isinstance(placement, Shard):
-        return [piece(whole, placement, i) for i in range(degree)]
+        return [local_shard(whole, placement, i) for i in range(degree)]
     return [whole.clone() for _ in range(degree)]
 
 
@@ -42,7 +52,7 @@ def assert_lies(found: Sequence[Tensor], whole: Tensor, placement: Placement) ->
         torch.testing.assert_close(own, expected)
 
 
-def both_ways(move: Move, values: list[Tensor], slopes: list[Tensor], axis: Axis) -> tuple[Tensor, Tensor]:
+def both_ways(move: Redistribute, values: list[Tensor], slopes: list[Tensor], axis: Axis) -> tuple[Tensor, Tensor]:
     """What a rank gets of a value, and of its gradient."""
     x = values[axis.index].requires_grad_()
     out = move(axis, x)
@@ -55,7 +65,7 @@ def test_every_placement_becomes_every_other(degree: int) -> None:
     random = torch.Generator().manual_seed(1)
     value, slope = (torch.randn(SHAPE, generator=random, dtype=torch.float64) for _ in "vg")
     for source, target in product(placements(degree), placements(degree)):
-        values, slopes = parts(value, source, degree), parts(slope, gradient(target), degree)
-        found = on_threads(degree, partial(both_ways, Move(source, target), values, slopes))
+        values, slopes = parts(value, source, degree), parts(slope, gradient_placement(target), degree)
+        found = on_threads(degree, partial(both_ways, Redistribute(source, target), values, slopes))
         assert_lies([out for out, _ in found], value, target)
-        assert_lies([back for _, back in found], slope, gradient(source))
+        assert_lies([back for _, back in found], slope, gradient_placement(source))

@@ -12,11 +12,11 @@ from split_checks import Ring, ThreadAxis, check, joined, on_threads, uneven
 from torch import Tensor
 
 from polylane.errors import PolylaneError
-from polylane.graph.part import Part
-from polylane.graph.statistics import batch_norm
-from polylane.placement.call import Strategy
-from polylane.placement.moments import LayerNorm, OverParts, RmsNorm
-from polylane.placement.placement import Cuts, Shard, divided, even
+from polylane.graph.operators.sync_batch_norm import batch_norm
+from polylane.graph.sample_slice import SampleSlice
+from polylane.placement.kernels.normalization import ShardedBatchNorm, ShardedLayerNorm, ShardedRmsNorm
+from polylane.placement.placement import Cuts, Shard, divide_cuts, even_cuts
+from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
 BATCH_NORM = "aten.batch_norm.default"
@@ -32,7 +32,7 @@ def cuts_of(shape: list[int], degree: int) -> dict[tuple[str, int, int], list[Cu
     found: dict[tuple[str, int, int], list[Cuts]] = {}
     for dim, size in enumerate(shape):
         if size > 1:
-            halves = joined([even(size // 2, degree), uneven(size - size // 2, degree)])
+            halves = joined([even_cuts(size // 2, degree), uneven(size - size // 2, degree)])
             found["in", 0, dim] = [uneven(size, degree), ((0, *[size] * degree),), halves]
     return found
 
@@ -100,16 +100,16 @@ def test_native_forms() -> None:
 def test_narrow_types_are_normalized_in_a_wide_one(weight_type: torch.dtype) -> None:
     x = (torch.randn(3, 512) * 4 + 20).to(torch.bfloat16)
     weight = torch.randn(512).to(weight_type)
-    cuts = even(512, 2)[0]
+    cuts = even_cuts(512, 2)[0]
 
     def part(tensor: Tensor, axis: ThreadAxis) -> Tensor:
         return tensor[..., cuts[axis.index] : cuts[axis.index + 1]].clone()
 
     def layer(axis: ThreadAxis) -> Tensor:
-        return LayerNorm(torch.bfloat16)([axis], part(x, axis), [512], part(weight, axis))
+        return ShardedLayerNorm(torch.bfloat16)([axis], part(x, axis), [512], part(weight, axis))
 
     def rms(axis: ThreadAxis) -> Tensor:
-        return RmsNorm(torch.bfloat16)([axis], part(x * 1e-4, axis), [512], part(weight, axis).to(x.dtype))
+        return ShardedRmsNorm(torch.bfloat16)([axis], part(x * 1e-4, axis), [512], part(weight, axis).to(x.dtype))
 
     expected = torch.nn.functional.layer_norm(x.float(), [512], weight.float())
     torch.testing.assert_close(torch.cat(on_threads(2, layer), -1).float(), expected, rtol=0.01, atol=0.01)
@@ -120,9 +120,9 @@ def test_narrow_types_are_normalized_in_a_wide_one(weight_type: torch.dtype) -> 
 def test_what_lies_far_from_zero_is_normalized_as_well() -> None:
     """A sum of squares less a squared sum would have lost it."""
     x = numbers(2, 64, grad=False) + 1e8
-    cuts = even(64, 2)[0]
+    cuts = even_cuts(64, 2)[0]
     parts = on_threads(
-        2, lambda axis: LayerNorm(torch.float64)([axis], x[:, cuts[axis.index] : cuts[axis.index + 1]], [64])
+        2, lambda axis: ShardedLayerNorm(torch.float64)([axis], x[:, cuts[axis.index] : cuts[axis.index + 1]], [64])
     )
     torch.testing.assert_close(torch.cat(parts, -1), torch.layer_norm(x, [64]), rtol=1e-6, atol=1e-6)
 
@@ -148,7 +148,7 @@ def test_group_norm(samples: int, groups: int, unit: int, space: list[int], affi
     for strategy in channels:
         (out,) = strategy.outputs
         assert isinstance(out, Shard)
-        assert divided(out.cuts, unit) is not None
+        assert divide_cuts(out.cuts, unit) is not None
         assert all(isinstance(p, Shard) for p in strategy.inputs)
 
 
@@ -188,7 +188,7 @@ def batches(draw: Any) -> tuple[list[int], list[Any], int]:
 @settings(max_examples=20, deadline=None)
 def test_batch_norm_in_training(of: tuple[list[int], list[Any], int]) -> None:
     shape, given, degree = of
-    part = Part(shape[0], batch=shape[0])
+    part = SampleSlice(shape[0], batch=shape[0])
     args = [part, *given, True, 0.1, 1e-3, True]
     checked = check(batch_norm, args, degree=degree, op=BATCH_NORM, part=part, cuts=cuts_of(shape, degree))
     assert cut_dims(checked) == large(shape)
@@ -230,11 +230,11 @@ def test_replicas_and_ranks_share_statistics(cut: tuple[int, int, int]) -> None:
         replica, rank = divmod(axis.index, 2)
         space = ThreadAxis(rings["space"][replica], rank)
         replicas = ThreadAxis(rings["replicas"][rank], replica)
-        part = Part(rows[replica].stop - rows[replica].start, batch=5, sum_replicas=_in_place(replicas))
+        part = SampleSlice(rows[replica].stop - rows[replica].start, batch=5, sum_replicas=_in_place(replicas))
         here = rows[replica], slice(None), slice(cut[rank], cut[rank + 1])
         own = [t.detach().clone().requires_grad_() for t in (x[here], weight, bias)]
         means = [r.clone() for r in running]
-        out = OverParts(batch_norm)([space], part, *own, *means, True, 0.1, 1e-5, True)
+        out = ShardedBatchNorm(batch_norm)([space], part, *own, *means, True, 0.1, 1e-5, True)
         out.backward(seed[here])
         return here, out.detach(), [t.grad for t in own], means
 
@@ -256,7 +256,9 @@ def test_one_value_has_no_variance_wherever_it_lies() -> None:
 
     def work(axis: ThreadAxis) -> Any:
         own = x.detach()[:, :, : 1 - axis.index]
-        return OverParts(batch_norm)([axis], Part(1, batch=1), own, None, None, None, None, True, 0.1, 1e-5, True)
+        return ShardedBatchNorm(batch_norm)(
+            [axis], SampleSlice(1, batch=1), own, None, None, None, None, True, 0.1, 1e-5, True
+        )
 
     with pytest.raises(PolylaneError, match="1 value per channel"):
         on_threads(2, work)

@@ -8,13 +8,19 @@ import torch
 from split_checks import ThreadAxis, on_rank, on_threads
 from torch import Tensor, fx, nn
 
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.graph.precision import InAutocast
-from polylane.placement.call import Strategy
-from polylane.placement.overlap import Begin, Finish, Held, Hold, overlap
-from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Shard, even
-from polylane.placement.rewrite import Split, rewrite
-from polylane.placement.view import view
+from polylane.placement.operator_view import view_operators
+from polylane.placement.overlap import (
+    BeginRedistribute,
+    FinishRedistribute,
+    HeldLinear,
+    HoldWeight,
+    overlap_redistributions,
+)
+from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, even_cuts
+from polylane.placement.rewrite import AxisSplit, rewrite
+from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
 
@@ -55,33 +61,35 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def split_graph() -> tuple[nn.Module, Tensor, fx.Graph, Any, Split]:
+def split_graph() -> tuple[nn.Module, Tensor, fx.Graph, Any, AxisSplit]:
     """Queries and keys by columns, then rows; everything else on every rank."""
     model, batch = TwoLayers().double(), torch.randn(5, 4, dtype=torch.float64)
     graph = capture(model, loss, batch)
-    shown = view(graph, 5, 2)
-    columns, hidden = Shard(0, even(6, 2)), Shard(1, even(6, 2))
+    shown = view_operators(graph, 5, 2)
+    columns, hidden = Shard(0, even_cuts(6, 2)), Shard(1, even_cuts(6, 2))
     steps: dict[str, Strategy] = {}
     sources: dict[Any, Any] = dict.fromkeys(shown.sources, REPLICATE)
-    for step in shown.steps:
+    for step in shown.operators:
         call = step.call
         if step.module in ("query", "key"):
-            steps[step.name] = Strategy("columns", (SHARED, columns, columns), (hidden,))
+            steps[step.name] = Strategy("columns", (REPLICATE_PARTIAL_GRAD, columns, columns), (hidden,))
             sources |= {(f"parameter:{step.module}.{n}", 0): columns for n in ("weight", "bias")}
         elif step.module == "down":
-            steps[step.name] = Strategy("rows", (hidden, Shard(1, even(6, 2)), PARTIAL), (PARTIAL,))
-            sources["parameter:down.weight", 0] = Shard(1, even(6, 2))
+            steps[step.name] = Strategy("rows", (hidden, Shard(1, even_cuts(6, 2)), PARTIAL), (PARTIAL,))
+            sources["parameter:down.weight", 0] = Shard(1, even_cuts(6, 2))
         elif call.base == "add" and call.outputs[0].shape == (5, 6):
             steps[step.name] = Strategy("dim", (hidden, hidden), (hidden,))
         else:
             steps[step.name] = call.strategy("replicate", {}, REPLICATE, default=REPLICATE)
-    return model, batch, graph.code.fx, {s.name: s.call for s in shown.steps}, Split(2, steps, sources)
+    return model, batch, graph.code.fx, {s.name: s.call for s in shown.operators}, AxisSplit(2, steps, sources)
 
 
-def run(own: fx.Graph, axis: Any, model: nn.Module, batch: Tensor, split: Split) -> tuple[Tensor, dict[str, Tensor]]:
+def run(
+    own: fx.Graph, axis: Any, model: nn.Module, batch: Tensor, split: AxisSplit
+) -> tuple[Tensor, dict[str, Tensor]]:
     given = {}
     for name, parameter in model.named_parameters():
-        placement = split.sources.get((f"parameter:{name}", 0))
+        placement = split.source_placements.get((f"parameter:{name}", 0))
         data = parameter.detach()
         if isinstance(placement, Shard):
             (start, stop), *_ = placement.ranges(axis.index)
@@ -108,7 +116,7 @@ def test_taken_apart_gives_the_same() -> None:
     def work(axis: ThreadAxis) -> list[Any]:
         plain = rewrite(code, calls, {"x": split}, 5, {"x": axis.index})
         apart = rewrite(code, calls, {"x": split}, 5, {"x": axis.index})
-        overlap(apart)
+        overlap_redistributions(apart)
         return [run(graph, axis, model, batch, split) for graph in (plain, apart)]
 
     whole = loss(model, batch)
@@ -124,17 +132,17 @@ def test_taken_apart_gives_the_same() -> None:
 def test_work_comes_between_begin_and_finish() -> None:
     _, _, code, calls, split = split_graph()
     own = rewrite(code, calls, {"x": split}, 5, {"x": 0})
-    overlap(own)
+    overlap_redistributions(own)
     order = {node: i for i, node in enumerate(own.nodes)}
-    begun = [n for n in own.nodes if isinstance(n.target, Begin)]
+    begun = [n for n in own.nodes if isinstance(n.target, BeginRedistribute)]
     assert len(begun) == 2  # the input of queries and keys, once for both, and what the rows sum up to
-    held = [n for n in own.nodes if isinstance(n.target, Hold)]
-    finished = [n for n in own.nodes if isinstance(n.target, Finish)]
+    held = [n for n in own.nodes if isinstance(n.target, HoldWeight)]
+    finished = [n for n in own.nodes if isinstance(n.target, FinishRedistribute)]
     assert len(held) == 2 and len(finished) == 2
     assert order[begun[0]] < min(order[h] for h in held) < max(order[h] for h in held) < order[finished[0]]
     aside = next(n for n in own.nodes if "aside" in str(n.meta.get("name")) and str(n.target) == "aten.linear.default")
     assert order[begun[1]] < order[aside] < order[finished[1]]
-    assert sum(isinstance(n.target, Held) for n in own.nodes) == 2
+    assert sum(isinstance(n.target, HeldLinear) for n in own.nodes) == 2
 
 
 def test_the_weights_gradients_are_computed_while_the_inputs_travels() -> None:
@@ -143,9 +151,9 @@ def test_the_weights_gradients_are_computed_while_the_inputs_travels() -> None:
     def work(axis: ThreadAxis) -> list[str]:
         told = Told(axis)
         own = rewrite(code, calls, {"x": split}, 5, {"x": axis.index})
-        overlap(own)
+        overlap_redistributions(own)
         for node in own.nodes:
-            if isinstance(node.target, Hold):
+            if isinstance(node.target, HoldWeight):
                 node.target = _telling(node.target, told.events)
         run(own, told, model, batch, split)
         return told.events
@@ -154,7 +162,7 @@ def test_the_weights_gradients_are_computed_while_the_inputs_travels() -> None:
         assert events == ["begins", "awaited", "begins", "weight", "weight", "awaited"]
 
 
-def _telling(hold: Hold, events: list[str]) -> Any:
+def _telling(hold: HoldWeight, events: list[str]) -> Any:
     def held(weight: Tensor) -> Tensor:
         out = hold(weight)
         assert out.grad_fn is not None
@@ -185,13 +193,13 @@ def test_nothing_begins_before_the_last_write() -> None:
     model, batch = WritesUnderAutocast().double(), torch.randn(5, 4, dtype=torch.float64)
     graph = capture(model, loss, batch)
     assert any(isinstance(n.target, InAutocast) and n.meta["op"] == "aten.mul_.Tensor" for n in graph.code.fx.nodes)
-    shown = view(graph, 5, 2)
-    hidden, steps, sources = Shard(1, even(6, 2)), dict[str, Strategy](), dict.fromkeys(shown.sources, REPLICATE)
-    for step in shown.steps:
+    shown = view_operators(graph, 5, 2)
+    hidden, steps, sources = Shard(1, even_cuts(6, 2)), dict[str, Strategy](), dict.fromkeys(shown.sources, REPLICATE)
+    for step in shown.operators:
         steps[step.name] = step.call.strategy("replicate", {}, REPLICATE, default=REPLICATE)
         if step.module == "down":
             steps[step.name] = Strategy("rows", (hidden, hidden, PARTIAL), (PARTIAL,))
-    calls, split = {s.name: s.call for s in shown.steps}, Split(2, steps, sources)
+    calls, split = {s.name: s.call for s in shown.operators}, AxisSplit(2, steps, sources)
 
     def work(axis: ThreadAxis) -> Any:
         own = on_rank(graph.code.fx, calls, {"x": split}, 5, {"x": axis.index})

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from split_checks import check, joined, uneven
 from torch import Tensor
 
-from polylane.placement.call import Call, Strategy, Value
-from polylane.placement.placement import PARTIAL, Cuts, Shard, even
+from polylane.placement.placement import PARTIAL, Cuts, Shard, even_cuts
 from polylane.placement.rules.registry import is_pointwise, strategies
+from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
 
 aten = torch.ops.aten
 
@@ -172,9 +172,9 @@ def test_the_same_value_twice() -> None:
 
 def test_what_finds_positions_is_not_cut() -> None:
     assert not is_pointwise("aten.where.default")
-    x = Value((4, 3), torch.bool, False, 0)
-    out = Value((5,), torch.int64, False, 0, "out")
-    offered = strategies(Call("aten.where.default", {"condition": x}, (x,), (out,), 2))
+    x = TensorValue((4, 3), torch.bool, False, 0)
+    out = TensorValue((5,), torch.int64, False, 0, "out")
+    offered = strategies(OperatorCall("aten.where.default", {"condition": x}, (x,), (out,), 2))
     assert not any(isinstance(s.inputs[0], Shard) for s in offered)
 
 
@@ -227,10 +227,10 @@ def test_glu(dim: int, half: int, degree: int) -> None:
             assert given == Shard(dim, joined([out.cuts, out.cuts]))
     if half > 1:
         found = {s.outputs[0] for s in checked}
-        assert {Shard(dim, even(half, degree)), Shard(dim, uneven(half, degree))} <= found
+        assert {Shard(dim, even_cuts(half, degree)), Shard(dim, uneven(half, degree))} <= found
 
 
 def test_in_place_is_whole() -> None:
-    x = Value((4, 3), torch.float64, True, 0)
-    call = Call("aten.add_.Scalar", {"self": x, "other": 1}, (x,), (x,), 2, written=frozenset({0}))
+    x = TensorValue((4, 3), torch.float64, True, 0)
+    call = OperatorCall("aten.add_.Scalar", {"self": x, "other": 1}, (x,), (x,), 2, written_inputs=frozenset({0}))
     assert [s.name for s in strategies(call)] == ["replicate"]

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from split_checks import check, even, joined, uneven
 
-from polylane.placement.call import Strategy
-from polylane.placement.placement import PARTIAL, SHARED, Cuts, Shard
+from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Shard
+from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
 POSITIONS = {1: ["position"], 2: ["height", "width"], 3: ["depth", "height", "width"]}
@@ -273,4 +273,4 @@ def test_a_shuffle_takes_the_cuts_of_grouped_convolutions() -> None:
 
 def test_sharing_is_offered_too() -> None:
     found = check(aten.max_pool2d.default, [tensor(1, 1, 1, 1), [1, 1]], degree=2)
-    assert [s.inputs[0] for s in found][1:] == [SHARED]
+    assert [s.inputs[0] for s in found][1:] == [REPLICATE_PARTIAL_GRAD]

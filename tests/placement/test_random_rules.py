@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from split_checks import check, joined, uneven
 from torch import Tensor
 
-from polylane.graph.part import Part, Region
-from polylane.graph.random import bits
-from polylane.graph.random_operators import KEYED
-from polylane.placement.placement import PARTIAL, Cuts, Shard, even
-from polylane.placement.region import Regional
+from polylane.graph.operators.counter_rng import random_bits
+from polylane.graph.operators.keyed_random import KEYED
+from polylane.graph.sample_slice import SampleSlice, TensorRegion
+from polylane.placement.kernels.random_region import RandomInRegion
+from polylane.placement.placement import PARTIAL, Cuts, Shard, even_cuts
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -45,54 +45,54 @@ def test_a_region_draws_its_numbers_of_the_whole(data: st.DataObject) -> None:
     if batch_dim is not None:
         shape.insert(batch_dim, samples * rows)
     first = data.draw(st.sampled_from([0, 3, 1 << 29, 1 << 33]))  # beyond 32 bits, too
-    part = Part(samples, first=first, batch=first + samples, step=2, seed=9)
-    whole = bits(part, 77, shape, batch_dim, CPU)
+    part = SampleSlice(samples, first=first, batch=first + samples, step=2, seed=9)
+    whole = random_bits(part, 77, shape, batch_dim, CPU)
     cut = data.draw(st.sets(st.integers(0, len(shape) - 1))) if shape else set()
     cuts = tuple((d, shape[d], data.draw(ranges(shape[d]))) for d in sorted(cut))
     for dim, _, spans in cuts:
         kept = [i for start, stop in spans for i in range(start, stop)]
         whole = whole.index_select(dim, torch.tensor(kept, dtype=torch.int64))
-    drawn = bits(dataclasses.replace(part, region=Region(cuts)), 77, whole.shape, batch_dim, CPU)
+    drawn = random_bits(dataclasses.replace(part, region=TensorRegion(cuts)), 77, whole.shape, batch_dim, CPU)
     assert torch.equal(drawn, whole)
 
 
 @pytest.mark.parametrize("shape", [[3, 70_000], [70_000, 3], [2, 300, 300], [140_000]])
 def test_large_regions_are_drawn_piece_by_piece(shape: list[int]) -> None:
-    whole = bits(Part(1, first=60_000, batch=70_000), 5, shape, 0, CPU)
+    whole = random_bits(SampleSlice(1, first=60_000, batch=70_000), 5, shape, 0, CPU)
     for dim, size in enumerate(shape):
         spans = ((0, size // 3), (size // 2, size - 1)) if size > 3 else ((1, size),)
         kept = torch.cat([torch.arange(start, stop) for start, stop in spans])
-        part = Part(1, first=60_000, batch=70_000, region=Region(((dim, size, spans),)))
+        part = SampleSlice(1, first=60_000, batch=70_000, region=TensorRegion(((dim, size, spans),)))
         expected = whole.index_select(dim, kept)
-        assert torch.equal(bits(part, 5, expected.shape, 0, CPU), expected)
+        assert torch.equal(random_bits(part, 5, expected.shape, 0, CPU), expected)
 
 
 def test_a_region_crosses_32_bits() -> None:
     near = (1 << 12) - 1
-    whole = bits(Part(2, first=near, batch=1 << 13), 9, [2, 1 << 10, 1 << 10], 0, CPU)
-    part = Part(2, first=near, batch=1 << 13, region=Region(((1, 1 << 10, ((1000, 1024),)),)))
-    assert torch.equal(bits(part, 9, [2, 24, 1 << 10], 0, CPU), whole[:, 1000:])
+    whole = random_bits(SampleSlice(2, first=near, batch=1 << 13), 9, [2, 1 << 10, 1 << 10], 0, CPU)
+    part = SampleSlice(2, first=near, batch=1 << 13, region=TensorRegion(((1, 1 << 10, ((1000, 1024),)),)))
+    assert torch.equal(random_bits(part, 9, [2, 24, 1 << 10], 0, CPU), whole[:, 1000:])
 
 
 def test_a_region_says_what_does_not_fit() -> None:
-    part = Part(1, region=Region(((1, 8, ((0, 4),)),)))
+    part = SampleSlice(1, region=TensorRegion(((1, 8, ((0, 4),)),)))
     for shape in ([2, 5], [2]):
         with pytest.raises(ValueError, match="no region"):
-            bits(part, 1, shape, 0, CPU)
+            random_bits(part, 1, shape, 0, CPU)
 
 
 def test_regions_of_two_axes_make_one() -> None:
     function = KEYED["aten.dropout.default"]
-    x, part = torch.ones(4, 6, 5, dtype=torch.float64), Part(4, batch=4, seed=3)
+    x, part = torch.ones(4, 6, 5, dtype=torch.float64), SampleSlice(4, batch=4, seed=3)
     whole = function(part, 11, 0, x, 0.5, True)
-    twice = Regional(Regional(function, 2, ((1, 3),), 5), 1, ((0, 2), (4, 6)), 6)
+    twice = RandomInRegion(RandomInRegion(function, 2, ((1, 3),), 5), 1, ((0, 2), (4, 6)), 6)
     kept = torch.tensor([0, 1, 4, 5])
     assert twice.target is function
     assert torch.equal(twice(part, 11, 0, x[:, kept, 1:3], 0.5, True), whole[:, kept, 1:3])
-    fewer = Part(2, first=1, batch=4, seed=3)  # the number of samples is that of the worker in question
+    fewer = SampleSlice(2, first=1, batch=4, seed=3)  # the number of samples is that of the worker in question
     assert torch.equal(twice(fewer, 11, 0, x[1:3, kept, 1:3], 0.5, True), whole[1:3, kept, 1:3])
     with pytest.raises(ValueError, match="twice"):
-        Regional(twice, 1, ((0, 1),), 4)
+        RandomInRegion(twice, 1, ((0, 1),), 4)
 
 
 # Rules ---------------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def cuts_of(shape: list[int], degree: int) -> dict[tuple[str, int, int], list[Cu
     for dim, size in enumerate(shape):
         if size > 1:
             empty = ((0, *[size] * degree),)
-            halves = joined([even(size // 2, degree), even(size - size // 2, degree)])
+            halves = joined([even_cuts(size // 2, degree), even_cuts(size - size // 2, degree)])
             found["in", 0, dim] = [uneven(size, degree), empty, halves]
     return found
 
@@ -140,7 +140,7 @@ def test_keyed(op: str, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(2, 5), min_size=2, max_size=4))
     batch_dim = data.draw(st.sampled_from([None, 0, 1]))
     samples = shape[batch_dim] if batch_dim is not None else 1
-    part = Part(samples, first=2, batch=samples + 2, step=1, seed=5)
+    part = SampleSlice(samples, first=2, batch=samples + 2, step=1, seed=5)
     args, kwargs = ATTRIBUTES[op](numbers(shape, grad=False) - 0.6)
     args = [a.requires_grad_(op in _FLOWING) if isinstance(a, Tensor) else a for a in args]
     checked = check(
@@ -156,12 +156,12 @@ def test_keyed(op: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("degree", [2, 3])
 def test_multinomial(replacement: bool, degree: int) -> None:
-    part = Part(5, first=1, batch=6, seed=2)
+    part = SampleSlice(5, first=1, batch=6, seed=2)
     args = [part, 3, 0, numbers([5, 4], grad=False), 3, replacement]
     op = "aten.multinomial.default"
     checked = check(KEYED[op], args, degree=degree, op=op, part=part, cuts={("in", 0, 0): [uneven(5, degree)]})
     assert [s.outputs[0] for s in checked if s.name == "rows"] == [
-        Shard(0, even(5, degree)),
+        Shard(0, even_cuts(5, degree)),
         Shard(0, uneven(5, degree)),
     ]
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_checks import check, uneven
 
-from polylane.graph.part import Part
-from polylane.graph.random_operators import KEYED
-from polylane.placement.placement import SHARED, Shard
+from polylane.graph.operators.keyed_random import KEYED
+from polylane.graph.sample_slice import SampleSlice
+from polylane.placement.placement import REPLICATE_PARTIAL_GRAD, Shard
 
 aten = torch.ops.aten
 KINDS = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -51,13 +51,13 @@ def arguments(
 def test_batch(kind: str, batch: int, layers: int, directions: int, biases: bool, first: bool, degree: int) -> None:
     args = arguments(kind, batch, layers, directions, biases, first, 0.0)
     cuts = {("in", 0, 0 if first else 1): [uneven(batch, degree)]} if batch > 1 else {}
-    found = check(getattr(aten, kind).input, args, degree=degree, cuts=cuts)
+    found = check(getattr(aten, kind).aliased_input, args, degree=degree, cuts=cuts)
     by_batch = [s for s in found if s.name == "batch"]
     assert bool(by_batch) == (batch > 1)
     for strategy in by_batch:
         assert [type(p) for p in strategy.outputs] == [Shard] * len(strategy.outputs)
         states = 2 if kind == "lstm" else 1
-        assert set(strategy.inputs[1 + states :]) == {SHARED}
+        assert set(strategy.inputs[1 + states :]) == {REPLICATE_PARTIAL_GRAD}
 
 
 def test_projection() -> None:
@@ -70,7 +70,7 @@ def test_projection() -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 def test_dropout_between_layers(kind: str, first: bool, layers: int) -> None:
     args = arguments(kind, 5, layers, 2, True, first, 0.4)
-    part = Part(5, first=5, batch=10, seed=3)
+    part = SampleSlice(5, first=5, batch=10, seed=3)
     op, along = f"aten.{kind}.input", 0 if first else 1
     found = check(KEYED[op], [part, 7, along, *args], degree=3, op=op, part=part)
     assert any(s.name == "batch" for s in found)

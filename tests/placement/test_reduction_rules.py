@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from split_checks import Ring, ThreadAxis, check, joined, on_threads, uneven
 from torch import Tensor, fx
 
-from polylane.graph.precision import Within
-from polylane.placement.call import Strategy
-from polylane.placement.placement import PARTIAL, REPLICATE, Cuts, Replicate, Shard, even
-from polylane.placement.reduced import Norm, Softmax
-from polylane.placement.rewrite import Split, rewrite
+from polylane.graph.precision import UnderSetting
+from polylane.placement.kernels.reduction import ShardedNorm, ShardedSoftmax
+from polylane.placement.operator_view import ViewSizes, make_call
+from polylane.placement.placement import PARTIAL, REPLICATE, Cuts, Replicate, Shard, even_cuts
+from polylane.placement.rewrite import AxisSplit, rewrite
 from polylane.placement.rules.registry import strategies
-from polylane.placement.view import Sizes, call_of
+from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def cuts_of(shape: list[int], degree: int) -> dict[tuple[str, int, int], list[Cu
     found: dict[tuple[str, int, int], list[Cuts]] = {}
     for dim, size in enumerate(shape):
         if size > 1:
-            halves = joined([even(size // 2, degree), uneven(size - size // 2, degree)])
+            halves = joined([even_cuts(size // 2, degree), uneven(size - size // 2, degree)])
             found["in", 0, dim] = [uneven(size, degree), ((0, *[size] * degree),), halves]
     return found
 
@@ -287,22 +287,22 @@ def test_safe_softmax_of_nothing_gives_zeros() -> None:
 def test_in_a_narrow_type_sums_are_wide() -> None:
     """Sums of many numbers: bfloat16 could not even count them."""
     x = (torch.arange(4000) % 7).to(torch.bfloat16)
-    cut = Shard(0, even(4000, 2))
+    cut = Shard(0, even_cuts(4000, 2))
 
     def softmax(axis: ThreadAxis) -> Tensor:
         own = x[slice(*cut.ranges(axis.index)[0])].clone()
-        return Softmax(0, torch.bfloat16)([axis], own)
+        return ShardedSoftmax(0, torch.bfloat16)([axis], own)
 
     def norm(axis: ThreadAxis) -> Tensor:
         own = x[slice(*cut.ranges(axis.index)[0])].clone()
-        return Norm(2.0, [0], False, torch.bfloat16)([axis], own)
+        return ShardedNorm(2.0, [0], False, torch.bfloat16)([axis], own)
 
     parts = on_threads(2, softmax)
     assert torch.equal(torch.cat(parts), x.softmax(0))
     assert all(torch.equal(each, x.norm()) for each in on_threads(2, norm))
 
 
-class InFloat32(Within):
+class InFloat32(UnderSetting):
     """An operator as autocast runs some: in float32, whatever it is given."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -324,11 +324,11 @@ def test_a_type_that_autocast_gives_is_kept(name: str) -> None:
     node = graph.call_function(target, (placeholder, *args))
     node.meta = {"val": whole.to("meta"), "name": "op", "op": f"aten.{base}.{overload or 'default'}"}
     graph.output((node,))
-    call, _ = call_of(node, Sizes(1), 2, lambda _: False)
+    call, _ = make_call(node, ViewSizes(1), 2, lambda _: False)
     strategy = next(s for s in strategies(call) if s.name == "over dim b")
 
     def work(axis: ThreadAxis) -> Tensor:
-        split = Split(2, {"op": strategy}, {("input:0", 0): REPLICATE})
+        split = AxisSplit(2, {"op": strategy}, {("input:0", 0): REPLICATE})
         own = rewrite(graph, {"op": call}, {"x": split}, 1, {"x": axis.index})
         return fx.Interpreter(fx.GraphModule({}, own)).run(axis, x)[0]
 
@@ -355,7 +355,7 @@ def test_both_axes_cut_what_is_reduced(name: str) -> None:
     node = graph.call_function(operator, (placeholder, *args))
     node.meta = {"val": whole.detach().to("meta"), "name": "op"}
     graph.output((node,))
-    call, _ = call_of(node, Sizes(1), 2, lambda _: True)
+    call, _ = make_call(node, ViewSizes(1), 2, lambda _: True)
     over = {s.inputs[0].dim: s for s in strategies(call) if s.name.startswith("over")}  # type: ignore[union-attr]
 
     grid = _Grid(2, 2)
@@ -363,7 +363,7 @@ def test_both_axes_cut_what_is_reduced(name: str) -> None:
     def work(axis: ThreadAxis) -> tuple[Tensor, Tensor | None]:
         own = x.detach().clone().requires_grad_()
         row, column = divmod(axis.index, 2)
-        splits = {a: Split(2, {"op": over[d]}, {("parameter:x", 0): Replicate()}) for a, d in (("a", 0), ("b", 1))}
+        splits = {a: AxisSplit(2, {"op": over[d]}, {("parameter:x", 0): Replicate()}) for a, d in (("a", 0), ("b", 1))}
         code = rewrite(graph, {"op": call}, splits, 1, {"a": row, "b": column})
         a, b = grid.axes(row, column)
         out = fx.Interpreter(fx.GraphModule({}, code)).run(a, b, own)[0]

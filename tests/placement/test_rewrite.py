@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from split_checks import call_for, graph_of, on_rank
 from whole_graphs import on_mesh
 
-from polylane.placement.call import Strategy
-from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Placement, Shard, even
-from polylane.placement.rewrite import Split, State, one_by_one
-from polylane.planner.layout import assembled, part_of
+from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard, even_cuts
+from polylane.placement.rewrite import AxisSplit, State, rewrite_by_axis
+from polylane.placement.strategy import Strategy
+from polylane.sharding.layout import assemble_parts, local_part
 
 SHAPE = (4, 5, 6)
 DEGREES = {"x": 2, "y": 3, "z": 2}
 
 
 def cut(dim: int, axis: int) -> Shard:
-    return Shard(dim, even(SHAPE[dim], list(DEGREES.values())[axis]))
+    return Shard(dim, even_cuts(SHAPE[dim], list(DEGREES.values())[axis]))
 
 
 @st.composite
@@ -40,10 +40,10 @@ def dims(state: State) -> list[int]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(states(REPLICATE, SHARED, PARTIAL), states(REPLICATE, SHARED))
+@given(states(REPLICATE, REPLICATE_PARTIAL_GRAD, PARTIAL), states(REPLICATE, REPLICATE_PARTIAL_GRAD))
 def test_one_axis_at_a_time(have: State, needed: State) -> None:
     now, moves, detours = list(have), 0, 0
-    for i, placement in one_by_one(have, needed):
+    for i, placement in rewrite_by_axis(have, needed):
         assert placement != now[i]
         now[i] = placement
         assert len(set(dims(tuple(now)))) == len(dims(tuple(now))), f"{now} on the way from {have} to {needed}"
@@ -75,13 +75,13 @@ def test_circles(before: tuple[int | None, ...], after: tuple[int | None, ...]) 
     graph, _ = graph_of(target, [x], {}, target(x))
     call = call_for(graph, 2, True)
     splits = {
-        axis: Split(degree, {"op": Strategy("as needed", (needed[i],), (needed[i],))}, {("input:0", 0): have[i]})
+        axis: AxisSplit(degree, {"op": Strategy("as needed", (needed[i],), (needed[i],))}, {("input:0", 0): have[i]})
         for i, (axis, degree) in enumerate(DEGREES.items())
     }
 
     def work(axes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         at = {name: axis.index for name, axis in axes.items()}
-        own = part_of(x.detach(), dict(zip(DEGREES, have, strict=True)), at).clone().requires_grad_()
+        own = local_part(x.detach(), dict(zip(DEGREES, have, strict=True)), at).clone().requires_grad_()
         values: dict[Any, Any] = {}
         for node in on_rank(graph, {"op": call}, splits, 1, at).nodes:
             if node.op == "placeholder":
@@ -98,5 +98,5 @@ def test_circles(before: tuple[int | None, ...], after: tuple[int | None, ...]) 
     ranks = on_mesh(DEGREES, work)
     for value, _ in ranks.values():
         torch.testing.assert_close(value, x.detach().sin(), rtol=0, atol=0)
-    grads = assembled({at: grad for at, (_, grad) in ranks.items()}, have, tuple(DEGREES.values()))
+    grads = assemble_parts({at: grad for at, (_, grad) in ranks.items()}, have, tuple(DEGREES.values()))
     torch.testing.assert_close(grads, weights * x.detach().cos(), rtol=1e-12, atol=0)

@@ -12,11 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_checks import call_for, check, even, graph_of, joined, uneven
 
-from polylane.placement.call import Strategy
-from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Cuts, Placement, Shard, repeated, scaled
-from polylane.placement.rewrite import Split, rewrite
+from polylane.placement.placement import (
+    PARTIAL,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
+    Cuts,
+    Placement,
+    Shard,
+    repeat_cuts,
+    scale_cuts,
+)
+from polylane.placement.rewrite import AxisSplit, rewrite
 from polylane.placement.rules.registry import strategies
-from polylane.placement.rules.shape import Block, across, shortest
+from polylane.placement.rules.shape import DimensionBlock, convert_cuts, simplify_cuts
+from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
 few = settings(max_examples=12, deadline=None)
@@ -60,9 +69,9 @@ def test_heads_are_split_off_and_laid_together(b: int, t: int, h: int, d: int, d
     apart = check(operator, [tensor(b, t, h * d), [b, t, h, d]], degree=degree)
     heads = Shard(2, even(h, degree))
     assert passes(apart)
-    assert offers(apart, Shard(2, scaled(heads.cuts, d)), heads) == (h > 1)
+    assert offers(apart, Shard(2, scale_cuts(heads.cuts, d)), heads) == (h > 1)
     together = check(operator, [tensor(b, t, h, d), [b, t, h * d]], degree=degree)
-    assert offers(together, heads, Shard(2, scaled(heads.cuts, d))) == (h > 1)
+    assert offers(together, heads, Shard(2, scale_cuts(heads.cuts, d))) == (h > 1)
     if t > 1:
         assert (1, 1) in dims(apart) and (1, 1) in dims(together)
 
@@ -72,9 +81,9 @@ def test_heads_are_split_off_and_laid_together(b: int, t: int, h: int, d: int, d
 def test_positions_of_every_sample(b: int, t: int, d: int, degree: int, inferred: bool) -> None:
     cuts = {("in", 0, 1): [uneven(t, degree)]} if t > 1 else None
     flat = check(aten.view.default, [tensor(b, t, d), [-1 if inferred else b * t, d]], degree=degree, cuts=cuts)
-    rows = shortest(repeated(even(t, degree), t, b))
+    rows = simplify_cuts(repeat_cuts(even(t, degree), t, b))
     assert offers(flat, Shard(1, even(t, degree)), Shard(0, rows)) == (t > 1)
-    assert offers(flat, Shard(0, even(b, degree)), Shard(0, scaled(even(b, degree), t))) == (b > 1)
+    assert offers(flat, Shard(0, even(b, degree)), Shard(0, scale_cuts(even(b, degree), t))) == (b > 1)
     assert offers(flat, Shard(2, even(d, degree)), Shard(1, even(d, degree))) == (d > 1)
     back = check(aten.view.default, [tensor(b * t, d), [b, t, d]], degree=degree, cuts={("in", 0, 0): [rows]})
     assert offers(back, Shard(0, rows), Shard(1, even(t, degree))) == (t > 1)
@@ -83,11 +92,11 @@ def test_positions_of_every_sample(b: int, t: int, d: int, degree: int, inferred
 @given(st.integers(2, 4), st.integers(2, 5), st.integers(1, 3), DEGREES)
 @few
 def test_three_projections_in_one(b: int, h: int, d: int, degree: int) -> None:
-    fused = joined([scaled(even(h, degree), d)] * 3)
+    fused = joined([scale_cuts(even(h, degree), d)] * 3)
     apart = check(aten.view.default, [tensor(b, 3 * h * d), [b, 3, h, d]], degree=degree)
-    assert offers(apart, Shard(1, shortest(fused)), Shard(2, even(h, degree)))
+    assert offers(apart, Shard(1, simplify_cuts(fused)), Shard(2, even(h, degree)))
     together = check(aten.reshape.default, [tensor(3, h, d), [3 * h * d]], degree=degree)
-    assert offers(together, Shard(1, even(h, degree)), Shard(0, shortest(fused)))
+    assert offers(together, Shard(1, even(h, degree)), Shard(0, simplify_cuts(fused)))
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
@@ -141,7 +150,10 @@ def test_forms_of_views(
 def test_like_another(operator: Any) -> None:
     found = check(operator, [tensor(4, 6), tensor(4, 2, 3, seed=1)])
     assert dims(found) == {(0, 0), (1, 1), (1, 2)}
-    assert {type(s.inputs[1]) for s in found if isinstance(s.outputs[0], Shard)} == {Shard, type(SHARED)}
+    assert {type(s.inputs[1]) for s in found if isinstance(s.outputs[0], Shard)} == {
+        Shard,
+        type(REPLICATE_PARTIAL_GRAD),
+    }
 
 
 def test_what_is_not_contiguous_on_a_rank() -> None:
@@ -241,16 +253,18 @@ def test_repeat(shape: list[int], new: int, data: st.DataObject, degree: int, ti
     cuts = {("in", 0, i): [uneven(n, degree)] for i, n in enumerate(shape) if n > 1}
     for o, (n, k) in enumerate(zip([1] * new + shape, times, strict=True)):
         if n * k > 1:
-            cuts["out", 0, o] = [scaled(even(k, degree), n)]
+            cuts["out", 0, o] = [scale_cuts(even(k, degree), n)]
     operator = aten.tile.default if tile else aten.repeat.default
     found = check(operator, [tensor(*shape), times[1:] if fewer else times], degree=degree, cuts=cuts)
     assert passes(found)
     assert {(i, i + new) for i, n in enumerate(shape) if n > 1 and times[i + new] == 1} <= dims(found)
     for i, n in enumerate(shape):
         if n > 1:
-            copies = shortest(repeated(even(n, degree), n, times[i + new]))
+            copies = simplify_cuts(repeat_cuts(even(n, degree), n, times[i + new]))
             assert offers(found, Shard(i, even(n, degree)), Shard(i + new, copies))
-    whole = {s.outputs[0].dim for s in found if s.inputs[0] == SHARED and isinstance(s.outputs[0], Shard)}
+    whole = {
+        s.outputs[0].dim for s in found if s.inputs[0] == REPLICATE_PARTIAL_GRAD and isinstance(s.outputs[0], Shard)
+    }
     assert whole == {o for o, k in enumerate(times) if k > 1}
 
 
@@ -260,11 +274,13 @@ def test_repeat_interleave(b: int, h: int, d: int, times: int, degree: int, size
     kwargs = {"output_size": h * times} if sized else {}
     found = check(aten.repeat_interleave.self_int, [tensor(b, h, d), times, -2], kwargs, degree=degree)
     assert passes(found)
-    assert offers(found, Shard(1, even(h, degree)), Shard(1, scaled(even(h, degree), times)))
+    assert offers(found, Shard(1, even(h, degree)), Shard(1, scale_cuts(even(h, degree), times)))
     assert {i for i, _ in dims(found)} == {1, *([0] if b > 1 else []), *([2] if d > 1 else [])}
     flat = check(aten.repeat_interleave.self_int, [tensor(b, h), times], degree=degree)
     assert offers(
-        flat, Shard(1, even(h, degree)), Shard(0, shortest(repeated(scaled(even(h, degree), times), h * times, b)))
+        flat,
+        Shard(1, even(h, degree)),
+        Shard(0, simplify_cuts(repeat_cuts(scale_cuts(even(h, degree), times), h * times, b))),
     )
 
 
@@ -362,11 +378,11 @@ def owners(cuts: Cuts) -> list[int]:
 @given(some_cuts())
 def test_shortest(cuts: Cuts) -> None:
     """Of the same parts, and in one form only: that which is built from their owners one by one."""
-    short = shortest(cuts)
+    short = simplify_cuts(cuts)
     assert owners(short) == owners(cuts) and short[-1][-1] == cuts[-1][-1]
     one_by_one = [tuple(int(i > owner) + p for i in range(4)) for p, owner in enumerate(owners(cuts))]
     if one_by_one:
-        assert shortest(tuple(one_by_one)) == short
+        assert simplify_cuts(tuple(one_by_one)) == short
     assert all(len(s) == 4 and list(s) == sorted(s) for s in short)
 
 
@@ -379,9 +395,9 @@ def test_across(cuts: Cuts, outer: int, inner: int, data: st.DataObject) -> None
         return
     b = data.draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0]))
     c = data.draw(st.sampled_from([n for n in range(1, total // b + 1) if total // b % n == 0]))
-    a, to = Block(outer, size, inner), Block(total // b // c, b, c)
+    a, to = DimensionBlock(outer, size, inner), DimensionBlock(total // b // c, b, c)
     first = [owners(cuts)[p // inner % size] for p in range(total)]
-    made = across(cuts, a, to)
+    made = convert_cuts(cuts, a, to)
     if made is not None:
         assert first == [owners(made)[p // c % b] for p in range(total)]
         return
@@ -392,8 +408,8 @@ def test_across(cuts: Cuts, outer: int, inner: int, data: st.DataObject) -> None
 
 
 def test_too_many_segments_are_no_cut() -> None:
-    assert across(even(4, 2), Block(5000, 4, 1), Block(1, 20000, 1)) is None
-    assert across(even(4, 2), Block(5, 4, 1), Block(1, 20, 1)) is not None
+    assert convert_cuts(even(4, 2), DimensionBlock(5000, 4, 1), DimensionBlock(1, 20000, 1)) is None
+    assert convert_cuts(even(4, 2), DimensionBlock(5, 4, 1), DimensionBlock(1, 20, 1)) is not None
 
 
 # ---- two axes at a time ----------------------------------------------------------------------------------------------
@@ -419,7 +435,9 @@ def test_two_axes(
     graph, _ = graph_of(operator, [x, *args], {}, whole)
     found = strategies(call_for(graph, 2, False))
     chosen = [next(s for s in found if dims([s]) == {pair}) for pair in (first, second)]
-    splits = {name: Split(2, {"op": s}, {("input:0", 0): s.inputs[0]}) for name, s in zip("ab", chosen, strict=True)}
+    splits = {
+        name: AxisSplit(2, {"op": s}, {("input:0", 0): s.inputs[0]}) for name, s in zip("ab", chosen, strict=True)
+    }
     for i in range(2):
         for j in range(2):
             own = rewrite(graph, {"op": call_for(graph, 2, False)}, splits, 1, {"a": i, "b": j}, leaving=("op",))

@@ -14,20 +14,20 @@ from split_checks import ThreadAxis, call_for, even, graph_of, joined, uneven
 from torch import Tensor, fx
 from whole_graphs import on_mesh
 
-from polylane.graph.part import Part
-from polylane.graph.random_operators import attention as dropped
-from polylane.graph.statistics import batch_norm
-from polylane.placement.call import Strategy
+from polylane.graph.operators.keyed_random import attention as dropped
+from polylane.graph.operators.sync_batch_norm import batch_norm
+from polylane.graph.sample_slice import SampleSlice
+from polylane.placement.operator_view import with_neighbour_cuts
 from polylane.placement.placement import REPLICATE, Cuts, Shard
-from polylane.placement.rewrite import Split, rewrite
-from polylane.placement.rules.registry import composing, strategies
-from polylane.placement.view import with_candidates
-from polylane.planner.allowed import collide
-from polylane.planner.layout import part_of
+from polylane.placement.rewrite import AxisSplit, rewrite
+from polylane.placement.rules.registry import composable_operators, strategies
+from polylane.placement.strategy import Strategy
+from polylane.sharding.admissible import axes_collide
+from polylane.sharding.layout import local_part
 
 aten = torch.ops.aten
 MOST = 8  # combinations of strategies that are tried of one case
-PART = Part(4, batch=4, step=3, seed=5)
+PART = SampleSlice(4, batch=4, step=3, seed=5)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _convolutions(random: Random) -> Case:
     kernel, stride, padding, dilation = each(1, 3), each(1, 2), each(0, 1), each(1, 2)
     if random.random() < 0.4:
         base = f"conv_transpose{spatial}d"
-        target = getattr(aten, base).default if spatial == 1 else getattr(aten, base).input
+        target = getattr(aten, base).default if spatial == 1 else getattr(aten, base).aliased_input
         weight = numbers(2 * groups, 3, *kernel, seed=1)
         return Case(
             base, target, [x, weight, numbers(3 * groups, seed=2), stride, padding, [0] * spatial, groups, dilation]
@@ -195,9 +195,9 @@ class Trial:
         self.calls = []
         for degree in degrees:
             call = call_for(self.graph, degree, bool(flowing), None if own else f"aten.{case.op}.default")
-            places = [(v.part, v.index, d, n) for v in (*call.inputs, *call.outputs) for d, n in enumerate(v.shape)]
+            places = [(v.side, v.index, d, n) for v in (*call.inputs, *call.outputs) for d, n in enumerate(v.shape)]
             asked = {(part, i, d): odd_cuts(n, degree) for part, i, d, n in places if n > 1}
-            self.calls.append(with_candidates(call, asked))
+            self.calls.append(with_neighbour_cuts(call, asked))
 
     def choices(self) -> list[tuple[Strategy, ...]]:
         """All that may be chosen together and of which one communicates inside."""
@@ -206,15 +206,15 @@ class Trial:
             chosen
             for chosen in found
             if any(s.sent or s.messages for s in chosen)
-            and not any(collide(a, b, self.name in composing()) for a, b in combinations(chosen, 2))
+            and not any(axes_collide(a, b, self.name in composable_operators()) for a, b in combinations(chosen, 2))
         ]
 
     def check(self, chosen: Sequence[Strategy]) -> None:
         """Every rank's values, gradients and what was written in place, against the whole's."""
         names = "xyz"[: len(chosen)]
-        written = self.calls[0].written
+        written = self.calls[0].written_inputs
         splits = {
-            axis: Split(
+            axis: AxisSplit(
                 degree, {"op": s}, {(f"input:{i}", 0): p if i in written else REPLICATE for i, p in enumerate(s.inputs)}
             )
             for axis, degree, s in zip(names, self.degrees, chosen, strict=True)
@@ -224,11 +224,11 @@ class Trial:
             at = {name: axis.index for name, axis in axes.items()}
             own = rewrite(self.graph, {"op": self.calls[0]}, splits, 1, at)
             lies = [
-                {axis: split.sources[f"input:{i}", 0] for axis, split in splits.items()}
+                {axis: split.source_placements[f"input:{i}", 0] for axis, split in splits.items()}
                 for i in range(len(self.tensors))
             ]
             given = [
-                part_of(t.detach().clone(), p, at).requires_grad_(t.requires_grad)
+                local_part(t.detach().clone(), p, at).requires_grad_(t.requires_grad)
                 for t, p in zip(self.tensors, lies, strict=True)
             ]
             table = {"axis": axes, "input": given, "part": [PART]}
@@ -241,7 +241,7 @@ class Trial:
             for result, right in zip(results, self.outs, strict=True):
                 _close(result.detach(), right.detach(), told)
             for mine, right, placed in zip(given, self.whole, lies, strict=True):
-                _close(mine.detach(), part_of(right.detach(), placed, at), f"{told}: an input")
+                _close(mine.detach(), local_part(right.detach(), placed, at), f"{told}: an input")
                 if right.grad is not None:
                     _close(mine.grad, right.grad, f"{told}: a gradient")
 
@@ -277,7 +277,7 @@ def test_three_axes(family: Callable[[Random], Case], seed: int) -> None:
 
 
 def test_all_that_is_said_to_go_together_is_tried() -> None:
-    assert {family(Random(seed)).op for family in FAMILIES for seed in range(100)} == composing()
+    assert {family(Random(seed)).op for family in FAMILIES for seed in range(100)} == composable_operators()
 
 
 def test_what_is_tried_communicates() -> None:
@@ -290,4 +290,4 @@ def test_a_rank_with_nothing_skips_what_others_wait_for() -> None:
     found = strategies(Trial(case, [3]).calls[0])
     high = next(s for s in found if s.name == "height" and s.messages)
     few = [s for s in found if s.name == "samples"]  # two of them over three ranks
-    assert few and all(collide(high, s, together=True) for s in few)
+    assert few and all(axes_collide(high, s, together=True) for s in few)

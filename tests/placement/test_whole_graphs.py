@@ -9,9 +9,9 @@ import pytest
 from whole_graphs import compare, random_split, subject
 
 import models
-from polylane.placement.placement import PARTIAL, REPLICATE, SHARED
-from polylane.placement.rewrite import Split
-from polylane.planner.solve import solve
+from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD
+from polylane.placement.rewrite import AxisSplit
+from polylane.sharding.solve import solve
 
 # "branching" has no graph.
 NAMES = tuple(name for name in (*models.TINY, *models.CASES) if name != "branching")
@@ -29,7 +29,7 @@ def test_any_choice_computes_the_same(name: str, degree: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_any_choices_on_two_axes_compute_the_same(name: str) -> None:
     case, random = subject(name), Random(name)
-    splits: dict[str, Split] = {}
+    splits: dict[str, AxisSplit] = {}
     for axis, degree in (("x", 2), ("y", 2)):
         splits[axis] = random_split(*case.at(degree), degree, random, splits)
     compare(case, splits)
@@ -45,7 +45,7 @@ def test_any_choices_on_two_axes_compute_the_same(name: str) -> None:
 )
 def test_the_best_choice_computes_the_same(name: str, degrees: dict[str, int]) -> None:
     case = subject(name)
-    splits: dict[str, Split] = {}
+    splits: dict[str, AxisSplit] = {}
     for axis, degree in degrees.items():
         splits[axis] = solve(*case.at(degree), degree, purpose=axis, taken=splits)
     compare(case, splits)
@@ -58,7 +58,7 @@ def test_many_choices_compute_the_same(name: str, seed: int) -> None:
     case, random = subject(name), Random(f"{name} {seed}")
     degree = random.choice([2, 3, 4])
     compare(case, {"x": random_split(*case.at(degree), degree, random)})
-    splits: dict[str, Split] = {}
+    splits: dict[str, AxisSplit] = {}
     for axis, degree in (("x", random.choice([2, 3])), ("y", 2)):
         splits[axis] = random_split(*case.at(degree), degree, random, splits)
     compare(case, splits)
@@ -70,12 +70,14 @@ def test_a_wrong_strategy_is_noticed(wrong: str) -> None:
     case = subject("nested")
     shown, offered = case.at(2)
     split = random_split(shown, offered, 2, Random(0))
-    step = next(s for s in shown.steps if s.name == "left/linear")
-    found = PARTIAL if wrong == "outputs" else SHARED
+    step = next(s for s in shown.operators if s.name == "left/linear")
+    found = PARTIAL if wrong == "outputs" else REPLICATE_PARTIAL_GRAD
     right = next(
-        s for s in offered.steps[step.name] if s.share < 1 and found in getattr(s, wrong) and found is not REPLICATE
+        s
+        for s in offered.strategies[step.name]
+        if s.share < 1 and found in getattr(s, wrong) and found is not REPLICATE
     )
     broken = replace(right, **{wrong: tuple(REPLICATE if p == found else p for p in getattr(right, wrong))})
-    compare(case, {"x": replace(split, steps={**split.steps, step.name: right})})
+    compare(case, {"x": replace(split, strategies={**split.strategies, step.name: right})})
     with pytest.raises(AssertionError, match=r"nested: (value|gradient) of .*left"):
-        compare(case, {"x": replace(split, steps={**split.steps, step.name: broken})})
+        compare(case, {"x": replace(split, strategies={**split.strategies, step.name: broken})})

@@ -17,20 +17,20 @@ from torch import Tensor, fx
 
 import models
 from polylane.graph.batch import flatten
-from polylane.graph.capture import capture
+from polylane.graph.capture.assign_keys import copy_python_call
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
-from polylane.graph.keying import on_a_copy
-from polylane.graph.part import Part
-from polylane.placement.call import Strategy
-from polylane.placement.options import Options, options
-from polylane.placement.placement import REPLICATE, Placement, Replicate, Shard, gradient
-from polylane.placement.rewrite import Split, State
-from polylane.placement.view import Key, View, key_of, view
-from polylane.planner.allowed import Demands, allowed
-from polylane.planner.layout import assembled, part_of
-from polylane.proof.relative import relative_error
-from polylane.runtime.lane import Tensors
-from polylane.verify import TOLERANCE, in_float64
+from polylane.graph.sample_slice import SampleSlice
+from polylane.placement.enumerate_strategies import StrategyOptions, enumerate_strategies
+from polylane.placement.operator_view import OperatorView, TensorKey, tensor_key, view_operators
+from polylane.placement.placement import REPLICATE, Placement, Replicate, Shard, gradient_placement
+from polylane.placement.rewrite import AxisSplit, State
+from polylane.placement.strategy import Strategy
+from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.sharding.admissible import SplitDemands, admissible_options
+from polylane.sharding.layout import assemble_parts, local_part
+from polylane.verify.relative_error import relative_error
+from polylane.verify.verify import TOLERANCE, batch_in_float64
 
 CAPTURED_AT, SAMPLES = 5, 4
 FLOOR = 1e-3  # of the largest gradient: what is zero in truth is rounding, another number in every order of summation
@@ -52,7 +52,7 @@ class Run:
 
     results: tuple[Tensor, ...]
     values: Mapping[str, Tensor]
-    sources: Mapping[Key, Tensor]
+    sources: Mapping[TensorKey, Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Subject:
     whole: Run
 
     @functools.cached_property
-    def viewed(self) -> dict[int, tuple[View, Options]]:
+    def viewed(self) -> dict[int, tuple[OperatorView, StrategyOptions]]:
         return {}
 
-    def at(self, degree: int) -> tuple[View, Options]:
+    def at(self, degree: int) -> tuple[OperatorView, StrategyOptions]:
         """The graph's view for so many ranks, and all that may be chosen."""
         if degree not in self.viewed:
-            shown = view(self.graph, SAMPLES, degree)
-            self.viewed[degree] = shown, options(shown, degree)
+            shown = view_operators(self.graph, SAMPLES, degree)
+            self.viewed[degree] = shown, enumerate_strategies(shown, degree)
         return self.viewed[degree]
 
 
@@ -87,15 +87,15 @@ def subject(name: str) -> Subject:
     torch.manual_seed(0)
     case = models.CASES[name]() if name in models.CASES else models.example_case(name)
     model = case.model().double()
-    graph = capture(model, case.loss, in_float64(case.batch(CAPTURED_AT, 1)), in_float64=True)
-    tensors = Tensors(model, [case.loss], torch.device("cpu"))
-    leaves = [_without_ties(leaf) for leaf in flatten(in_float64(case.batch(SAMPLES, 2)))[0]]
+    graph = capture(model, case.loss, batch_in_float64(case.batch(CAPTURED_AT, 1)), in_float64=True)
+    tensors = ModelTensors(model, [case.loss], torch.device("cpu"))
+    leaves = [_without_ties(leaf) for leaf in flatten(batch_in_float64(case.batch(SAMPLES, 2)))[0]]
     by_kind: dict[str, Mapping[Any, Any]] = {
         "parameter": tensors.parameters(),
         "buffer": tensors.buffers(),
         "constant": graph.code.constants,
         "input": dict(enumerate(leaves)),
-        "part": {0: Part(SAMPLES, 0, SAMPLES, seed=3)},
+        "part": {0: SampleSlice(SAMPLES, 0, SAMPLES, seed=3)},
     }
     table = {(kind, key): value for kind, every in by_kind.items() for key, value in every.items()}
     return Subject(name, graph, table, execute(graph, graph.code.fx, table.__getitem__, {}))
@@ -113,7 +113,7 @@ def execute(
     """Run code node by node, forward and backward, on copies of what is given for its placeholders."""
     values: dict[fx.Node, Any] = {}
     kept: dict[str, Tensor] = {}
-    sources: dict[Key, Tensor] = {}
+    sources: dict[TensorKey, Tensor] = {}
     results: tuple[Tensor, ...] = ()
     for node in code.nodes:
         if node.op == "placeholder":
@@ -123,7 +123,7 @@ def execute(
                 value = value.detach().clone()
                 if role[0] == "parameter":
                     value.requires_grad_(graph.parameters[role[1]].trainable)
-                sources[key_of(node)] = value
+                sources[tensor_key(node)] = value
             values[node] = value
         elif node.op == "output":
             results = tuple(fx.map_arg(node.args[0], values.__getitem__))
@@ -131,7 +131,7 @@ def execute(
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             try:
                 # The same operator for this thread alone: ranks are threads here, and share every module.
-                values[node] = value = on_a_copy(node.target)(*args, **kwargs)
+                values[node] = value = copy_python_call(node.target)(*args, **kwargs)
             except Exception as error:
                 error.add_note(f"{node.meta['name']}: {node.target}")
                 raise
@@ -148,25 +148,31 @@ def execute(
 
 
 def random_split(
-    shown: View, offered: Options, degree: int, random: Random, taken: Mapping[str, Split] | None = None
-) -> Split:
+    shown: OperatorView,
+    offered: StrategyOptions,
+    degree: int,
+    random: Random,
+    taken: Mapping[str, AxisSplit] | None = None,
+) -> AxisSplit:
     """Any strategy for every operator, any placement for every source, whether they suit each other or not."""
     taken = taken or {}
     if taken:
-        steps = allowed(shown, offered, degree, Demands("data", {}, taken)).steps
-        offered = Options(steps, allowed(shown, offered, degree, Demands("tensor", {}, taken)).sources)
-    sources = {key: _drawn(random, every, _splits) for key, every in offered.sources.items()}
-    steps, fixed = dict[str, Strategy](), dict[Key, Placement]()
-    split = Split(degree, steps, sources)
-    for step in shown.steps:
-        written = {step.reads[i]: i for i in step.call.written if step.reads[i] in sources}
-        if step.pinned:  # it may share memory with any buffer that it reads
-            written |= {key: i for i, key in enumerate(step.reads) if key[0].startswith("buffer:")}
+        steps = admissible_options(shown, offered, degree, SplitDemands("data", {}, taken)).strategies
+        offered = StrategyOptions(
+            steps, admissible_options(shown, offered, degree, SplitDemands("tensor", {}, taken)).source_placements
+        )
+    sources = {key: _drawn(random, every, _splits) for key, every in offered.source_placements.items()}
+    steps, fixed = dict[str, Strategy](), dict[TensorKey, Placement]()
+    split = AxisSplit(degree, steps, sources)
+    for step in shown.operators:
+        written = {step.input_keys[i]: i for i in step.call.written_inputs if step.input_keys[i] in sources}
+        if step.is_pinned:  # it may share memory with any buffer that it reads
+            written |= {key: i for i, key in enumerate(step.input_keys) if key[0].startswith("buffer:")}
         fits = [
             s
-            for s in offered.steps[step.name]
+            for s in offered.strategies[step.name]
             if all(fixed.get(key, s.inputs[i]) == s.inputs[i] for key, i in written.items())
-            and all(s.inputs[i] in offered.sources[key] for key, i in written.items())
+            and all(s.inputs[i] in offered.source_placements[key] for key, i in written.items())
         ]
         assert fits, f"nothing can be chosen for {step.name}"
         steps[step.name] = chosen = _drawn(random, fits, lambda s: any(map(_splits, (*s.inputs, *s.outputs))))
@@ -211,9 +217,9 @@ def on_mesh(degrees: Mapping[str, int], work: Callable[[dict[str, ThreadAxis]], 
         return {at: f.result() for at, f in futures.items()}
 
 
-def run_split(case: Subject, splits: Mapping[str, Split]) -> dict[Coordinates, Run]:
+def run_split(case: Subject, splits: Mapping[str, AxisSplit]) -> dict[Coordinates, Run]:
     """Every rank's run of a graph that is split so."""
-    calls = {step.name: step.call for step in case.at(next(iter(splits.values())).degree)[0].steps}
+    calls = {step.name: step.call for step in case.at(next(iter(splits.values())).degree)[0].operators}
     aliases = case.at(next(iter(splits.values())).degree)[0].aliases
     asked: dict[Coordinates, list[str]] = {}
 
@@ -227,8 +233,8 @@ def run_split(case: Subject, splits: Mapping[str, Split]) -> dict[Coordinates, R
             if not isinstance(value, Tensor):
                 return value
             key = (str(role[1]) if role[0] == "value" else f"{role[0]}:{role[1]}", 0)
-            placements = {name: split.sources.get(key, REPLICATE) for name, split in splits.items()}
-            return part_of(value.detach(), placements, coordinates)
+            placements = {name: split.source_placements.get(key, REPLICATE) for name, split in splits.items()}
+            return local_part(value.detach(), placements, coordinates)
 
         return execute(case.graph, code, given, axes)
 
@@ -242,7 +248,7 @@ def run_split(case: Subject, splits: Mapping[str, Split]) -> dict[Coordinates, R
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
-def compare(case: Subject, splits: Mapping[str, Split]) -> None:
+def compare(case: Subject, splits: Mapping[str, AxisSplit]) -> None:
     """Run a graph split and hold everything against the whole graph, to 1e-9 of rounding.
 
     Raises:
@@ -262,12 +268,14 @@ def compare(case: Subject, splits: Mapping[str, Split]) -> None:
         raise AssertionError(f"{case.name}: {wrong}")
 
 
-def _named(note: str, case: Subject, splits: Mapping[str, Split]) -> str:
+def _named(note: str, case: Subject, splits: Mapping[str, AxisSplit]) -> str:
     key = (note.split(": ")[0], 0)
-    return _told(key, splits) if all(key[0] in split.steps for split in splits.values()) else "placeholder"
+    return _told(key, splits) if all(key[0] in split.strategies for split in splits.values()) else "placeholder"
 
 
-def _different_values(case: Subject, splits: Mapping[str, Split], ranks: Mapping[Coordinates, Run]) -> Iterator[str]:
+def _different_values(
+    case: Subject, splits: Mapping[str, AxisSplit], ranks: Mapping[Coordinates, Run]
+) -> Iterator[str]:
     aliases = case.at(next(iter(splits.values())).degree)[0].aliases
     whole, degrees = case.whole, tuple(split.degree for split in splits.values())
     for name, value in whole.values.items():
@@ -279,11 +287,11 @@ def _different_values(case: Subject, splits: Mapping[str, Split], ranks: Mapping
             if _error(right.detach(), result.detach()) > TOLERANCE:
                 yield f"result {i} of rank {at} is {result} instead of {right}"
     for key, value in whole.sources.items():
-        state = tuple(split.sources.get(key, REPLICATE) for split in splits.values())
+        state = tuple(split.source_placements.get(key, REPLICATE) for split in splits.values())
         yield from _wrong("value", key, splits, value, {at: r.sources[key] for at, r in ranks.items()}, state, degrees)
 
 
-def _tensors(case: Subject, splits: Mapping[str, Split]) -> dict[Key, Tensor]:
+def _tensors(case: Subject, splits: Mapping[str, AxisSplit]) -> dict[TensorKey, Tensor]:
     """Every tensor of the whole graph whose gradient is known."""
     aliases = case.at(next(iter(splits.values())).degree)[0].aliases
     inner = {aliases.get(name, (name, 0)): value for name, value in case.whole.values.items() if value.retains_grad}
@@ -291,7 +299,10 @@ def _tensors(case: Subject, splits: Mapping[str, Split]) -> dict[Key, Tensor]:
 
 
 def _different_gradients(
-    case: Subject, splits: Mapping[str, Split], ranks: Mapping[Coordinates, Run], tensors: Mapping[Key, Tensor]
+    case: Subject,
+    splits: Mapping[str, AxisSplit],
+    ranks: Mapping[Coordinates, Run],
+    tensors: Mapping[TensorKey, Tensor],
 ) -> Iterator[str]:
     degrees = tuple(split.degree for split in splits.values())
     aliases = case.at(degrees[0])[0].aliases
@@ -301,13 +312,13 @@ def _different_gradients(
     for key, value in reversed(tensors.items()):
         if value.requires_grad:
             mine = {at: r.sources[key] if key in r.sources else r.values[names[key]] for at, r in ranks.items()}
-            state = tuple(gradient(split.placement(key)) for split in splits.values())
+            state = tuple(gradient_placement(split.placement(key)) for split in splits.values())
             grads = {at: _gradient(tensor) for at, tensor in mine.items()}
             yield from _wrong("gradient", key, splits, _gradient(value), grads, state, degrees, floor)
 
 
 def _error(expected: Tensor, got: Tensor, floor: float = 0.0) -> float:
-    """As :func:`~polylane.verify.relative_error`; infinities that are equal are no error."""
+    """As :func:`~polylane.verify.verify.relative_error`; infinities that are equal are no error."""
     if expected.is_floating_point() and expected.shape == got.shape and bool(expected.isinf().any()):
         equal = expected == got
         expected, got = (t.masked_fill(equal & expected.isinf(), 0) for t in (expected, got))
@@ -319,7 +330,7 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def _wrong(
-    what: str, key: Key, splits: Mapping[str, Split], right: Tensor, parts: Mapping[Coordinates, Tensor],
+    what: str, key: TensorKey, splits: Mapping[str, AxisSplit], right: Tensor, parts: Mapping[Coordinates, Tensor],
     state: State, degrees: tuple[int, ...], floor: float = 1e-12,
 ) -> Iterator[str]:  # fmt: skip
     told = f"{what} of {key[0]}{f'[{key[1]}]' if key[1] else ''} ({_told(key, splits)})"
@@ -334,7 +345,7 @@ def _wrong(
                 if part.shape != first.shape or _error(first, part, floor) > TOLERANCE:
                     yield f"{told}: rank {at} is not equal to the first rank"
     try:
-        value = assembled(parts, state, degrees)
+        value = assemble_parts(parts, state, degrees)
     except (RuntimeError, IndexError) as error:
         yield f"{told}: {[tuple(p.shape) for p in parts.values()]} do not make up {tuple(right.shape)}: {error}"
         return
@@ -344,13 +355,13 @@ def _wrong(
         yield f"{told}: off by {error:.2g}"
 
 
-def _told(key: Key, splits: Mapping[str, Split]) -> str:
+def _told(key: TensorKey, splits: Mapping[str, AxisSplit]) -> str:
     chosen = []
     for axis, split in splits.items():
-        if key in split.sources:
-            chosen.append(f"{axis}: {split.sources[key]}")
+        if key in split.source_placements:
+            chosen.append(f"{axis}: {split.source_placements[key]}")
         else:
-            s = split.steps[key[0]]
+            s = split.strategies[key[0]]
             told = f"{', '.join(map(str, s.inputs))} -> {', '.join(map(str, s.outputs))}"
             cuts = [p.cuts for p in (*s.inputs, *s.outputs) if isinstance(p, Shard)]
             chosen.append(f"{axis}={split.degree}: {s.name!r}: {told}, cuts {cuts}")

@@ -10,14 +10,14 @@ import yaml
 
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
-from polylane.plan.fit import from_partition
+from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.plan import Plan, dump, load
 from polylane.plan.spec import Spec
 from synthetic import chain
 
 GRAPH = chain(6)
-PLAN = from_partition(Partition(GRAPH, (2, 4)), Spec(data=2, pipeline=3, schedule="afab"), microbatches=4)
-MESH = from_partition(Partition(GRAPH, (2,)), Spec(data=2, pipeline=2, tensor=3, sequence=2), microbatches=4)
+PLAN = plan_from_partition(Partition(GRAPH, (2, 4)), Spec(data=2, pipeline=3, schedule="afab"), microbatches=4)
+MESH = plan_from_partition(Partition(GRAPH, (2,)), Spec(data=2, pipeline=2, tensor=3, sequence=2), microbatches=4)
 
 
 def edited(path: Path, plan: Plan = PLAN, **changes: Any) -> Path:

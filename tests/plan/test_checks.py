@@ -9,7 +9,7 @@ import pytest
 from plan_files import GRAPH, PLAN
 
 from polylane.errors import PolylaneError
-from polylane.plan.fit import partition_for
+from polylane.plan.fit_to_graph import partition_for
 from polylane.plan.plan import Plan, Stage, dump, load
 from training import batch_of, mlp, workers
 
@@ -88,4 +88,9 @@ def test_stages_with_other_numbers_of_replicas_divide_samples_anew() -> None:
     one = Plan(stages=tuple(Stage(nodes=("a", "b"), devices=(s,)) for s in range(2)))
     other = Plan(stages=(*one.stages, Stage(nodes=("c", "d"), devices=(2, 3), mesh={"data": 2})))
     split = Plan(stages=(*one.stages, Stage(nodes=("c", "d"), devices=(2, 3), mesh={"tensor": 2})))
-    assert (one.redivides, other.redivides, split.redivides, PLAN.redivides) == (False, True, False, False)
+    assert (one.resplits_batch, other.resplits_batch, split.resplits_batch, PLAN.resplits_batch) == (
+        False,
+        True,
+        False,
+        False,
+    )

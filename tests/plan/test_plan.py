@@ -12,7 +12,7 @@ from plan_files import GRAPH, MESH, PLAN, edited, refusal
 
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
-from polylane.plan.fit import completed, from_partition, partition_for
+from polylane.plan.fit_to_graph import partition_for, plan_from_partition, with_fingerprint
 from polylane.plan.plan import Plan, default_microbatches, dump, load
 from polylane.plan.spec import Spec, parse
 from synthetic import chain, graph
@@ -24,10 +24,12 @@ from synthetic import chain, graph
     "plan",
     [
         PLAN,
-        from_partition(Partition(GRAPH, ()), Spec(), 1),
-        from_partition(Partition(GRAPH, (3,)), Spec(data=3, pipeline=2, schedule="naive", precision="bfloat16"), 7),
-        from_partition(Partition(GRAPH, ()), Spec(tensor=4), 1),
-        from_partition(Partition(GRAPH, (3,)), Spec(pipeline=2, sequence=2), 1),
+        plan_from_partition(Partition(GRAPH, ()), Spec(), 1),
+        plan_from_partition(
+            Partition(GRAPH, (3,)), Spec(data=3, pipeline=2, schedule="naive", precision="bfloat16"), 7
+        ),
+        plan_from_partition(Partition(GRAPH, ()), Spec(tensor=4), 1),
+        plan_from_partition(Partition(GRAPH, (3,)), Spec(pipeline=2, sequence=2), 1),
         MESH,
     ],
     ids=lambda plan: plan.spec,
@@ -50,16 +52,16 @@ def test_a_file_reads_as_in_the_documentation() -> None:
 
 def test_neighbouring_ranks_are_neighbouring_stages() -> None:
     assert [stage.devices for stage in PLAN.stages] == [(0, 3), (1, 4), (2, 5)]
-    assert [PLAN.place(rank) for rank in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert [PLAN.stage_and_replica(rank) for rank in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
     with pytest.raises(PolylaneError, match="rank 6 is on none"):
-        PLAN.place(6)
+        PLAN.stage_and_replica(6)
 
 
 def test_the_mesh_of_a_stage_is_row_major_with_replicas_outermost() -> None:
     """rank = ((replica * pipeline + stage) * sequence + q) * tensor + t."""
     for replica, stage, q, t in itertools.product(range(2), range(2), range(2), range(3)):
         rank = ((replica * 2 + stage) * 2 + q) * 3 + t
-        assert MESH.place(rank) == (stage, replica)
+        assert MESH.stage_and_replica(rank) == (stage, replica)
         assert MESH.coordinates(rank) == {"sequence": q, "tensor": t}
         assert MESH.rank_at(stage, replica, {"sequence": q, "tensor": t}) == rank
     assert MESH.stages[1].devices == (*range(6, 12), *range(18, 24))
@@ -67,7 +69,7 @@ def test_the_mesh_of_a_stage_is_row_major_with_replicas_outermost() -> None:
 
 def test_axes_are_those_with_several_ranks() -> None:
     assert MESH.axes == ("sequence", "tensor") and PLAN.axes == () and PLAN.coordinates(4) == {}
-    only = from_partition(Partition(GRAPH, ()), Spec(tensor=3), 1)
+    only = plan_from_partition(Partition(GRAPH, ()), Spec(tensor=3), 1)
     assert only.axes == ("tensor",) and only.coordinates(2) == {"tensor": 2}
     assert (MESH.degree("data"), MESH.degree("sequence"), MESH.degree("tensor")) == (2, 2, 3)
     assert (only.data, only.sequence, only.tensor, only.pipeline, only.workers) == (1, 1, 3, 1, 3)
@@ -85,13 +87,13 @@ def test_groups_differ_along_their_axes_only() -> None:
 
 def test_devices_in_any_order() -> None:
     """Whoever writes a plan may name any ranks: the order of the list is what counts."""
-    (stage,) = from_partition(Partition(GRAPH, ()), Spec(data=2, tensor=2), 1).stages
+    (stage,) = plan_from_partition(Partition(GRAPH, ()), Spec(data=2, tensor=2), 1).stages
     turned = PLAN.model_copy(update={"stages": (stage.model_copy(update={"devices": (3, 1, 0, 2)}),)})
-    assert [turned.place(rank)[1] for rank in range(4)] == [1, 0, 1, 0]
+    assert [turned.stage_and_replica(rank)[1] for rank in range(4)] == [1, 0, 1, 0]
     assert [turned.coordinates(rank)["tensor"] for rank in range(4)] == [0, 1, 1, 0]
     assert turned.group(3, ("tensor",)) == (1, 3) and turned.group(3, ("data",)) == (0, 3)
-    assert turned.along(1, "tensor") == (3, 1) and turned.along(2, "tensor") == (0, 2)
-    assert turned.along(1, "data") == (1, 2) and turned.along(0, "data") == (3, 0)
+    assert turned.ranks_along(1, "tensor") == (3, 1) and turned.ranks_along(2, "tensor") == (0, 2)
+    assert turned.ranks_along(1, "data") == (1, 2) and turned.ranks_along(0, "data") == (3, 0)
 
 
 def test_one_line_says_all_that_a_line_can() -> None:
@@ -127,7 +129,7 @@ def test_default_microbatches(spec: str, batch: int, expected: int) -> None:
 
 
 def test_a_placement_on_an_axis_that_there_is_not(tmp_path: Path) -> None:
-    plan = from_partition(Partition(GRAPH, ()), Spec(tensor=2), 1)
+    plan = plan_from_partition(Partition(GRAPH, ()), Spec(tensor=2), 1)
     for asked, mesh in (("shard(0)", {"data": 1, "tensor": 2}), ("replicate", {"sequence": 1, "tensor": 2})):
         on_stage = {"stages.0.placements": {"w0": {"sequence": asked}}, "stages.0.mesh": mesh}
         says = "stages.0.placements.w0.sequence: the stage splits nothing along sequence: leave it out, or give"
@@ -172,7 +174,7 @@ def test_placements_of_what_is_not_there(stages: tuple[Any, ...], says: str) -> 
 
 def test_placements_of_a_tied_weight_agree() -> None:
     tied = graph([[], [0], [1]], {"e": [0, 2], "w": [1]})
-    plan = from_partition(Partition(tied, (2,)), Spec(pipeline=2, tensor=2), 1)
+    plan = plan_from_partition(Partition(tied, (2,)), Spec(pipeline=2, tensor=2), 1)
     partition_for(placed({"e": {"tensor": "shard(0)"}}, {"e": {"tensor": "shard(0)"}}, plan=plan), tied)
     with pytest.raises(PolylaneError, match=r"stages\.1\.placements\.e\.tensor: replicate, but stage 0 has shard\(0\)"):
         partition_for(placed({"e": {"tensor": "shard(0)"}}, {"e": {"tensor": "replicate"}}, plan=plan), tied)
@@ -255,7 +257,7 @@ def test_where_the_graph_ends_is_told_of_ends_alone() -> None:
 
 def test_a_cut_where_there_must_be_none() -> None:
     together = graph([[], [0], [1], [2]], uncut=[(1, 2)])
-    plan = from_partition(Partition(together, (2,)), Spec(pipeline=2), 1)
+    plan = plan_from_partition(Partition(together, (2,)), Spec(pipeline=2), 1)
     with pytest.raises(PolylaneError, match=r"stages\.1\.nodes: the graph cannot be cut before layer2/op"):
         partition_for(plan, together)
 
@@ -284,7 +286,7 @@ def test_a_plan_without_a_fingerprint_is_for_any_model_that_has_its_nodes(tmp_pa
     plan = load(file)
     assert plan.graph is None and "graph" not in dump(plan)
     assert partition_for(plan, GRAPH).cuts == partition_for(plan, chain(6, skips=[(0, 4)])).cuts == (2, 4)
-    assert completed(plan, GRAPH) == PLAN and completed(PLAN, chain(5)) == PLAN
+    assert with_fingerprint(plan, GRAPH) == PLAN and with_fingerprint(PLAN, chain(5)) == PLAN
     with pytest.raises(PolylaneError) as caught:
         partition_for(plan, chain(5))
     assert str(caught.value).startswith(f"plan {file}: stages.2.nodes: the model has no node and no module 'layer5/op'")
@@ -299,6 +301,6 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 
 
 def test_thousands_of_devices_in_a_file(tmp_path: Path) -> None:
-    plan = from_partition(Partition(GRAPH, (2, 4)), Spec(data=64, pipeline=3, sequence=8, tensor=16), 1)
+    plan = plan_from_partition(Partition(GRAPH, (2, 4)), Spec(data=64, pipeline=3, sequence=8, tensor=16), 1)
     (tmp_path / "plan.yaml").write_text(dump(plan))
     assert load(tmp_path / "plan.yaml") == plan and plan.workers == 24_576

@@ -117,4 +117,4 @@ def test_degrees_that_contradict_the_stages(given: dict[str, int], says: str) ->
 
 def test_samples_are_divided_anew_where_replicas_differ() -> None:
     lines = ("[data=2 | 1]", "[1 | tensor=2]", "data=2,pipeline=2", "[data=2 | data=2,tensor=2]")
-    assert [parse(line).redivides for line in lines] == [True, False, False, False]
+    assert [parse(line).resplits_batch for line in lines] == [True, False, False, False]

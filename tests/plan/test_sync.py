@@ -10,26 +10,28 @@ from plan_files import PLAN, edited, refusal
 
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan, dump, load
-from polylane.plan.slow import Slow
 from polylane.plan.spec import parse
-from polylane.plan.sync import SUM, Outer, PowerSGD, Sync, TopK
+from polylane.plan.straggler import Straggler
+from polylane.plan.sync import SUM, OuterOptimizer, PowerSGDOptions, SyncOptions, TopKOptions
 
 SAID = {
     "data=2": SUM,
     "data=2,every=1": SUM,
-    "data=2,every=8": Sync(every=8),
-    "data=2,every=8,warmup=100": Sync(every=8, warmup=100),
-    "data=2,every=8,outer=0.7:0.9": Sync(every=8, outer=Outer(rate=0.7, momentum=0.9)),
-    "data=2,every=8,outer=1": Sync(every=8, outer=Outer(rate=1.0)),
-    "data=2,shard=optimizer": Sync(shard="optimizer"),
-    "data=4,shard=parameters,within=2": Sync(shard="parameters", within=2),
-    "data=2,wire=bfloat16": Sync(wire="bfloat16"),
-    "data=2,compress=powersgd:2": Sync(compress=PowerSGD(kind="powersgd", rank=2)),
-    "data=2,compress=powersgd:2:0": Sync(compress=PowerSGD(kind="powersgd", rank=2, start=0)),
-    "data=2,compress=top_k:0.25": Sync(compress=TopK(kind="top_k", fraction=0.25)),
-    "data=2,servers=1": Sync(kind="parameter_server", servers=1),
-    "data=2,servers=2,staleness=any": Sync(kind="parameter_server", servers=2, staleness="any"),
-    "data=2,servers=2,dedicated=yes,staleness=3": Sync(kind="parameter_server", servers=2, dedicated=True, staleness=3),
+    "data=2,every=8": SyncOptions(every=8),
+    "data=2,every=8,warmup=100": SyncOptions(every=8, warmup=100),
+    "data=2,every=8,outer=0.7:0.9": SyncOptions(every=8, outer=OuterOptimizer(rate=0.7, momentum=0.9)),
+    "data=2,every=8,outer=1": SyncOptions(every=8, outer=OuterOptimizer(rate=1.0)),
+    "data=2,shard=optimizer": SyncOptions(shard="optimizer"),
+    "data=4,shard=parameters,within=2": SyncOptions(shard="parameters", within=2),
+    "data=2,wire=bfloat16": SyncOptions(wire="bfloat16"),
+    "data=2,compress=powersgd:2": SyncOptions(compress=PowerSGDOptions(kind="powersgd", rank=2)),
+    "data=2,compress=powersgd:2:0": SyncOptions(compress=PowerSGDOptions(kind="powersgd", rank=2, start=0)),
+    "data=2,compress=top_k:0.25": SyncOptions(compress=TopKOptions(kind="top_k", fraction=0.25)),
+    "data=2,servers=1": SyncOptions(kind="parameter_server", servers=1),
+    "data=2,servers=2,staleness=any": SyncOptions(kind="parameter_server", servers=2, staleness="any"),
+    "data=2,servers=2,dedicated=yes,staleness=3": SyncOptions(
+        kind="parameter_server", servers=2, dedicated=True, staleness=3
+    ),
 }
 
 
@@ -37,18 +39,18 @@ SAID = {
 def test_in_one_line(line: str) -> None:
     spec = parse(line)
     assert spec.sync == SAID[line]
-    assert parse(",".join(["data=4", *spec.sync.words()])).sync == spec.sync
+    assert parse(",".join(["data=4", *spec.sync.to_words()])).sync == spec.sync
     assert spec.processes == spec.workers + (2 if "dedicated" in line else 0)
 
 
 @pytest.mark.parametrize("line", SAID)
 def test_in_a_file(line: str, tmp_path: Path) -> None:
-    plan = PLAN.model_copy(update={"sync": SAID[line], "slow": {0: Slow(times=2.5, every=3)}})
+    plan = PLAN.model_copy(update={"sync": SAID[line], "slow": {0: Straggler(times=2.5, every=3)}})
     plan = Plan.model_validate(plan.model_dump())
     file = tmp_path / "plan.yaml"
     file.write_text(dump(plan))
     assert load(file) == plan
-    assert "slow=0:2.5@3" in plan.spec and all(word in plan.spec for word in plan.sync.words())
+    assert "slow=0:2.5@3" in plan.spec and all(word in plan.spec for word in plan.sync.to_words())
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polylane.graph.capture import capture
-from polylane.placement.call import Edit, Strategy
-from polylane.placement.options import options
-from polylane.placement.placement import PARTIAL, REPLICATE, Shard, even
-from polylane.placement.rewrite import Split
-from polylane.placement.view import view
-from polylane.planner.allowed import collide
-from polylane.planner.solve import solve
-from polylane.runtime.prepare import Objective
-from polylane.verify import verify
+from polylane.compile.compiled_training import Objective
+from polylane.graph.capture.capture import capture
+from polylane.placement.enumerate_strategies import enumerate_strategies
+from polylane.placement.operator_view import view_operators
+from polylane.placement.placement import PARTIAL, REPLICATE, Shard, even_cuts
+from polylane.placement.rewrite import AxisSplit
+from polylane.placement.strategy import RankCall, Strategy
+from polylane.sharding.admissible import axes_collide
+from polylane.sharding.solve import solve
+from polylane.verify.verify import verify
 
 VOCABULARY, LENGTH = 2000, 64
 
@@ -51,16 +51,16 @@ def batch(samples: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("loss", [by_positions, flattened])
 def test_a_loss_is_split_by_positions_and_by_words(loss: object) -> None:
     graph = capture(Language(), loss, batch(4))
-    shown = view(graph, 4, 2)
-    offered = options(shown, 2)
-    splits: dict[str, Split] = {}
+    shown = view_operators(graph, 4, 2)
+    offered = enumerate_strategies(shown, 2)
+    splits: dict[str, AxisSplit] = {}
     for axis in ("sequence", "tensor"):
         splits[axis] = solve(shown, offered, 2, purpose=axis, taken=splits)
-    of_loss = {axis: split.steps["loss/cross_entropy_loss"] for axis, split in splits.items()}
+    of_loss = {axis: split.strategies["loss/cross_entropy_loss"] for axis, split in splits.items()}
     assert of_loss["sequence"].outputs == (PARTIAL,) and of_loss["tensor"].name == "classes"
     # What goes into it is never whole: every rank has a quarter of the scores.
     assert all(isinstance(strategy.inputs[0], Shard) for strategy in of_loss.values())
-    assert splits["tensor"].placement(("head/linear", 0)) == Shard(2, even(VOCABULARY, 2))
+    assert splits["tensor"].placement(("head/linear", 0)) == Shard(2, even_cuts(VOCABULARY, 2))
 
 
 @pytest.mark.parametrize("loss", [by_positions, flattened])
@@ -71,20 +71,20 @@ def test_it_computes_what_one_device_computes(loss: object) -> None:
     assert verdict.passed, verdict.culprit
 
 
-def change(edit: Edit) -> None:
+def change(edit: RankCall) -> None:
     """Something in the call of a rank."""
 
 
-ROWS, COLUMNS = Shard(0, even(4, 2)), Shard(1, even(6, 2))
+ROWS, COLUMNS = Shard(0, even_cuts(4, 2)), Shard(1, even_cuts(6, 2))
 
 
 def test_what_communicates_is_alone_unless_its_rule_says_otherwise() -> None:
     talking = Strategy("rows", (ROWS,), (ROWS,), local=change, sent=8, messages=1)
     changed, plain = (Strategy("columns", (COLUMNS,), (COLUMNS,), local=local) for local in (change, None))
-    assert collide(talking, changed, together=False) and collide(changed, talking, together=False)
-    assert not collide(talking, changed, together=True)
-    assert not collide(talking, plain, together=False)
-    assert not collide(talking, Strategy("whole", (REPLICATE,), (REPLICATE,), local=change), together=False)
-    assert collide(talking, talking, together=True), "no dimension is cut twice"
-    short = Shard(1, even(1, 2))  # the second rank has nothing
-    assert collide(talking, Strategy("columns", (short,), (short,), local=change), together=True)
+    assert axes_collide(talking, changed, together=False) and axes_collide(changed, talking, together=False)
+    assert not axes_collide(talking, changed, together=True)
+    assert not axes_collide(talking, plain, together=False)
+    assert not axes_collide(talking, Strategy("whole", (REPLICATE,), (REPLICATE,), local=change), together=False)
+    assert axes_collide(talking, talking, together=True), "no dimension is cut twice"
+    short = Shard(1, even_cuts(1, 2))  # the second rank has nothing
+    assert axes_collide(talking, Strategy("columns", (short,), (short,), local=change), together=True)

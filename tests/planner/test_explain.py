@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from polylane.cost.communicate import Rates
-from polylane.graph.capture import capture
-from polylane.placement.options import Options, options
-from polylane.placement.view import View, view
-from polylane.planner.allowed import Demands
-from polylane.planner.explain import Explanation, explain, lines
-from polylane.planner.price import Setting
-from polylane.planner.solve import Solved, choose, solve
+from polylane.cost.network.alpha_beta import RankSpeed
+from polylane.graph.capture.capture import capture
+from polylane.placement.enumerate_strategies import StrategyOptions, enumerate_strategies
+from polylane.placement.operator_view import OperatorView, view_operators
+from polylane.sharding.admissible import SplitDemands
+from polylane.sharding.cost_model import CostSetting
+from polylane.sharding.explain import Explanation, explain, format_explanation
+from polylane.sharding.solve import SolvedSplit, choose_split, solve
 
 
 class Block(nn.Module):
@@ -42,15 +42,15 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).pow(2).mean()
 
 
-def tower(degree: int) -> tuple[View, Options]:
-    seen = view(capture(Tower(64, 5), loss, torch.randn(4, 64)), 4, degree)
-    return seen, options(seen, degree)
+def tower(degree: int) -> tuple[OperatorView, StrategyOptions]:
+    seen = view_operators(capture(Tower(64, 5), loss, torch.randn(4, 64)), 4, degree)
+    return seen, enumerate_strategies(seen, degree)
 
 
 def told(degree: int, purpose: str, pins: dict[str, str]) -> Explanation:
     seen, offered = tower(degree)
-    choice = choose(seen, offered, degree, Demands(purpose, pins))
-    return explain(Setting(seen, degree, Rates(), {}), choice.split, offered, purpose=purpose, pins=pins)
+    choice = choose_split(seen, offered, degree, SplitDemands(purpose, pins))
+    return explain(CostSetting(seen, degree, RankSpeed(), {}), choice.split, offered, purpose=purpose, pins=pins)
 
 
 def test_modules_and_their_collectives() -> None:
@@ -68,7 +68,7 @@ def test_bytes() -> None:
     found = told(2, "tensor", {})
     assert found.whole == sum(n * 4 for n in [5 * (2 * 4 * 64 * 64 + 5 * 64) + 9])
     assert found.whole / 2 <= found.parameters < found.whole * 0.55
-    text = lines(found)
+    text = format_explanation(found)
     assert any(line.startswith("parameters: ") and "on each of 2 ranks" in line for line in text)
 
 
@@ -85,20 +85,22 @@ def test_what_an_optimizer_keeps_whole_says_why() -> None:
     names = [str(s.role[1]) for s in seen.sources.values() if s.role[0] == "parameter"]
     split = solve(seen, offered, 2, purpose="tensor", pins=dict.fromkeys(names, "replicate"))
     whole = dict.fromkeys(names, "its optimizer does not run on small parameters (ValueError: no)")
-    found = explain(Setting(seen, 2, Rates(), {}), split, offered, purpose="tensor", pins={"scale": "r"}, whole=whole)
+    found = explain(
+        CostSetting(seen, 2, RankSpeed(), {}), split, offered, purpose="tensor", pins={"scale": "r"}, whole=whole
+    )
     assert {kept.reason for kept in found.kept} == set(whole.values()) and found.parameters == found.whole
 
 
 def test_only_a_search_that_stopped_early_is_told() -> None:
     seen, offered = tower(2)
     split = solve(seen, offered, 2, purpose="tensor")
-    assert isinstance(split, Solved) and split.report is not None and split.report.status == "optimal"
-    setting = Setting(seen, 2, Rates(), {})
+    assert isinstance(split, SolvedSplit) and split.report is not None and split.report.status == "optimal"
+    setting = CostSetting(seen, 2, RankSpeed(), {})
     found = explain(setting, split, offered, purpose="tensor")
-    assert found.report == split.report and not any("search" in line for line in lines(found))
+    assert found.report == split.report and not any("search" in line for line in format_explanation(found))
     for gap, says in ((0.25, "by the model it is within 25 % of it"), (float("inf"), "how far from it is not known")):
         stopped = replace(split.report, status="stopped early", gap=gap, seconds=61.2)
-        told = lines(explain(setting, replace(split, report=stopped), offered, purpose="tensor"))
+        told = format_explanation(explain(setting, replace(split, report=stopped), offered, purpose="tensor"))
         assert told[-1] == f"the search for the best split stopped early after 61 s: {says}"
 
 

@@ -7,23 +7,23 @@ import itertools
 import pytest
 
 import jobs
-from polylane.cost.method import Method
-from polylane.planner.hybrid import Chosen, Search, chosen_places, hybrids
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.planner.stage_meshes import Chosen, StageMeshSearch, choose_positions, search_unequal_meshes
 
 
-def found(workers: int, microbatches: int, limit: float = 1e12) -> Search:
+def found(workers: int, microbatches: int, limit: float = 1e12) -> StageMeshSearch:
     graph = jobs.blocks(3, 64)
-    return Search(
+    return StageMeshSearch(
         jobs.estimates(graph, "8:a100-80g", 32),
         jobs.footprint(graph, "8:a100-80g"),
         workers,
         microbatches,
-        Method(),
+        TrainingOptions(),
         limit,
     )
 
 
-def every(search: Search, bound: float) -> list[Chosen]:
+def every(search: StageMeshSearch, bound: float) -> list[Chosen]:
     """All ways to cut at a few places, with all meshes, that keep the bound and the memory."""
     ways, last = [], len(search.places) - 1
     numbers = range(len(search.options))
@@ -36,7 +36,7 @@ def every(search: Search, bound: float) -> list[Chosen]:
                 way = [(ends[i], ends[i + 1], search.options[o]) for i, o in enumerate(options)]
                 live = [min(search.microbatches, stages - i) for i in range(stages)]
                 if all(o.seconds[a, b] <= bound for a, b, o in way) and all(
-                    search.bytes(options[i], live[i])[a, b] <= search.limit for i, (a, b, _) in enumerate(way)
+                    search.stage_bytes(options[i], live[i])[a, b] <= search.limit for i, (a, b, _) in enumerate(way)
                 ):
                     ways.append(way)
     return ways
@@ -50,9 +50,9 @@ def test_the_least_sum_under_a_bound(share: float, limit: float) -> None:
     bound = share * min(float(option.seconds[0, -1]) for option in search.options)
 
     def cost(way: Chosen) -> float:
-        return sum(float(o.seconds[a, b] + o.ending[a, b] / search.microbatches) for a, b, o in way)
+        return sum(float(o.seconds[a, b] + o.closing_seconds[a, b] / search.microbatches) for a, b, o in way)
 
-    chosen, ways = search.chosen(bound), every(search, bound)
+    chosen, ways = search.choose_stages(bound), every(search, bound)
     if chosen is None:
         assert not ways
         return
@@ -64,14 +64,16 @@ def test_the_least_sum_under_a_bound(share: float, limit: float) -> None:
 def test_candidates_use_all_workers_on_unequal_meshes() -> None:
     graph = jobs.blocks(3, 64)
     estimates, footprint = jobs.estimates(graph, "4:a100-80g", 32), jobs.footprint(graph, "4:a100-80g")
-    for candidate in hybrids(estimates, footprint, 4, (Method(),), 1e12):
+    for candidate in search_unequal_meshes(estimates, footprint, 4, (TrainingOptions(),), 1e12):
         assert candidate.workers == 4 and len(set(candidate.meshes)) > 1
         assert list(candidate.cuts) == sorted(set(candidate.cuts))
-    assert hybrids(estimates, footprint, 2, (Method(),), 1e12) == [], "two workers are equal or one stage"
-    assert hybrids(estimates, footprint, 64, (Method(),), 1e12) == []
+    assert search_unequal_meshes(estimates, footprint, 2, (TrainingOptions(),), 1e12) == [], (
+        "two workers are equal or one stage"
+    )
+    assert search_unequal_meshes(estimates, footprint, 64, (TrainingOptions(),), 1e12) == []
 
 
 def test_of_many_places_some_are_looked_at() -> None:
     estimates = jobs.estimates(jobs.blocks(40, 16), "4:a100-80g", 32)
-    places = chosen_places(estimates)
+    places = choose_positions(estimates)
     assert len(places) <= 48 and places[0] == 0 and places[-1] == len(estimates.positions) - 1

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import bounds
-from polylane.graph.capture import capture
+from polylane.graph.batch import split_bounds
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
+from polylane.placement.operator_view import view_operators
 from polylane.placement.placement import Shard
-from polylane.placement.view import view
-from polylane.planner.layout import Layout, choose_layout, layout_like
+from polylane.sharding.layout import Layout, choose_layout, layout_like
 
 SAMPLES = (1, 2, 3, 5, 8, 13)
 
@@ -50,23 +50,23 @@ def graph_of(looks: bool, *more: Tensor) -> Graph:
 def rows(layout: Layout, graph: Graph, samples: int) -> list[list[int]]:
     """Of every input: how many rows each replica has."""
     _, splits = layout.at(samples)
-    shown = view(graph, samples, 2)
+    shown = view_operators(graph, samples, 2)
     found = []
     for key, source in shown.sources.items():
         if source.role[0] == "input":
-            placed: Any = splits["data"].sources[key]
+            placed: Any = splits["data"].source_placements[key]
             whole = source.value.shape[0]
-            found.append([placed.length(i) if isinstance(placed, Shard) else whole for i in range(2)])
+            found.append([placed.local_length(i) if isinstance(placed, Shard) else whole for i in range(2)])
     return found
 
 
 @pytest.mark.parametrize("looks", [True, False])
 def test_every_number_of_samples_is_divided_as_batches_are(looks: bool) -> None:
     graph = graph_of(looks)
-    assert graph.opaque == looks
+    assert graph.is_opaque == looks
     layout = choose_layout(graph, {"data": 2}, 8, sampled=[True, False])
     for samples in SAMPLES:
-        shares = [stop - start for start, stop in bounds(samples, 2)]
+        shares = [stop - start for start, stop in split_bounds(samples, 2)]
         assert rows(layout, graph, samples) == [shares, [7, 7]]
 
 
@@ -75,7 +75,7 @@ def test_a_batch_of_another_form_is_divided_by_what_grows(looks: bool) -> None:
     graph, other = graph_of(looks), graph_of(looks, torch.ones(5), torch.ones(3))
     main = choose_layout(graph, {"data": 2}, 8, sampled=[True, False])
     for samples in SAMPLES:
-        shares = [stop - start for start, stop in bounds(samples, 2)]
+        shares = [stop - start for start, stop in split_bounds(samples, 2)]
         assert rows(layout_like(main, other), other, samples) == [shares, [7, 7], shares, [3, 3]]
 
 

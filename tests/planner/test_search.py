@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 
 import jobs
 from polylane.cluster.cluster import Cluster
-from polylane.cost.method import Method
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.graph.graph import Graph
 from polylane.planner import advice
-from polylane.planner.candidate import Candidate, estimated, floor, uniforms
-from polylane.planner.cuts import Cuts
-from polylane.planner.search import Answer, Wish, realized, search
+from polylane.planner.balance import BalancedCuts
+from polylane.planner.search import SearchRequest, SearchResult, realize_plan, search
+from polylane.planner.uniform_plans import RatedPlan, enumerate_uniform_plans, min_step_seconds, rate_uniform_plan
 
 TIMES = st.lists(st.integers(1, 20), min_size=2, max_size=8)
 
 
-def answered(graph: Graph, cluster: str, batch: int, workers: tuple[int, ...], limit: float = 80e9) -> Answer:
+def answered(graph: Graph, cluster: str, batch: int, workers: tuple[int, ...], limit: float = 80e9) -> SearchResult:
     found = jobs.estimates(graph, cluster, batch)
     inner = max(group.devices for group in found.basis.cluster.hosts)
-    wish = Wish(batch, workers, inner, (Method(),), limit, top=3)
+    wish = SearchRequest(batch, workers, inner, (TrainingOptions(),), limit, plan_count=3)
     return search(found, jobs.footprint(graph, cluster), wish)
 
 
 @given(TIMES, st.integers(1, 4))
 def test_cuts_make_the_slowest_stage_as_fast_as_can_be(times: list[int], stages: int) -> None:
     sums = np.concatenate([[0.0], np.cumsum(times)])
-    ends = Cuts(sums, lambda last: np.zeros(len(sums))).into(stages)
+    ends = BalancedCuts(sums, lambda last: np.zeros(len(sums))).cut_into(stages)
     inner = range(1, len(sums) - 1)
     ways = [(0, *cuts, len(sums) - 1) for cuts in itertools.combinations(inner, stages - 1)]
     if not ways:
@@ -51,9 +51,9 @@ def test_cuts_keep_the_limit(times: list[int], stages: int, data: st.DataObject)
     )
     bytes_ = [(sizes[None, :] - sizes[:, None]) * (stages - s) for s in range(stages)]
     limit = data.draw(st.integers(1, 60))
-    cuts = Cuts(sums, lambda last: sizes * last, limit)
-    cuts.into(data.draw(st.integers(1, 4)))  # asked for other numbers of stages before, it says the same
-    ends = cuts.into(stages)
+    cuts = BalancedCuts(sums, lambda last: sizes * last, limit)
+    cuts.cut_into(data.draw(st.integers(1, 4)))  # asked for other numbers of stages before, it says the same
+    ends = cuts.cut_into(stages)
     inner = range(1, len(sums) - 1)
     ways = [(0, *cuts, len(sums) - 1) for cuts in itertools.combinations(inner, stages - 1)]
     fitting = [w for w in ways if all(bytes_[s][w[s], w[s + 1]] <= limit for s in range(stages))]
@@ -63,7 +63,7 @@ def test_cuts_keep_the_limit(times: list[int], stages: int, data: st.DataObject)
 
 @given(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), st.integers(1, 8), st.integers(1, 64), st.integers(1, 9))
 def test_uniform_plans_use_all_workers(workers: int, inner: int, batch: int, pieces: int) -> None:
-    for plan in uniforms(workers, inner, batch, pieces, (Method(),)):
+    for plan in enumerate_uniform_plans(workers, inner, batch, pieces, (TrainingOptions(),)):
         assert plan.data * plan.stages * plan.sequence * plan.tensor == workers
         assert plan.sequence * plan.tensor <= inner and plan.stages <= pieces
         assert plan.data * plan.microbatches <= batch
@@ -75,46 +75,48 @@ def test_nothing_that_is_passed_over_could_be_the_best(limit: float, monkeypatch
     near = answered(graph, cluster, 64, (8,), limit)
     monkeypatch.setattr("polylane.planner.search.FAR", np.inf)
     every = answered(graph, cluster, 64, (8,), limit)
-    assert near.looked == every.looked and not every.passed
+    assert near.compared_count == every.compared_count and not every.skipped_count
     if limit > 1e9:
-        assert near.passed
-    assert [found.plan.spec for found in near.found] == [found.plan.spec for found in every.found]
-    assert near.fitting[:1] == every.fitting[:1]
+        assert near.skipped_count
+    assert [found.plan.spec for found in near.ranked_plans] == [found.plan.spec for found in every.ranked_plans]
+    assert near.fitting_candidates[:1] == every.fitting_candidates[:1]
 
 
 def test_no_plan_takes_less_than_its_floor() -> None:
     graph, cluster = jobs.blocks(6, 64), "8:a100-80g"
     found, weigh = jobs.estimates(graph, cluster, 32), jobs.footprint(graph, cluster)
-    for plan in uniforms(8, 8, 32, found.pieces, (Method(),)):
-        candidate = estimated(found, weigh, plan, np.inf)
-        assert candidate is None or floor(found, plan) <= candidate.seconds * (1 + 1e-12)
+    for plan in enumerate_uniform_plans(8, 8, 32, found.max_stages, (TrainingOptions(),)):
+        candidate = rate_uniform_plan(found, weigh, plan, np.inf)
+        assert candidate is None or min_step_seconds(found, plan) <= candidate.seconds * (1 + 1e-12)
 
 
 def test_what_was_passed_over_is_looked_at_where_all_others_turn_out_too_big(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, cluster = jobs.blocks(6, 256), "8:a100-80g,link=pcie-3"
     seen = list[int]()
 
-    def exact(estimates: object, candidates: list[Candidate], top: int, finalists: int) -> object:
+    def exact(estimates: object, candidates: list[RatedPlan], top: int, finalists: int) -> object:
         seen.append(len(candidates))
-        return ([], {id(c): c for c in candidates}) if len(seen) == 1 else ([realized(estimates, candidates[-1])], {})
+        return (
+            ([], {id(c): c for c in candidates}) if len(seen) == 1 else ([realize_plan(estimates, candidates[-1])], {})
+        )
 
     monkeypatch.setattr("polylane.planner.search._exact", exact)
     answer = answered(graph, cluster, 64, (8,))
-    assert len(answer.found) == 1 and not answer.passed
+    assert len(answer.ranked_plans) == 1 and not answer.skipped_count
     assert seen[1] > seen[0]
 
 
 def test_what_is_shown_fits_when_it_is_predicted_exactly() -> None:
     graph, cluster = jobs.blocks(8, 1024), "4:a100-80g"
     free = answered(graph, cluster, 64, (4,))
-    sizes = sorted(max(stage.memory.total for stage in found.prediction.stages) for found in free.found)
+    sizes = sorted(max(stage.memory.total for stage in found.prediction.stages) for found in free.ranked_plans)
     bound = sizes[0] + 1  # of the best plans only the leanest is within it
-    for found in answered(graph, cluster, 64, (4,), bound).found:
+    for found in answered(graph, cluster, 64, (4,), bound).ranked_plans:
         assert max(stage.memory.total for stage in found.prediction.stages) <= bound
 
 
 def test_what_fits_and_has_samples_enough_is_replicated() -> None:
-    best = answered(jobs.blocks(8, 1024), "4:a100-80g", 4096, (4, 2, 1)).found[0]
+    best = answered(jobs.blocks(8, 1024), "4:a100-80g", 4096, (4, 2, 1)).ranked_plans[0]
     assert best.plan.spec.startswith("data=4,pipeline=1,"), best.plan.spec
 
 
@@ -122,13 +124,13 @@ def test_what_does_not_fit_is_divided() -> None:
     graph = jobs.blocks(8, 1024)
     weights = sum(info.bytes for info in graph.parameters.values())
     found = answered(graph, "4:a100-80g", 64, (4,), limit=2.5 * weights)
-    assert found.excluded, "replicas hold all weights, gradients and states: four times the weights"
-    for each in found.found:
+    assert found.too_large_candidates, "replicas hold all weights, gradients and states: four times the weights"
+    for each in found.ranked_plans:
         assert each.plan.pipeline * each.plan.tensor > 1
-        assert each.candidate.bytes <= 2.5 * weights
+        assert each.candidate.peak_bytes <= 2.5 * weights
     assert all(
-        advice.described(c).startswith("data=4,pipeline=1,micro")
-        for c in found.excluded
+        advice.describe_candidate(c).startswith("data=4,pipeline=1,micro")
+        for c in found.too_large_candidates
         if len(c.meshes) == 1 and c.meshes[0].tensor == c.meshes[0].sequence == 1
     )
 
@@ -137,7 +139,7 @@ def test_operators_are_split_inside_hosts_and_the_rest_across() -> None:
     graph = jobs.blocks(8, 4096)
     weights = sum(info.bytes for info in graph.parameters.values())
     found = answered(graph, "2x4:a100-80g,hosts=ethernet-10g", 64, (8,), limit=1.2 * weights)
-    for each in found.found:
+    for each in found.ranked_plans:
         for stage in each.plan.stages:
             inner = each.plan.degree("tensor") * each.plan.degree("sequence")
             for at in range(0, len(stage.devices), inner):
@@ -147,15 +149,15 @@ def test_operators_are_split_inside_hosts_and_the_rest_across() -> None:
 
 def test_branches_get_stages_of_their_own_where_nothing_else_helps() -> None:
     found = answered(jobs.example("inception"), "4:cpu,link=nvlink-3", 1, (4, 2, 1), limit=4e9)
-    assert found.found[0].candidate.owners, "one sample: no replicas, no microbatches"
-    assert found.found[0].plan.pipeline > 1
+    assert found.ranked_plans[0].candidate.stage_of_piece, "one sample: no replicas, no microbatches"
+    assert found.ranked_plans[0].plan.pipeline > 1
 
 
 def test_one_device_is_better_where_messages_cost_more_than_they_save() -> None:
     found = answered(jobs.blocks(2, 16), "2x1:a100-80g,hosts=ethernet-10g", 8, (2, 1))
-    assert found.found[0].plan.workers == 1
-    said = advice.sentences(
-        advise(found, jobs.blocks(2, 16), "2x1:a100-80g,hosts=ethernet-10g", 8), found.found[0], str
+    assert found.ranked_plans[0].plan.workers == 1
+    said = advice.advice_sentences(
+        advise(found, jobs.blocks(2, 16), "2x1:a100-80g,hosts=ethernet-10g", 8), found.ranked_plans[0], str
     )
     assert any(line.startswith("One device is better than several") for line in said)
 
@@ -165,27 +167,27 @@ def test_where_the_host_is_what_a_step_waits_for_it_is_said() -> None:
     for hidden, batch, bound in ((16, 8, True), (4096, 16, False)):
         graph = jobs.blocks(2, hidden)
         answer = answered(graph, "2:h100-80g", batch, (1,))
-        found = answer.found[0]
-        parts = {part.name: part.share for part in advice.parts(found.prediction)}
+        found = answer.ranked_plans[0]
+        parts = {part.name: part.share for part in advice.step_shares(found.prediction)}
         assert sum(parts.values()) == pytest.approx(1.0, abs=0.05)
         assert (parts.get(advice.ISSUING, 0.0) > 0.5) == bound
-        said = advice.sentences(advise(answer, graph, "2:h100-80g", batch), found, str)
+        said = advice.advice_sentences(advise(answer, graph, "2:h100-80g", batch), found, str)
         assert any("the host has as many operators to issue" in line for line in said) == bound
 
 
 def test_nothing_fits() -> None:
     found = answered(jobs.blocks(8, 1024), "2:a100-80g", 8, (2, 1), limit=1e6)
-    assert not found.found and found.excluded
+    assert not found.ranked_plans and found.too_large_candidates
 
 
-def advise(answer: Answer, graph: Graph, cluster: str, batch: int) -> advice.Advice:
+def advise(answer: SearchResult, graph: Graph, cluster: str, batch: int) -> advice.Advice:
     estimates = jobs.estimates(graph, cluster, batch)
-    wish = Wish(batch, (2, 1), 1, (Method(),), 80e9)
+    wish = SearchRequest(batch, (2, 1), 1, (TrainingOptions(),), 80e9)
 
     def on(other: Cluster) -> object:
         from dataclasses import replace
 
-        return replace(estimates.basis, cluster=other, stages=estimates.basis.stages.fresh())
+        return replace(estimates.basis, cluster=other, stages=estimates.basis.stages.without_prices())
 
     return advice.advise(estimates, jobs.footprint(graph, cluster), wish, answer, on)  # type: ignore[arg-type]
 
@@ -193,6 +195,6 @@ def advise(answer: Answer, graph: Graph, cluster: str, batch: int) -> advice.Adv
 @pytest.mark.parametrize("factor", [2.0, 4.0])
 def test_links_of_so_many_times_the_bandwidth(factor: float) -> None:
     cluster = jobs.basis(jobs.blocks(2, 16), "2x4:a100-80g").cluster
-    faster = advice.linked(cluster, factor)
+    faster = advice.with_faster_links(cluster, factor)
     assert faster.link((0, 1)).bandwidth == factor * cluster.link((0, 1)).bandwidth
     assert faster.link((0, 4)).bandwidth == factor * cluster.link((0, 4)).bandwidth

@@ -14,21 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from polylane.cost.communicate import Rates
+from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.errors import PolylaneError
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
-from polylane.placement.options import Options, options
-from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Replicate, Shard, even
-from polylane.placement.rewrite import Split
-from polylane.placement.view import View, view
-from polylane.planner.allowed import Demands, allowed
-from polylane.planner.price import Prediction, Setting, moves, predict
-from polylane.planner.solve import SLACK, carry, choose, solve
+from polylane.placement.enumerate_strategies import StrategyOptions, enumerate_strategies
+from polylane.placement.operator_view import OperatorView, view_operators
+from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Replicate, Shard, even_cuts
+from polylane.placement.rewrite import AxisSplit
+from polylane.sharding.admissible import SplitDemands, admissible_options
+from polylane.sharding.cost_model import CostSetting, LayoutPrediction, list_redistributions, predict_split
+from polylane.sharding.solve import SLACK, carry_over, choose_split, solve
 
-FAST = Rates(flops=1e9, bytes=1e9, latency=1e-7, bandwidth=1e9)
-SLOW = Rates(flops=1e9, bytes=1e9, latency=1e-3, bandwidth=1e6)
-PLAIN = Rates()
+FAST = RankSpeed(flops=1e9, bytes=1e9, latency=1e-7, bandwidth=1e9)
+SLOW = RankSpeed(flops=1e9, bytes=1e9, latency=1e-3, bandwidth=1e6)
+PLAIN = RankSpeed()
 
 T = TypeVar("T")
 
@@ -67,24 +67,24 @@ def graph_of(model: nn.Module, *shape: int) -> Graph:
     return capture(model, square, (torch.randn(shape), torch.randn(shape)))
 
 
-def shown(model: nn.Module, degree: int, *shape: int) -> tuple[View, Options]:
-    seen = view(graph_of(model, *shape), shape[0], degree)
-    return seen, options(seen, degree)
+def shown(model: nn.Module, degree: int, *shape: int) -> tuple[OperatorView, StrategyOptions]:
+    seen = view_operators(graph_of(model, *shape), shape[0], degree)
+    return seen, enumerate_strategies(seen, degree)
 
 
-def every(choices: Options, degree: int) -> Iterator[Split]:
-    names, keys = list(choices.steps), list(choices.sources)
-    for steps in itertools.product(*choices.steps.values()):
-        for sources in itertools.product(*choices.sources.values()):
-            yield Split(degree, dict(zip(names, steps, strict=True)), dict(zip(keys, sources, strict=True)))
+def every(choices: StrategyOptions, degree: int) -> Iterator[AxisSplit]:
+    names, keys = list(choices.strategies), list(choices.source_placements)
+    for steps in itertools.product(*choices.strategies.values()):
+        for sources in itertools.product(*choices.source_placements.values()):
+            yield AxisSplit(degree, dict(zip(names, steps, strict=True)), dict(zip(keys, sources, strict=True)))
 
 
-def possible(setting: Setting, split: Split) -> bool:
+def possible(setting: CostSetting, split: AxisSplit) -> bool:
     """What is written in place is not moved."""
-    return all(not use.exact for moving in moves(setting, split) for use in moving.uses)
+    return all(not use.is_write for moving in list_redistributions(setting, split) for use in moving.uses)
 
 
-def limited(prediction: Prediction, purpose: str) -> float:
+def limited(prediction: LayoutPrediction, purpose: str) -> float:
     return prediction.parameters if purpose == "tensor" else prediction.activations
 
 
@@ -112,14 +112,16 @@ def scalar(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).mean()
 
 
-def fewer(found: Options, most: int, random: int) -> Options:
+def fewer(found: StrategyOptions, most: int, random: int) -> StrategyOptions:
     """So few choices of each kind that all combinations can be tried; the first one is always possible."""
     pick = Random(random)
 
     def some(each: tuple[T, ...]) -> tuple[T, ...]:
         return (each[0], *pick.sample(each[1:], min(most - 1, len(each) - 1)))
 
-    return Options({k: some(v) for k, v in found.steps.items()}, {k: some(v) for k, v in found.sources.items()})
+    return StrategyOptions(
+        {k: some(v) for k, v in found.strategies.items()}, {k: some(v) for k, v in found.source_placements.items()}
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -129,15 +131,17 @@ def fewer(found: Options, most: int, random: int) -> Options:
     st.sampled_from([FAST, SLOW, PLAIN]),
     st.integers(0, 1000),
 )
-def test_no_choice_is_better(model: Callable[[], nn.Module], purpose: str, rates: Rates, random: int) -> None:
-    seen = view(captured(model), 2, 2)
-    demands = Demands(purpose, {"input:0": "shard(0)"} if purpose == "data" else {})
-    choices = fewer(allowed(seen, options(seen, 2), 2, demands), 3 if len(seen.steps) < 6 else 2, random)
-    choice = choose(seen, choices, 2, Demands(purpose), rates=rates, gap=1e-7)
-    setting, found = Setting(seen, 2, rates, {}), choice.report.prediction
-    tried = [predict(setting, split) for split in every(choices, 2) if possible(setting, split)]
+def test_no_choice_is_better(model: Callable[[], nn.Module], purpose: str, rates: RankSpeed, random: int) -> None:
+    seen = view_operators(captured(model), 2, 2)
+    demands = SplitDemands(purpose, {"input:0": "shard(0)"} if purpose == "data" else {})
+    choices = fewer(
+        admissible_options(seen, enumerate_strategies(seen, 2), 2, demands), 3 if len(seen.operators) < 6 else 2, random
+    )
+    choice = choose_split(seen, choices, 2, SplitDemands(purpose), rates=rates, gap=1e-7)
+    setting, found = CostSetting(seen, 2, rates, {}), choice.report.prediction
+    tried = [predict_split(setting, split) for split in every(choices, 2) if possible(setting, split)]
     least = min(limited(p, purpose) for p in tried)
-    assert found == predict(setting, choice.split) and possible(setting, choice.split)
+    assert found == predict_split(setting, choice.split) and possible(setting, choice.split)
     assert choice.report.least == pytest.approx(least, rel=5e-3)
     assert limited(found, purpose) <= (1 + SLACK) * choice.report.least * (1 + 1e-6)
     best = min(p.seconds for p in tried if limited(p, purpose) <= limited(found, purpose) * (1 + 1e-9))
@@ -150,17 +154,17 @@ def test_columns_then_rows(degree: int) -> None:
     seen, offered = shown(Mlp(96, 384, 3), degree, 4, 96)
     split = solve(seen, offered, degree, purpose="tensor")
     for i in range(3):
-        assert split.sources[f"parameter:up.{i}.weight", 0] == Shard(0, even(384, degree))
-        assert split.sources[f"parameter:up.{i}.bias", 0] == Shard(0, even(384, degree))
-        assert split.sources[f"parameter:down.{i}.weight", 0] == Shard(1, even(384, degree))
-    setting = Setting(seen, degree, PLAIN, {})
-    names = [(m.source, m.target) for m in moves(setting, split) if not m.key[0].startswith("parameter")]
+        assert split.source_placements[f"parameter:up.{i}.weight", 0] == Shard(0, even_cuts(384, degree))
+        assert split.source_placements[f"parameter:up.{i}.bias", 0] == Shard(0, even_cuts(384, degree))
+        assert split.source_placements[f"parameter:down.{i}.weight", 0] == Shard(1, even_cuts(384, degree))
+    setting = CostSetting(seen, degree, PLAIN, {})
+    names = [(m.source, m.target) for m in list_redistributions(setting, split) if not m.key[0].startswith("parameter")]
     assert len([pair for pair in names if pair[0] == PARTIAL]) == 3
 
 
 def test_parts_are_as_small_as_they_can_be() -> None:
     seen, offered = shown(Mlp(32, 128, 2), 4, 4, 32)
-    choice = choose(seen, offered, 4, Demands("tensor"))
+    choice = choose_split(seen, offered, 4, SplitDemands("tensor"))
     whole = sum(info.bytes for info in seen.graph.parameters.values())
     rows = sum(info.bytes for name, info in seen.graph.parameters.items() if "down" in name and "bias" in name)
     assert choice.report.least <= whole / 4 + rows  # the bias of what is summed is added once
@@ -170,8 +174,8 @@ def test_parts_are_as_small_as_they_can_be() -> None:
 
 def test_classes_change_nothing_where_blocks_are_alike() -> None:
     seen, offered = shown(Mlp(32, 128, 8), 2, 4, 32)
-    shared = choose(seen, offered, 2, Demands("tensor"))
-    single = choose(seen, offered, 2, Demands("tensor"), hops=1000)
+    shared = choose_split(seen, offered, 2, SplitDemands("tensor"))
+    single = choose_split(seen, offered, 2, SplitDemands("tensor"), hops=1000)
     assert shared.report.classes < single.report.classes
     assert shared.report.prediction.seconds == pytest.approx(single.report.prediction.seconds, rel=1e-3)
 
@@ -179,30 +183,32 @@ def test_classes_change_nothing_where_blocks_are_alike() -> None:
 def test_a_sequence_axis_cuts_inside_samples_and_keeps_parameters_whole() -> None:
     seen, offered = shown(Mlp(32, 64, 2), 2, 3, 16, 32)
     split = solve(seen, offered, 2, purpose="sequence")
-    for step in seen.steps:
-        for placement in (*split.steps[step.name].inputs, *split.steps[step.name].outputs):
+    for step in seen.operators:
+        for placement in (*split.strategies[step.name].inputs, *split.strategies[step.name].outputs):
             assert not (isinstance(placement, Shard) and placement.dim == 0 and placement.size == 3)
-    assert all(isinstance(p, Replicate) for p in split.sources.values())
-    assert split.sources["parameter:up.0.weight", 0] == SHARED
-    linear = split.steps["up.0/linear"]
-    assert linear.outputs == (Shard(1, even(16, 2)),)
+    assert all(isinstance(p, Replicate) for p in split.source_placements.values())
+    assert split.source_placements["parameter:up.0.weight", 0] == REPLICATE_PARTIAL_GRAD
+    linear = split.strategies["up.0/linear"]
+    assert linear.outputs == (Shard(1, even_cuts(16, 2)),)
 
 
 def test_a_data_axis_cuts_what_is_pinned() -> None:
     seen, offered = shown(Mlp(32, 64, 2), 2, 4, 32)
     split = solve(seen, offered, 2, purpose="data", pins={"input:0": "shard(0)", "input:1": "shard(0)"})
-    assert split.sources["input:0", 0] == Shard(0, even(4, 2))
-    assert all(p == SHARED for key, p in split.sources.items() if key[0].startswith("parameter"))
-    assert {split.steps[n].outputs[0] for n in ("up.0/linear", "down.1/linear")} == {Shard(0, even(4, 2))}
+    assert split.source_placements["input:0", 0] == Shard(0, even_cuts(4, 2))
+    assert all(
+        p == REPLICATE_PARTIAL_GRAD for key, p in split.source_placements.items() if key[0].startswith("parameter")
+    )
+    assert {split.strategies[n].outputs[0] for n in ("up.0/linear", "down.1/linear")} == {Shard(0, even_cuts(4, 2))}
 
 
 def test_pins_are_kept() -> None:
     seen, offered = shown(Mlp(32, 64, 2), 2, 4, 32)
     pins = {"up.0.weight": "shard(1)", "down.1.weight": "replicate", "down.0/linear": "shard(1)"}
     split = solve(seen, offered, 2, purpose="tensor", pins=pins)
-    assert split.sources["parameter:up.0.weight", 0] == Shard(1, even(32, 2))
-    assert isinstance(split.sources["parameter:down.1.weight", 0], Replicate)
-    assert split.steps["down.0/linear"].outputs == (Shard(1, even(32, 2)),)
+    assert split.source_placements["parameter:up.0.weight", 0] == Shard(1, even_cuts(32, 2))
+    assert isinstance(split.source_placements["parameter:down.1.weight", 0], Replicate)
+    assert split.strategies["down.0/linear"].outputs == (Shard(1, even_cuts(32, 2)),)
 
 
 def test_a_pin_that_nothing_meets() -> None:
@@ -217,11 +223,15 @@ def test_two_axes_cut_no_dimension_twice() -> None:
     seen, offered = shown(Mlp(32, 64, 3), 2, 4, 32)
     first = solve(seen, offered, 2, purpose="tensor")
     second = solve(seen, offered, 2, purpose="tensor", taken={"a": first})
-    for step in seen.steps:
-        one, two = first.steps[step.name], second.steps[step.name]
+    for step in seen.operators:
+        one, two = first.strategies[step.name], second.strategies[step.name]
         for a, b in zip((*one.inputs, *one.outputs), (*two.inputs, *two.outputs), strict=True):
             assert not (isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim)
-    both = [key for key, p in first.sources.items() if isinstance(p, Shard) and isinstance(second.sources[key], Shard)]
+    both = [
+        key
+        for key, p in first.source_placements.items()
+        if isinstance(p, Shard) and isinstance(second.source_placements[key], Shard)
+    ]
     assert any(key[0].endswith("weight") for key in both)
 
 
@@ -234,17 +244,21 @@ def test_another_graph_of_the_model_keeps_its_parameters() -> None:
         return (model(batch[0]) * batch[1]).abs().mean()
 
     graph = capture(model, other, (torch.randn(4, 32), torch.randn(4, 32)), training=False)
-    there = view(graph, 4, 2)
-    carried = carry(split, there, options(there, 2), purpose="tensor")
-    for key, placement in split.sources.items():
+    there = view_operators(graph, 4, 2)
+    carried = carry_over(split, there, enumerate_strategies(there, 2), purpose="tensor")
+    for key, placement in split.source_placements.items():
         if key[0].startswith("parameter"):
-            assert carried.sources[key] == placement
+            assert carried.source_placements[key] == placement
 
 
 def test_results_are_whole() -> None:
     seen, offered = shown(Mlp(32, 64, 1), 2, 4, 32)
     split = solve(seen, offered, 2, purpose="tensor")
-    setting = Setting(seen, 2, PLAIN, {})
-    for key in seen.results:
-        ends = [m.target for m in moves(setting, split) if m.key == key and any(u.step is None for u in m.uses)]
+    setting = CostSetting(seen, 2, PLAIN, {})
+    for key in seen.output_keys:
+        ends = [
+            m.target
+            for m in list_redistributions(setting, split)
+            if m.key == key and any(u.step is None for u in m.uses)
+        ]
         assert split.placement(key) == REPLICATE or ends == [REPLICATE]

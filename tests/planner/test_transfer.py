@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
-from polylane.placement.call import Strategy
-from polylane.placement.options import options
-from polylane.placement.placement import REPLICATE, SHARED, Shard, even, joined
-from polylane.placement.view import view
-from polylane.planner.sample_cuts import cuts_samples, inside_samples, sample_dims
-from polylane.planner.solve import solve
-from polylane.planner.transfer import _whole, transfer
+from polylane.placement.enumerate_strategies import enumerate_strategies
+from polylane.placement.operator_view import view_operators
+from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, even_cuts, join_cuts
+from polylane.placement.strategy import Strategy
+from polylane.sharding.carry_over import _replicated_strategy, carry_over_split
+from polylane.sharding.sample_dims import cuts_each_sample_alike, sample_dims, shards_samples
+from polylane.sharding.solve import solve
 
 
 class Mixed(nn.Module):
@@ -47,26 +47,28 @@ def mixed() -> Graph:
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 7), st.sampled_from([2, 3]), st.sampled_from(["tensor", "sequence"]))
 def test_the_same_for_other_samples(before: int, after: int, degree: int, purpose: str) -> None:
-    first, second = view(mixed(), before, degree), view(mixed(), after, degree)
-    split = solve(first, options(first, degree), degree, purpose=purpose)
-    moved = transfer(split, first, second, options(second, degree))
-    assert moved.sources == split.sources
-    for name, strategy in split.steps.items():
-        assert (moved.steps[name].inputs, moved.steps[name].outputs) == (strategy.inputs, strategy.outputs), name
+    first, second = view_operators(mixed(), before, degree), view_operators(mixed(), after, degree)
+    split = solve(first, enumerate_strategies(first, degree), degree, purpose=purpose)
+    moved = carry_over_split(split, first, second, enumerate_strategies(second, degree))
+    assert moved.source_placements == split.source_placements
+    for name, strategy in split.strategies.items():
+        assert (moved.strategies[name].inputs, moved.strategies[name].outputs) == (strategy.inputs, strategy.outputs), (
+            name
+        )
 
 
 @given(st.integers(1, 4), st.integers(2, 12), st.integers(2, 4))
 def test_inside_samples(samples: int, length: int, degree: int) -> None:
-    alike = joined([even(length, degree)] * samples)
-    assert inside_samples(alike, samples)
-    assert not cuts_samples(Shard(0, alike), frozenset({0}), samples)
-    whole = even(samples * length, degree)
-    assert inside_samples(whole, samples) == (samples == 1 or whole == alike)
-    assert not cuts_samples(Shard(0, whole), frozenset({1}), samples)
+    alike = join_cuts([even_cuts(length, degree)] * samples)
+    assert cuts_each_sample_alike(alike, samples)
+    assert not shards_samples(Shard(0, alike), frozenset({0}), samples)
+    whole = even_cuts(samples * length, degree)
+    assert cuts_each_sample_alike(whole, samples) == (samples == 1 or whole == alike)
+    assert not shards_samples(Shard(0, whole), frozenset({1}), samples)
 
 
 def test_dimensions_of_samples() -> None:
-    seen = view(mixed(), 3, 2)
+    seen = view_operators(mixed(), 3, 2)
     dims = sample_dims(seen)
     assert dims["input:0", 0] == dims["up/linear", 0] == frozenset({0})
     assert dims["parameter:up.weight", 0] == frozenset()
@@ -79,23 +81,25 @@ def test_flattened_dimensions_follow() -> None:
         return (model(batch[0]).flatten(0, 1) - batch[1].flatten(0, 1)).pow(2).mean()
 
     graph = capture(Mixed(), loss, (torch.randn(2, 12, 8), torch.randn(2, 12, 8)))
-    first, second = view(graph, 2, 2), view(graph, 5, 2)
-    offered = options(first, 2)
-    flat = next(step.name for step in first.steps if step.call.base == "flatten")
-    if len(offered.steps[flat]) < 3:
+    first, second = view_operators(graph, 2, 2), view_operators(graph, 5, 2)
+    offered = enumerate_strategies(first, 2)
+    flat = next(step.name for step in first.operators if step.call.base == "flatten")
+    if len(offered.strategies[flat]) < 3:
         pytest.skip("no rule for flatten")
     split = solve(first, offered, 2, purpose="sequence")
-    assert split.steps[flat].outputs == (Shard(0, joined([even(12, 2)] * 2)),)
-    moved = transfer(split, first, second, options(second, 2))
-    for step in second.steps:
-        for placement in moved.steps[step.name].outputs:
+    assert split.strategies[flat].outputs == (Shard(0, join_cuts([even_cuts(12, 2)] * 2)),)
+    moved = carry_over_split(split, first, second, enumerate_strategies(second, 2))
+    for step in second.operators:
+        for placement in moved.strategies[step.name].outputs:
             if isinstance(placement, Shard) and placement.size == 60:
-                assert placement == Shard(0, joined([even(12, 2)] * 5))
+                assert placement == Shard(0, join_cuts([even_cuts(12, 2)] * 5))
 
 
 def test_whole_where_nothing_is_alike() -> None:
     plain = Strategy("replicate", (REPLICATE,) * 3, (REPLICATE,))
-    shared = Strategy("shared", (SHARED,) * 3, (SHARED,))
-    cut = Strategy("cut", (Shard(0, even(4, 2)), SHARED, SHARED), (Shard(0, even(4, 2)),))
-    assert _whole([plain, shared, cut]) == shared
-    assert _whole([plain, cut]) == plain
+    shared = Strategy("shared", (REPLICATE_PARTIAL_GRAD,) * 3, (REPLICATE_PARTIAL_GRAD,))
+    cut = Strategy(
+        "cut", (Shard(0, even_cuts(4, 2)), REPLICATE_PARTIAL_GRAD, REPLICATE_PARTIAL_GRAD), (Shard(0, even_cuts(4, 2)),)
+    )
+    assert _replicated_strategy([plain, shared, cut]) == shared
+    assert _replicated_strategy([plain, cut]) == plain

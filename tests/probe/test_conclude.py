@@ -6,30 +6,30 @@ import pytest
 import torch
 
 from measured import messages
-from polylane.cluster import read
+from polylane.cluster import cluster_file as read
 from polylane.cluster.catalogue import device_presets
 from polylane.cluster.device import Device
 from polylane.cluster.link import Link
-from polylane.cost.roofline import seconds
-from polylane.probe import sweep
-from polylane.probe.conclude import conclude
-from polylane.probe.measure import Gpu, Seen
-from polylane.probe.rates import Timed
+from polylane.cost.operators.roofline import pass_seconds
+from polylane.probe import cases as sweep
+from polylane.probe.conclusion import conclude
+from polylane.probe.device_speed import TimedCase
+from polylane.probe.measure import Accelerator, WorkerMeasurements
 from polylane.yaml_file import parse
 
 H200 = Device.model_validate(device_presets()["h200"])
 LINK = Link(bandwidth=3e11, latency=2e-5, latencies={"send": 9e-6}, cpu=0.9)
 
 
-def seen(name: str, dispatch: float = 7e-6) -> Seen:
+def seen(name: str, dispatch: float = 7e-6) -> WorkerMeasurements:
     timed = tuple(
-        Timed(case.name, case.family, operation, dtype, *seconds(operation, H200, dtype))
-        for dtype, cases in (("bfloat16", sweep.on_cuda()), ("float32", sweep.on_cuda()[:12]))
+        TimedCase(case.name, case.family, operation, dtype, *pass_seconds(operation, H200, dtype))
+        for dtype, cases in (("bfloat16", sweep.gpu_cases()), ("float32", sweep.gpu_cases()[:12]))
         for case in cases
-        for operation in (case.operation(getattr(torch, dtype)),)
+        for operation in (case.describe_operation(getattr(torch, dtype)),)
     )
-    gpu = Gpu(name, 150_109_880_320, 132, dispatch)
-    return Seen(1, gpu, timed, H200.bandwidth, tuple(messages(LINK, 2)), {})
+    gpu = Accelerator(name, 150_109_880_320, 132, dispatch)
+    return WorkerMeasurements(1, gpu, timed, H200.bandwidth, tuple(messages(LINK, 2)), {})
 
 
 def test_a_gpu_with_a_preset_keeps_what_is_not_measured() -> None:
@@ -55,4 +55,4 @@ def test_a_gpu_without_a_preset_has_a_name_and_the_peaks_that_were_reached() -> 
     device = measured.cluster.device(0)
     assert (device.kind, device.price) == ("NVIDIA Unheard-Of", 0.0)
     assert set(device.flops) == {"bfloat16", "float32"}
-    assert read.of_mapping(parse(measured.text("now", 0.0))) == measured.cluster
+    assert read.from_mapping(parse(measured.text("now", 0.0))) == measured.cluster

@@ -9,7 +9,7 @@ import pytest
 
 from measured import messages
 from polylane.cluster.link import Link
-from polylane.probe.fit_link import errors, fitted
+from polylane.probe.fit_link import fit_link, link_errors
 
 OWN: dict[str, Any] = {
     "bandwidth": 2e9,
@@ -34,29 +34,29 @@ def same(found: Link, known: Link) -> None:
 @pytest.mark.parametrize("half", [0.0, 1e5])
 def test_two_workers(half: float) -> None:
     known = Link(**OWN, half=half)
-    same(fitted(messages(known, 2)), known)
+    same(fit_link(messages(known, 2)), known)
 
 
 @pytest.mark.parametrize(("total", "hop"), [(None, 3e-5), (5e9, 3e-5), (4.4e9, 0.0)])
 def test_four_workers_that_share_something(total: float | None, hop: float) -> None:
     known = Link(**OWN, half=2e4, total=total, hop=hop)
-    found = fitted(messages(known, 4))
+    found = fit_link(messages(known, 4))
     same(found, known)
-    assert max(errors(found, messages(known, 4))) < 1e-6
+    assert max(link_errors(found, messages(known, 4))) < 1e-6
 
 
 def test_errors_are_relative() -> None:
     known = Link(**OWN)
     slow = [replace(each, seconds=each.seconds * 2) for each in messages(known, 2)]
-    assert errors(known, slow) == pytest.approx([0.5] * len(slow))
+    assert link_errors(known, slow) == pytest.approx([0.5] * len(slow))
 
 
 def test_a_rate_that_latency_hides_is_no_rate_of_fancy() -> None:
     known = Link(**{**OWN, "bandwidth": 1e15})
     small = [each for each in messages(known, 2) if each.size <= 1 << 12]
     fastest = max(each.size / each.seconds for each in small)
-    assert fitted(small).bandwidth < 100 * fastest
+    assert fit_link(small).bandwidth < 100 * fastest
 
 
 def test_the_name_is_the_callers() -> None:
-    assert fitted(messages(Link(**OWN), 2), "loopback of mine").kind == "loopback of mine"
+    assert fit_link(messages(Link(**OWN), 2), "loopback of mine").kind == "loopback of mine"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from polylane.cluster import read
+from polylane.cluster import cluster_file as read
 from polylane.cluster.catalogue import device_presets
 from polylane.errors import PolylaneError
 from polylane.probe import machine
-from polylane.probe.machine import around, check_workers, cores, here, preset_of
+from polylane.probe.machine import check_workers, cores, find_preset, local_cluster, running_cluster
 from polylane.yaml_file import parse
 
 GIB = 1 << 30
@@ -33,31 +33,31 @@ GIB = 1 << 30
     ],
 )
 def test_presets_by_the_names_that_drivers_give(name: str, memory: int, preset: str | None) -> None:
-    assert preset_of(name, memory, device_presets()) == preset
+    assert find_preset(name, memory, device_presets()) == preset
 
 
 def test_here_is_this_machine_and_a_file_can_say_it() -> None:
-    cluster = here(2)
+    cluster = local_cluster(2)
     assert cluster.count == 2 and cluster.host_count == 1
-    assert cluster.device(0).type == "cpu" and cluster.device(0).kind == machine.kind()
+    assert cluster.device(0).type == "cpu" and cluster.device(0).kind == machine.device_kind()
     assert cluster.cores(0) == cores() // max(1, cores() // 2) or cluster.cores(0) == cores()
     assert 2 * cluster.device(0).memory <= machine.available_memory() * 1.5
     assert cluster.link((0, 1)).kind == "loopback"
-    assert read.of_mapping(parse(read.dump(cluster))) == cluster
+    assert read.from_mapping(parse(read.dump(cluster))) == cluster
 
 
 def test_here_has_a_worker_for_each_core_where_nobody_says() -> None:
-    assert here().count == cores()
-    assert here(1).hosts[0].link is None
+    assert local_cluster().count == cores()
+    assert local_cluster(1).hosts[0].link is None
 
 
 def test_workers_that_have_been_started_are_not_refused_and_have_the_threads_of_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert (around(2, "cpu").count, around(2, "cpu").device(0).type) == (2, "cpu")
-    assert around(10_000, "cpu").cores(0) == cores()  # the tests have one thread
+    assert (running_cluster(2, "cpu").count, running_cluster(2, "cpu").device(0).type) == (2, "cpu")
+    assert running_cluster(10_000, "cpu").cores(0) == cores()  # the tests have one thread
     monkeypatch.setattr("torch.get_num_threads", lambda: 3 * cores())
-    assert around(2, "cpu").cores(0) == 1
+    assert running_cluster(2, "cpu").cores(0) == 1
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_workers_that_cannot_be(workers: int, said: str) -> None:
     with pytest.raises(PolylaneError, match=said):
         check_workers(workers)
     with pytest.raises(PolylaneError, match=said):
-        here(workers)
+        local_cluster(workers)
 
 
 def test_workers_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:

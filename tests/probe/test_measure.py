@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from measured import quick
-from polylane.cluster import read
+from polylane.cluster import cluster_file as read
 from polylane.errors import PolylaneError
-from polylane.probe.conclude import conclude
-from polylane.probe.effort import Effort, side_by_side, thorough
-from polylane.probe.measure import Seen, further, measure
+from polylane.probe.conclusion import conclude
+from polylane.probe.effort import Effort, concurrent_counts, thorough
+from polylane.probe.measure import WorkerMeasurements, further_dtypes, measure_machine
 from polylane.yaml_file import parse
 from processes import children
 
@@ -34,11 +34,11 @@ def others() -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def seen(told: Counter[str], others: set[int]) -> Seen:
+def seen(told: Counter[str], others: set[int]) -> WorkerMeasurements:
     def tell(what: str, parts: int) -> None:
         told[what] += parts
 
-    return measure(2, quick(), tell)
+    return measure_machine(2, quick(), tell)
 
 
 def figures(data: Any) -> Iterator[float]:
@@ -49,34 +49,34 @@ def figures(data: Any) -> Iterator[float]:
         yield data
 
 
-def test_everything_was_measured(seen: Seen, others: set[int]) -> None:
+def test_everything_was_measured(seen: WorkerMeasurements, others: set[int]) -> None:
     effort = quick()
-    assert [each.name for each in seen.timed[: len(effort.cases)]] == [case.name for case in effort.cases]
-    assert "float64" in {each.dtype for each in seen.timed}
-    assert {(each.kind, each.size) for each in seen.carried} == {
+    assert [each.name for each in seen.timed_cases[: len(effort.cases)]] == [case.name for case in effort.cases]
+    assert "float64" in {each.dtype for each in seen.timed_cases}
+    assert {(each.kind, each.size) for each in seen.timed_traffic} == {
         (kind, size)
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
         for size in effort.sizes
     }
     assert set(seen.contention) == {2} and seen.threads == 1 and seen.gpu is None
-    for each in seen.timed:
+    for each in seen.timed_cases:
         assert 0 < each.forward < 1 and 0 < each.backward < 1
-    for carried in seen.carried:
+    for carried in seen.timed_traffic:
         assert 0 < carried.seconds < 1 and 0 < carried.cpu < 4
     assert children() <= others
 
 
-def test_progress_is_told_to_the_last_part(seen: Seen, told: Counter[str]) -> None:
-    assert sum(told.values()) == quick().ticks(2, len(further("cpu")))
+def test_progress_is_told_to_the_last_part(seen: WorkerMeasurements, told: Counter[str]) -> None:
+    assert sum(told.values()) == quick().progress_ticks(2, len(further_dtypes("cpu")))
     assert set(told) == {"operators", "messages", "workers at once"}
 
 
-def test_a_file_says_it_and_reads_back_as_the_same_cluster(seen: Seen) -> None:
+def test_a_file_says_it_and_reads_back_as_the_same_cluster(seen: WorkerMeasurements) -> None:
     measured = conclude(seen, 2)
     text = measured.text("2026-01-02 03:04", 0.5)
-    assert read.of_mapping(parse(text)) == measured.cluster
+    assert read.from_mapping(parse(text)) == measured.cluster
     assert text.startswith("# Measured by polylane probe, 2026-01-02 03:04: 2 workers of 1 thread, torch ")
-    assert measured.device.where in text
+    assert measured.device.worst_case in text
     cluster, device, link = measured.cluster, measured.cluster.device(0), measured.cluster.link((0, 1))
     assert cluster.count == 2 and cluster.cores(0) is not None
     assert 0 < (cluster.contention(0) or {})[2] <= 1
@@ -88,28 +88,30 @@ def test_a_file_says_it_and_reads_back_as_the_same_cluster(seen: Seen) -> None:
 
 
 def test_one_worker_has_no_links() -> None:
-    seen = measure(1, quick())
-    assert seen.carried == () and seen.contention == {}
+    seen = measure_machine(1, quick())
+    assert seen.timed_traffic == () and seen.contention == {}
     measured = conclude(seen, 1)
     assert measured.cluster.count == 1 and measured.link is None
-    assert read.of_mapping(parse(measured.text("now", 0.0))) == measured.cluster
+    assert read.from_mapping(parse(measured.text("now", 0.0))) == measured.cluster
 
 
 @pytest.mark.parametrize("workers", [0, 100_000])
 def test_workers_that_cannot_be_are_refused_before_any_starts(workers: int, others: set[int]) -> None:
     with pytest.raises(PolylaneError, match="--workers"):
-        measure(workers, quick())
+        measure_machine(workers, quick())
     assert children() <= others
 
 
 def test_who_computes_side_by_side() -> None:
-    assert [side_by_side(n) for n in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]
+    assert [concurrent_counts(n) for n in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_thorough_measurement_fits_in_a_minute(workers: int) -> None:
     effort: Effort = thorough("cpu")
-    operators = (len(effort.cases) + 3 * len(effort.rated)) * effort.case_seconds
-    carried = effort.ticks(workers, 0) / effort.rounds - len(effort.cases) - 1 - len(side_by_side(workers))
-    shared = (1 + len(side_by_side(workers))) * effort.sharing_seconds
+    operators = (len(effort.cases) + 3 * len(effort.dtype_cases)) * effort.case_seconds
+    carried = (
+        effort.progress_ticks(workers, 0) / effort.rounds - len(effort.cases) - 1 - len(concurrent_counts(workers))
+    )
+    shared = (1 + len(concurrent_counts(workers))) * effort.contention_seconds
     assert effort.rounds * (operators + carried * effort.traffic_seconds + shared) < 40

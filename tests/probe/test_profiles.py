@@ -12,7 +12,7 @@ import torch
 
 from polylane.cluster.catalogue import device_presets
 from polylane.cluster.device import Device
-from polylane.cost.profile import Profile
+from polylane.cost.operators.profile import Profile
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.probe.profiles import folder, load_profile, path_of, save_profile
@@ -24,7 +24,7 @@ PROFILE = Profile(
     samples=(2, 8),
     nodes={node.name: ((0.1 * i, 0.2), (0.3, 1 / 3)) for i, node in enumerate(GRAPH.nodes)},
     steps=((0.5, 1e-7), (1.5, 3.25)),
-    update=0.01,
+    update_seconds=0.01,
 )
 
 
@@ -44,9 +44,9 @@ def test_it_comes_back_as_it_was(cache: Path) -> None:
 
 def test_a_new_one_takes_the_place_of_the_old() -> None:
     save_profile(PROFILE, GRAPH, CPU)
-    save_profile(replace(PROFILE, update=7.0), GRAPH, CPU)
+    save_profile(replace(PROFILE, update_seconds=7.0), GRAPH, CPU)
     found = load_profile(GRAPH, CPU)
-    assert found is not None and found.update == 7.0
+    assert found is not None and found.update_seconds == 7.0
 
 
 def other(graph: Graph, **change: Any) -> Graph:

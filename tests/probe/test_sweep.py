@@ -7,24 +7,24 @@ import torch
 from torch import Tensor
 
 from measured import small
-from polylane.probe import sweep
-from polylane.probe.sweep import Case
+from polylane.probe import cases as sweep
+from polylane.probe.cases import OperatorCase
 
-CASES = {f"{case.name} {index}": case for index, case in enumerate((*small(), *sweep.on_cpu()))}
+CASES = {f"{case.name} {index}": case for index, case in enumerate((*small(), *sweep.cpu_cases()))}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_has_an_operation_of_its_family(name: str) -> None:
     case = CASES[name]
-    found = case.operation(torch.float32)
+    found = case.describe_operation(torch.float32)
     assert found.kind == case.family
     assert found.forward.products or found.forward.bytes > 0
     assert found.backward.products or found.backward.bytes > 0
 
 
 @pytest.mark.parametrize("case", small(), ids=lambda case: case.name)
-def test_small_cases_run_forward_and_backward(case: Case) -> None:
-    arguments = case.made(torch.float64, "cpu")
+def test_small_cases_run_forward_and_backward(case: OperatorCase) -> None:
+    arguments = case.make_arguments(torch.float64, "cpu")
     out = case.target(*arguments)
     learning = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
     gradients = torch.autograd.grad(out.sum(), learning)
@@ -32,16 +32,18 @@ def test_small_cases_run_forward_and_backward(case: Case) -> None:
 
 
 def test_cases_for_gpus_are_no_larger_than_their_memory() -> None:
-    for case in sweep.on_cuda():
-        arguments = case.made(torch.bfloat16, "meta")
+    for case in sweep.gpu_cases():
+        arguments = case.make_arguments(torch.bfloat16, "meta")
         given = sum(each.nbytes for each in arguments if isinstance(each, Tensor))
         assert given + case.target(*arguments).nbytes < 4 << 30
-        assert case.operation(torch.bfloat16).kind == case.family
+        assert case.describe_operation(torch.bfloat16).kind == case.family
 
 
 def test_sweeps_have_every_family_and_shapes_from_tall_to_wide() -> None:
-    for cases in (sweep.on_cpu(), sweep.on_cuda()):
+    for cases in (sweep.cpu_cases(), sweep.gpu_cases()):
         assert {case.family for case in cases} == {"matmul", "convolution", "attention", "memory"}
-        products = [case.operation(torch.float32).forward.products[0] for case in cases if case.family == "matmul"]
+        products = [
+            case.describe_operation(torch.float32).forward.products[0] for case in cases if case.family == "matmul"
+        ]
         assert min(p.m / p.n for p in products) < 1 / 50 and max(p.m / p.n for p in products) > 50
         assert max(p.flops for p in products) > 1e4 * min(p.flops for p in products)

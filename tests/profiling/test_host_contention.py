@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import jobs
-from polylane.cluster.line import parse
-from polylane.cost.method import Method
-from polylane.cost.profile import Profile
-from polylane.planner import setup
+from polylane.cluster.spec import parse
+from polylane.cost.operators.profile import Profile
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.planner import problem as setup
 from polylane.profiling.host_contention import together
 
 
@@ -66,6 +66,6 @@ def test_what_was_measured_of_the_model_counts_for_its_cluster() -> None:
     nodes = {node.name: ((1.0, 2.0),) for node in graph.nodes}
     profile = Profile((2,), nodes, ((1.0, 2.0),))
     job = setup.CapturedProblem(graph, jobs.adam, profile=profile)
-    assert setup.basis(job, cluster, Method()).cluster.contention(0) == cluster.contention(0)
-    told = replace(job, profile=replace(profile, together={2: 0.5}))
-    assert setup.basis(told, cluster, Method()).cluster.contention(0) == {2: 0.5}
+    assert setup.build_cost_model(job, cluster, TrainingOptions()).cluster.contention(0) == cluster.contention(0)
+    told = replace(job, profile=replace(profile, host_contention={2: 0.5}))
+    assert setup.build_cost_model(told, cluster, TrainingOptions()).cluster.contention(0) == {2: 0.5}

@@ -6,7 +6,7 @@ import torch
 
 import jobs
 import models
-from polylane.graph.batch import cloned, flatten
+from polylane.graph.batch import clone_leaves, flatten
 from polylane.profiling.profile_model import NORM, profiled
 from polylane.profiling.time_operators import measure_both
 
@@ -18,7 +18,11 @@ def test_normalizations_are_measured_among_replicas_too() -> None:
     leaves, rebuild = flatten(batch)
     norms = {node.name for node in graph.nodes if node.op == NORM}
     apart = dict(
-        zip((n.name for n in graph.nodes), measure_both(graph, model, case.loss, cloned(leaves), NORM), strict=True)
+        zip(
+            (n.name for n in graph.nodes),
+            measure_both(graph, model, case.loss, clone_leaves(leaves), NORM),
+            strict=True,
+        )
     )
     assert {name for name, (forward, _) in apart.items() if forward > 0} == norms
     found = profiled(graph, model, case.loss, None, leaves, rebuild, [2, 4, 64])

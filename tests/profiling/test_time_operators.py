@@ -12,7 +12,7 @@ from torch import nn
 
 import models
 from polylane.graph.batch import flatten
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.profiling.time_operators import measure
 from synthetic import node_seconds

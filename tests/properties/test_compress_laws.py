@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from local_transport import LocalTransport, run_local
-from polylane.program.program import Bucket
-from polylane.runtime.sync.all_reduce import Reducer
-from polylane.runtime.sync.codec import Codec, Plain
-from polylane.runtime.sync.powersgd import PowerSGD, orthogonal
-from polylane.runtime.sync.top_k import SAMPLED, TopK, largest
-from polylane.runtime.sync.wire import Wire
+from polylane.program.program import GradientBucket
+from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.runtime.sync.compression.compressor import GradientCompressor, NoCompression
+from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
+from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor, orthonormalize_rows
+from polylane.runtime.sync.compression.top_k import SAMPLED, TopKCompressor, find_largest
 
 law = settings(max_examples=30, deadline=None)
 
@@ -30,9 +30,9 @@ shapes = st.lists(
 )
 fractions = st.sampled_from([0.001, 0.01, 0.1, 0.3, 0.5, 0.99, 1.0])
 codecs = st.one_of(
-    st.just(Plain),
-    fractions.map(lambda fraction: lambda: TopK(fraction)),
-    st.tuples(st.integers(1, 4), st.integers(0, 2)).map(lambda both: lambda: PowerSGD(*both)),
+    st.just(NoCompression),
+    fractions.map(lambda fraction: lambda: TopKCompressor(fraction)),
+    st.tuples(st.integers(1, 4), st.integers(0, 2)).map(lambda both: lambda: PowerSGDCompressor(*both)),
 )
 
 
@@ -59,7 +59,9 @@ def trainings(draw: st.DrawFn) -> list[Shares]:
     ]
 
 
-def summed(codec: Callable[[], Codec], steps: list[Shares]) -> list[tuple[list[list[Tensor]], dict[str, Any]]]:
+def summed(
+    codec: Callable[[], GradientCompressor], steps: list[Shares]
+) -> list[tuple[list[list[Tensor]], dict[str, Any]]]:
     """Of every rank: the sums by step and parameter, and the codec's state at the end."""
     names = tuple(f"w{i}" for i in range(len(steps[0])))
     ranks = len(steps[0][0])
@@ -67,14 +69,14 @@ def summed(codec: Callable[[], Codec], steps: list[Shares]) -> list[tuple[list[l
     def work(transport: LocalTransport) -> tuple[list[list[Tensor]], dict[str, Any]]:
         parameters = {n: nn.Parameter(torch.zeros_like(w[0])) for n, w in zip(names, steps[0], strict=True)}
         own = codec()
-        bucket = Bucket("stage0.0", tuple(range(ranks)), names)
-        reducer, found = Reducer([bucket], parameters, (), transport, own, range(ranks)), []
+        bucket = GradientBucket("stage0.0", tuple(range(ranks)), names)
+        reducer, found = AllReducer([bucket], parameters, (), transport, own, range(ranks)), []
         for step in steps:
-            reducer.arm()
+            reducer.begin_last_backward()
             for parameter, shares in zip(parameters.values(), step, strict=True):
                 parameter.grad = shares[transport.rank].clone()
-            reducer.flush()
-            reducer.wait("stage0.0")
+            reducer.launch_remaining()
+            reducer.wait_bucket("stage0.0")
             found.append([parameter.grad.clone() for parameter in parameters.values() if parameter.grad is not None])
         return found, own.state_dict()
 
@@ -83,7 +85,9 @@ def summed(codec: Callable[[], Codec], steps: list[Shares]) -> list[tuple[list[l
 
 @law
 @given(codecs, trainings())
-def test_what_was_sent_and_what_is_owed_is_all_there_was(codec: Callable[[], Codec], steps: list[Shares]) -> None:
+def test_what_was_sent_and_what_is_owed_is_all_there_was(
+    codec: Callable[[], GradientCompressor], steps: list[Shares]
+) -> None:
     runs = summed(codec, steps)
     for i, first in enumerate(steps[0]):
         entered = sum(sum(step[i]) for step in steps)
@@ -95,7 +99,7 @@ def test_what_was_sent_and_what_is_owed_is_all_there_was(codec: Callable[[], Cod
 
 @law
 @given(codecs, trainings())
-def test_all_ranks_have_the_same_bits(codec: Callable[[], Codec], steps: list[Shares]) -> None:
+def test_all_ranks_have_the_same_bits(codec: Callable[[], GradientCompressor], steps: list[Shares]) -> None:
     (first, _), *others = summed(codec, steps)
     for found, _ in others:
         for mine, theirs in zip(first, found, strict=True):
@@ -112,7 +116,10 @@ def test_powersgd_depends_on_the_sum_alone(rank: int, ranks: int, seed: int) -> 
         parts = [torch.randn(9, 11, generator=random, dtype=torch.float64) for _ in range(ranks - 1)]
         shared.append([[*parts, total - sum(parts)]])
     alone = [[[total, torch.zeros_like(total)]] for total in totals]
-    one, other = summed(lambda: PowerSGD(rank), shared)[0][0], summed(lambda: PowerSGD(rank), alone)[0][0]
+    one, other = (
+        summed(lambda: PowerSGDCompressor(rank), shared)[0][0],
+        summed(lambda: PowerSGDCompressor(rank), alone)[0][0],
+    )
     for (a,), (b,) in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
 
@@ -120,7 +127,7 @@ def test_powersgd_depends_on_the_sum_alone(rank: int, ranks: int, seed: int) -> 
 @law
 @given(trainings(), st.sampled_from([torch.bfloat16, torch.float16]))
 def test_a_wire_errs_by_a_unit_in_the_last_place(steps: list[Shares], dtype: torch.dtype) -> None:
-    found = summed(lambda: Wire(dtype), steps)[0][0]
+    found = summed(lambda: HalfPrecisionCompressor(dtype), steps)[0][0]
     finfo = torch.finfo(dtype)
     for sums, step in zip(found, steps, strict=True):
         # float16 is scaled: what is 2^40 times smaller than the largest of the bucket is nothing beside it.
@@ -136,7 +143,7 @@ def test_a_wire_errs_by_a_unit_in_the_last_place(steps: list[Shares], dtype: tor
 @given(trainings(), st.integers(-120, 120))
 def test_a_power_of_two_passes_through_a_scaled_wire(steps: list[Shares], power: int) -> None:
     scaled = [[[share * 2.0**power for share in shares] for shares in step] for step in steps]
-    plain, other = (summed(lambda: Wire(torch.float16), each)[0][0] for each in (steps, scaled))
+    plain, other = (summed(lambda: HalfPrecisionCompressor(torch.float16), each)[0][0] for each in (steps, scaled))
     for sums, others in zip(plain, other, strict=True):
         for a, b in zip(sums, others, strict=True):
             assert torch.equal(a * 2.0**power, b)
@@ -152,7 +159,7 @@ def test_the_largest_are_the_first_of_a_stable_sort(values: list[float], data: s
     sizes = np.abs(np.array(values))
     sizes[np.isnan(sizes)] = np.inf
     expected = set(np.argsort(-sizes, kind="stable")[:count].tolist())
-    places = largest(torch.tensor(values, dtype=torch.float64), count).tolist()
+    places = find_largest(torch.tensor(values, dtype=torch.float64), count).tolist()
     assert len(places) == count and set(places) == expected
 
 
@@ -170,13 +177,13 @@ def test_the_largest_of_many_are_those_of_a_sort_as_well(kind: str, count: int) 
         "striped": normal.where(torch.arange(elements) % (elements // (1 << 13)) == 0, normal * 1e-3),
     }[kind]
     expected = np.argsort(-np.abs(vector.numpy()), kind="stable")[:count]
-    assert sorted(largest(vector, count).tolist()) == sorted(expected.tolist())
+    assert sorted(find_largest(vector, count).tolist()) == sorted(expected.tolist())
 
 
 @law
 @given(st.integers(1, 5), st.integers(0, 7), st.integers(0, 1 << 30))
 def test_orthogonal_rows_span_what_they_were_made_of(rows: int, more: int, seed: int) -> None:
     given_rows = torch.randn(rows, rows + more, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    found = orthogonal(given_rows)
+    found = orthonormalize_rows(given_rows)
     torch.testing.assert_close(found @ found.T, torch.eye(rows, dtype=torch.float64), rtol=0, atol=1e-12)
     torch.testing.assert_close(given_rows @ found.T @ found, given_rows, rtol=0, atol=1e-9)

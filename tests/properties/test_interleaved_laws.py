@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from playing import interleaved_live_bound
-from polylane.cost.steps import simulate_schedule
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.observe.timeline import Timeline
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import one_forward_one_backward
@@ -32,7 +32,7 @@ def test_each_microbatch_once_forward_and_once_backward_on_every_virtual_stage(k
     for rank, lane in enumerate(lanes):
         stages = range(rank, k * v, k)
         assert Counter(lane) == Counter(
-            Action(kind, s, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for s in stages for m in range(n)
+            Action(kind, s, m) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for s in stages for m in range(n)
         )
 
 
@@ -40,7 +40,7 @@ def test_each_microbatch_once_forward_and_once_backward_on_every_virtual_stage(k
 def test_gradients_accumulate_in_ascending_order(k: int, v: int, n: int) -> None:
     for lane in interleaved(k, v, n):
         for stage in {action.stage for action in lane}:
-            for kind in (Kind.FORWARD, Kind.BACKWARD):
+            for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
                 assert [a.microbatch for a in lane if (a.kind, a.stage) == (kind, stage)] == list(range(n))
 
 
@@ -72,14 +72,14 @@ def test_inputs_arrive_before_they_are_used(k: int, v: int, n: int, f: int, b: i
     when = {span.action: span for span in played(k, v, n, f, b, c).spans}
     assert len(when) == 2 * n * k * v
     for action, span in when.items():
-        forward = action.kind is Kind.FORWARD
+        forward = action.kind is ActionKind.FORWARD
         assert (span.rank, span.end - span.start) == (action.stage % k, f if forward else b)
         before = action.stage + (-1 if forward else 1)
         if 0 <= before < k * v:
             hop = c if k > 1 else 0
             assert span.start >= when[Action(action.kind, before, action.microbatch)].end + hop
         if not forward:
-            assert span.start >= when[Action(Kind.FORWARD, action.stage, action.microbatch)].end
+            assert span.start >= when[Action(ActionKind.FORWARD, action.stage, action.microbatch)].end
 
 
 @given(ranks, st.integers(2, 4), microbatches, ticks, ticks)

@@ -16,18 +16,18 @@ from torch import Tensor, fx, nn
 
 import models
 from playing import one_stage_memory
-from polylane.cost.memory import Load, recomputed, sharded
-from polylane.cost.method import Method
-from polylane.cost.residence import Need, Residence
-from polylane.graph.capture import capture
-from polylane.graph.check import bound, tables
-from polylane.graph.export import Whole
+from polylane.cost.memory.allocation_meter import AllocationMeter
+from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
+from polylane.cost.memory.peak import TrainedBytes, recompute_blocks, shard_trained_bytes
+from polylane.cost.memory.saved_by_operators import trace_saved_tensors
+from polylane.cost.memory.saved_tensors import BackendSetting
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.graph.capture.capture import capture
+from polylane.graph.capture.export import ModelWithLoss
+from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Graph
-from polylane.graph.keeping import Setting
-from polylane.graph.ledger import Ledger
-from polylane.graph.part import Part
 from polylane.graph.partition import cut_positions
-from polylane.graph.saved import saved
+from polylane.graph.sample_slice import SampleSlice
 
 WIDTH, SAMPLES = 64, 32
 # Gradients of the loss itself, of one number each.
@@ -76,13 +76,13 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 def held(graph: Graph, model: nn.Module, x: Tensor) -> tuple[int, int, int]:
     """Bytes alive at most in a forward pass, between the passes, and at most in the backward pass."""
-    whole, part = Whole(model, loss, lambda leaves: leaves[0]), Part(len(x), batch=len(x))
-    table = tables(whole, graph.code.constants, [x])
-    arguments = [bound(node, table, part) for node in graph.code.fx.nodes if node.op == "placeholder"]
+    whole, part = ModelWithLoss(model, loss, lambda leaves: leaves[0]), SampleSlice(len(x), batch=len(x))
+    table = tensors_by_role(whole, graph.code.constants, [x])
+    arguments = [placeholder_value(node, table, part) for node in graph.code.fx.nodes if node.op == "placeholder"]
     code = fx.GraphModule(nn.Module(), graph.code.fx)
     model.zero_grad(set_to_none=True)
     gc.collect()
-    with Ledger([*model.parameters(), *graph.code.constants.values(), x]) as ledger:
+    with AllocationMeter([*model.parameters(), *graph.code.constants.values(), x]) as ledger:
         result = code(*arguments)
         forward, between = ledger.peak, ledger.now
         ledger.peak = ledger.now
@@ -97,9 +97,11 @@ def test_passes_hold_what_is_predicted_to_the_byte_forward_and_closely_backward(
     model, x = Random(steps), torch.randn(SAMPLES, WIDTH)
     graph = capture(model, loss, x)
     forward, between, backward = held(graph, model, x)
-    need = Residence(graph, saved(graph, Setting(SAMPLES))).need([(0, len(graph.nodes))])
-    assert need.forward == forward
-    assert need.kept + 4 == between  # and the loss
+    need = LiveRanges(graph, trace_saved_tensors(graph, BackendSetting(SAMPLES))).microbatch_memory(
+        [(0, len(graph.nodes))]
+    )
+    assert need.forward_peak == forward
+    assert need.saved + 4 == between  # and the loss
     # Autograd adds gradients up in place, but not while a ledger looks on.
     sums = (
         max(2 * WIDTH * WIDTH, SAMPLES * WIDTH) * 4 if {"add", "multiply", "cat"} & {name for name, _ in steps} else 0
@@ -107,15 +109,15 @@ def test_passes_hold_what_is_predicted_to_the_byte_forward_and_closely_backward(
     biases = len(steps) * WIDTH * 4  # their gradients may be made before, or after, those of the weights
     # Of an operator that reads a value twice, seen alone, the two gradients and their sum are alive at once.
     twice = SAMPLES * WIDTH * 4 if any(n == "multiply" and not b % (i + 1) for i, (n, b) in enumerate(steps)) else 0
-    assert need.first - biases - twice <= backward <= need.first + sums + NUMBERS
+    assert need.first_backward_peak - biases - twice <= backward <= need.first_backward_peak + sums + NUMBERS
 
 
 @functools.cache
-def example(name: str) -> tuple[Graph, Residence, list[int]]:
+def example(name: str) -> tuple[Graph, LiveRanges, list[int]]:
     torch.manual_seed(0)
     case = models.CASES[name]() if name in models.CASES else models.example_case(name)
     graph = capture(case.model(), case.loss, case.batch(5, 1))
-    return graph, Residence(graph, saved(graph, Setting(4))), cut_positions(graph)
+    return graph, LiveRanges(graph, trace_saved_tensors(graph, BackendSetting(4))), cut_positions(graph)
 
 
 MODELS = ("gpt", "unet", "densenet", "t5", "inception", "lstm", "moe")
@@ -126,14 +128,14 @@ MODELS = ("gpt", "unet", "densenet", "t5", "inception", "lstm", "moe")
 def test_what_one_of_two_stages_sends_the_other_receives(name: str, data: Any) -> None:
     graph, found, positions = example(name)
     cut = data.draw(st.sampled_from(positions))
-    first, second = found.need([(0, cut)]), found.need([(cut, len(graph.nodes))])
-    assert first.received == second.sent == 0
-    assert first.sent == second.received and first.asked == second.returned
-    whole = found.need([(0, len(graph.nodes))])
+    first, second = found.microbatch_memory([(0, cut)]), found.microbatch_memory([(cut, len(graph.nodes))])
+    assert first.values_received == second.values_sent == 0
+    assert first.values_sent == second.values_received and first.gradients_received == second.gradients_sent
+    whole = found.microbatch_memory([(0, len(graph.nodes))])
     # What is kept on both sides is held twice; what only crosses is held though nobody keeps it.
-    assert first.live + second.live >= whole.kept
-    assert first.kept + second.kept <= whole.kept
-    assert max(first.forward, second.forward) <= whole.forward + first.sent
+    assert first.live_bytes + second.live_bytes >= whole.saved
+    assert first.saved + second.saved <= whole.saved
+    assert max(first.forward_peak, second.forward_peak) <= whole.forward_peak + first.values_sent
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,8 +144,8 @@ def test_pieces_side_by_side_are_one(name: str, data: Any) -> None:
     graph, found, positions = example(name)
     a, b, c = sorted(data.draw(st.lists(st.sampled_from([0, *positions, len(graph.nodes)]), min_size=3, max_size=3)))
     assume(a < b < c)
-    assert found.need([(a, b), (b, c)]) == found.need([(a, c)])
-    assert found.parameters([(a, b), (b, c)]) == found.parameters([(a, c)])
+    assert found.microbatch_memory([(a, b), (b, c)]) == found.microbatch_memory([(a, c)])
+    assert found.parameter_bytes([(a, b), (b, c)]) == found.parameter_bytes([(a, c)])
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,34 +154,36 @@ def test_recomputation_holds_what_enters_the_blocks_and_one_of_them(name: str, d
     graph, found, positions = example(name)
     cuts = sorted(data.draw(st.sets(st.sampled_from(positions), max_size=4)))
     ends = [0, *cuts, len(graph.nodes)]
-    blocks = [found.need([piece]) for piece in pairwise(ends)]
-    whole = found.need([(0, len(graph.nodes))])
-    need = recomputed(whole, blocks)
-    assert need.live == sum(block.received for block in blocks)
-    assert max(block.backward - block.sent for block in blocks) <= need.backward
+    blocks = [found.microbatch_memory([piece]) for piece in pairwise(ends)]
+    whole = found.microbatch_memory([(0, len(graph.nodes))])
+    need = recompute_blocks(whole, blocks)
+    assert need.live_bytes == sum(block.values_received for block in blocks)
+    assert max(block.backward_peak - block.values_sent for block in blocks) <= need.backward_peak
     if not cuts:
-        assert need.backward == whole.backward and need.first == whole.first
+        assert need.backward_peak == whole.backward_peak and need.first_backward_peak == whole.first_backward_peak
 
 
 numbers = st.floats(0, 1e9, allow_nan=False)
 
 
 @st.composite
-def needs(draw: Any) -> Need:
+def needs(draw: Any) -> PeakMemory:
     kept, received, sent = draw(numbers), draw(numbers), draw(numbers)
     live, first = kept + received + sent, draw(numbers)
     backward = live + draw(numbers)
-    return Need(kept, received, sent, sent, received, live, backward, backward + first, draw(numbers))
+    return PeakMemory(kept, received, sent, sent, received, live, backward, backward + first, draw(numbers))
 
 
 @st.composite
-def loads(draw: Any) -> Load:
+def loads(draw: Any) -> TrainedBytes:
     trained = draw(numbers)
-    return Load(trained + draw(numbers), trained, draw(numbers), draw(numbers), min(draw(numbers), trained))
+    return TrainedBytes(trained + draw(numbers), trained, draw(numbers), draw(numbers), min(draw(numbers), trained))
 
 
 @given(needs(), loads(), st.integers(1, 8), st.integers(1, 32))
-def test_more_live_microbatches_never_hold_less(need: Need, load: Load, live: int, microbatches: int) -> None:
+def test_more_live_microbatches_never_hold_less(
+    need: PeakMemory, load: TrainedBytes, live: int, microbatches: int
+) -> None:
     less, more, all_live, no_more = (
         one_stage_memory(need, load, most, microbatches) for most in (live, live + 1, microbatches, 99)
     )
@@ -189,20 +193,20 @@ def test_more_live_microbatches_never_hold_less(need: Need, load: Load, live: in
 
 @given(needs(), loads(), st.integers(1, 8), st.integers(1, 16))
 def test_a_worker_holds_at_least_its_state_and_its_microbatches(
-    need: Need, load: Load, live: int, microbatches: int
+    need: PeakMemory, load: TrainedBytes, live: int, microbatches: int
 ) -> None:
     found = one_stage_memory(need, load, live, microbatches)
     held = min(live, microbatches)
-    assert found.total >= load.parameters + load.states + held * need.live
-    assert found.total >= load.parameters + load.trained + load.states + load.working
+    assert found.total >= load.parameters + load.states + held * need.live_bytes
+    assert found.total >= load.parameters + load.trained + load.states + load.optimizer_workspace
     assert min(found.parameters, found.gradients, found.optimizer, found.activations, found.communication) >= 0
 
 
 @given(loads(), st.integers(1, 64), st.sampled_from(["float32", "bfloat16"]), st.booleans())
-def test_sharding_more_never_holds_more_state(load: Load, replicas: int, dtype: str, masters: bool) -> None:
+def test_sharding_more_never_holds_more_state(load: TrainedBytes, replicas: int, dtype: str, masters: bool) -> None:
     totals = []
     for shard in ("none", "optimizer", "gradients", "parameters"):
-        own = sharded(load, Method(dtype=dtype, masters=masters, shard=shard), replicas)  # type: ignore[arg-type]
+        own = shard_trained_bytes(load, TrainingOptions(dtype=dtype, masters=masters, shard=shard), replicas)  # type: ignore[arg-type]
         totals.append(own.parameters + own.gradients + own.states)
     assert totals == sorted(totals, reverse=True) or replicas == 1
     assert totals[0] >= totals[-1] >= totals[0] / replicas * (1 - 1e-9)

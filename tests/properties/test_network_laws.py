@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from polylane import yaml_file
 from polylane.cluster.catalogue import link_presets
 from polylane.cluster.cluster import Cluster, Hosts, Links
+from polylane.cluster.cluster_file import dump, from_mapping
 from polylane.cluster.device import Device
 from polylane.cluster.link import Kind, Link
-from polylane.cluster.read import dump, of_mapping
-from polylane.cluster.span import Level, Span
-from polylane.cost.communicate import sent
-from polylane.cost.network import NCCL, collective, transfer
+from polylane.cluster.rank_span import Level, RankSpan
+from polylane.cost.network.alpha_beta import bytes_per_rank
+from polylane.cost.network.collectives import NCCL, collective_seconds, message_seconds
 
 DEVICE = Device(kind="device", memory=10**9, flops={"float32": 1e12}, bandwidth=1e11)
 PRESETS = [Link.model_validate(figures) for figures in link_presets().values()]
@@ -83,18 +83,18 @@ def groups(draw: st.DrawFn, plain: bool = False) -> tuple[Cluster, range]:
     return cluster, range(first, draw(st.integers(first + 1, cluster.count)), draw(st.integers(1, 12)))
 
 
-def shape(span: Span) -> tuple[object, ...]:
+def shape(span: RankSpan) -> tuple[object, ...]:
     return (
         span.ranks,
         span.level,
-        [(c.link, c.level, c.edges, c.count, c.widest, c.units) for c in span.crossings],
+        [(c.link, c.level, c.ring_edges, c.unit_count, c.max_units, c.units) for c in span.crossings],
     )
 
 
 @law
 @given(clusters())
 def test_a_cluster_that_is_written_and_read_is_the_same(cluster: Cluster) -> None:
-    assert of_mapping(yaml_file.parse(dump(cluster))) == cluster
+    assert from_mapping(yaml_file.parse(dump(cluster))) == cluster
 
 
 @law
@@ -111,7 +111,7 @@ def test_a_range_is_spread_as_its_ranks_are_one_by_one(group: tuple[Cluster, ran
 def test_a_ring_has_an_edge_less_than_ranks_and_the_level_is_that_of_two_of_them(group: tuple[Cluster, range]) -> None:
     cluster, ranks = group
     span = cluster.span(ranks)
-    assert sum(crossing.edges for crossing in span.crossings) == len(ranks) - 1
+    assert sum(crossing.ring_edges for crossing in span.crossings) == len(ranks) - 1
     assert span.level == max((cluster.level((ranks[0], rank)) for rank in ranks[1:]), default=Level.DEVICE)
     hosts = {cluster.host(rank) for rank in ranks}
     assert (span.level <= Level.HOST) == (len(hosts) == 1)
@@ -123,7 +123,7 @@ def test_more_bytes_never_take_less(
     group: tuple[Cluster, range], kind: str, several: list[float], sharing: int | None
 ) -> None:
     cluster, ranks = group
-    seconds = [collective(cluster, kind, size, ranks, sharing) for size in [0.0, *sorted(several)]]
+    seconds = [collective_seconds(cluster, kind, size, ranks, sharing) for size in [0.0, *sorted(several)]]
     assert all(a <= b for a, b in pairwise(seconds))
 
 
@@ -133,7 +133,7 @@ def test_more_groups_on_the_same_links_are_never_faster(
     group: tuple[Cluster, range], kind: str, size: float, sharing: int
 ) -> None:
     cluster, ranks = group
-    alone, few, many = (collective(cluster, kind, size, ranks, n) for n in (1, sharing, sharing + 1))
+    alone, few, many = (collective_seconds(cluster, kind, size, ranks, n) for n in (1, sharing, sharing + 1))
     assert alone <= few <= many
 
 
@@ -141,8 +141,8 @@ def test_more_groups_on_the_same_links_are_never_faster(
 @given(clusters(), collectives, sizes, st.data())
 def test_one_rank_takes_no_time(cluster: Cluster, kind: str, size: float, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, cluster.count - 1))
-    assert collective(cluster, kind, size, (rank,)) == 0.0
-    assert transfer(cluster, size, rank, rank) == 0.0
+    assert collective_seconds(cluster, kind, size, (rank,)) == 0.0
+    assert message_seconds(cluster, size, rank, rank) == 0.0
 
 
 @law
@@ -151,10 +151,10 @@ def test_what_is_chosen_is_no_slower_than_what_it_is_chosen_over(
     group: tuple[Cluster, range], kind: str, size: float, sharing: int | None
 ) -> None:
     cluster, ranks = group
-    chosen = collective(cluster, kind, size, ranks, sharing, NCCL)
-    each = [collective(cluster, kind, size, ranks, sharing, ("ring", algorithm)) for algorithm in NCCL]
+    chosen = collective_seconds(cluster, kind, size, ranks, sharing, NCCL)
+    each = [collective_seconds(cluster, kind, size, ranks, sharing, ("ring", algorithm)) for algorithm in NCCL]
     assert chosen == min(each)
-    assert chosen <= collective(cluster, kind, size, ranks, sharing)
+    assert chosen <= collective_seconds(cluster, kind, size, ranks, sharing)
 
 
 @law
@@ -164,7 +164,7 @@ def test_a_ring_s_all_reduce_is_a_reduce_scatter_and_an_all_gather_that_begin_as
 ) -> None:
     cluster, ranks = group
     whole, *halves = (
-        collective(cluster, kind, size, ranks, None, ("ring",))
+        collective_seconds(cluster, kind, size, ranks, None, ("ring",))
         for kind in ("all_reduce", "reduce_scatter", "all_gather")
     )
     assert max(halves) <= whole <= sum(halves) * (1 + 1e-9)
@@ -180,11 +180,14 @@ def test_large_values_take_what_the_narrowest_link_needs_for_its_bytes(
     for crossing in cluster.span(ranks).crossings:
         for own, _ in crossing.units:
             inside = crossing.level == Level.HOST
-            reached, shared = crossing.link.reached(kind, own if inside else 2), crossing.link.shared(kind)
+            reached, shared = (
+                crossing.link.solo_bandwidth(kind, own if inside else 2),
+                crossing.link.shared_bandwidth(kind),
+            )
             rate = min(reached, shared / own) if inside and shared is not None else reached * (1 if inside else own)
             rate = rate if inside or shared is None else min(rate, shared)
-            bound = max(bound, sent(kind, size, len(ranks)) / rate)
-    assert collective(cluster, kind, size, ranks, 1, ("ring",)) == pytest.approx(bound, rel=1e-6)
+            bound = max(bound, bytes_per_rank(kind, size, len(ranks)) / rate)
+    assert collective_seconds(cluster, kind, size, ranks, 1, ("ring",)) == pytest.approx(bound, rel=1e-6)
 
 
 @law
@@ -193,10 +196,10 @@ def test_the_same_question_has_the_same_answer_and_who_asks_first_changes_nothin
     group: tuple[Cluster, range], kind: str, size: float
 ) -> None:
     cluster, ranks = group
-    first = collective(cluster, kind, size, ranks)
-    collective(cluster, "all_reduce", size / 2, range(cluster.count), 3)
-    assert collective(cluster, kind, size, ranks) == first
-    assert collective(of_mapping(yaml_file.parse(dump(cluster))), kind, size, tuple(ranks)) == first
+    first = collective_seconds(cluster, kind, size, ranks)
+    collective_seconds(cluster, "all_reduce", size / 2, range(cluster.count), 3)
+    assert collective_seconds(cluster, kind, size, ranks) == first
+    assert collective_seconds(from_mapping(yaml_file.parse(dump(cluster))), kind, size, tuple(ranks)) == first
 
 
 @law
@@ -206,7 +209,7 @@ def test_messages_take_more_with_more_bytes_and_more_streams_and_the_same_in_bot
 ) -> None:
     ends = st.integers(0, cluster.count - 1)
     source, target = data.draw(ends), data.draw(ends)
-    seconds = transfer(cluster, size, source, target, streams)
-    assert transfer(cluster, size / 2, source, target, streams) <= seconds
-    assert seconds <= transfer(cluster, size, source, target, streams + 1)
-    assert seconds == transfer(cluster, size, target, source, streams)
+    seconds = message_seconds(cluster, size, source, target, streams)
+    assert message_seconds(cluster, size / 2, source, target, streams) <= seconds
+    assert seconds <= message_seconds(cluster, size, source, target, streams + 1)
+    assert seconds == message_seconds(cluster, size, target, source, streams)

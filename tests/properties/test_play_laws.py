@@ -13,15 +13,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from exact_player import ExactPlayer
-from polylane.cost.fair import speeds
-from polylane.cost.fluid import Fluid
-from polylane.cost.host import Host
-from polylane.cost.matching import match
-from polylane.cost.play import play
-from polylane.cost.steps import simulate_schedule
-from polylane.cost.task import Task, Transfer
+from polylane.cost.network.fair_share import max_min_speeds
+from polylane.cost.simulator.contention import ContentionSimulator
+from polylane.cost.simulator.matching import match_lanes
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.cost.simulator.shared_cores import SharedCores
+from polylane.cost.simulator.simulate import simulate_tasks
+from polylane.cost.simulator.task import Task, TransferTime
 from polylane.observe.timeline import Timeline
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import SCHEDULES, schedule_lanes
@@ -31,10 +31,10 @@ seconds = st.integers(0, 6)
 
 
 @st.composite
-def transfers(draw: st.DrawFn, shared: bool) -> Transfer:
+def transfers(draw: st.DrawFn, shared: bool) -> TransferTime:
     links = draw(st.dictionaries(st.sampled_from("xyz"), st.sampled_from([0.25, 0.5, 1.0]), max_size=2))
     cpu = draw(st.sampled_from([0.0, 0.0, 0.25, 1.0])) if shared else 0.0
-    return Transfer(draw(seconds), draw(st.integers(0, 2)), links if shared else {}, cpu)
+    return TransferTime(draw(seconds), draw(st.integers(0, 2)), links if shared else {}, cpu)
 
 
 @st.composite
@@ -48,25 +48,27 @@ def programs(draw: st.DrawFn, shared: bool = False) -> Lanes:
         what = draw(st.sampled_from(["pass", "pass", "send", "receive", "reduce", "step"]))
         if what == "pass":
             took = draw(seconds)
-            lanes[lane].append(Task(Action(Kind.FORWARD, lane, number), took, draw(st.integers(0, took))))
+            lanes[lane].append(Task(Action(ActionKind.FORWARD, lane, number), took, draw(st.integers(0, took))))
         elif what == "send":
             to = draw(st.integers(0, count - 1))
             lanes[lane].append(
                 Task(
-                    Action(Kind.SEND, lane, number, peer=to),
+                    Action(ActionKind.SEND, lane, number, peer=to),
                     draw(st.integers(0, 1)),
                     key=number,
                     transfer=draw(transfers(shared)),
                 )
             )
-            inbox.append((to, Task(Action(Kind.RECEIVE, to, number, peer=lane), draw(st.integers(0, 1)), key=number)))
+            inbox.append(
+                (to, Task(Action(ActionKind.RECEIVE, to, number, peer=lane), draw(st.integers(0, 1)), key=number))
+            )
         elif what == "receive" and inbox:
             to, task = inbox.pop(draw(st.integers(0, len(inbox) - 1)))
             lanes[to].append(task)
         elif what == "reduce":
             _reduce(draw, lanes, number, shared)
         elif what == "step":
-            lanes[lane].append(Task(Action(Kind.STEP, lane, number), draw(seconds)))
+            lanes[lane].append(Task(Action(ActionKind.STEP, lane, number), draw(seconds)))
     for to, task in inbox:
         if draw(st.booleans()):
             lanes[to].append(task)
@@ -77,20 +79,20 @@ def _reduce(draw: st.DrawFn, lanes: Lanes, number: int, shared: bool) -> None:
     who = tuple(sorted(draw(st.sets(st.integers(0, len(lanes) - 1), min_size=1))))
     moves = draw(transfers(shared))
     for lane in who:
-        task = Task(Action(Kind.REDUCE, lane, value=f"w{number}"), key=number, transfer=moves, lanes=who)
-        earlier = [t.action for t in lanes[lane] if t.action.kind is Kind.FORWARD]
+        task = Task(Action(ActionKind.REDUCE, lane, value=f"w{number}"), key=number, transfer=moves, lanes=who)
+        earlier = [t.action for t in lanes[lane] if t.action.kind is ActionKind.FORWARD]
         if earlier and draw(st.booleans()):
             task = replace(task, after=earlier[-1], fraction=draw(st.sampled_from([0, 0.5, 1])))
         lanes[lane].append(replace(task, overlapped=draw(st.booleans())))
 
 
 @st.composite
-def crowds(draw: st.DrawFn) -> tuple[Lanes, list[Host], dict[str, float]]:
+def crowds(draw: st.DrawFn) -> tuple[Lanes, list[SharedCores], dict[str, float]]:
     """Lanes, with the hosts and links that they share."""
     lanes = draw(programs(shared=True))
     where = [draw(st.integers(0, 2)) for _ in lanes]
     hosts = [
-        Host(
+        SharedCores(
             tuple(lane for lane, host in enumerate(where) if host == number),
             draw(st.sampled_from([0.5, 1, 2, 4])),
             draw(st.sampled_from([None, {2: 0.9}, {2: 0.8, 4: 0.5}])),
@@ -112,9 +114,9 @@ def longest_path(lanes: Lanes) -> float:
             kind, node = task.action.kind, (lane, index)
             waits.add_edge(here, node, seconds=0)
             here = (*node, "end")
-            if kind in (Kind.SEND, Kind.REDUCE):
+            if kind in (ActionKind.SEND, ActionKind.REDUCE):
                 travel = (task.key, "travel")
-                asked = node if kind is Kind.REDUCE else here
+                asked = node if kind is ActionKind.REDUCE else here
                 waits.add_node(travel, keeps=task.transfer.seconds)
                 if task.after is not None:
                     before, done = passes[task.after]
@@ -127,19 +129,19 @@ def longest_path(lanes: Lanes) -> float:
                     waits.add_edge(last, travel, seconds=waits.nodes[last]["keeps"])
                 channels[channel] = travel
                 waits.add_edge(travel, (task.key, "there"), seconds=task.transfer.seconds + task.transfer.latency)
-            if kind is Kind.RECEIVE or (kind is Kind.REDUCE and not task.overlapped):
+            if kind is ActionKind.RECEIVE or (kind is ActionKind.REDUCE and not task.overlapped):
                 waits.add_edge((task.key, "there"), middle := (*node, "middle"), seconds=0)
                 waits.add_edge(node, middle, seconds=0)
                 waits.add_edge(middle, here, seconds=task.seconds)
             else:
                 waits.add_edge(node, here, seconds=task.seconds)
-            if kind is Kind.REDUCE and task.overlapped:
+            if kind is ActionKind.REDUCE and task.overlapped:
                 pending.append((task.key, "there"))
                 waits.add_edge((task.key, "there"), ("end", task.key), seconds=0)
-            if kind is Kind.STEP:
+            if kind is ActionKind.STEP:
                 waits.add_edges_from([(there, node, {"seconds": 0}) for there in pending])
                 pending = []
-            if kind is Kind.FORWARD:
+            if kind is ActionKind.FORWARD:
                 passes[task.action] = node, task
     # Only what a lane does or waits for counts: a message that nobody receives may end later.
     arrives = dict.fromkeys(waits, 0.0)
@@ -175,9 +177,12 @@ def test_a_schedule_takes_what_theory_says(
         free, spans = 0, [span for span in played.spans if span.rank == lane]
         assert [span.action for span in spans] == list(actions)
         for span, action in zip(spans, actions, strict=True):
-            back = action.kind is Kind.BACKWARD
-            needs = [replace(action, stage=other) for other in (graph.after if back else graph.before)[action.stage]]
-            needs += [replace(action, kind=Kind.FORWARD)] if back else []
+            back = action.kind is ActionKind.BACKWARD
+            needs = [
+                replace(action, stage=other)
+                for other in (graph.successors if back else graph.predecessors)[action.stage]
+            ]
+            needs += [replace(action, kind=ActionKind.FORWARD)] if back else []
             arrivals = [end + c * (rank != lane) for end, rank in map(ends.__getitem__, needs)]
             assert span.start == max([free, *arrivals])
             free = span.start + (b if back else f)
@@ -187,33 +192,35 @@ def test_a_schedule_takes_what_theory_says(
 @given(programs())
 @settings(deadline=None, max_examples=40)
 def test_lanes_that_share_nothing_take_their_longest_path(lanes: Lanes) -> None:
-    assert max((span.end for span in play(lanes).spans), default=0) == longest_path(lanes)
+    assert max((span.end for span in simulate_tasks(lanes).spans), default=0) == longest_path(lanes)
 
 
 @given(programs())
 @settings(deadline=None, max_examples=40)
 def test_events_come_to_the_same_where_there_is_enough_for_all(lanes: Lanes) -> None:
-    matched = match(lanes)
-    Fluid(matched.lanes, [Host(tuple(range(len(lanes))), 100)], {}).run()
-    played = play(lanes)
-    passes = {Kind.FORWARD, Kind.STEP, Kind.SEND, Kind.RECEIVE}
+    matched = match_lanes(lanes)
+    ContentionSimulator(matched.lanes, [SharedCores(tuple(range(len(lanes))), 100)], {}).run()
+    played = simulate_tasks(lanes)
+    passes = {ActionKind.FORWARD, ActionKind.STEP, ActionKind.SEND, ActionKind.RECEIVE}
     found = [(op.start, op.end) for ops in matched.lanes for op in ops if op.task.action.kind in passes]
     assert found == [(span.start, span.end) for span in played.spans if span.action.kind in passes]
-    assert all(travel.arrival is not None for travel in matched.travels)
+    assert all(travel.arrival is not None for travel in matched.messages)
 
 
 @given(crowds())
 @settings(deadline=None, max_examples=40)
-def test_every_moment_of_a_lane_is_one_of_three(crowd: tuple[Lanes, list[Host], dict[str, float]]) -> None:
+def test_every_moment_of_a_lane_is_one_of_three(crowd: tuple[Lanes, list[SharedCores], dict[str, float]]) -> None:
     """And nothing that can be run is a deadlock, whatever is shared."""
     lanes, hosts, links = crowd
-    timeline = play(lanes, hosts, links)
+    timeline = simulate_tasks(lanes, hosts, links)
     assert len(timeline.spans) == sum(map(len, lanes))
     for busy, exposed, idle in zip(timeline.busy(), timeline.exposed_communication(), timeline.idle(), strict=True):
         assert busy + exposed + idle == pytest.approx(timeline.makespan(), abs=1e-9)
     for tasks, spans in zip(lanes, _lanes(timeline), strict=True):
         assert [span.action for span in spans] == [task.action for task in tasks]
-        keeping = [s for s in spans if s.action.kind is not Kind.REDUCE]  # which may move beside what comes before it
+        keeping = [
+            s for s in spans if s.action.kind is not ActionKind.REDUCE
+        ]  # which may move beside what comes before it
         assert all(one.end <= other.start + 1e-9 for one, other in pairwise(keeping))
         for span, task in zip(spans, tasks, strict=True):
             assert span.end - span.start >= (task.seconds or task.transfer.seconds * task.overlapped) - 1e-9
@@ -225,17 +232,17 @@ def _lanes(timeline: Timeline) -> list[list]:  # type: ignore[type-arg]
 
 @given(crowds())
 @settings(deadline=None, max_examples=40)
-def test_sharing_never_ends_before_the_longest_path(crowd: tuple[Lanes, list[Host], dict[str, float]]) -> None:
+def test_sharing_never_ends_before_the_longest_path(crowd: tuple[Lanes, list[SharedCores], dict[str, float]]) -> None:
     lanes, hosts, links = crowd
-    last = max((span.end for span in play(lanes, hosts, links).spans), default=0)
+    last = max((span.end for span in simulate_tasks(lanes, hosts, links).spans), default=0)
     assert last >= longest_path(lanes) - 1e-9
 
 
 @given(crowds())
 @settings(deadline=None, max_examples=40)
-def test_no_host_gives_more_than_it_has(crowd: tuple[Lanes, list[Host], dict[str, float]]) -> None:
+def test_no_host_gives_more_than_it_has(crowd: tuple[Lanes, list[SharedCores], dict[str, float]]) -> None:
     lanes, hosts, links = crowd
-    last = max((span.end for span in play(lanes, hosts, links).spans), default=0)
+    last = max((span.end for span in simulate_tasks(lanes, hosts, links).spans), default=0)
     for host in hosts:
         computed = sum(task.seconds - task.waited for lane in host.lanes for task in lanes[lane])
         assert computed <= host.cores * last + 1e-9
@@ -250,25 +257,25 @@ def test_never_faster_with_a_slower_task_or_link_where_nothing_is_shared(lanes: 
     lane, index = data.draw(st.sampled_from(places))
     task = lanes[lane][index]
     slower = [list(each) for each in lanes]
-    if task.action.kind in (Kind.SEND, Kind.REDUCE):
+    if task.action.kind in (ActionKind.SEND, ActionKind.REDUCE):
         moves = replace(task.transfer, seconds=task.transfer.seconds + 3, latency=task.transfer.latency + 1)
         for each in slower:
             each[:] = [replace(t, transfer=moves) if t.transfer is task.transfer else t for t in each]
     else:
         slower[lane][index] = replace(task, seconds=task.seconds + 3)
-    before, after = play(lanes), play(slower)
+    before, after = simulate_tasks(lanes), simulate_tasks(slower)
     assert all(late.end >= early.end for early, late in zip(before.spans, after.spans, strict=True))
     assert longest_path(slower) >= longest_path(lanes)
 
 
 @given(st.lists(st.lists(seconds, max_size=4), min_size=1, max_size=5), st.integers(1, 8), st.data())
 def test_more_cores_never_slow_independent_lanes(work: list[list[int]], few: int, data: st.DataObject) -> None:
-    lanes = [[Task(Action(Kind.FORWARD, r, i), s) for i, s in enumerate(lane)] for r, lane in enumerate(work)]
+    lanes = [[Task(Action(ActionKind.FORWARD, r, i), s) for i, s in enumerate(lane)] for r, lane in enumerate(work)]
     more = data.draw(st.integers(few, 9))
     table = data.draw(st.sampled_from([None, {2: 0.9, 5: 0.5}]))
 
     def ends(cores: int) -> list[float]:
-        timeline = play(lanes, [Host(tuple(range(len(lanes))), cores / 2, table)])
+        timeline = simulate_tasks(lanes, [SharedCores(tuple(range(len(lanes))), cores / 2, table)])
         return [max((s.end for s in lane), default=0) for lane in timeline.lanes()]
 
     assert all(late >= early - 1e-9 for late, early in zip(ends(few), ends(more), strict=True))
@@ -276,26 +283,28 @@ def test_more_cores_never_slow_independent_lanes(work: list[list[int]], few: int
 
 @given(st.integers(1, 8), st.integers(1, 8), st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_equal_lanes_on_too_few_cores_take_as_many_times_as_long(lanes: int, cores: int, work: list[int]) -> None:
-    each = [Task(Action(Kind.FORWARD, 0, i), s) for i, s in enumerate(work)]
-    timeline = play([each] * lanes, [Host(tuple(range(lanes)), cores)])
+    each = [Task(Action(ActionKind.FORWARD, 0, i), s) for i, s in enumerate(work)]
+    timeline = simulate_tasks([each] * lanes, [SharedCores(tuple(range(lanes)), cores)])
     for lane in timeline.lanes():
         assert lane[-1].end == pytest.approx(sum(work) * max(Fraction(1), Fraction(lanes, cores)), rel=1e-12)
 
 
 @given(st.integers(1, 6), st.integers(1, 9))
 def test_equal_transfers_on_one_link_take_as_many_times_as_long(count: int, took: int) -> None:
-    moves = Transfer(took, links={"x": 1})
+    moves = TransferTime(took, links={"x": 1})
     lanes = []
     for number in range(count):
-        lanes.append([Task(Action(Kind.SEND, 0, number, peer=1), key=number, transfer=moves)])
-        lanes.append([Task(Action(Kind.RECEIVE, 0, number, peer=0), key=number)])
-    assert [lane[0].end for lane in play(lanes).lanes()[1::2]] == pytest.approx([count * took] * count, rel=1e-12)
+        lanes.append([Task(Action(ActionKind.SEND, 0, number, peer=1), key=number, transfer=moves)])
+        lanes.append([Task(Action(ActionKind.RECEIVE, 0, number, peer=0), key=number)])
+    assert [lane[0].end for lane in simulate_tasks(lanes).lanes()[1::2]] == pytest.approx(
+        [count * took] * count, rel=1e-12
+    )
 
 
 @given(programs(), st.integers(1, 4))
 @settings(deadline=None, max_examples=40)
 def test_steps_in_a_row_take_no_longer_than_one_after_the_other(lanes: Lanes, steps: int) -> None:
-    one, several = play(lanes), play([steps * lane for lane in lanes])
+    one, several = simulate_tasks(lanes), simulate_tasks([steps * lane for lane in lanes])
     last = max((span.end for span in one.spans), default=0)
     # Messages that nobody receives may still be under way at the end of a step.
     spare = steps * sum(task.transfer.seconds + task.transfer.latency for lane in lanes for task in lane)
@@ -318,7 +327,7 @@ def test_links_are_shared_max_min_fairly(
 ) -> None:
     """No link is overfull; who could be faster crosses a full link, on which nobody gets more who could get less."""
     caps, takes = [cap for cap, _ in flows], [links for _, links in flows]
-    found = speeds(caps, takes, capacity)
+    found = max_min_speeds(caps, takes, capacity)
     used = {link: sum(s * t.get(link, 0) for s, t in zip(found, takes, strict=True)) for link in capacity}
     assert all(used[link] <= capacity[link] * (1 + 1e-9) for link in capacity)
     levels = [speed * max(links.values()) for speed, links in zip(found, takes, strict=True)]
@@ -339,15 +348,15 @@ def test_events_agree_with_a_player_in_exact_fractions(lanes: Lanes, halves: int
     simple: Lanes = [[] for _ in lanes]
     for lane, tasks in enumerate(lanes):
         for task in tasks:
-            if task.action.kind is Kind.FORWARD:
+            if task.action.kind is ActionKind.FORWARD:
                 simple[lane].append(Task(task.action, task.seconds + 1))
-            elif task.action.kind in (Kind.SEND, Kind.RECEIVE):
+            elif task.action.kind in (ActionKind.SEND, ActionKind.RECEIVE):
                 links = {"x": 1.0} if task.key in linked else {}
                 simple[lane].append(
-                    Task(task.action, key=task.key, transfer=Transfer(task.transfer.seconds + 1, 0, links))
+                    Task(task.action, key=task.key, transfer=TransferTime(task.transfer.seconds + 1, 0, links))
                 )
     exact = ExactPlayer(simple, Fraction(halves, 2)).run()
-    played = play(simple, [Host(tuple(range(len(lanes))), halves / 2)])
+    played = simulate_tasks(simple, [SharedCores(tuple(range(len(lanes))), halves / 2)])
     for lane, spans in enumerate(_lanes(played)):
         for index, span in enumerate(spans):
             assert span.end == pytest.approx(float(exact[lane, index]), rel=1e-9, abs=1e-9)

@@ -40,8 +40,8 @@ def devices(draw: st.DrawFn) -> Device:
 @settings(max_examples=12, deadline=None, derandomize=True)
 def test_a_fit_of_what_a_device_says_says_the_same(known: Device) -> None:
     timed = operators(known)
-    found = fit_device.fitted(BASE, timed, known.bandwidth)
-    assert fit_device.errors(found, timed).worst < 1e-3
+    found = fit_device.fit_device(BASE, timed, known.bandwidth)
+    assert fit_device.fit_errors(found, timed).worst < 1e-3
     assert abs(found.stream / known.stream - 1) < 1e-3
     assert abs(found.overhead / known.overhead - 1) < 1e-3
 
@@ -71,7 +71,7 @@ def links(draw: st.DrawFn) -> tuple[Link, int]:
 def test_a_fit_of_what_a_link_says_says_the_same(known: tuple[Link, int]) -> None:
     link, workers = known
     carried = messages(link, workers)
-    found = fit_link.fitted(carried)
-    assert max(fit_link.errors(found, carried)) < 1e-3
+    found = fit_link.fit_link(carried)
+    assert max(fit_link.link_errors(found, carried)) < 1e-3
     assert abs(found.bandwidth / link.bandwidth - 1) < 1e-3
     assert found.cpu == link.cpu

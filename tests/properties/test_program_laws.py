@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
-from polylane.plan.fit import from_partition
+from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees, Spec
-from polylane.program.check import check, matched
+from polylane.program.check import check, match_messages
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.synchronous import SCHEDULES
 from synthetic import graph
 
@@ -68,7 +68,7 @@ def lowereds(draw: st.DrawFn, alike: bool = True) -> Lowered:
     degrees = st.sampled_from(MESHES).map(lambda mesh: Degrees(*mesh))
     meshes = [draw(degrees)] * partition.stages if alike else [draw(degrees) for _ in range(partition.stages)]
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
-    plan = from_partition(partition, Spec.of_meshes(meshes, schedule, None, "float32"), draw(st.integers(1, 6)))
+    plan = plan_from_partition(partition, Spec.of_meshes(meshes, schedule, None, "float32"), draw(st.integers(1, 6)))
     axes = st.sets(st.sampled_from(["sequence", "tensor"]))
     partial = draw(st.dictionaries(st.sampled_from(sorted(made.parameters)), axes)) if made.parameters else {}
     return Lowered(partition, plan, partial, lower(partition, plan, None, (partial,) * plan.pipeline))
@@ -89,7 +89,7 @@ def played(programs: tuple[Program, ...], seed: int = 0) -> int:
             program = programs[rank]
             while at[rank] < len(program.actions):
                 action = program.actions[at[rank]]
-                if action.kind is Kind.RECEIVE:
+                if action.kind is ActionKind.RECEIVE:
                     assert action.peer is not None
                     queue = queues.get((action.peer, rank))
                     if not queue:
@@ -97,7 +97,7 @@ def played(programs: tuple[Program, ...], seed: int = 0) -> int:
                     sent = queue.popleft()
                     what = (sent.value, sent.microbatch, sent.gradient)
                     assert what == (action.value, action.microbatch, action.gradient)
-                elif action.kind is Kind.SEND:
+                elif action.kind is ActionKind.SEND:
                     assert action.peer is not None
                     queues.setdefault((rank, action.peer), deque()).append(action)
                 at[rank] += 1
@@ -123,17 +123,17 @@ def test_every_gradient_is_summed_once_where_meshes_differ(made: Lowered) -> Non
     plan = made.plan
     for name in with_gradient(made.partition.graph):
         stages = [s for s in range(plan.pipeline) if name in made.partition.parameters(s)]
-        aligned = all(plan.aligned(stages[0], s) for s in stages)
+        aligned = all(plan.have_same_mesh(stages[0], s) for s in stages)
         for rank in (rank for stage in stages for rank in plan.stages[stage].devices):
             (bucket,) = (b for b in made.programs[rank].buckets if name in b.parameters)
             assert rank in bucket.ranks
             if aligned:
-                assert not bucket.silent
+                assert not bucket.zero_contributors
                 continue
             assert set(bucket.ranks) == {r for stage in stages for r in plan.stages[stage].devices}
             summed = made.partial.get(name, set())
             at = plan.coordinates(rank)
-            assert (rank in bucket.silent) == any(index for axis, index in at.items() if axis not in summed)
+            assert (rank in bucket.zero_contributors) == any(index for axis, index in at.items() if axis not in summed)
 
 
 @given(any_lowereds)
@@ -142,7 +142,7 @@ def test_evaluation_runs_to_its_end(made: Lowered) -> None:
     programs = lower_evaluation(made.partition, made.plan)
     check(programs)
     assert played(programs) == sum(len(p.actions) for p in programs)
-    assert {a.kind for p in programs for a in p.actions} <= {Kind.FORWARD, Kind.SEND, Kind.RECEIVE}
+    assert {a.kind for p in programs for a in p.actions} <= {ActionKind.FORWARD, ActionKind.SEND, ActionKind.RECEIVE}
 
 
 @given(any_lowereds)
@@ -155,7 +155,7 @@ def test_values_go_straight_and_gradients_come_back(made: Lowered) -> None:
     for stage in range(plan.pipeline):
         for name in {n for node in made.partition.nodes(stage) for n in node.inputs}:
             node = made.partition.graph.nodes[made.partition.graph.positions[name]]
-            if not node.free and stage_of[name] != stage:
+            if not node.recomputable and stage_of[name] != stage:
                 for i, (start, end) in product(range(plan.microbatches), talking(plan, stage_of[name], stage)):
                     needed[i, name, start, end] += 1
                     if node.requires_grad:
@@ -164,10 +164,10 @@ def test_values_go_straight_and_gradients_come_back(made: Lowered) -> None:
         (a.microbatch, f"d {a.value}" if a.gradient else a.value, p.rank, a.peer)
         for p in made.programs
         for a in p.actions
-        if a.kind is Kind.SEND
+        if a.kind is ActionKind.SEND
     )
     assert sent == needed
-    assert len(matched(made.programs)) == sum(needed.values())
+    assert len(match_messages(made.programs)) == sum(needed.values())
 
 
 def talking(plan: Plan, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -176,8 +176,8 @@ def talking(plan: Plan, start: int, end: int) -> Iterator[tuple[int, int]]:
     With the same mesh those with the same coordinates, with as many replicas those of the same one, else everybody.
     """
     for a, b in product(plan.stages[start].devices, plan.stages[end].devices):
-        same_replica = plan.place(a)[1] == plan.place(b)[1]
-        if plan.aligned(start, end):
+        same_replica = plan.stage_and_replica(a)[1] == plan.stage_and_replica(b)[1]
+        if plan.have_same_mesh(start, end):
             if plan.indices(a) == plan.indices(b):
                 yield a, b
         elif same_replica or plan.degree("data", start) != plan.degree("data", end):
@@ -189,22 +189,22 @@ def talking(plan: Plan, start: int, end: int) -> Iterator[tuple[int, int]]:
 def test_a_stage_has_what_it_reads_before_it_computes(made: Lowered) -> None:
     for program in made.programs:
         has: set[tuple[str | None, int | None, bool, int | None]] = set()
-        ready: set[tuple[Kind, int | None]] = set()
+        ready: set[tuple[ActionKind, int | None]] = set()
         for action in program.actions:
-            if action.kind is Kind.RECEIVE:
+            if action.kind is ActionKind.RECEIVE:
                 has.add((action.value, action.microbatch, action.gradient, action.peer))
-            elif action.kind is Kind.FORWARD:
+            elif action.kind is ActionKind.FORWARD:
                 for crossing in program.receives:
                     for source in made.plan.peers(program.rank, crossing.producer):
                         assert (crossing.value, action.microbatch, False, source) in has
-            elif action.kind is Kind.BACKWARD:
-                assert (Kind.FORWARD, action.microbatch) in ready
+            elif action.kind is ActionKind.BACKWARD:
+                assert (ActionKind.FORWARD, action.microbatch) in ready
                 for crossing in program.sends:
                     for consumer in crossing.consumers if crossing.requires_grad else ():
                         for source in made.plan.peers(program.rank, consumer):
                             assert (crossing.value, action.microbatch, True, source) in has
-            elif action.kind is Kind.SEND:
-                made_by = Kind.BACKWARD if action.gradient else Kind.FORWARD
+            elif action.kind is ActionKind.SEND:
+                made_by = ActionKind.BACKWARD if action.gradient else ActionKind.FORWARD
                 assert (made_by, action.microbatch) in ready
             ready.add((action.kind, action.microbatch))
 
@@ -227,7 +227,7 @@ def summing(made: Lowered, rank: int, holders: list[int], name: str) -> set[int]
     Holders with different meshes all have the whole of it.
     """
     axes = made.partial.get(name, set())
-    whole = not all(made.plan.aligned(holders[0], stage) for stage in holders)
+    whole = not all(made.plan.have_same_mesh(holders[0], stage) for stage in holders)
 
     def part(of: int) -> dict[str, int]:
         return {axis: i for axis, i in made.plan.coordinates(of).items() if axis not in axes}
@@ -259,7 +259,7 @@ def test_all_ranks_reduce_in_the_same_order(made: Lowered) -> None:
     for program in made.programs:
         names = [bucket.name for bucket in program.buckets]
         assert len(set(names)) == len(names)
-        reduced = [a.value for a in program.actions if a.kind is Kind.REDUCE]
+        reduced = [a.value for a in program.actions if a.kind is ActionKind.REDUCE]
         assert reduced == [bucket.name for bucket in program.buckets if len(bucket.ranks) > 1]
         nx.add_path(waits, [(bucket.name, bucket.ranks) for bucket in program.buckets])
     assert nx.is_directed_acyclic_graph(waits)
@@ -272,7 +272,10 @@ def test_all_ranks_reduce_in_the_same_order(made: Lowered) -> None:
 @settings(deadline=None)
 def test_a_program_that_lacks_a_message_is_refused(made: Lowered, data: st.DataObject) -> None:
     places = [
-        (p.rank, i) for p in made.programs for i, a in enumerate(p.actions) if a.kind in (Kind.SEND, Kind.RECEIVE)
+        (p.rank, i)
+        for p in made.programs
+        for i, a in enumerate(p.actions)
+        if a.kind in (ActionKind.SEND, ActionKind.RECEIVE)
     ]
     assume(places)
     rank, at = data.draw(st.sampled_from(places))
@@ -292,7 +295,7 @@ def test_lowering_is_a_function(made: Lowered) -> None:
 def test_groups_and_peers_divide_the_ranks(made: Lowered) -> None:
     plan = made.plan
     for rank in range(plan.workers):
-        stage, replica = plan.place(rank)
+        stage, replica = plan.stage_and_replica(rank)
         coordinates = plan.coordinates(rank)
         assert (plan.rank_at(stage, replica, coordinates),) == (rank,) == plan.peers(rank, stage)
         for other in range(plan.pipeline):
@@ -301,4 +304,6 @@ def test_groups_and_peers_divide_the_ranks(made: Lowered) -> None:
             group = plan.group(rank, axes)
             assert rank in group and group == tuple(sorted(group))
             assert len(group) == prod(plan.degree(axis, stage) for axis in axes)
-            assert all(plan.group(other, axes) == group and plan.place(other)[0] == stage for other in group)
+            assert all(
+                plan.group(other, axes) == group and plan.stage_and_replica(other)[0] == stage for other in group
+            )

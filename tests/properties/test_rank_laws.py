@@ -8,7 +8,7 @@ from math import gcd
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from polylane.plan.ranks import ranks
+from polylane.plan.rank_order import assign_ranks
 from polylane.plan.spec import Degrees
 
 powers = st.sampled_from([1, 2, 4, 8])
@@ -23,14 +23,14 @@ def inner(mesh: Degrees) -> int:
 def groups(meshes: Sequence[Degrees]) -> list[list[tuple[int, ...]]]:
     """Of every stage, the ranks of each replica."""
     found = []
-    for mesh, own in zip(meshes, ranks(meshes), strict=True):
+    for mesh, own in zip(meshes, assign_ranks(meshes), strict=True):
         found.append([own[i : i + inner(mesh)] for i in range(0, len(own), inner(mesh))])
     return found
 
 
 @given(st.lists(any_mesh, min_size=1, max_size=5))
 def test_every_rank_has_one_place(meshes: list[Degrees]) -> None:
-    found = ranks(meshes)
+    found = assign_ranks(meshes)
     assert [len(own) for own in found] == [mesh.workers for mesh in meshes]
     assert sorted(rank for own in found for rank in own) == list(range(sum(mesh.workers for mesh in meshes)))
     assert all(own == tuple(sorted(own)) for own in found)  # a later replica has later ranks
@@ -41,7 +41,7 @@ def test_every_rank_has_one_place(meshes: list[Degrees]) -> None:
 @given(any_mesh, st.integers(1, 5))
 def test_of_stages_that_are_alike_replicas_are_outermost_then_stages(mesh: Degrees, pipeline: int) -> None:
     """rank = (replica * pipeline + stage) * inner + index."""
-    assert ranks([mesh] * pipeline) == tuple(
+    assert assign_ranks([mesh] * pipeline) == tuple(
         tuple((r * pipeline + s) * inner(mesh) + i for r in range(mesh.data) for i in range(inner(mesh)))
         for s in range(pipeline)
     )
@@ -65,7 +65,7 @@ def test_what_all_stages_have_so_many_times_is_outermost(meshes: list[Degrees], 
     outer = gcd(*(mesh.data for mesh in meshes))
     block = sum(mesh.workers for mesh in meshes) // outer
     assume(block % max(map(inner, meshes)) == 0)
-    for own in ranks(meshes):
+    for own in assign_ranks(meshes):
         share = len(own) // outer
         assert [rank // block for rank in own] == [index // share for index in range(len(own))]
 
@@ -73,8 +73,8 @@ def test_what_all_stages_have_so_many_times_is_outermost(meshes: list[Degrees], 
 def test_hosts_of_two() -> None:
     """The pair that splits operators is on one host, and one more stage turns nothing round."""
     one, two, pair = Degrees(), Degrees(2), Degrees(tensor=2)
-    assert ranks([one, pair, one]) == ((0,), (2, 3), (1,))
-    assert ranks([two, two]) == ((0, 2), (1, 3))
-    assert ranks([two, two, one]) == ((0, 3), (1, 4), (2,))
-    assert ranks([two, Degrees(2, 1, 2)]) == ((0, 1), (2, 3, 4, 5))
-    assert ranks([Degrees(tensor=3), one, pair]) == ((3, 4, 5), (2,), (0, 1))
+    assert assign_ranks([one, pair, one]) == ((0,), (2, 3), (1,))
+    assert assign_ranks([two, two]) == ((0, 2), (1, 3))
+    assert assign_ranks([two, two, one]) == ((0, 3), (1, 4), (2,))
+    assert assign_ranks([two, Degrees(2, 1, 2)]) == ((0, 1), (2, 3, 4, 5))
+    assert assign_ranks([Degrees(tensor=3), one, pair]) == ((3, 4, 5), (2,), (0, 1))

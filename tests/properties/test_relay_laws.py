@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from boxes import read
-from polylane.graph.orders import Order
+from polylane.compile.batch_split import compute_shares
+from polylane.compile.reshard import Resharder, Sizes, extract_box, write_box
 from polylane.graph.partition import Partition
-from polylane.placement.placement import REPLICATE, Cuts, Placement, Shard, joined
-from polylane.plan.fit import from_partition
+from polylane.placement.placement import REPLICATE, Cuts, Placement, Shard, join_cuts
+from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees, Spec
-from polylane.planner.layout import Layout
-from polylane.planner.layouts import Layouts
+from polylane.program.boxes import IndexBox, box_shape, box_volume
 from polylane.program.lower import lower
-from polylane.program.relay import Box, shape_of, volume
-from polylane.runtime.division import shares
-from polylane.runtime.relays import Relays, Sizes, place, taken
-from polylane.schedule.action import Action, Kind
+from polylane.samples.batch_layout import BatchLayout
+from polylane.schedule.action import Action, ActionKind
+from polylane.sharding.layout import Layout
+from polylane.sharding.stage_layouts import StageLayouts
 from synthetic import graph
 
 MOST_RANKS = 36
@@ -58,7 +58,7 @@ class Split:
     def cuts(self, size: int) -> Cuts:
         ends = [round(size * i / len(self.segments)) for i in range(len(self.segments) + 1)]
         parts = zip(self.segments, pairwise(ends), strict=True)
-        return joined([((0, *(round(at * (b - a)) for at in segment), b - a),) for segment, (a, b) in parts])
+        return join_cuts([((0, *(round(at * (b - a)) for at in segment), b - a),) for segment, (a, b) in parts])
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class Meeting:
     partition: Partition
     samples: int
     forms: Mapping[str, Form]
-    orders: Mapping[str, Order]
+    orders: Mapping[str, BatchLayout]
     together: bool
-    relays: list[Relays]
+    relays: list[Resharder]
 
-    def box(self, value: str, rank: int) -> Box:
-        return self.relays[rank]._box(value, rank, self.samples)
+    def box(self, value: str, rank: int) -> IndexBox:
+        return self.relays[rank]._cached_box(value, rank, self.samples)
 
     def replicas(self, stage: int) -> list[tuple[int, ...]]:
         """The ranks of each; those that split operators between them are one."""
@@ -99,7 +99,7 @@ class Meeting:
 
     def share(self, stage: int, replica: int) -> tuple[int, int]:
         """How many samples a replica has, and whether they count."""
-        (own,) = shares(self.samples, 1, self.count(stage), replica)
+        (own,) = compute_shares(self.samples, 1, self.count(stage), replica)
         return own.samples, own.weight
 
     def pairs(self) -> Iterator[tuple[str, int, int]]:
@@ -112,7 +112,7 @@ class Meeting:
         return self.count(start) == self.count(end)
 
     def one_whole(self, value: str) -> bool:
-        return self.together or self.forms[value].batch_dim is not None or self.orders[value] is Order.ALIKE
+        return self.together or self.forms[value].batch_dim is not None or self.orders[value] is BatchLayout.REPLICATED
 
 
 @st.composite
@@ -152,14 +152,25 @@ def meetings(draw: st.DrawFn) -> Meeting:
     meshes = tuple(draw(degrees) for _ in range(stages))
     assume(sum(mesh.workers for mesh in meshes) <= MOST_RANKS)
     orders = {
-        name: draw(st.sampled_from([Order.ROWS, Order.ROWS, Order.ALIKE, Order.MEAN, Order.SUM])) for name in names
+        name: draw(
+            st.sampled_from(
+                [
+                    BatchLayout.SHARDED_BY_SAMPLE,
+                    BatchLayout.SHARDED_BY_SAMPLE,
+                    BatchLayout.REPLICATED,
+                    BatchLayout.MEAN,
+                    BatchLayout.SUM,
+                ]
+            )
+        )
+        for name in names
     }
-    every = {name: draw(forms(orders[name] is Order.ROWS)) for name in names}
+    every = {name: draw(forms(orders[name] is BatchLayout.SHARDED_BY_SAMPLE)) for name in names}
     nodes = tuple(replace(node, batch_dim=every[node.name].batch_dim) for node in made.nodes)
     partition = Partition(replace(made, nodes=nodes), tuple(range(1, stages)))
-    plan = from_partition(partition, Spec(schedule="afab", stages=meshes), 1)
-    if not plan.redivides:
-        orders = dict.fromkeys(names, Order.ROWS)
+    plan = plan_from_partition(partition, Spec(schedule="afab", stages=meshes), 1)
+    if not plan.resplits_batch:
+        orders = dict.fromkeys(names, BatchLayout.SHARDED_BY_SAMPLE)
     together = draw(st.booleans()) and plan.data > 1
     data: dict[str, dict[int, Split]] = {name: {} for name in names}
     for degree in {mesh.data for mesh in meshes} - {1} if together else ():
@@ -172,9 +183,9 @@ def meetings(draw: st.DrawFn) -> Meeting:
         axes = {"data": mesh.data, **axes} if together and mesh.data > 1 else axes
         if mesh not in layouts:
             layouts[mesh] = draw(cuts_of(axes, every, data))
-    own = Layouts(cast(tuple[Layout, ...], tuple(layouts[mesh] for mesh in meshes)))
+    own = StageLayouts(cast(tuple[Layout, ...], tuple(layouts[mesh] for mesh in meshes)))
     samples = draw(st.integers(1, 7))
-    relays = [Relays(rank, plan, partition, own, _sizes(every), orders) for rank in range(plan.workers)]
+    relays = [Resharder(rank, plan, partition, own, _sizes(every), orders) for rank in range(plan.workers)]
     return Meeting(plan, partition, samples, every, orders, together, relays)
 
 
@@ -197,7 +208,7 @@ def wholes(made: Meeting, gradient: bool) -> Wholes:
         if (value, stage) not in result:
             count = made.count(stage)
             drawn = [torch.randint(-9, 10, shape, generator=random).double() for _ in range(count)]
-            one = made.one_whole(value) and not (gradient and made.orders[value] is Order.ALIKE)
+            one = made.one_whole(value) and not (gradient and made.orders[value] is BatchLayout.REPLICATED)
             result[value, stage] = drawn[:1] * count if one else drawn
     return result
 
@@ -207,29 +218,31 @@ def exchanged(made: Meeting, given: Wholes, gradient: bool) -> tuple[dict[tuple[
     got: dict[tuple[str, int, int], Tensor] = {}
     sent = 0
     programs = lower(made.partition, made.plan)
-    receives = {(p.rank, a) for p in programs for a in p.actions if a.kind is Kind.RECEIVE}
+    receives = {(p.rank, a) for p in programs for a in p.actions if a.kind is ActionKind.RECEIVE}
     for program in programs:
         replica = 0 if made.together else program.replica
         for action in program.actions:
-            if action.kind is not Kind.SEND or action.gradient is not gradient:
+            if action.kind is not ActionKind.SEND or action.gradient is not gradient:
                 continue
             assert action.value is not None and action.peer is not None
             own, other = made.relays[program.rank], made.relays[action.peer]
-            piece = own.sent(action.value, action.peer, made.samples, gradient)
-            back = Action(Kind.RECEIVE, made.plan.place(action.peer)[0], 0, action.value, program.rank, gradient)
+            piece = own.box_to_send(action.value, action.peer, made.samples, gradient)
+            back = Action(
+                ActionKind.RECEIVE, made.plan.stage_and_replica(action.peer)[0], 0, action.value, program.rank, gradient
+            )
             assert (action.peer, back) in receives
-            into = other.received(action.value, program.rank, made.samples, gradient)
+            into = other.box_to_receive(action.value, program.rank, made.samples, gradient)
             assert (piece is None) == (into is None)
             if piece is None or into is None:
                 continue
             part = read(given[action.value, program.stage][replica], made.box(action.value, program.rank))
-            moved = taken(part, piece) * own.factor(action.value, action.peer, made.samples, gradient)
-            assert moved.shape == shape_of(into) and moved.numel()
+            moved = extract_box(part, piece) * own.send_factor(action.value, action.peer, made.samples, gradient)
+            assert moved.shape == box_shape(into) and moved.numel()
             sent += moved.numel()
             key = (action.value, action.peer, program.stage)
             if key not in got:
-                got[key] = torch.zeros(shape_of(made.box(action.value, action.peer)), dtype=torch.float64)
-            place(got[key], into, moved, add=True)
+                got[key] = torch.zeros(box_shape(made.box(action.value, action.peer)), dtype=torch.float64)
+            write_box(got[key], into, moved, add=True)
     return got, sent
 
 
@@ -239,9 +252,9 @@ def meant(made: Meeting, given: Wholes, value: str, start: int, end: int, replic
     if made.alike(start, end):
         return own[replica]
     parts = [made.share(start, i) for i in range(made.count(start))]
-    if made.orders[value] is Order.MEAN:
+    if made.orders[value] is BatchLayout.MEAN:
         return sum((x * n * counts for x, (n, counts) in zip(own, parts, strict=True)), 0 * own[0]) / made.samples
-    if made.orders[value] is Order.SUM:
+    if made.orders[value] is BatchLayout.SUM:
         samples, counts = made.share(end, replica)
         return sum((x * c for x, (_, c) in zip(own, parts, strict=True)), 0 * own[0]) * counts * samples / made.samples
     return own[0]
@@ -253,9 +266,9 @@ def meant_gradient(made: Meeting, given: Wholes, value: str, start: int, end: in
     if made.alike(start, end):
         return own[replica]
     samples, counts = made.share(start, replica)
-    if made.orders[value] is Order.MEAN:
+    if made.orders[value] is BatchLayout.MEAN:
         return sum(own, 0 * own[0]) * counts * samples / made.samples
-    if made.orders[value] is Order.SUM:
+    if made.orders[value] is BatchLayout.SUM:
         every = (made.share(end, j) for j in range(made.count(end)))
         return sum((g * n * c for g, (n, c) in zip(own, every, strict=True)), 0 * own[0]) * counts / made.samples
     return own[0] if counts else None  # who computes on another one's sample is owed none
@@ -264,12 +277,12 @@ def meant_gradient(made: Meeting, given: Wholes, value: str, start: int, end: in
 def owed(made: Meeting, value: str, start: int, end: int, gradient: bool) -> int:
     """The elements that must travel between two stages."""
     senders, receivers = (end, start) if gradient else (start, end)
-    needs = [[volume(made.box(value, rank)) for rank in ranks] for ranks in made.replicas(receivers)]
+    needs = [[box_volume(made.box(value, rank)) for rank in ranks] for ranks in made.replicas(receivers)]
     if made.alike(start, end):
         return sum(map(sum, needs))
-    if made.orders[value] in (Order.MEAN, Order.SUM):  # every replica's own to every other one
+    if made.orders[value] in (BatchLayout.MEAN, BatchLayout.SUM):  # every replica's own to every other one
         return sum(map(sum, needs)) * made.count(senders)
-    if gradient and made.orders[value] is Order.ALIKE:  # every replica's own to one other
+    if gradient and made.orders[value] is BatchLayout.REPLICATED:  # every replica's own to one other
         return sum(needs[0]) * made.count(senders)
     return sum(sum(each) for i, each in enumerate(needs) if not gradient or made.share(receivers, i)[1])
 
@@ -284,8 +297,8 @@ def test_every_stage_gets_what_it_reads_and_no_byte_too_many(made: Meeting) -> N
             whole = meant(made, given, value, start, end, replica)
             for rank in ranks:
                 box = made.box(value, rank)
-                assert ((value, rank, start) in got) == (volume(box) > 0)
-                if volume(box):
+                assert ((value, rank, start) in got) == (box_volume(box) > 0)
+                if box_volume(box):
                     torch.testing.assert_close(got[value, rank, start], read(whole, box))
     assert sent == sum(owed(made, *pair, gradient=False) for pair in made.pairs())
 
@@ -296,15 +309,15 @@ def test_gradients_come_back_the_same_way(made: Meeting) -> None:
     given = wholes(made, gradient=True)
     got, sent = exchanged(made, given, gradient=True)
     for value, start, end in made.pairs():
-        if made.orders[value] is Order.ALIKE and not made.alike(start, end):
+        if made.orders[value] is BatchLayout.REPLICATED and not made.alike(start, end):
             summands_arrive(made, given, got, value, start, end)
             continue
         for replica, ranks in enumerate(made.replicas(start)):
             whole = meant_gradient(made, given, value, start, end, replica)
             for rank in ranks:
                 box = made.box(value, rank)
-                assert ((value, rank, end) in got) == (volume(box) > 0 and whole is not None)
-                if volume(box) and whole is not None:
+                assert ((value, rank, end) in got) == (box_volume(box) > 0 and whole is not None)
+                if box_volume(box) and whole is not None:
                     torch.testing.assert_close(got[value, rank, end], read(whole, box))
     assert sent == sum(owed(made, *pair, gradient=True) for pair in made.pairs())
 
@@ -317,7 +330,7 @@ def summands_arrive(
     for ranks in zip(*made.replicas(start), strict=True):  # the same place in every replica
         box = made.box(value, ranks[0])
         parts = [got[value, rank, end] for rank in ranks if (value, rank, end) in got]
-        assert bool(parts) == (volume(box) > 0)
+        assert bool(parts) == (box_volume(box) > 0)
         if parts:
             torch.testing.assert_close(sum(parts, 0 * parts[0]), read(total, box))
 
@@ -328,10 +341,10 @@ def test_ranks_that_have_nothing_for_each_other_are_silent(made: Meeting) -> Non
     """Whatever has to travel goes between ranks that the programs let talk."""
     for value, start, end in made.pairs():
         for gradient, senders, receivers in ((False, start, end), (True, end, start)):
-            if made.plan.aligned(start, end):
+            if made.plan.have_same_mesh(start, end):
                 continue
             rank = made.plan.stages[senders].devices[0]
-            for transfer in made.relays[rank]._transfers(value, senders, receivers, made.samples, gradient):
+            for transfer in made.relays[rank]._plan_transfers(value, senders, receivers, made.samples, gradient):
                 assert transfer.receiver in made.plan.peers(transfer.sender, receivers)
                 assert transfer.sender in made.plan.peers(transfer.receiver, senders)
 
@@ -342,9 +355,9 @@ def test_taken_and_placed(data: st.DataObject, shape: tuple[int, ...]) -> None:
     piece = tuple(
         tuple(sorted({(i, i + 1) for i in data.draw(st.sets(st.integers(0, n - 1), min_size=1))})) for n in shape
     )
-    part = taken(value, piece)
+    part = extract_box(value, piece)
     assert torch.equal(part, read(value, piece)) and part.numel() == prod(part.shape)
     into = torch.zeros(shape)
-    place(into, piece, part)
-    place(into, piece, part, add=True)
+    write_box(into, piece, part)
+    write_box(into, piece, part, add=True)
     assert torch.equal(read(into, piece), 2 * part) and int((into != 0).sum()) == int((part != 0).sum())

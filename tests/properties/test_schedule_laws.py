@@ -8,9 +8,9 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from polylane.cost.steps import simulate_schedule
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.observe.timeline import Timeline
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.synchronous import SCHEDULES, live_bound, schedule_lanes
 
 schedules = st.sampled_from(sorted(SCHEDULES))
@@ -29,7 +29,7 @@ def test_each_microbatch_once_forward_and_once_backward_on_every_stage(schedule:
     lanes = schedule_lanes(schedule, k, n)
     assert len(lanes) == k
     for stage, lane in enumerate(lanes):
-        every = {Action(kind, stage, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in range(n)}
+        every = {Action(kind, stage, m) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for m in range(n)}
         assert len(lane) == 2 * n
         assert set(lane) == every
 
@@ -37,7 +37,7 @@ def test_each_microbatch_once_forward_and_once_backward_on_every_stage(schedule:
 @given(schedules, stages, microbatches)
 def test_gradients_accumulate_in_ascending_order(schedule: str, k: int, n: int) -> None:
     for lane in schedule_lanes(schedule, k, n):
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             assert [action.microbatch for action in lane if action.kind is kind] == list(range(n))
 
 
@@ -49,13 +49,13 @@ def test_inputs_arrive_before_they_are_used(schedule: str, k: int, n: int, f: in
     timeline = simulate_schedule(schedule_lanes(schedule, k, n), f, b, c)
     when = ends(timeline)
     for action, (start, end) in when.items():
-        forward = action.kind is Kind.FORWARD
+        forward = action.kind is ActionKind.FORWARD
         assert end - start == (f if forward else b)
         before = action.stage + (-1 if forward else 1)
         if 0 <= before < k:
             assert start >= when[Action(action.kind, before, action.microbatch)][1] + c
         if not forward:
-            assert start >= when[Action(Kind.FORWARD, action.stage, action.microbatch)][1]
+            assert start >= when[Action(ActionKind.FORWARD, action.stage, action.microbatch)][1]
     for lane, order in zip(timeline.lanes(), schedule_lanes(schedule, k, n), strict=True):
         assert tuple(span.action for span in lane) == order
         assert all(one.end <= following.start for one, following in pairwise(lane))

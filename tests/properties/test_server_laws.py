@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polylane.runtime.holding import holders_of
-from polylane.runtime.prepare import Prepared, named_parameters, objectives_of, prepare
-from polylane.runtime.sync.server import Client, Server
-from polylane.runtime.sync.server_host import _begun
-from polylane.runtime.sync.server_line import Head, Kind, Line, inside
-from polylane.runtime.sync.server_share import Trade, trades
-from polylane.runtime.sync.server_split import shared_out
+from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training, named_parameters
+from polylane.compile.server_assignment import assign_parameters
+from polylane.runtime.parameters.local_model import owning_stages
+from polylane.runtime.sync.parameter_server.host import _build_weights
+from polylane.runtime.sync.parameter_server.messages import Channel, MessageHead, MessageKind, open_local_channel
+from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards
+from polylane.runtime.sync.parameter_server.server import ParameterServer, ServedWorker
 from training import batch_of, classify, mlp, sgd
 
 REPLICAS = 3
@@ -25,35 +25,35 @@ CPU = torch.device("cpu")
 
 
 @cache
-def prepared() -> Prepared:
+def prepared() -> CompiledTraining:
     plan = f"data={REPLICAS},servers=1,staleness=any"
-    return prepare(mlp(6, 4), objectives_of(classify, sgd, None), batch_of(8), plan)
+    return compile_training(mlp(6, 4), build_objectives(classify, sgd, None), batch_of(8), plan)
 
 
 class Workers:
     """The workers' ends of their lines to one server, which is driven by hand."""
 
     def __init__(self, staleness: int | str) -> None:
-        given, (share,) = prepared(), shared_out(prepared().partitions, prepared().plan)
+        given, (share,) = prepared(), assign_parameters(prepared().partitions, prepared().plan)
         self.model = dict(named_parameters(given.model, []))
-        own = trades(given, share, holders_of(given), self.model)
-        ends = {trade.rank: inside(0, "", "") for trade in own}
-        clients = {trade.rank: Client(trade, ends[trade.rank][1]) for trade in own}
-        begin = partial(_begun, given, None, CPU)
-        self.server = Server(0, 0, clients, ["loss"], staleness, begin, CPU, ())
-        self.lines: dict[int, tuple[Trade, Any]] = {trade.rank: (trade, ends[trade.rank][0]) for trade in own}
+        own = plan_server_shards(given, share, owning_stages(given), self.model)
+        ends = {trade.rank: open_local_channel(0, "", "") for trade in own}
+        clients = {trade.rank: ServedWorker(trade, ends[trade.rank][1]) for trade in own}
+        begin = partial(_build_weights, given, None, CPU)
+        self.server = ParameterServer(0, 0, clients, ["loss"], staleness, begin, CPU, ())
+        self.lines: dict[int, tuple[ServerShard, Any]] = {trade.rank: (trade, ends[trade.rank][0]) for trade in own}
         self.server.start()
         trade, line = self.lines[0]
-        line.put(Head(Kind.WEIGHTS), trade.all[0].packed(self.model))
+        line.put(MessageHead(MessageKind.WEIGHTS), trade.full_packings[0].pack(self.model))
         line.get(lambda head: ())
         self.clocks, self.versions, self.waiting = [0] * REPLICAS, [0] * REPLICAS, set[int]()
 
     def push(self, replica: int) -> None:
         trade, line = self.lines[replica]
-        packing = trade.gives["loss"]
+        packing = trade.gradient_packings["loss"]
         flags = bytes(len(packing.names) * [1])
-        head = Head(Kind.GRADIENTS, 0, self.clocks[replica], self.versions[replica], flags=flags)
-        line.put(head, packing.packed(self.model))
+        head = MessageHead(MessageKind.GRADIENTS, 0, self.clocks[replica], self.versions[replica], flags=flags)
+        line.put(head, packing.pack(self.model))
         self.clocks[replica] += 1
         self.waiting.add(replica)
         until(lambda: len(self.server.log) == sum(self.clocks))
@@ -62,16 +62,16 @@ class Workers:
     def take(self) -> None:
         """Take the answers that are there."""
         with self.server._lock:  # it is between two messages
-            answered = {r for r in self.waiting if not self.lines[r][1]._coming.empty()}
+            answered = {r for r in self.waiting if not self.lines[r][1]._inbox.empty()}
         for replica in answered:
             self.versions[replica] = get(self.lines[replica][1]).version
         self.waiting -= answered
 
     def end(self, replica: int) -> None:
-        self.lines[replica][1].put(Head(Kind.END))
+        self.lines[replica][1].put(MessageHead(MessageKind.END))
 
 
-def get(line: Line) -> Head:
+def get(line: Channel) -> MessageHead:
     return line.get(lambda head: ())[0]
 
 
@@ -103,13 +103,13 @@ def test_who_waits(staleness: int | str, order: list[int]) -> None:
     for update in updates:
         assert 0 <= update.staleness < update.version
         if isinstance(staleness, int):
-            assert update.ahead <= staleness
+            assert update.steps_ahead <= staleness
             assert update.staleness <= (REPLICAS - 1) * (2 * staleness + 1)
     live = set(range(REPLICAS))
     for replica in sorted(live, key=lambda r: workers.clocks[r]):  # who has ended holds nobody up
         workers.end(replica)
         live.discard(replica)
-        until(lambda ended=replica: ended in workers.server._ended)
+        until(lambda ended=replica: ended in workers.server._ended_ranks)
         workers.take()
         assert workers.waiting - {replica} == {r for r in live if too_far(workers, r, live, staleness)}
     workers.server.join()

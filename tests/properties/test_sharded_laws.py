@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from test_program_laws import Lowered, any_lowereds
 
 from polylane.plan.plan import Plan
-from polylane.plan.sync import Sync
-from polylane.runtime.sync.sharded_layout import Unit, crossing_group, shard_group, units_of_all
-from polylane.schedule.action import Kind
+from polylane.plan.sync import SyncOptions
+from polylane.runtime.sync.zero.units import ShardUnit, build_all_units, cross_shard_group, shard_group
+from polylane.schedule.action import ActionKind
 
 
 @given(
@@ -22,8 +22,10 @@ from polylane.schedule.action import Kind
 )
 def test_parts_follow_one_another_and_leave_nothing_out(elements: list[int], ranks: int, owners: list[int]) -> None:
     names = tuple(f"w{i}" for i in range(len(elements)))
-    even = Unit("even", names).bounds(elements, ranks)
-    owned = Unit("owned", names, tuple(sorted(o % ranks for o in owners[: len(names)]))).bounds(elements, ranks)
+    even = ShardUnit("even", names).part_bounds(elements, ranks)
+    owned = ShardUnit("owned", names, tuple(sorted(o % ranks for o in owners[: len(names)]))).part_bounds(
+        elements, ranks
+    )
     for bounds in (even, owned):
         assert len(bounds) == ranks and bounds[0][0] == 0 and bounds[-1][1] == sum(elements)
         assert all(a[1] == b[0] for a, b in pairwise(bounds))
@@ -33,7 +35,7 @@ def test_parts_follow_one_another_and_leave_nothing_out(elements: list[int], ran
 
 def sharded(lowered: Lowered, within: int | None) -> Plan:
     fits = within is not None and all(degrees.data % within == 0 for degrees in lowered.plan.meshes)
-    return lowered.plan.model_copy(update={"sync": Sync(shard="parameters", within=within if fits else None)})
+    return lowered.plan.model_copy(update={"sync": SyncOptions(shard="parameters", within=within if fits else None)})
 
 
 @settings(deadline=None)
@@ -45,32 +47,32 @@ def test_what_is_summed_together_is_cut_together_by_all(lowered: Lowered, within
         replace(p, buckets=tuple(replace(b, name=f"{b.name}.") for b in reversed(p.buckets[1:])))
         for p in lowered.programs
     )
-    layout = units_of_all(plan, {"one": lowered.programs, "two": second}, parameters, whole)
-    known = dict(enumerate(layout.regrouped(lowered.programs)))
+    layout = build_all_units(plan, {"one": lowered.programs, "two": second}, parameters, whole)
+    known = dict(enumerate(layout.regroup_buckets(lowered.programs)))
     for rank, program in known.items():
         before = lowered.programs[rank]
-        told = {(name, b.ranks, b.silent) for b in program.buckets for name in b.parameters}
-        assert told == {(name, b.ranks, b.silent) for b in before.buckets for name in b.parameters}
+        told = {(name, b.ranks, b.zero_contributors) for b in program.buckets for name in b.parameters}
+        assert told == {(name, b.ranks, b.zero_contributors) for b in before.buckets for name in b.parameters}
         assert len({b.name for b in program.buckets}) == len(program.buckets)
         units = {name: unit for unit in layout.units[rank] for name in unit.parameters}
         assert sum(len(unit.parameters) for unit in layout.units[rank]) == len(units)
-        assert [a for a in program.actions if a.kind is not Kind.REDUCE] == [
-            a for a in before.actions if a.kind is not Kind.REDUCE
+        assert [a for a in program.actions if a.kind is not ActionKind.REDUCE] == [
+            a for a in before.actions if a.kind is not ActionKind.REDUCE
         ]
         summed = [b.name for b in program.buckets if len(b.ranks) > 1]
-        assert [a.value for a in program.actions if a.kind is Kind.REDUCE] == summed
+        assert [a.value for a in program.actions if a.kind is ActionKind.REDUCE] == summed
         for bucket in program.buckets:
             (unit,) = {units[name] for name in bucket.parameters}
             assert all((name in whole) == bool(unit.owners) for name in bucket.parameters)
             for other in bucket.ranks:
                 assert bucket in known[other].buckets  # alike at all who sum
-            crossing = crossing_group(plan, rank, bucket.ranks)
+            crossing = cross_shard_group(plan, rank, bucket.ranks)
             if crossing is None:
                 continue
             sizes = {len(shard_group(plan, other)) for other in bucket.ranks}
             assert len(sizes) == 1
             for other in crossing:
-                assert crossing_group(plan, other, bucket.ranks) == crossing
+                assert cross_shard_group(plan, other, bucket.ranks) == crossing
                 (theirs,) = {u for u in layout.units[other] if u.name == unit.name}
                 assert theirs == unit  # the same elements, then, are in the same part
             for other in shard_group(plan, rank):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polylane.cost.steps import simulate_schedule
-from polylane.schedule.action import Action, Kind
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import SCHEDULES, live_bound, schedule_lanes
 
@@ -31,19 +31,19 @@ def graphs(draw: st.DrawFn) -> StageGraph:
 @given(st.integers(1, 9))
 def test_a_chain_is_its_number(k: int) -> None:
     chain = StageGraph.chain(k)
-    assert chain.depth == tuple(k - s for s in range(k)) and chain.order == tuple(range(k))
+    assert chain.depth_to_end == tuple(k - s for s in range(k)) and chain.topological_order == tuple(range(k))
     for schedule in SCHEDULES:
         assert schedule_lanes(schedule, chain, 5) == schedule_lanes(schedule, k, 5)
 
 
 @given(graphs())
 def test_depth_is_the_longest_way_to_the_end(graph: StageGraph) -> None:
-    drawn = nx.DiGraph([(b, s) for s, others in enumerate(graph.before) for b in others])
+    drawn = nx.DiGraph([(b, s) for s, others in enumerate(graph.predecessors) for b in others])
     drawn.add_nodes_from(range(graph.stages))
     for stage in range(graph.stages):
         ahead = drawn.subgraph(nx.descendants(drawn, stage) | {stage})
-        assert graph.depth[stage] == 1 + nx.dag_longest_path_length(ahead)
-    place = {stage: i for i, stage in enumerate(graph.order)}
+        assert graph.depth_to_end[stage] == 1 + nx.dag_longest_path_length(ahead)
+    place = {stage: i for i, stage in enumerate(graph.topological_order)}
     assert all(place[a] < place[b] for a, b in drawn.edges)
 
 
@@ -56,8 +56,8 @@ def test_every_schedule_ends_within_its_bounds(
     when = {span.action: (span.start, span.end) for span in timeline.spans}
     assert len(when) == 2 * n * graph.stages
     for action, (start, _) in when.items():
-        forward = action.kind is Kind.FORWARD
-        for other in (graph.before if forward else graph.after)[action.stage]:
+        forward = action.kind is ActionKind.FORWARD
+        for other in (graph.predecessors if forward else graph.successors)[action.stage]:
             assert start >= when[Action(action.kind, other, action.microbatch)][1] + c
     peaks = timeline.peak_live_microbatches()
     assert peaks == tuple(live_bound(schedule, graph, n, stage) for stage in range(graph.stages))
@@ -67,7 +67,7 @@ def test_every_schedule_ends_within_its_bounds(
 @settings(deadline=None)
 def test_branches_take_no_longer_than_their_longest_way(graph: StageGraph, n: int, f: int, b: int) -> None:
     """All branches run at the same time: the step is as long as that of a chain of the longest way."""
-    expected = (n + max(graph.depth) - 1) * (f + b)
+    expected = (n + max(graph.depth_to_end) - 1) * (f + b)
     assert simulate_schedule(schedule_lanes("afab", graph, n), f, b, 0, graph).makespan() == expected
     assert simulate_schedule(schedule_lanes("1f1b", graph, n), f, b, 0, graph).makespan() == expected
 

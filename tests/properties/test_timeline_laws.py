@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polylane.observe.timeline import Span, Timeline
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 
 RANKS = 4
 TIMES = st.floats(0, 1e6)
 ACTIONS = st.builds(
     Action,
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(ActionKind),
     stage=st.integers(0, 9),
     microbatch=st.none() | st.integers(0, 99),
     value=st.none() | st.text(max_size=8),
@@ -47,7 +47,7 @@ def test_a_file_without_bytes_gives_back_all_the_rest(timeline: Timeline) -> Non
 
 @given(TIMELINES)
 def test_what_is_given_away_is_all_that_is_not_received(timeline: Timeline) -> None:
-    received = sum(span.bytes for span in timeline.spans if span.action.kind is Kind.RECEIVE)
+    received = sum(span.bytes for span in timeline.spans if span.action.kind is ActionKind.RECEIVE)
     assert sum(timeline.sent()) == sum(span.bytes for span in timeline.spans) - received
     for rank, sent in enumerate(timeline.sent()):
         alone = Timeline(tuple(span for span in timeline.spans if span.rank == rank), RANKS)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from local_transport import LocalTransport, run_local
 from polylane.optim import LAMB, LARS
-from polylane.optim.trust import bind
-from polylane.runtime.optimizer import PartSums
+from polylane.optim.trust import set_sum_over_holders
+from polylane.runtime.parameters.clipping import SumOverMesh
 
 STEPS = 3
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def trained(
     ]
     optimizer = kind(groups, **options)
     if sums is not None:
-        bind(optimizer, sums(own))
+        set_sum_over_holders(optimizer, sums(own))
     for step in range(1, STEPS + 1):
         for n, (size, part) in pieces.items():
             own[n].grad = values(size, seed + 100 * step + number[n])[part].clone()
@@ -88,9 +88,9 @@ def test_pieces_move_as_the_whole_does(
         return kept if rank % 2 else dict(reversed(kept.items()))  # in an order of its own
 
     def worker(transport: LocalTransport) -> dict[str, Tensor]:
-        def sums(own: dict[str, nn.Parameter]) -> PartSums:
+        def sums(own: dict[str, nn.Parameter]) -> SumOverMesh:
             counted = [n for n in own if transport.rank == 0 or not cuts[n][2]]
-            return PartSums(list(cuts), counted, own, CPU, lambda v: transport.all_reduce(v, range(workers)).wait())
+            return SumOverMesh(list(cuts), counted, own, CPU, lambda v: transport.all_reduce(v, range(workers)).wait())
 
         return trained(kind, options, held(transport.rank), seed, plain, sums)
 

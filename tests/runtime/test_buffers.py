@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from local_transport import LocalTransport, run_local
 from polylane.graph.partition import Partition
-from polylane.runtime.buffers import Buffers, stages_of_buffers
 from polylane.runtime.job import Job
+from polylane.runtime.parameters.shared_buffers import SharedBuffers, stages_of_buffers
 from synthetic import graph
 from training import batch_of, mlp, sgd, workers
 
@@ -19,15 +19,15 @@ LATER = Partition(graph([[], [0], [1]], buffers={"mean": [1], "mask": [1, 2]}), 
 def test_the_next_graph_gets_what_the_last_one_wrote() -> None:
     def worker(transport: LocalTransport) -> tuple[list[float], int, int]:
         tensors = {"mean": torch.zeros(2), "mask": torch.ones(2)}
-        buffers = Buffers(transport.rank, 3, range(3), True, lambda: tensors, torch.device("cpu"), transport)
+        buffers = SharedBuffers(transport.rank, 3, range(3), True, lambda: tensors, torch.device("cpu"), transport)
         seen = []
         for step, (partition, stage) in enumerate([(FIRST, 0), (LATER, 1), (LATER, 1), (FIRST, 0)]):
-            buffers.fetch(stages_of_buffers(partition))
+            buffers.receive_updates(stages_of_buffers(partition))
             if transport.rank == stage:
                 seen.append(tensors["mean"][0].item())
                 tensors["mean"] += 10**step
-            buffers.written(stages_of_buffers(partition))
-        return seen, buffers.owner("mean"), transport.counters.messages["all_reduce"]
+            buffers.mark_updated(stages_of_buffers(partition))
+        return seen, buffers.owning_stage("mean"), transport.counters.messages["all_reduce"]
 
     first, second, third = run_local(3, worker)
     assert first[0] == [0.0, 111.0] and second[0] == [1.0, 11.0] and third[0] == []
@@ -38,10 +38,10 @@ def test_the_next_graph_gets_what_the_last_one_wrote() -> None:
 def test_nothing_travels_within_one_graph() -> None:
     def worker(transport: LocalTransport) -> int:
         tensors = {"mean": torch.zeros(2), "mask": torch.ones(2)}
-        buffers = Buffers(transport.rank, 3, range(3), True, lambda: tensors, torch.device("cpu"), transport)
+        buffers = SharedBuffers(transport.rank, 3, range(3), True, lambda: tensors, torch.device("cpu"), transport)
         for _ in range(3):
-            buffers.fetch(stages_of_buffers(FIRST))
-            buffers.written(stages_of_buffers(FIRST))
+            buffers.receive_updates(stages_of_buffers(FIRST))
+            buffers.mark_updated(stages_of_buffers(FIRST))
         return transport.counters.messages["all_reduce"]
 
     assert run_local(3, worker) == [0, 0, 0]

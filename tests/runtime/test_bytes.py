@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import models
-from polylane.graph.partition import Crossing
-from polylane.observe.messages import messages
+from polylane.compile.batch_split import Batch
+from polylane.graph.partition import StageCrossing
+from polylane.observe.messages import match_messages
 from polylane.observe.timeline import Span, Timeline
 from polylane.plan.plan import Plan
-from polylane.runtime.division import Batch
 from polylane.runtime.job import Job
-from polylane.schedule.action import Kind
+from polylane.schedule.action import ActionKind
 from training import batch_of, mlp, sgd, workers
 
 SAMPLES = 6
@@ -49,7 +49,7 @@ class Seen:
     """What one worker saw of a step."""
 
     timeline: Timeline
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[StageCrossing, ...]
     samples: int  # for which the crossings' bytes are
     local: dict[tuple[str, int], int]  # (value, microbatch) -> bytes of what this worker has of it
     handed: int  # bytes given to its transports
@@ -60,11 +60,11 @@ def one_step(job: Job, batch: Any) -> Seen:
     result = job.step(batch)
     handed += sum(counters.given for counters in job.counters) - result._report.vector.nbytes  # itself apart
     timeline = result.timeline
-    worker = job._role._cache.compiled_for("loss", Batch.whole(batch)).worker
+    worker = job._role._cache.compiled_for("loss", Batch.whole(batch)).executor
     local = {
         (name, share.microbatch): prod(wire.shape(share.samples)) * wire.dtype.itemsize
-        for name, wire in worker.wires.items()
-        for share in worker.shares(SAMPLES)
+        for name, wire in worker.value_specs.items()
+        for share in worker.local_shares(SAMPLES)
     }
     partition = worker.program.partition
     return Seen(timeline, partition.crossings, partition.graph.samples, local, handed)
@@ -81,7 +81,7 @@ def unet(name: str, dtype: torch.dtype = torch.float32) -> list[Seen]:
     return workers(lambda job: one_step(job, batch), model, PLANS[name], loss=case.loss, optimizer=sgd, example=batch)
 
 
-def only(timeline: Timeline, kind: Kind) -> list[Span]:
+def only(timeline: Timeline, kind: ActionKind) -> list[Span]:
     return [span for span in timeline.spans if span.action.kind is kind]
 
 
@@ -89,7 +89,7 @@ def only(timeline: Timeline, kind: Kind) -> list[Span]:
 def test_every_crossing_has_the_bytes_that_the_partition_says(dtype: torch.dtype) -> None:
     seen = unet("chain", dtype)[0]
     sent: Counter[tuple[str | None, bool, int, int | None]] = Counter()
-    for span in only(seen.timeline, Kind.SEND):
+    for span in only(seen.timeline, ActionKind.SEND):
         sent[span.action.value, span.action.gradient, span.rank, span.action.peer] += span.bytes
     expected = {}
     for crossing in seen.crossings:
@@ -116,8 +116,8 @@ def test_a_skip_goes_directly() -> None:
 @pytest.mark.parametrize("name", ["chain", "mixed", "all"])
 def test_what_is_sent_is_received(name: str) -> None:
     timeline = unet(name)[0].timeline
-    sends, receives = only(timeline, Kind.SEND), only(timeline, Kind.RECEIVE)
-    pairs = messages(timeline.spans)
+    sends, receives = only(timeline, ActionKind.SEND), only(timeline, ActionKind.RECEIVE)
+    pairs = match_messages(timeline.spans)
     assert len(pairs) == len(sends) == len(receives) > 0
     assert all(send.bytes == receive.bytes > 0 for send, receive in pairs)
     assert sum(span.bytes for span in sends) == sum(span.bytes for span in receives)
@@ -127,7 +127,7 @@ def test_each_rank_gets_its_own_part_once() -> None:
     """Of a value from all who have a piece of it, of a gradient from each stage that read the value."""
     seen = unet("mixed")
     got: Counter[tuple[int, str | None, int | None, bool]] = Counter()
-    for span in only(seen[0].timeline, Kind.RECEIVE):
+    for span in only(seen[0].timeline, ActionKind.RECEIVE):
         got[span.rank, span.action.value, span.action.microbatch, span.action.gradient] += span.bytes
     readers = {crossing.value: len(crossing.consumers) for crossing in seen[0].crossings}
     assert {gradient for *_, gradient in got} == {True, False}
@@ -144,14 +144,16 @@ def test_nothing_travels_uncounted(name: str) -> None:
     seen = unet(name)
     timeline = seen[0].timeline
     assert timeline.sent() == tuple(worker.handed for worker in seen)
-    inside = [span for span in timeline.spans if span.action.kind in (Kind.FORWARD, Kind.BACKWARD) and span.bytes]
+    inside = [
+        span for span in timeline.spans if span.action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD) and span.bytes
+    ]
     assert bool(inside) == (name != "chain") and all(span.waited > 0 for span in inside)
 
 
 def test_a_reduce_has_the_bytes_of_its_bucket() -> None:
     model = mlp(6, 8, 4)
     for timeline in workers(lambda job: job.step(batch_of(8)).timeline, model, "data=2"):
-        reduced = [(span.rank, span.bytes) for span in only(timeline, Kind.REDUCE)]
+        reduced = [(span.rank, span.bytes) for span in only(timeline, ActionKind.REDUCE)]
         assert sorted(reduced) == [(rank, 8 * sum(p.numel() for p in model.parameters())) for rank in range(2)]
         assert timeline.sent() == tuple(size for _, size in sorted(reduced))
 

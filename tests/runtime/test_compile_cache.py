@@ -21,12 +21,12 @@ import pytest
 from torch import Tensor, nn
 
 import polylane
+from polylane.compile.batch_split import Batch
+from polylane.compile.cache import FORMS_KEPT, MANY_FORMS, CacheKey, CompileCache
+from polylane.compile.compiled_graph import CompiledGraph
+from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
 from polylane.program.program import Program
-from polylane.runtime.compile_cache import FORMS_KEPT, MANY_FORMS, CacheKey, CompileCache
-from polylane.runtime.compiled_graph import CompiledGraph
-from polylane.runtime.division import Batch
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import Prepared, objectives_of, prepare
 from training import batch_of, classify, mlp, sgd, workers
 
 PACKAGE = str(Path(polylane.__file__).parent)
@@ -86,8 +86,8 @@ def test_a_step_on_a_known_form_compiles_nothing(plan: str) -> None:
         assert not [name for name in found if name.startswith(compiling)]
 
 
-def training(plan: str = "microbatches=2") -> Prepared:
-    return prepare(mlp(6, 4), objectives_of(classify, sgd, None), batch_of(8), plan, evaluation=True)
+def training(plan: str = "microbatches=2") -> CompiledTraining:
+    return compile_training(mlp(6, 4), build_objectives(classify, sgd, None), batch_of(8), plan, evaluation=True)
 
 
 def test_a_compiled_training_is_frozen() -> None:

@@ -23,10 +23,10 @@ from compressing import (
     matrix_sums,
     trained,
 )
-from polylane.runtime.sync.codec import Codec, Plain
-from polylane.runtime.sync.powersgd import PowerSGD, pays
-from polylane.runtime.sync.top_k import TopK, picked
-from polylane.runtime.sync.wire import Wire
+from polylane.runtime.sync.compression.compressor import GradientCompressor, NoCompression
+from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
+from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor, saves_bytes
+from polylane.runtime.sync.compression.top_k import TopKCompressor, take_largest
 
 STEPS = 5
 
@@ -131,7 +131,7 @@ def scaled_and_rounded(numbers: Tensor) -> Tensor:
 @pytest.mark.parametrize("rank", [1, 2])
 def test_powersgd_is_its_algorithm(rank: int, ranks: int) -> None:
     hand = PowerSGDByHand(rank)
-    runs = trained(lambda: PowerSGD(rank), ranks, STEPS)
+    runs = trained(lambda: PowerSGDCompressor(rank), ranks, STEPS)
     assert_close(runs[0].sums, by_hand(hand, ranks, STEPS))
     assert_alike(runs)
     compressed = {"conv.weight", "first.weight", "second.weight"} | ({"head.weight"} if rank == 1 else set())
@@ -145,7 +145,7 @@ def test_powersgd_is_its_algorithm(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
 def test_top_k_is_its_algorithm(fraction: float, ranks: int) -> None:
     hand = TopKByHand(fraction)
-    runs = trained(lambda: TopK(fraction), ranks, STEPS)
+    runs = trained(lambda: TopKCompressor(fraction), ranks, STEPS)
     assert_close(runs[0].sums, by_hand(hand, ranks, STEPS))
     assert_alike(runs)
     for k, run in enumerate(runs):
@@ -156,7 +156,7 @@ def test_top_k_is_its_algorithm(fraction: float, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_wire_rounds_every_share_and_the_sums_of_more_than_two(dtype: torch.dtype, ranks: int) -> None:
-    runs = trained(lambda: Wire(dtype), ranks, STEPS)
+    runs = trained(lambda: HalfPrecisionCompressor(dtype), ranks, STEPS)
     assert_close(runs[0].sums, by_hand(rounded(dtype), ranks, STEPS))
     assert_alike(runs)
 
@@ -178,7 +178,7 @@ WIDE = {
 def test_float16_is_scaled_so_that_no_size_of_gradients_is_lost(kind: str, dtype: torch.dtype, ranks: int) -> None:
     shares = [WIDE[kind](drawn(rank, 9, 12).to(dtype)) for rank in range(ranks)]
     expected = rounded(torch.float16)([{"w": share.double()} for share in shares])["w"].to(dtype)
-    runs = matrix_sums(lambda: Wire(torch.float16), [shares])
+    runs = matrix_sums(lambda: HalfPrecisionCompressor(torch.float16), [shares])
     for run in runs:
         assert torch.equal(run.sums[0]["w"], runs[0].sums[0]["w"])
         found = run.sums[0]["w"]
@@ -196,7 +196,7 @@ def test_what_is_not_finite_stays_so_on_a_wire_and_touches_nothing_else(trouble:
     fine = [1e6 * drawn(rank, 9, 12).float() for rank in range(ranks)]
     wrong = [fine[0].clone(), *fine[1:]]
     wrong[0][4, 5] = trouble
-    for run in matrix_sums(lambda: Wire(torch.float16), [fine, wrong]):
+    for run in matrix_sums(lambda: HalfPrecisionCompressor(torch.float16), [fine, wrong]):
         before, after = (seen["w"] for seen in run.sums)
         assert torch.equal(after[4, 5].isnan(), torch.tensor(trouble != trouble))
         assert not after[4, 5].isfinite() and (trouble != trouble or after[4, 5] == trouble)
@@ -212,10 +212,18 @@ def test_one_rank_has_nothing_to_send_and_loses_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("codec", [Plain, lambda: TopK(1.0), lambda: PowerSGD(5), lambda: PowerSGD(1, start=STEPS)])
-def test_what_leaves_nothing_out_is_the_plain_sum(codec: Callable[[], Codec], ranks: int) -> None:
+@pytest.mark.parametrize(
+    "codec",
+    [
+        NoCompression,
+        lambda: TopKCompressor(1.0),
+        lambda: PowerSGDCompressor(5),
+        lambda: PowerSGDCompressor(1, start=STEPS),
+    ],
+)
+def test_what_leaves_nothing_out_is_the_plain_sum(codec: Callable[[], GradientCompressor], ranks: int) -> None:
     runs = trained(codec, ranks, STEPS)
-    hand = PowerSGDByHand(5) if isinstance(codec(), PowerSGD) and codec().rank == 5 else plainly
+    hand = PowerSGDByHand(5) if isinstance(codec(), PowerSGDCompressor) and codec().rank == 5 else plainly
     assert_close(runs[0].sums, by_hand(hand, ranks, STEPS))
     assert_alike(runs)
 
@@ -224,21 +232,21 @@ def test_powersgd_loses_nothing_of_a_sum_of_low_rank() -> None:
     left, right = drawn(0, 9, 3), drawn(1, 3, 12)
     noise = drawn(2, 9, 12)
     shares = [[left @ right - noise, noise]]  # each of full rank, the sum of rank 3
-    for run in matrix_sums(lambda: PowerSGD(3), shares):
+    for run in matrix_sums(lambda: PowerSGDCompressor(3), shares):
         torch.testing.assert_close(run.sums[0]["w"], left @ right, rtol=0, atol=1e-9)
 
 
 def test_powersgd_finds_its_directions_again_after_steps_without_gradient() -> None:
     zero, later = torch.zeros(9, 12, dtype=torch.float64), drawn(0, 9, 2) @ drawn(1, 2, 12)
     steps = [[zero, zero], [zero, zero], *([[later, later]] * 4)]
-    sums = [seen["w"] for seen in matrix_sums(lambda: PowerSGD(2), steps)[0].sums]
+    sums = [seen["w"] for seen in matrix_sums(lambda: PowerSGDCompressor(2), steps)[0].sums]
     assert not sums[0].any() and not sums[1].any()
     owed = 8 * later - sum(sums)
     assert owed.norm() < 1e-9 * later.norm()
 
 
 def test_powersgd_takes_its_first_steps_plainly() -> None:
-    plain, late = trained(Plain, 2, 5), trained(lambda: PowerSGD(1, start=3), 2, 5)
+    plain, late = trained(NoCompression, 2, 5), trained(lambda: PowerSGDCompressor(1, start=3), 2, 5)
     for step in range(3):
         assert all(torch.equal(plain[0].sums[step][name], late[0].sums[step][name]) for name in plain[0].sums[step])
         assert not late[0].memories[step]
@@ -260,29 +268,29 @@ def test_what_is_not_finite_arrives_everywhere_and_is_forgotten(kind: str, troub
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [*KINDS, "float16"])
 def test_parameters_of_other_types(kind: str, dtype: torch.dtype) -> None:
-    runs = trained(KINDS.get(kind, lambda: Wire(torch.float16)), 3, 3, dtype)
+    runs = trained(KINDS.get(kind, lambda: HalfPrecisionCompressor(torch.float16)), 3, 3, dtype)
     assert_alike(runs)
     assert all(total.dtype == dtype and total.isfinite().all() for total in runs[0].sums[-1].values())
     assert all(memory.dtype == torch.float32 for memory in runs[0].memories[-1].values())
     if dtype != torch.float32 and kind == "float16":
-        plain = trained(Plain, 3, 3, dtype)
+        plain = trained(NoCompression, 3, 3, dtype)
         assert all(torch.equal(runs[0].sums[0][n], plain[0].sums[0][n]) for n in plain[0].sums[0])
 
 
 def test_top_k_in_half_precision_remembers_what_rounding_cuts_off() -> None:
     owed = drawn(0, 40).float()
     before = owed.clone()
-    pick = picked(owed, 10, torch.bfloat16)
-    sent = torch.zeros(40).index_add_(0, pick.places, pick.values.float())
+    pick = take_largest(owed, 10, torch.bfloat16)
+    sent = torch.zeros(40).index_add_(0, pick.positions, pick.values.float())
     assert torch.equal(sent + owed, before) and pick.values.dtype == torch.bfloat16
-    assert 0 < float(owed[pick.places].abs().max()) < 2**-8 * float(before.abs().max())
-    pick.take_back()
+    assert 0 < float(owed[pick.positions].abs().max()) < 2**-8 * float(before.abs().max())
+    pick.restore_residual()
     assert torch.equal(owed, before)
 
 
 def test_a_wire_narrows_and_never_trades_range() -> None:
     shares = [[torch.full((3, 4), 1e6, dtype=torch.bfloat16), torch.zeros(3, 4, dtype=torch.bfloat16)]]
-    for run in matrix_sums(lambda: Wire(torch.float16), shares):
+    for run in matrix_sums(lambda: HalfPrecisionCompressor(torch.float16), shares):
         assert torch.equal(run.sums[0]["w"], shares[0][0])
 
 
@@ -302,4 +310,4 @@ def test_a_wire_narrows_and_never_trades_range() -> None:
 def test_a_matrix_is_compressed_where_that_takes_fewer_bytes(
     shape: tuple[int, ...], dtype: torch.dtype, rank: int, worth: bool
 ) -> None:
-    assert pays(torch.Size(shape), dtype, rank) == worth
+    assert saves_bytes(torch.Size(shape), dtype, rank) == worth

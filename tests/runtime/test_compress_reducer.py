@@ -26,11 +26,11 @@ from compressing import (
     trained,
 )
 from local_transport import LocalTransport, run_local
-from polylane.program.program import Bucket
-from polylane.runtime.launch import fork
-from polylane.runtime.sync.all_reduce import Reducer
-from polylane.runtime.transport.c10d import Transport
-from polylane.runtime.world import World
+from polylane.program.program import GradientBucket
+from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.runtime.transport.c10d import C10dTransport
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
 
 
 class Choosy(nn.Module):
@@ -56,14 +56,14 @@ def test_parameters_that_nobody_used_have_no_gradient_and_keep_their_memory(kind
         model, own = Choosy(), KINDS[kind]()
         shares, sums, memories = list[Tensors](), list[Tensors](), list[Tensors]()
         parameters = dict(model.named_parameters())
-        reducer = Reducer(buckets(3, [names]), parameters, names[:2], transport, own, range(3))
+        reducer = AllReducer(buckets(3, [names]), parameters, names[:2], transport, own, range(3))
         for step, ranks in enumerate(used):
             model.zero_grad(set_to_none=True)
-            reducer.arm()
+            reducer.begin_last_backward()
             model(drawn(10 * step + transport.rank, 4, 6), transport.rank in ranks).backward()
             shares.append(gradients(model))
-            reducer.flush()
-            reducer.wait("stage0.0")
+            reducer.launch_remaining()
+            reducer.wait_bucket("stage0.0")
             sums.append(gradients(model))
             memories.append(copied(own.state_dict().get("memory", {})))
         return shares, sums, memories
@@ -88,19 +88,19 @@ def gradients(model: nn.Module) -> Tensors:
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_sums_over_the_replicas_of_one_stage_are_compressed(kind: str) -> None:
     """Ranks 0 and 2 are replicas, as are 1 and 3; a weight is tied between all four, of which 3 is silent."""
-    tied = Bucket("tied0-1.0", (0, 1, 2, 3), ("first.weight",), frozenset({3}))
+    tied = GradientBucket("tied0-1.0", (0, 1, 2, 3), ("first.weight",), frozenset({3}))
 
     def work(transport: LocalTransport) -> tuple[Tensors, Tensors]:
         model, replicas = net(), ((0, 2), (1, 3))[transport.rank % 2]
         parameters = dict(model.named_parameters())
-        own = Bucket("stage.0", replicas, ("second.weight", "conv.weight"))
-        reducer = Reducer([own, tied], parameters, (), transport, KINDS[kind](), replicas)
-        reducer.arm()
+        own = GradientBucket("stage.0", replicas, ("second.weight", "conv.weight"))
+        reducer = AllReducer([own, tied], parameters, (), transport, KINDS[kind](), replicas)
+        reducer.begin_last_backward()
         backward(model, 0, transport.rank, 4)
         shares = {n: parameters[n].grad.clone() for n in ("second.weight", "first.weight")}
-        reducer.flush()
+        reducer.launch_remaining()
         for bucket in (own, tied):
-            reducer.wait(bucket.name)
+            reducer.wait_bucket(bucket.name)
         return {n: parameters[n].grad.clone() for n in shares}, shares
 
     runs = run_local(4, work)
@@ -194,13 +194,13 @@ def test_processes_sum_as_threads_do(kind: str) -> None:
         world = World.join()
         ranks = range(world.size)
         channels = [(a, b) for a in ranks for b in ranks if a != b]
-        transport = Transport(world, channels, [tuple(ranks)])
+        transport = C10dTransport(world, channels, [tuple(ranks)])
         sums = train(KINDS[kind](), net(), range(2), transport).sums
         transport.barrier()
         transport.close()
         return sums
 
-    runs = fork(work, 3)
+    runs = fork_workers(work, 3)
     for mine, other in zip(runs, trained(KINDS[kind], 3, 2), strict=True):
         assert_close(mine, other.sums)
         assert all(torch.equal(mine[i][name], runs[0][i][name]) for i in range(2) for name in mine[i])
@@ -213,13 +213,13 @@ def test_buckets_leave_during_the_backward_pass(kind: str) -> None:
     def work(transport: LocalTransport) -> int:
         model = net()
         parameters, own = dict(model.named_parameters()), buckets(2)
-        reducer = Reducer(own, parameters, (), Recording(transport, calls), KINDS[kind](), range(2))
-        reducer.arm()
+        reducer = AllReducer(own, parameters, (), Recording(transport, calls), KINDS[kind](), range(2))
+        reducer.begin_last_backward()
         backward(model, 0, transport.rank, 2)
         before = len(calls[transport.rank])
-        reducer.flush()
+        reducer.launch_remaining()
         for bucket in own:
-            reducer.wait(bucket.name)
+            reducer.wait_bucket(bucket.name)
         return before
 
     assert run_local(2, work) == [len(TOGETHER)] * 2

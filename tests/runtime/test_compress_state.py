@@ -14,17 +14,17 @@ from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
 from polylane.plan.sync import SUM
 from polylane.runtime.job import Job
-from polylane.runtime.sync.codec import Plain
-from polylane.runtime.sync.compress import codec_of
-from polylane.runtime.sync.powersgd import PowerSGD
-from polylane.runtime.sync.top_k import TopK
-from polylane.runtime.sync.wire import Wire
+from polylane.runtime.sync.compression.choose import choose_compressor
+from polylane.runtime.sync.compression.compressor import NoCompression
+from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
+from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
+from polylane.runtime.sync.compression.top_k import TopKCompressor
 from training import plainly, workers
 
 
 @pytest.mark.parametrize("kind", ["powersgd", "top_k"])
 def test_a_training_goes_on_from_its_state_as_if_never_stopped(kind: str) -> None:
-    codec = KINDS[kind] if kind == "top_k" else lambda: PowerSGD(2, start=1)
+    codec = KINDS[kind] if kind == "top_k" else lambda: PowerSGDCompressor(2, start=1)
     whole = trained(codec, 3, 6)
 
     def work(transport: LocalTransport) -> list[Tensors]:
@@ -41,7 +41,7 @@ def test_a_training_goes_on_from_its_state_as_if_never_stopped(kind: str) -> Non
 
 def test_state_of_another_plan_is_refused() -> None:
     def work(transport: LocalTransport) -> None:
-        codec = TopK(0.1)
+        codec = TopKCompressor(0.1)
         codec.load_state_dict({"memory": {"first.weight": torch.zeros(4, 36)}})
         train(codec, net(), range(1), transport)
 
@@ -53,13 +53,15 @@ def test_state_of_another_plan_is_refused() -> None:
 
 def test_a_plans_sync_makes_a_codec() -> None:
     weight = {"w": torch.zeros(1)}
-    assert type(codec_of(SUM, weight)) is Plain
-    half = [codec_of(parse(f"data=2,wire={name}").sync, weight) for name in ("bfloat16", "float16")]
-    assert [own.dtype for own in half if isinstance(own, Wire)] == [torch.bfloat16, torch.float16]
-    power, top = (codec_of(parse(f"data=2,compress={words}").sync, weight) for words in ("powersgd:3:7", "top_k:1"))
-    assert isinstance(power, PowerSGD) and (power.rank, power.start) == (3, 7)
-    assert isinstance(top, TopK) and top.fraction == 1
-    assert type(codec_of(SUM, {"w": torch.zeros(1, dtype=torch.complex64)})) is Plain
+    assert type(choose_compressor(SUM, weight)) is NoCompression
+    half = [choose_compressor(parse(f"data=2,wire={name}").sync, weight) for name in ("bfloat16", "float16")]
+    assert [own.dtype for own in half if isinstance(own, HalfPrecisionCompressor)] == [torch.bfloat16, torch.float16]
+    power, top = (
+        choose_compressor(parse(f"data=2,compress={words}").sync, weight) for words in ("powersgd:3:7", "top_k:1")
+    )
+    assert isinstance(power, PowerSGDCompressor) and (power.rank, power.start) == (3, 7)
+    assert isinstance(top, TopKCompressor) and top.fraction == 1
+    assert type(choose_compressor(SUM, {"w": torch.zeros(1, dtype=torch.complex64)})) is NoCompression
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_a_plans_sync_makes_a_codec() -> None:
 )
 def test_gradients_that_are_no_real_numbers_are_refused(words: str, dtype: torch.dtype, said: str) -> None:
     with pytest.raises(PolylaneError, match=said):
-        codec_of(parse(f"data=2,{words}").sync, {"w": torch.zeros(2, dtype=dtype)})
+        choose_compressor(parse(f"data=2,{words}").sync, {"w": torch.zeros(2, dtype=dtype)})
 
 
 LENGTHS = [(8, 3), (8, 5), (3, 3), (7, 5), (3, 4), (8, 3)]  # samples, and rows of each
@@ -114,7 +116,7 @@ def test_what_one_form_of_batches_leaves_out_travels_with_another(words: str) ->
             job.step(batch)
             sums.append(copied({name: g for name, g in job.gradients().items() if g is not None}))
         trainer = job._role._trainers["loss"]
-        return sums, trainer.codec.state_dict(), len(job._role._cache)
+        return sums, trainer.compressor.state_dict(), len(job._role._cache)
 
     torch.manual_seed(0)
     model = Sequences().double()

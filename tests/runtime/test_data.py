@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
+from polylane.compile.batch_split import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
-from polylane.runtime.data import batches, order
-from polylane.runtime.division import Batch, Share, shares
-from polylane.runtime.launch import fork  # loading processes leave a resource tracker behind: not in this process
+from polylane.runtime.data.loader import load_batches, sample_order
+from polylane.runtime.workers.fork import (  # loading processes leave a resource tracker behind: not in this process
+    fork_workers,
+)
 
 
 class Counting(torch.utils.data.Dataset[int]):
@@ -42,7 +44,7 @@ class Stream(IterableDataset[int]):
 
 
 def own(microbatches: int, replicas: int, replica: int) -> Any:
-    return lambda samples: shares(samples, microbatches, replicas, replica)
+    return lambda samples: compute_shares(samples, microbatches, replicas, replica)
 
 
 def global_batches(dataset: Any, size: int, microbatches: int, replicas: int, **options: Any) -> list[list[Any]]:
@@ -50,7 +52,7 @@ def global_batches(dataset: Any, size: int, microbatches: int, replicas: int, **
     wholes: list[list[Any]] = []
     for replica in range(replicas):
         mine = own(microbatches, replicas, replica)
-        for i, batch in enumerate(batches(dataset, size, shares=mine, **options)):
+        for i, batch in enumerate(load_batches(dataset, size, shares=mine, **options)):
             if replica == 0:
                 wholes.append([-1] * batch.samples)
             for share in mine(batch.samples):
@@ -59,8 +61,8 @@ def global_batches(dataset: Any, size: int, microbatches: int, replicas: int, **
     return wholes
 
 
-def values(batch: Batch, share: Share) -> list[Any]:
-    return batch.of(share)[0].tolist()
+def values(batch: Batch, share: SampleShare) -> list[Any]:
+    return batch.leaves_of(share)[0].tolist()
 
 
 # Order
@@ -68,22 +70,22 @@ def values(batch: Batch, share: Share) -> list[Any]:
 
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     torch.manual_seed(1)
-    first = order(20, epoch=0, seed=0)
+    first = sample_order(20, epoch=0, seed=0)
     torch.manual_seed(2)
-    assert order(20, epoch=0, seed=0) == first
-    others = [order(20, epoch=1, seed=0), order(20, epoch=0, seed=1), order(20, epoch=1, seed=1)]
+    assert sample_order(20, epoch=0, seed=0) == first
+    others = [sample_order(20, epoch=1, seed=0), sample_order(20, epoch=0, seed=1), sample_order(20, epoch=1, seed=1)]
     assert len({tuple(o) for o in [first, *others]}) == 4
     assert all(sorted(o) == list(range(20)) for o in others)
 
 
 def test_asking_for_an_order_leaves_torchs_generator_alone() -> None:
     before = torch.get_rng_state()
-    order(20, 0, 0)
+    sample_order(20, 0, 0)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_negative_and_huge_seeds() -> None:
-    assert all(sorted(order(5, 3, seed)) == list(range(5)) for seed in (-1, 2**63, 2**80))
+    assert all(sorted(sample_order(5, 3, seed)) == list(range(5)) for seed in (-1, 2**63, 2**80))
 
 
 # Every sample once, the same batches whatever the layout
@@ -94,7 +96,7 @@ def test_negative_and_huge_seeds() -> None:
 def test_the_same_batches_whatever_the_layout(samples: int, size: int, microbatches: int, replicas: int) -> None:
     whole = global_batches(Counting(samples), size, 1, 1, epoch=2, seed=5)
     assert [len(batch) for batch in whole[:-1]] == [size] * (len(whole) - 1) and 1 <= len(whole[-1]) <= size
-    assert [i for batch in whole for i in batch] == order(samples, 2, 5)
+    assert [i for batch in whole for i in batch] == sample_order(samples, 2, 5)
     assert global_batches(Counting(samples), size, microbatches, replicas, epoch=2, seed=5) == whole
 
 
@@ -106,7 +108,7 @@ def test_kinds_of_datasets(dataset: Any) -> None:
 
 
 def test_a_generator_is_a_stream_too() -> None:
-    whole = list(batches((i for i in range(5)), 2, shares=own(1, 1, 0)))
+    whole = list(load_batches((i for i in range(5)), 2, shares=own(1, 1, 0)))
     assert [batch.leaves[0].tolist() for batch in whole] == [[0, 1], [2, 3], [4]]
 
 
@@ -117,32 +119,32 @@ def test_streams_are_not_shuffled() -> None:
 def test_a_worker_loads_its_own_samples_only() -> None:
     datasets = [Counting(24), Counting(24)]
     for replica, dataset in enumerate(datasets):
-        assert len(list(batches(dataset, 8, shares=own(2, 2, replica), seed=3))) == 3
+        assert len(list(load_batches(dataset, 8, shares=own(2, 2, replica), seed=3))) == 3
     assert sorted(datasets[0].loaded + datasets[1].loaded) == list(range(24))
     assert len(datasets[0].loaded) == 12
 
 
 def test_a_stand_in_loads_one_sample_of_another() -> None:
     dataset = Counting(1)
-    (batch,) = batches(dataset, 4, shares=own(1, 2, 1))
+    (batch,) = load_batches(dataset, 4, shares=own(1, 2, 1))
     assert (batch.samples, dataset.loaded) == (1, [0])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loading_processes_change_nothing(workers: int) -> None:
-    (whole,) = fork(lambda _: global_batches(Counting(13), 4, 2, 2, workers=workers, seed=1), 1)
-    assert [i for batch in whole for i in batch] == order(13, 0, 1)
+    (whole,) = fork_workers(lambda _: global_batches(Counting(13), 4, 2, 2, workers=workers, seed=1), 1)
+    assert [i for batch in whole for i in batch] == sample_order(13, 0, 1)
 
 
 def test_samples_of_any_form() -> None:
     samples = [{"x": torch.full((2,), float(i)), "pair": (i, [i, i])} for i in range(5)]
-    (first, second) = batches(samples, 3, shares=own(1, 1, 0), shuffle=False)
+    (first, second) = load_batches(samples, 3, shares=own(1, 1, 0), shuffle=False)
     assert [leaf.shape[0] for leaf in first.leaves] == [3] * 4
     assert second.leaves[1].tolist() == [3, 4]
 
 
 def test_the_users_own_collate() -> None:
-    (batch,) = batches(
+    (batch,) = load_batches(
         ["a", "bc"], 2, shares=own(1, 1, 0), shuffle=False, collate=lambda s: torch.tensor([len(t) for t in s])
     )
     assert batch.leaves[0].tolist() == [1, 2]
@@ -162,7 +164,7 @@ def test_a_short_last_batch_may_be_left_out(dataset: Any) -> None:
 
 def test_a_batch_knows_the_shortest_of_its_epoch() -> None:
     def shortest(dataset: Any, **options: Any) -> list[int]:
-        return [batch.shortest for batch in batches(dataset, 4, shares=own(1, 1, 0), **options)]
+        return [batch.shortest for batch in load_batches(dataset, 4, shares=own(1, 1, 0), **options)]
 
     assert shortest(Counting(9)) == [1, 1, 1] and shortest(Counting(8)) == shortest(Counting(9), drop_last=True) == [
         4,
@@ -198,7 +200,7 @@ def drawn(dataset: Any, microbatches: int, replicas: int, **options: Any) -> dic
 def test_what_a_sample_draws_does_not_depend_on_the_layout(workers: int) -> None:
     alone = drawn(Noisy(12), 1, 1, seed=3)
     assert len({tuple(rest) for rest in alone.values()}) == 12
-    assert fork(lambda _: drawn(Noisy(12), 2, 3, seed=3, workers=workers), 1) == [alone]
+    assert fork_workers(lambda _: drawn(Noisy(12), 2, 3, seed=3, workers=workers), 1) == [alone]
     assert drawn(Noisy(12), 2, 3, seed=3, epoch=1) != alone
     assert drawn(Noisy(12), 2, 3, seed=4) != alone
 
@@ -217,7 +219,7 @@ def test_what_a_stream_draws_does_not_depend_on_the_layout() -> None:
 def test_a_dataset_that_draws_nothing_is_asked_once() -> None:
     quiet, noisy = Counting(10), Noisy(10)
     for dataset in (quiet, noisy):
-        list(batches(dataset, 5, shares=own(1, 1, 0)))
+        list(load_batches(dataset, 5, shares=own(1, 1, 0)))
     assert len(quiet.loaded) == 10
     assert len(noisy.loaded) == 15  # the first batch twice
 
@@ -228,18 +230,18 @@ def test_a_dataset_that_draws_nothing_is_asked_once() -> None:
 @pytest.mark.parametrize("dataset", [[], Counting(0), Stream(0), iter(())], ids=["list", "map", "iterable", "iterator"])
 def test_no_samples(dataset: Any) -> None:
     with pytest.raises(PolylaneError, match="the dataset has no samples"):
-        list(batches(dataset, 4, shares=own(1, 1, 0)))
+        list(load_batches(dataset, 4, shares=own(1, 1, 0)))
 
 
 def test_no_dataset() -> None:
     with pytest.raises(
         PolylaneError, match="data must be a dataset, map-style or iterable, or a list of samples, not a int"
     ):
-        list(batches(7, 4, shares=own(1, 1, 0)))
+        list(load_batches(7, 4, shares=own(1, 1, 0)))
 
 
 def test_a_loader_is_no_dataset() -> None:
     with pytest.raises(PolylaneError, match=r"a DataLoader makes batches already, .*loader.dataset"):
-        next(batches(DataLoader(Counting(8), batch_size=4), 4, shares=own(1, 1, 0)))
+        next(load_batches(DataLoader(Counting(8), batch_size=4), 4, shares=own(1, 1, 0)))
     samples = DataLoader(Counting(8), batch_size=None)  # which makes none
-    assert [batch.samples for batch in batches(samples, 4, shares=own(1, 1, 0))] == [4, 4]
+    assert [batch.samples for batch in load_batches(samples, 4, shares=own(1, 1, 0))] == [4, 4]

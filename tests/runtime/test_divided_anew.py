@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import models
+from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
-from polylane.graph.orders import Order
 from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.world import World
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
+from polylane.samples.batch_layout import BatchLayout
 from training import batch_of, classify, mlp, sgd
 
 
@@ -35,9 +35,9 @@ def one_each(graph: Graph, *_: Any) -> tuple[float, ...]:
     return (1.0,) * len(graph.nodes)
 
 
-def prepared(model: nn.Module, plan: str | Plan, loss: Any = classify, example: Any = None) -> Prepared:
+def prepared(model: nn.Module, plan: str | Plan, loss: Any = classify, example: Any = None) -> CompiledTraining:
     example = batch_of(8) if example is None else example
-    return prepare(model, objectives_of(loss, sgd, None), example, plan, seconds=one_each, evaluation=True)
+    return compile_training(model, build_objectives(loss, sgd, None), example, plan, seconds=one_each, evaluation=True)
 
 
 def cut_at(first: list[str], second: list[str]) -> Plan:
@@ -63,7 +63,7 @@ def test_nor_are_those_of_a_model_on_the_meta_device() -> None:
     )
     assert "no rule says of sort (" in told and "test_divided_anew.py:" in told
     before = prepared(model, cut_at(["first", "first"], ["sort", "loss"]))
-    assert before.orders_of(before.main)["first/linear"] is Order.ROWS
+    assert before.batch_layouts_of(before.main_partition)["first/linear"] is BatchLayout.SHARDED_BY_SAMPLE
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,17 @@ def test_language_models_on_the_meta_device_are_divided_anew(name: str, plan: st
     made = prepared(model, plan, case.loss, case.batch(6, 0))
     for graph in (*made.graphs.values(), *made.evaluations.values()):
         crossings = graph.partition.crossings
-        assert {graph.orders[each.value] for each in crossings} - {Order.ALIKE} == {Order.ROWS}
+        assert {graph.orders[each.value] for each in crossings} - {BatchLayout.REPLICATED} == {
+            BatchLayout.SHARDED_BY_SAMPLE
+        }
 
 
 def test_workers_that_saw_another_order_do_not_start() -> None:
     example, model = batch_of(8), mlp(6, 8, 4)
     made = prepared(model, "[data=2 | 1]")
-    crossing = made.main.crossings[0]
+    crossing = made.main_partition.crossings[0]
     (graph,) = made.graphs.values()
-    other = replace(made, graphs={"loss": replace(graph, orders={**graph.orders, crossing.value: Order.MEAN})})
+    other = replace(made, graphs={"loss": replace(graph, orders={**graph.orders, crossing.value: BatchLayout.MEAN})})
 
     def work(_: Any) -> str:
         world = World.join()
@@ -92,5 +94,5 @@ def test_workers_that_saw_another_order_do_not_start() -> None:
             Job(other if world.rank == 1 else made, world, example=example)
         return str(caught.value)
 
-    told = fork(work, 3)
+    told = fork_workers(work, 3)
     assert all(each.startswith("workers found the samples in another order in what crosses") for each in told)

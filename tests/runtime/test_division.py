@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polylane.runtime.division import Batch, Share, offsets, shares
+from polylane.compile.batch_split import Batch, SampleShare, compute_shares, share_offsets
 
 sizes = st.integers(1, 60)
 degrees = st.integers(1, 9)
@@ -19,7 +19,7 @@ degrees = st.integers(1, 9)
 def test_every_sample_counts_once(batch: int, microbatches: int, replicas: int) -> None:
     counted = Counter[int]()
     for replica in range(replicas):
-        for share in shares(batch, microbatches, replicas, replica):
+        for share in compute_shares(batch, microbatches, replicas, replica):
             if share.weight:
                 counted.update(range(share.start, share.stop))
     assert counted == Counter(range(batch))
@@ -28,14 +28,14 @@ def test_every_sample_counts_once(batch: int, microbatches: int, replicas: int) 
 @given(sizes, degrees, degrees)
 def test_all_replicas_run_the_same_microbatches(batch: int, microbatches: int, replicas: int) -> None:
     """So that each collective inside a pass has all its members; every worker computes on at least one sample."""
-    each = [shares(batch, microbatches, replicas, replica) for replica in range(replicas)]
+    each = [compute_shares(batch, microbatches, replicas, replica) for replica in range(replicas)]
     assert len({tuple(share.microbatch for share in own) for own in each}) == 1
     assert all(own and share.samples >= 1 and 0 <= share.start < share.stop <= batch for own in each for share in own)
 
 
 @given(sizes, degrees, degrees)
 def test_shares_differ_by_one_sample_and_follow_each_other(batch: int, microbatches: int, replicas: int) -> None:
-    each = [shares(batch, microbatches, replicas, replica) for replica in range(replicas)]
+    each = [compute_shares(batch, microbatches, replicas, replica) for replica in range(replicas)]
     last = 0
     for column in zip(*each, strict=True):  # one microbatch, by replica
         real = [share for share in column if share.weight]
@@ -51,35 +51,39 @@ def test_shares_differ_by_one_sample_and_follow_each_other(batch: int, microbatc
 
 
 def test_by_example() -> None:
-    assert shares(8, 2, 2, 1) == (Share(0, 2, 4, 1), Share(1, 6, 8, 1))
-    assert shares(5, 2, 2, 0) == (Share(0, 0, 2, 1), Share(1, 3, 4, 1))
-    assert shares(2, 3, 2, 1) == (Share(0, 0, 1, 0), Share(1, 1, 2, 0))  # nothing but stand-ins
-    assert shares(1, 4, 1, 0) == (Share(0, 0, 1, 1),)
+    assert compute_shares(8, 2, 2, 1) == (SampleShare(0, 2, 4, 1), SampleShare(1, 6, 8, 1))
+    assert compute_shares(5, 2, 2, 0) == (SampleShare(0, 0, 2, 1), SampleShare(1, 3, 4, 1))
+    assert compute_shares(2, 3, 2, 1) == (SampleShare(0, 0, 1, 0), SampleShare(1, 1, 2, 0))  # nothing but stand-ins
+    assert compute_shares(1, 4, 1, 0) == (SampleShare(0, 0, 1, 1),)
 
 
 @given(sizes, degrees, degrees, st.data())
 def test_a_worker_may_hold_all_or_its_own_samples_only(
     batch: int, microbatches: int, replicas: int, data: st.DataObject
 ) -> None:
-    own = shares(batch, microbatches, replicas, data.draw(st.integers(0, replicas - 1)))
+    own = compute_shares(batch, microbatches, replicas, data.draw(st.integers(0, replicas - 1)))
     rows, constant = torch.arange(batch), "a constant"
     whole = Batch(batch, [rows, constant])
-    part = Batch(batch, [torch.cat([rows[s.start : s.stop] for s in own]), constant], offsets(own))
+    part = Batch(batch, [torch.cat([rows[s.start : s.stop] for s in own]), constant], share_offsets(own))
     for share in own:
-        assert whole.of(share)[0].tolist() == part.of(share)[0].tolist() == list(range(share.start, share.stop))
-        assert whole.of(share)[1] == part.of(share)[1] == constant
+        assert (
+            whole.leaves_of(share)[0].tolist()
+            == part.leaves_of(share)[0].tolist()
+            == list(range(share.start, share.stop))
+        )
+        assert whole.leaves_of(share)[1] == part.leaves_of(share)[1] == constant
     assert len(whole) == len(part) == batch
 
 
 def test_what_is_split_is_told_by_the_example_not_by_the_size() -> None:
     rows, weights = torch.arange(3), torch.ones(3)
-    share = Share(0, 0, 2, 1)
-    assert [len(leaf) for leaf in Batch(3, [rows, weights]).of(share)] == [2, 2]
-    told = Batch(3, [rows, weights]).as_in((True, False), torch.device("cpu"))
-    assert [len(leaf) for leaf in told.of(share)] == [2, 3]
+    share = SampleShare(0, 0, 2, 1)
+    assert [len(leaf) for leaf in Batch(3, [rows, weights]).leaves_of(share)] == [2, 2]
+    told = Batch(3, [rows, weights]).to_device((True, False), torch.device("cpu"))
+    assert [len(leaf) for leaf in told.leaves_of(share)] == [2, 3]
     # An example of another form tells nothing.
-    other = Batch(3, [rows, "text"]).as_in((True, True), torch.device("cpu"))
-    assert [len(leaf) for leaf in other.of(share)] == [2, 4]
+    other = Batch(3, [rows, "text"]).to_device((True, True), torch.device("cpu"))
+    assert [len(leaf) for leaf in other.leaves_of(share)] == [2, 4]
 
 
 def test_a_whole_batch_of_any_nesting() -> None:
@@ -89,5 +93,5 @@ def test_a_whole_batch_of_any_nesting() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_fewer_samples_than_workers(microbatches: int) -> None:
-    own = [shares(1, microbatches, 3, replica) for replica in range(3)]
+    own = [compute_shares(1, microbatches, 3, replica) for replica in range(3)]
     assert [share.weight for (share,) in own] == [1, 0, 0]

@@ -12,44 +12,50 @@ import pytest
 import torch
 
 from polylane.errors import PeerLost
-from polylane.runtime.launch import Context, fork
-from polylane.runtime.transport.hierarchical import Climb, Hierarchical, Transport, by_host, rings
-from polylane.runtime.transport.hub import Hub
-from polylane.runtime.transport.rendezvous import Meeting, hub_of
-from polylane.runtime.world import World
+from polylane.runtime.transport.hierarchical import (
+    HierarchicalConnections,
+    HierarchicalTransport,
+    HostTree,
+    cross_host_groups,
+    group_by_host,
+)
+from polylane.runtime.transport.shared_memory.hub import MessageHub
+from polylane.runtime.transport.shared_memory.rendezvous import HostRendezvous, connect_hub
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.world import World
 
 torch.set_num_threads(1)
 
 HOSTS = {"2 x 2": "aabb", "interleaved": "abab", "1 + 3": "abbb", "apart": "abcd", "2 + 1 + 1": "aabc"}
 
 
-def hierarchical_for(world: World, hosts: str) -> Hierarchical:
+def hierarchical_for(world: World, hosts: str) -> HierarchicalConnections:
     """What makes the transports of workers on several hosts, all of which are this one; every worker calls it.
 
     Args:
         world: this worker among all.
         hosts: a letter for the host of every rank.
     """
-    meeting = Meeting.of(world)
-    hub = hub_of(world, meeting, hosts)
-    meeting.end()
-    assert isinstance(hub, Hub), hub
-    return Hierarchical(world, hub, hosts)
+    meeting = HostRendezvous.meet_workers(world)
+    hub = connect_hub(world, meeting, hosts)
+    meeting.stop_listening()
+    assert isinstance(hub, MessageHub), hub
+    return HierarchicalConnections(world, hub, hosts)
 
 
 def test_parts_and_rings():
-    assert by_host((3, 0, 1, 2), "abab") == [(0, 2), (1, 3)]
-    assert rings([(0, 2), (1, 3)]) == [(0, 1), (2, 3)]
-    assert rings([(0,), (1, 2, 3)]) == [(0, 1)]
+    assert group_by_host((3, 0, 1, 2), "abab") == [(0, 2), (1, 3)]
+    assert cross_host_groups([(0, 2), (1, 3)]) == [(0, 1), (2, 3)]
+    assert cross_host_groups([(0,), (1, 2, 3)]) == [(0, 1)]
 
 
 def test_bytes_on_the_wire():
     """Inside a host of m, 2 n (m - 1) / m from each; between h hosts, 2 n / m (h - 1) / h."""
-    even = Climb((0, 1), 0, (0, 2), True)
-    assert even.sizes(101) == [50, 51]
-    assert even.wire(100, 8) == 8 * (50 + 50) + 2 * 400 // 2
-    leader, other = Climb((1, 2, 3), 0, (0, 1), False), Climb((1, 2, 3), 1, (), False)
-    assert leader.wire(100, 4) == 4 * 200 + 400 and other.wire(100, 4) == 400
+    even = HostTree((0, 1), 0, (0, 2), True)
+    assert even.part_sizes(101) == [50, 51]
+    assert even.bytes_sent(100, 8) == 8 * (50 + 50) + 2 * 400 // 2
+    leader, other = HostTree((1, 2, 3), 0, (0, 1), False), HostTree((1, 2, 3), 1, (), False)
+    assert leader.bytes_sent(100, 4) == 4 * 200 + 400 and other.bytes_sent(100, 4) == 400
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS.keys())
@@ -58,11 +64,11 @@ def test_sums_are_the_plain_sum(hosts: str):
     sizes = (1, 3, 1000, 70_001)
     values = [torch.randn(4, size, dtype=torch.float64, generator=generator) for size in sizes]
 
-    def worker(context: Context) -> tuple[list[float], float]:
+    def worker(context: WorkerContext) -> tuple[list[float], float]:
         groups = [(0, 1, 2, 3), (0, 1), (1, 2, 3)]
         pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
         transport = hierarchical_for(context.world, hosts)(context.world, pairs, groups)
-        assert isinstance(transport, Transport)
+        assert isinstance(transport, HierarchicalTransport)
         wrong, rank = list[float](), context.rank
         sending = [transport.send(value[rank], (rank + 1) % 4) for value in values]
         coming = [transport.receive((size,), torch.float64, (rank - 1) % 4) for size in sizes]
@@ -81,12 +87,12 @@ def test_sums_are_the_plain_sum(hosts: str):
         transport.close()
         return wrong, float((gathered - torch.arange(4.0)).abs().max())
 
-    for wrong, gathered in fork(worker, 4):
+    for wrong, gathered in fork_workers(worker, 4):
         assert max(wrong) < 1e-12 and gathered == 0
 
 
 def test_closed_and_opened_again():
-    def worker(context: Context) -> list[float]:
+    def worker(context: WorkerContext) -> list[float]:
         connect, found = hierarchical_for(context.world, "aabb"), list[float]()
         for _ in range(3):
             first, second = (connect(context.world, groups=[range(4), (0, 1), (2, 3)]) for _ in range(2))
@@ -97,7 +103,7 @@ def test_closed_and_opened_again():
                 transport.close()
         return found
 
-    assert fork(worker, 4) == [[4.0, 2.0] * 6] * 4
+    assert fork_workers(worker, 4) == [[4.0, 2.0] * 6] * 4
 
 
 @pytest.mark.parametrize("death", ["an error", "a signal"])

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from polylane.runtime.transport.in_turn import InTurn
+from polylane.runtime.transport.one_at_a_time import SerialThread
 
 
 def test_calls_are_made_in_turn():
-    turns, seen = InTurn("turns"), list[int]()
+    turns, seen = SerialThread("turns"), list[int]()
     for number in range(100):
         future = turns.submit(seen.append, number)
     failing = turns.submit(lambda: seen[1000])  # type: ignore[arg-type]
@@ -26,7 +26,7 @@ def test_calls_are_made_in_turn():
 
 
 def test_a_thread_ends_with_who_gives_it_work():
-    turns = InTurn("turns that nobody closes")
+    turns = SerialThread("turns that nobody closes")
     turns.submit(lambda: None).result()
     assert any(thread.name == "turns that nobody closes" for thread in threading.enumerate())
     thread = turns._thread

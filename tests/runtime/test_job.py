@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import polylane
+from polylane.compile.compiled_training import build_objectives, compile_training
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import dump, load
 from polylane.recipe import Mean
-from polylane.runtime import data
+from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.world import World
-from polylane.schedule.action import Kind
+from polylane.runtime.workers.world import World
+from polylane.schedule.action import ActionKind
 from training import adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 PLANS = ["data=2", "pipeline=2,microbatches=2", "data=2,pipeline=2,microbatches=2"]
@@ -89,7 +89,7 @@ def test_one_process_is_refused_a_plan_for_several(
     plan: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text(dump(prepare(regular(), objectives_of(classify, sgd, None), BATCHES[0], plan).plan))
+    file.write_text(dump(compile_training(regular(), build_objectives(classify, sgd, None), BATCHES[0], plan).plan))
     monkeypatch.setattr(sys, "argv", ["examples/train.py"])
     for asked in (plan, load(file)):
         with pytest.raises(PolylaneError) as caught:
@@ -130,7 +130,7 @@ def test_the_timeline_has_all_that_all_workers_did() -> None:
     for rank, count in enumerate(counts):
         own = sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: s.end)
         assert len(own) == count
-        compute = [s for s in own if s.action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)]
+        compute = [s for s in own if s.action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.STEP)]
         assert all(a.end <= b.start for a, b in pairwise(compute))
         assert all(span.end >= span.start for span in own)
 
@@ -157,7 +157,7 @@ def test_whole_batches_and_the_jobs_own_are_the_same(plan: str) -> None:
     def whole(job: Job) -> Any:
         losses = []
         for epoch in range(2):
-            order = data.order(19, epoch, 0)
+            order = data.sample_order(19, epoch, 0)
             for start in range(0, 19, 7):
                 chosen = order[start : start + 7]
                 losses.append(job.step((inputs[chosen], labels[chosen])).loss)
@@ -316,7 +316,9 @@ def test_a_loss_may_be_a_module_with_weights_of_its_own() -> None:
 def test_a_plan_file_that_a_person_edited(tmp_path: Path) -> None:
     """Stages on any ranks, cut at the modules that the file names."""
     model = mlp(6, 8, 8, 4)
-    made = prepare(model, objectives_of(classify, sgd, None), BATCHES[0], "data=2,pipeline=2,microbatches=2").plan
+    made = compile_training(
+        model, build_objectives(classify, sgd, None), BATCHES[0], "data=2,pipeline=2,microbatches=2"
+    ).plan
     stages = [
         made.stages[0].model_copy(update={"nodes": ("0", "0"), "devices": (3, 1)}),
         made.stages[1].model_copy(update={"nodes": ("1", "loss"), "devices": (0, 2)}),
@@ -508,7 +510,7 @@ def test_bfloat16_is_close(plan: str) -> None:
 
 
 def test_the_workers_must_be_those_of_the_plan() -> None:
-    prepared = prepare(mlp(6, 4), objectives_of(classify, sgd, None), BATCHES[0], "data=2")
+    prepared = compile_training(mlp(6, 4), build_objectives(classify, sgd, None), BATCHES[0], "data=2")
     with pytest.raises(PolylaneError, match=r"the plan takes 2 workers \(data=2,.*\), there are 1"):
         Job(prepared, World.join(), example=BATCHES[0])
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from polylane.auto.parallelize import parallelize
+from polylane.compile.batch_split import compute_shares
+from polylane.compile.compiled_training import Objective
 from polylane.errors import PolylaneError
-from polylane.parallelization import parallelize
 from polylane.plan.spec import parse
-from polylane.runtime import worker as running
-from polylane.runtime.division import shares
-from polylane.runtime.prepare import Objective
-from polylane.verify import verify
+from polylane.runtime.pipeline import executor as running
+from polylane.verify.verify import verify
 from training import Trained, adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 
@@ -52,7 +52,7 @@ def simulated(
     for number, batch in enumerate(batches):
         samples, total = len(batch[1]), 0.0
         for replica, each in enumerate(models):
-            own = [s for s in shares(samples, microbatches, replicas, replica) if s.weight]
+            own = [s for s in compute_shares(samples, microbatches, replicas, replica) if s.weight]
             count = sum(share.samples for share in own)
             over = samples if number < warmup else count
             each.zero_grad()

@@ -8,7 +8,7 @@ from torch import nn
 
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from polylane.runtime.materialize import materialize, shapes_only
+from polylane.runtime.parameters.materialize import materialize, whole_shapes_only
 from training import batch_of, workers
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_only_what_is_kept_has_memory() -> None:
     materialize(model, None, 3, CPU, lambda name, whole: whole[:2].clone() if name == "head.weight" else None)
     assert model.head.weight.shape == (2, 8) and not model.head.weight.is_meta
     assert all(t.is_meta for n, t in model.named_parameters() if n != "head.weight")
-    with shapes_only(model, {"head.weight": (4, 8)}):
+    with whole_shapes_only(model, {"head.weight": (4, 8)}):
         assert model.head.weight.is_meta and model.head.weight.shape == (4, 8)
         assert model.third.weight is model.second.weight
     assert model.head.weight.shape == (2, 8)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from local_transport import LocalTransport, run_local
+from polylane.compile.compiled_training import Objective, build_objectives, compile_training, optimized_names
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from polylane.runtime.optimizer import Clipper, build
-from polylane.runtime.prepare import Objective, objectives_of, optimized, prepare
+from polylane.runtime.parameters.clipping import GradientClipper, build_optimizer
 from training import adamw, assert_same, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
@@ -130,7 +130,7 @@ def test_groups(plan: str, factory: Any) -> None:
 def test_what_others_hold_leaves_the_groups() -> None:
     model = mlp(6, 8, 4)
     every = list(model.named_parameters())
-    built = build(Objective("loss", classify, OPTIMIZERS["Adagrad"]), every[:2], every)
+    built = build_optimizer(Objective("loss", classify, OPTIMIZERS["Adagrad"]), every[:2], every)
     assert [len(group["params"]) for group in built.param_groups] == [2]
     assert built.param_groups[0]["param_names"] == ["0.weight", "0.bias"]
     assert set(built.state) == {p for _, p in every[:2]}
@@ -202,7 +202,9 @@ def test_the_clipped_norm_is_torchs_to_the_last_bit(dtype: torch.dtype, stages: 
         if transport.rank == stages - 1 and "p0" not in names:
             names.append("p0")
         held = parameters(names)
-        Clipper(0.7, list(grads), counted, held, CPU, lambda v: transport.all_reduce(v, range(stages)).wait()).clip()
+        GradientClipper(
+            0.7, list(grads), counted, held, CPU, lambda v: transport.all_reduce(v, range(stages)).wait()
+        ).clip_gradients()
         return {name: parameter.grad for name, parameter in held.items()}
 
     for clipped in run_local(stages, worker):
@@ -234,14 +236,14 @@ def test_a_weight_that_two_stages_hold_counts_once_in_the_norm(plan: str) -> Non
 def test_gradients_within_the_bound_stay_as_they_are() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([0.1, 0.2, 0.2])
-    Clipper(1.0, ["p"], ["p"], {"p": parameter}, CPU, lambda v: v).clip()
+    GradientClipper(1.0, ["p"], ["p"], {"p": parameter}, CPU, lambda v: v).clip_gradients()
     assert parameter.grad.tolist() == torch.tensor([0.1, 0.2, 0.2]).tolist()
 
 
 def test_clipping_without_any_gradient() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    Clipper(1.0, ["p"], ["p"], {"p": parameter}, CPU, lambda v: v).clip()
-    Clipper(1.0, ["p"], [], {}, CPU, lambda v: v).clip()
+    GradientClipper(1.0, ["p"], ["p"], {"p": parameter}, CPU, lambda v: v).clip_gradients()
+    GradientClipper(1.0, ["p"], [], {}, CPU, lambda v: v).clip_gradients()
     assert parameter.grad is None
 
 
@@ -260,19 +262,19 @@ def test_clipping_without_any_gradient() -> None:
 )
 def test_what_is_refused(factory: Any, says: str) -> None:
     with pytest.raises(PolylaneError, match=says):
-        prepare(mlp(6, 4), objectives_of(classify, factory, None), BATCHES[0], "data=1")
+        compile_training(mlp(6, 4), build_objectives(classify, factory, None), BATCHES[0], "data=1")
 
 
 def test_frozen_parameters_are_not_optimized() -> None:
     model = mlp(6, 8, 4)
     model[0].requires_grad_(False)
-    assert optimized(list(model.named_parameters()), sgd) == {"2.weight", "2.bias"}
+    assert optimized_names(list(model.named_parameters()), sgd) == {"2.weight", "2.bias"}
 
 
 def test_mappings_must_have_the_same_names() -> None:
     with pytest.raises(PolylaneError, match="one loss takes one optimizer"):
-        objectives_of(classify, {"loss": sgd}, None)
+        build_objectives(classify, {"loss": sgd}, None)
     with pytest.raises(PolylaneError, match=r"losses named \['a', 'b'\] take a mapping of optimizers"):
-        objectives_of({"a": classify, "b": classify}, {"a": sgd}, None)
+        build_objectives({"a": classify, "b": classify}, {"a": sgd}, None)
     with pytest.raises(PolylaneError, match="take a mapping of optimizers"):
-        objectives_of({"a": classify}, adamw, None)
+        build_objectives({"a": classify}, adamw, None)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polylane.runtime.optimizer_probe import LOOKS, Untried, whole_parameters
-from polylane.runtime.prepare import Objective, Prepared, prepare
+from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training
+from polylane.compile.optimizer_probe import LOOKS, UntriedOptimizer, find_whole_parameters
 
 Pairs = Sequence[tuple[str, nn.Parameter]]
 
@@ -31,24 +31,30 @@ def of_large_ones(parameters: Pairs) -> torch.optim.Optimizer:
     return sgd(parameters)
 
 
-def prepared(optimizer: Callable[[Pairs], torch.optim.Optimizer], plan: str) -> Prepared:
+def prepared(optimizer: Callable[[Pairs], torch.optim.Optimizer], plan: str) -> CompiledTraining:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).square().mean()
 
-    return prepare(model(), {"loss": Objective("loss", loss, optimizer)}, torch.randn(4, 6), plan)
+    return compile_training(model(), {"loss": Objective("loss", loss, optimizer)}, torch.randn(4, 6), plan)
 
 
 def test_elementwise_optimizers_need_nothing_whole() -> None:
-    assert whole_parameters(list(model().named_parameters()), [sgd]) == {}
+    assert find_whole_parameters(list(model().named_parameters()), [sgd]) == {}
 
 
 def test_norms_are_of_whole_parameters() -> None:
-    found = whole_parameters(list(model().named_parameters()), [lambda p: torch.optim.Adafactor([q for _, q in p])])
-    assert found and set(found.values()) == {LOOKS} and not any(isinstance(why, Untried) for why in found.values())
+    found = find_whole_parameters(
+        list(model().named_parameters()), [lambda p: torch.optim.Adafactor([q for _, q in p])]
+    )
+    assert (
+        found
+        and set(found.values()) == {LOOKS}
+        and not any(isinstance(why, UntriedOptimizer) for why in found.values())
+    )
 
 
 def test_what_cannot_be_tried_says_why() -> None:
-    found = whole_parameters(list(model().named_parameters()), [sgd, of_large_ones])
+    found = find_whole_parameters(list(model().named_parameters()), [sgd, of_large_ones])
     assert list(found) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert set(found.values()) == {
         "its optimizer does not run on small parameters (ValueError: a first layer of (4, 4)? no)"
@@ -58,7 +64,7 @@ def test_what_cannot_be_tried_says_why() -> None:
 def test_an_optimizer_of_other_parameters_is_not_tried() -> None:
     own = model()
     named = list(own.named_parameters())
-    found = whole_parameters(named, [lambda _: torch.optim.SGD(own.parameters(), lr=0.1)])
+    found = find_whole_parameters(named, [lambda _: torch.optim.SGD(own.parameters(), lr=0.1)])
     assert "takes other parameters than those that it is given" in found["0.weight"]
 
 

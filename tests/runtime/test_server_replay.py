@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
 from polylane.plan.spec import parse
-from polylane.proof.record import Reference
-from polylane.proof.replay import replay
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import Prepared, objectives_of, prepare
-from polylane.runtime.sync.server_log import Update, distribution
-from polylane.runtime.world import World
+from polylane.runtime.sync.parameter_server.update_log import ServerUpdate, count_staleness
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
+from polylane.verify.record import ReferenceRun
+from polylane.verify.server_replay import replay_updates
 from training import adamw, assert_state, batch_of, classify, mlp, sgd
 
 BATCHES = [batch_of(8, seed=i) for i in range(8)]
@@ -30,7 +30,7 @@ class Seen:
     sums: list[tuple[float, float]]
     stale: list[int]
     state: dict[str, Tensor]
-    orders: tuple[tuple[Update, ...], ...]
+    orders: tuple[tuple[ServerUpdate, ...], ...]
     loss: float
 
 
@@ -44,23 +44,25 @@ def seen(job: Job, batches: Any) -> Seen:
 
 def run(
     model: nn.Module, plan: str, batches: Any = BATCHES, *, loss: Any = classify, optimizer: Any = sgd, **options: Any
-) -> tuple[Prepared, list[Seen]]:
-    prepared = prepare(model, objectives_of(loss, optimizer, options.pop("scheduler", None)), batches[0], plan)
+) -> tuple[CompiledTraining, list[Seen]]:
+    prepared = compile_training(
+        model, build_objectives(loss, optimizer, options.pop("scheduler", None)), batches[0], plan
+    )
 
     def work(_: Any) -> Seen:
         with Job(prepared, World.join(), example=batches[0], **options) as job:
             return seen(job, batches)
 
-    return prepared, fork(work, prepared.plan.processes)
+    return prepared, fork_workers(work, prepared.plan.processes)
 
 
-def check(prepared: Prepared, workers: list[Seen], batches: Any = BATCHES, **options: Any) -> Reference:
-    again = replay(prepared, batches, workers[0].orders, **options)
+def check(prepared: CompiledTraining, workers: list[Seen], batches: Any = BATCHES, **options: Any) -> ReferenceRun:
+    again = replay_updates(prepared, batches, workers[0].orders, **options)
     for worker in workers:
         assert_state(worker.state, again.state, 1e-9)
         assert worker.orders == workers[0].orders
     plan = prepared.plan
-    ranks = {plan.place(rank)[1]: rank for rank in range(plan.workers)}.values()
+    ranks = {plan.stage_and_replica(rank)[1]: rank for rank in range(plan.workers)}.values()
     for step, mean in enumerate(again.losses):
         total, count = map(sum, zip(*(workers[rank].sums[step] for rank in ranks), strict=True))
         assert total / count == pytest.approx(mean, rel=1e-9)
@@ -85,7 +87,7 @@ def test_the_weights_of_the_recorded_order(plan: str, optimizer: Any) -> None:
     check(prepared, workers, clip_norm=0.5)
     for order in workers[0].orders:
         assert [update.version for update in order] == list(range(1, len(BATCHES) * prepared.plan.data + 1))
-        assert max(distribution(order)) > 0  # some were stale, or nothing was shown
+        assert max(count_staleness(order)) > 0  # some were stale, or nothing was shown
 
 
 @pytest.mark.parametrize("bound", [1, 2])
@@ -94,13 +96,13 @@ def test_nobody_is_further_ahead_than_allowed_and_somebody_is_as_far(bound: int)
     prepared, workers = run(mlp(6, 8, 4), plan)
     check(prepared, workers)
     for order in workers[0].orders:
-        assert max(update.ahead for update in order) == bound
-        assert max(distribution(order)) <= 2 * (2 * bound + 1)  # of each other replica
+        assert max(update.steps_ahead for update in order) == bound
+        assert max(count_staleness(order)) <= 2 * (2 * bound + 1)  # of each other replica
 
 
 def test_without_a_bound_the_others_do_not_wait_for_a_slow_one() -> None:
     _, workers = run(mlp(6, 8, 4), "data=2,servers=1,staleness=any,slow=1:60")
-    assert max(update.ahead for update in workers[0].orders[0]) > 2
+    assert max(update.steps_ahead for update in workers[0].orders[0]) > 2
 
 
 def test_replicas_without_samples_make_no_update_and_hold_nobody_up() -> None:
@@ -149,8 +151,8 @@ def test_evaluation_and_weights_in_between_change_nothing() -> None:
             return Seen(sums, [], job.state_dict(), job.updates(), 0.0)
 
     plan = "data=2,servers=2,staleness=any"
-    prepared = prepare(mlp(6, 8, 4), objectives_of(classify, sgd, None), BATCHES[0], plan)
-    check(prepared, fork(work, prepared.plan.processes))
+    prepared = compile_training(mlp(6, 8, 4), build_objectives(classify, sgd, None), BATCHES[0], plan)
+    check(prepared, fork_workers(work, prepared.plan.processes))
 
 
 def test_what_the_workers_are_told_of_their_staleness() -> None:
@@ -161,11 +163,13 @@ def test_what_the_workers_are_told_of_their_staleness() -> None:
         assert worker.stale == [update.staleness for update in own]
         assert [update.step for update in own] == list(range(len(BATCHES)))
     with pytest.raises(ValueError, match="no training has had this order"):
-        order = [replace(update, read=update.version + 1) for update in workers[0].orders[0]]
-        replay(prepared, BATCHES, [order])
+        order = [replace(update, read_version=update.version + 1) for update in workers[0].orders[0]]
+        replay_updates(prepared, BATCHES, [order])
 
 
 def test_synchronous_servers_have_no_order_to_replay() -> None:
-    prepared = prepare(mlp(6, 8, 4), objectives_of(classify, sgd, None), BATCHES[0], parse("data=2,servers=1"))
+    prepared = compile_training(
+        mlp(6, 8, 4), build_objectives(classify, sgd, None), BATCHES[0], parse("data=2,servers=1")
+    )
     with pytest.raises(ValueError, match="there is no order to replay"):
-        replay(prepared, BATCHES, [])
+        replay_updates(prepared, BATCHES, [])

@@ -11,25 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.compile.server_assignment import assign_parameters, server_rank
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.sync.flat_packing import Packing, Slot
-from polylane.runtime.sync.server_line import Head, Kind
-from polylane.runtime.sync.server_log import Log, Update, distribution
-from polylane.runtime.sync.server_rule import FromServers
-from polylane.runtime.sync.server_split import host_of, shared_out
+from polylane.runtime.sync.flat_packing import FlatPacking, PackedTensor
+from polylane.runtime.sync.parameter_server.client import ParameterServerSync
+from polylane.runtime.sync.parameter_server.messages import MessageHead, MessageKind
+from polylane.runtime.sync.parameter_server.update_log import ServerUpdate, UpdateLog, count_staleness
 from training import batch_of, classify, mlp, sgd, workers
 
 
 def prepared(plan: str, model: nn.Module | None = None) -> Any:
-    return prepare(model or mlp(6, 8, 4), objectives_of(classify, sgd, None), batch_of(8), plan)
+    return compile_training(model or mlp(6, 8, 4), build_objectives(classify, sgd, None), batch_of(8), plan)
 
 
 def test_whole_parameters_by_their_bytes() -> None:
     given = prepared("data=2,servers=2", mlp(6, 8, 8, 4))
-    shares = shared_out(given.partitions, given.plan)
+    shares = assign_parameters(given.partitions, given.plan)
     sizes = {name: p.nbytes for name, p in given.model.named_parameters()}
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     filled = [sum(sizes[name] for name in share) for share in shares]
@@ -48,7 +48,7 @@ def test_more_servers_than_parameters(plan: str) -> None:
 def test_where_servers_live() -> None:
     def hosts(plan: str) -> list[int]:
         chosen: Plan = prepared(plan).plan
-        return [host_of(chosen, server) for server in range(chosen.sync.server_count)]
+        return [server_rank(chosen, server) for server in range(chosen.sync.server_count)]
 
     assert hosts("data=2,servers=2,dedicated=yes") == [2, 3]
     assert hosts("data=4,servers=2") == [0, 2]
@@ -59,7 +59,7 @@ def test_frozen_parameters_are_on_no_server() -> None:
     model = mlp(6, 8, 4)
     model[0].weight.requires_grad_(False)
     given = prepared("data=2,servers=3", model)
-    assert sorted(n for share in shared_out(given.partitions, given.plan) for n in share) == [
+    assert sorted(n for share in assign_parameters(given.partitions, given.plan) for n in share) == [
         "0.bias",
         "2.bias",
         "2.weight",
@@ -76,31 +76,33 @@ def test_frozen_parameters_are_on_no_server() -> None:
     st.integers(0),
 )
 def test_what_is_packed_comes_out(shapes: list[tuple[list[int], torch.dtype]], missing: int) -> None:
-    slots = [Slot(f"p{i}", tuple(shape), dtype) for i, (shape, dtype) in enumerate(shapes)]
+    slots = [PackedTensor(f"p{i}", tuple(shape), dtype) for i, (shape, dtype) in enumerate(shapes)]
     values = {s.name: torch.arange(s.numel).to(s.dtype).reshape(s.shape) + 1 for s in slots}
     if slots:
         del values[slots[missing % len(slots)].name]
-    packing = Packing(slots)
-    rows = packing.packed(values)
+    packing = FlatPacking(slots)
+    rows = packing.pack(values)
     assert tuple((row.numel(), row.dtype) for row in rows) == packing.sizes
-    assert sum(row.nbytes for row in rows) == packing.bytes
-    for name, value in packing.unpacked(rows, torch.device("cpu")).items():
+    assert sum(row.nbytes for row in rows) == packing.nbytes
+    for name, value in packing.unpack(rows, torch.device("cpu")).items():
         assert torch.equal(value, values[name] if name in values else torch.zeros_like(value))
 
 
-@given(st.sampled_from(list(Kind)), st.lists(st.integers(0, 2**62), min_size=7, max_size=7), st.binary(max_size=5))
-def test_heads_travel(kind: Kind, numbers: list[int], flags: bytes) -> None:
-    head = Head(kind, *numbers, flags=flags.ljust(5, b"\0"))
-    assert Head.of_tensor(head.to_tensor(5)) == head
+@given(
+    st.sampled_from(list(MessageKind)), st.lists(st.integers(0, 2**62), min_size=7, max_size=7), st.binary(max_size=5)
+)
+def test_heads_travel(kind: MessageKind, numbers: list[int], flags: bytes) -> None:
+    head = MessageHead(kind, *numbers, flags=flags.ljust(5, b"\0"))
+    assert MessageHead.of_tensor(head.to_tensor(5)) == head
 
 
 @given(st.lists(st.tuples(*[st.integers(-1, 2**40)] * 6)))
 def test_logs_keep_updates(numbers: list[tuple[int, ...]]) -> None:
-    log, updates = Log(), [Update(*each) for each in numbers]
+    log, updates = UpdateLog(), [ServerUpdate(*each) for each in numbers]
     for update in updates:
         log.add(update)
     assert list(log) == updates and len(log) == len(updates)
-    assert sum(distribution(log).values()) == len(updates)
+    assert sum(count_staleness(log).values()) == len(updates)
 
 
 STEPS = 3
@@ -122,7 +124,7 @@ def pushed_and_answered(plan: str, model: nn.Module) -> tuple[int, int]:
 
 def _sent(job: Job) -> Callable[[], tuple[int, int]]:
     """Counts from now on what goes between workers and servers."""
-    counters = job.counters if job.world.rank >= job.plan.workers else job._role._rule.counters()
+    counters = job.counters if job.world.rank >= job.plan.workers else job._role._rule.server_counters()
     job.gathered(None)
 
     def count() -> tuple[int, int]:
@@ -163,8 +165,8 @@ def test_parts_travel_as_parts() -> None:
 def test_a_rule_is_what_the_plan_says() -> None:
     def work(job: Job) -> Any:
         rule = job._role._rule
-        assert isinstance(rule, FromServers)
-        return rule.alone("loss"), rule.together
+        assert isinstance(rule, ParameterServerSync)
+        return rule.is_replica_local("loss"), rule.loss_ranks
 
     assert workers(work, mlp(6, 8, 4), "data=2,servers=1") == [(False, None)] * 2
     assert workers(work, mlp(6, 8, 4), "data=2,servers=1,staleness=2") == [(True, (0,)), (True, (1,))]

@@ -12,8 +12,8 @@ from torch import nn
 from polylane.errors import PolylaneError
 from polylane.optim import LAMB
 from polylane.plan.plan import Plan
-from polylane.runtime.sync.sharded_layout import Unit, crossing_group, shard_group
-from polylane.runtime.sync.sharded_pieces import Piece, kept_whole, put_in
+from polylane.runtime.sync.zero.optimizer_parts import OptimizerPart, find_unshardable, replace_parameters
+from polylane.runtime.sync.zero.units import ShardUnit, cross_shard_group, shard_group
 
 
 def plan(*meshes: dict[str, int], **sync: Any) -> Plan:
@@ -27,9 +27,9 @@ def plan(*meshes: dict[str, int], **sync: Any) -> Plan:
 
 
 def test_a_unit_is_cut_evenly_or_by_owners() -> None:
-    assert Unit("u", ("a", "b")).bounds((5, 6), 3) == ((0, 4), (4, 8), (8, 11))
-    assert Unit("u", ("a",)).bounds((2,), 3) == ((0, 1), (1, 2), (2, 2))
-    assert Unit("u", ("a", "b", "c"), (0, 2, 2)).bounds((5, 6, 1), 3) == ((0, 5), (5, 5), (5, 12))
+    assert ShardUnit("u", ("a", "b")).part_bounds((5, 6), 3) == ((0, 4), (4, 8), (8, 11))
+    assert ShardUnit("u", ("a",)).part_bounds((2,), 3) == ((0, 1), (1, 2), (2, 2))
+    assert ShardUnit("u", ("a", "b", "c"), (0, 2, 2)).part_bounds((5, 6, 1), 3) == ((0, 5), (5, 5), (5, 12))
 
 
 def test_groups_of_replicas() -> None:
@@ -54,7 +54,7 @@ def test_groups_of_replicas() -> None:
 def test_who_sums_the_same_part(
     given: Plan, rank: int, ranks: tuple[int, ...], expected: tuple[int, ...] | None
 ) -> None:
-    assert crossing_group(given, rank, ranks) == expected
+    assert cross_shard_group(given, rank, ranks) == expected
 
 
 def named() -> list[tuple[str, nn.Parameter]]:
@@ -90,7 +90,7 @@ class DecaysMatrices(torch.optim.SGD):
     ],
 )
 def test_what_an_optimizer_must_see_whole(factory: Any, expected: set[str]) -> None:
-    assert kept_whole(named(), [factory]) == expected | {"scalar"}
+    assert find_unshardable(named(), [factory]) == expected | {"scalar"}
 
 
 def test_one_that_mixes_parameters_is_refused() -> None:
@@ -101,7 +101,7 @@ def test_one_that_mixes_parameters_is_refused() -> None:
             super().step()
 
     with pytest.raises(PolylaneError, match="shard: Mixes looks at several parameters at once"):
-        kept_whole(named(), [of(Mixes, lr=0.1)])
+        find_unshardable(named(), [of(Mixes, lr=0.1)])
 
 
 def test_pieces_take_the_place_of_parameters() -> None:
@@ -109,8 +109,8 @@ def test_pieces_take_the_place_of_parameters() -> None:
     groups = [{"params": [("matrix", matrix)], "lr": 1.0}, {"params": [("vector", vector)]}]
     optimizer = torch.optim.Adagrad(groups, lr=0.5, initial_accumulator_value=0.25)
     optimizer.state[matrix]["sum"] = torch.arange(6.0).view(2, 3)
-    piece = Piece(nn.Parameter(matrix.detach().reshape(-1)[2:5]), 2, 5)
-    put_in(optimizer, {matrix: piece, vector: None})
+    piece = OptimizerPart(nn.Parameter(matrix.detach().reshape(-1)[2:5]), 2, 5)
+    replace_parameters(optimizer, {matrix: piece, vector: None})
     assert optimizer.param_groups[0]["params"] == [piece.parameter] and optimizer.param_groups[0]["lr"] == 1.0
     assert optimizer.param_groups[1]["params"] == [] and optimizer.param_groups[1]["param_names"] == []
     assert list(optimizer.state) == [piece.parameter]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from polylane.cost.memory import Load, memory
-from polylane.cost.method import Method, Sharding
-from polylane.cost.residence import Need
+from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.cost.memory.live_ranges import PeakMemory
+from polylane.cost.memory.peak import TrainedBytes, peak_memory
+from polylane.cost.operators.training_options import Sharding, TrainingOptions
 from polylane.program import lower
 from polylane.runtime.job import Job
-from polylane.runtime.launch import fork
-from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.world import World
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
 from training import batch_of, workers
 
 WIDTH, DEPTH = 128, 40
@@ -78,9 +78,9 @@ def test_the_most_that_a_worker_holds(shard: Sharding, microbatches: int, monkey
     before = alive()
     whole = model()
     parameters = sum(p.nbytes for p in whole.parameters())
-    load = Load(parameters, parameters, states=2 * parameters, block=unit)
-    nothing = Need(*[0.0] * 9)
-    expected = memory(nothing, load, 1, 1, Method(shard=shard), replicas=2).total
+    load = TrainedBytes(parameters, parameters, states=2 * parameters, largest_block=unit)
+    nothing = PeakMemory(*[0.0] * 9)
+    expected = peak_memory(nothing, load, 1, 1, TrainingOptions(shard=shard), replicas=2).total
     plan = f"data=2,microbatches={microbatches},shard={shard}"
     for held in workers(most, whole, plan, loss=loss, optimizer=adam, example=batch()):
         assert abs(held - before - expected) < 0.1 * expected, ((held - before) / parameters, expected / parameters)
@@ -92,7 +92,7 @@ def test_a_model_without_values_is_never_whole(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(lower, "BUCKET_BYTES", unit)
     with torch.device("meta"):
         whole = model()
-    prepared = prepare(whole, objectives_of(loss, adam, None), batch(), "data=2,shard=parameters")
+    prepared = compile_training(whole, build_objectives(loss, adam, None), batch(), "data=2,shard=parameters")
 
     def start(_: Any) -> int:
         world = World.join()
@@ -101,5 +101,5 @@ def test_a_model_without_values_is_never_whole(monkeypatch: pytest.MonkeyPatch) 
         job.close()
         return max(accumulate(event.nbytes() for event in seen.kineto_results.events() if event.name() == "[memory]"))
 
-    for held in fork(start, 2):
+    for held in fork_workers(start, 2):
         assert held < (DEPTH / 2 + 2) * unit

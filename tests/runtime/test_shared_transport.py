@@ -16,34 +16,34 @@ import torch
 from local_transport import LocalTransport
 from polylane.errors import PeerLost
 from polylane.runtime.transport import c10d, protocol
-from polylane.runtime.transport.hub import Hub
-from polylane.runtime.transport.shared_memory import Transport
-from polylane.runtime.world import World
+from polylane.runtime.transport.shared_memory.hub import MessageHub
+from polylane.runtime.transport.shared_memory.transport import SharedMemoryTransport
+from polylane.runtime.workers.world import World
 
 T = TypeVar("T")
 
 torch.set_num_threads(1)
 
 
-def hubs(size: int, bound: int = 1 << 30, timeout: float = 20.0) -> list[Hub]:
+def hubs(size: int, bound: int = 1 << 30, timeout: float = 20.0) -> list[MessageHub]:
     lines: list[dict[int, socket.socket]] = [{} for _ in range(size)]
     for low in range(size):
         for high in range(low):
             lines[low][high], lines[high][low] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return [Hub(rank, own, bound, timeout, spins=False) for rank, own in enumerate(lines)]
+    return [MessageHub(rank, own, bound, timeout, spins=False) for rank, own in enumerate(lines)]
 
 
-def over(hub: Hub, size: int) -> Transport:
+def over(hub: MessageHub, size: int) -> SharedMemoryTransport:
     world = World(hub.rank, size, hub.rank, torch.device("cpu"), "gloo")
     pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
-    return Transport(hub, world, pairs, [range(size)])
+    return SharedMemoryTransport(hub, world, pairs, [range(size)])
 
 
-def run(size: int, worker: Callable[[Transport], T], **options: float) -> list[T]:
+def run(size: int, worker: Callable[[SharedMemoryTransport], T], **options: float) -> list[T]:
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
-    def work(hub: Hub) -> None:
+    def work(hub: MessageHub) -> None:
         try:
             transport = over(hub, size)
             results[hub.rank] = worker(transport)
@@ -64,7 +64,7 @@ def run(size: int, worker: Callable[[Transport], T], **options: float) -> list[T
 def test_all_transports_are_of_one_interface():
     names = [name for name in vars(protocol.Transport) if not name.startswith("_")]
     assert {"all_gather", "reduce_scatter", "broadcast", "all_to_all"} <= set(names)
-    for kind in (Transport, LocalTransport, c10d.Transport):
+    for kind in (SharedMemoryTransport, LocalTransport, c10d.C10dTransport):
         assert all(hasattr(kind, name) for name in names)
 
 
@@ -124,7 +124,7 @@ def test_another_shape_or_dtype_is_refused(elements: int):
 
 
 def test_another_collective_is_refused():
-    def worker(transport: Transport) -> str:
+    def worker(transport: SharedMemoryTransport) -> str:
         tensor = torch.zeros(60_000)
         with pytest.raises(ValueError) as caught:
             if transport.rank == 2:
@@ -142,7 +142,7 @@ def test_sums_have_the_same_bits_everywhere():
     for elements in (5, 40_001):
         parts = [torch.randn(elements) * 10.0**rank for rank in range(4)]
 
-        def worker(transport: Transport, parts: list[torch.Tensor] = parts) -> torch.Tensor:
+        def worker(transport: SharedMemoryTransport, parts: list[torch.Tensor] = parts) -> torch.Tensor:
             mine = parts[transport.rank].clone()
             result = transport.all_reduce(mine, (3, 1, 0, 2)).wait()
             assert result.data_ptr() == mine.data_ptr()
@@ -153,7 +153,7 @@ def test_sums_have_the_same_bits_everywhere():
 
 
 def test_a_sender_short_of_memory_waits_for_its_readers():
-    def worker(transport: Transport) -> float:
+    def worker(transport: SharedMemoryTransport) -> float:
         if transport.rank == 0:
             for value in range(20):
                 transport.send(torch.full((100_000,), float(value)), 1)
@@ -170,7 +170,7 @@ def test_a_sender_short_of_memory_waits_for_its_readers():
 def test_a_full_socket_holds_nobody_up():
     """Nobody receives yet; what the socket has no room for goes out while this rank waits for something else."""
 
-    def worker(transport: Transport) -> list[float]:
+    def worker(transport: SharedMemoryTransport) -> list[float]:
         peer = 1 - transport.rank
         pending = [transport.send(torch.full((2000,), float(value)), peer) for value in range(2000)]
         receives = [transport.receive((2000,), torch.float32, peer) for _ in pending]
@@ -183,7 +183,7 @@ def test_close_sends_what_is_left():
     left, right = (over(hub, 2) for hub in hubs(2))
     for value in range(2000):
         left.send(torch.full((2000,), float(value)), 1)
-    assert left._hub.links[1].behind
+    assert left._hub.links[1].has_queued
     closing = threading.Thread(target=left.close)
     closing.start()
     received = [right.receive((2000,), torch.float32, 0).wait()[0].item() for _ in range(2000)]
@@ -194,11 +194,11 @@ def test_close_sends_what_is_left():
 def test_several_threads_wait_over_one_hub():
     """What one of them reads for another reaches it; and a second thread can send while the first one sleeps."""
 
-    def ranks(hub: Hub) -> None:
+    def ranks(hub: MessageHub) -> None:
         first, second = over(hub, 2), over(hub, 2)
         peer = 1 - hub.rank
 
-        def play(transport: Transport, starts: bool) -> None:
+        def play(transport: SharedMemoryTransport, starts: bool) -> None:
             for step in range(200):
                 if starts:
                     transport.send(torch.tensor(float(step)), peer)
@@ -232,11 +232,11 @@ def test_what_a_thread_had_no_room_for_goes_out_while_another_sleeps(waits: str)
     came: list[float] = []
     sleeping = threading.Thread(target=lambda: came.append(sleeper.receive((), torch.float32, 1).wait().item()))
     sleeping.start()
-    while not left._asleep:
+    while not left._is_polling:
         time.sleep(0.001)
     for value in range(50):
         sender.send(torch.full((2000,), float(value)), 1)
-    assert left.links[1].behind
+    assert left.links[1].has_queued
 
     def answer() -> None:
         got = [second.receive((2000,), torch.float32, 0).wait()[0].item() for _ in range(50)]
@@ -250,7 +250,7 @@ def test_what_a_thread_had_no_room_for_goes_out_while_another_sleeps(waits: str)
         assert sender.receive((), torch.float32, 1).wait().item() == 7
     sleeping.join(10)
     answering.join(10)
-    assert came == [8.0] and not left.links[1].behind
+    assert came == [8.0] and not left.links[1].has_queued
 
 
 def test_a_block_that_was_let_go_of_is_answered_for_while_another_thread_sleeps():
@@ -262,13 +262,13 @@ def test_a_block_that_was_let_go_of_is_answered_for_while_another_thread_sleeps(
     held = waiter.receive((200_000,), torch.float32, 1).wait()
     sleeping = threading.Thread(target=lambda: sleeper.receive((), torch.float32, 1).wait())
     sleeping.start()
-    while not left._asleep:
+    while not left._is_polling:
         time.sleep(0.001)
     del held  # the block that it lay in is right's again once right has been told
 
     def answer() -> None:
         with right.lock:
-            right._until(lambda: right._blocks.used == 0, None, "waiting for the block")
+            right._handle_until(lambda: right._blocks.bytes_used == 0, None, "waiting for the block")
         second.send(torch.tensor(7.0), 0)
         first.send(torch.tensor(8.0), 0)
 
@@ -337,7 +337,7 @@ def test_descriptors_are_given_back():
 
 
 def test_traffic_is_counted():
-    def worker(transport: Transport) -> dict[str, int]:
+    def worker(transport: SharedMemoryTransport) -> dict[str, int]:
         ranks = range(4)
         transport.send(torch.zeros(10), (transport.rank + 1) % 4)
         transport.receive((10,), torch.float32, (transport.rank - 1) % 4).wait()
@@ -386,7 +386,7 @@ def test_large_sums_in_any_order_of_waits(size: int):
     for part in parts[1:]:
         expected = expected + part
 
-    def worker(transport: Transport) -> bool:
+    def worker(transport: SharedMemoryTransport) -> bool:
         draw, right = random.Random(transport.rank), True
         for _ in range(5):
             whole = parts[transport.rank].clone()
@@ -402,7 +402,7 @@ def test_large_sums_in_any_order_of_waits(size: int):
 
 
 def test_large_sums_of_different_shapes_are_refused():
-    def worker(transport: Transport) -> str:
+    def worker(transport: SharedMemoryTransport) -> str:
         with pytest.raises(ValueError) as caught:
             transport.all_reduce(torch.zeros(3_000_000 + transport.rank), (0, 1)).wait()
         return str(caught.value)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import polylane
+from polylane.compile.compiled_training import Objective, build_objectives, compile_training
 from polylane.errors import PolylaneError
-from polylane.runtime import data
+from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import Objective, objectives_of, prepare
-from polylane.verify import verify
+from polylane.verify.verify import verify
 from training import assert_same, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 PLANS = ["data=1", "data=2", "pipeline=2,microbatches=4", "data=2,pipeline=2,microbatches=4", "tensor=2"]
@@ -87,7 +87,9 @@ def test_of_a_stream_nobody_knows_before() -> None:
 
 def test_a_plan_that_leaves_too_few_in_every_batch() -> None:
     def prepared(plan: str, samples: int) -> Any:
-        return prepare(normed(), objectives_of(classify, sgd, None), batch_of(samples), plan).plan.microbatches
+        return compile_training(
+            normed(), build_objectives(classify, sgd, None), batch_of(samples), plan
+        ).plan.microbatches
 
     with pytest.raises(PolylaneError, match=r"microbatches=4: of a batch of 6 .* would have 1, .* use microbatches=3,"):
         prepared("pipeline=2,microbatches=4", 6)
@@ -114,7 +116,7 @@ def test_a_short_batch_has_fewer_microbatches(plan: str) -> None:
 
 def test_of_a_job_s_own_batches_each_worker_loads_what_it_computes_on() -> None:
     inputs, labels = batch_of(21)
-    at = data.order(21, 0, 0)
+    at = data.sample_order(21, 0, 0)
     whole = [(inputs[at[a:b]], labels[at[a:b]]) for a, b in ((0, 8), (8, 16), (16, 21))]
     reference = plainly(normed(), whole, microbatches=[4, 4, 2])
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.runtime.job import Job
-from polylane.runtime.optimizer_probe import whole_parameters
 from training import adamw, batch_of, mlp, sgd, workers
 
 Pairs = Iterable[tuple[str, nn.Parameter]]
@@ -68,9 +68,9 @@ def test_every_optimizer_steps_as_on_one_device(optimizer: Any) -> None:
 
 def test_an_optimizer_that_takes_norms_needs_whole_parameters() -> None:
     named = list(mlp(6, 8, 4).named_parameters())
-    assert whole_parameters(named, [sgd, adamw]) == {}
-    assert set(whole_parameters(named, [lambda p: Lars(list(p), 0.1)])) == {name for name, _ in named}
-    factored = set(whole_parameters(named, [lambda p: torch.optim.Adafactor([q for _, q in p])]))
+    assert find_whole_parameters(named, [sgd, adamw]) == {}
+    assert set(find_whole_parameters(named, [lambda p: Lars(list(p), 0.1)])) == {name for name, _ in named}
+    factored = set(find_whole_parameters(named, [lambda p: torch.optim.Adafactor([q for _, q in p])]))
     assert factored in ({name for name, p in named if p.dim() == 2}, {name for name, _ in named})
 
 
@@ -88,7 +88,7 @@ class RowWise(torch.optim.Optimizer):
 
 def test_an_optimizer_that_looks_at_rows_needs_whole_parameters() -> None:
     named = list(mlp(6, 8, 4).named_parameters())
-    assert set(whole_parameters(named, [lambda p: RowWise(list(p))])) == {name for name, _ in named}
+    assert set(find_whole_parameters(named, [lambda p: RowWise(list(p))])) == {name for name, _ in named}
 
 
 def test_bfloat16_goes_with_split_operators() -> None:

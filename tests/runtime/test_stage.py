@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from polylane.compile.batch_split import Batch
+from polylane.compile.value_spec import value_specs
 from polylane.errors import ActionFailed
-from polylane.graph.capture import capture
-from polylane.graph.part import Part
+from polylane.graph.capture.capture import capture
 from polylane.graph.partition import Partition, cut_positions
-from polylane.runtime.division import Batch
+from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.job import Job
-from polylane.runtime.lane import Tensors
-from polylane.runtime.stage import StageRunner, extract, node_at_fault
-from polylane.runtime.value_spec import wires
-from polylane.runtime.worker import StepState, Worker
-from polylane.schedule.action import Action, Kind
+from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.pipeline.executor import Executor, StepState
+from polylane.runtime.pipeline.stage_runner import StageRunner, extract_stage, find_failing_node
+from polylane.schedule.action import Action, ActionKind
 from training import batch_of, classify, mlp, workers
 
 CPU = torch.device("cpu")
@@ -46,14 +46,14 @@ def skipping() -> nn.Module:
 
 
 def runners(model: nn.Module, partition: Partition) -> list[StageRunner]:
-    tensors = Tensors(model, [], CPU)
+    tensors = ModelTensors(model, [], CPU)
     table: dict[tuple[str, Any], Any] = {("parameter", n): p for n, p in tensors.parameters().items()}
     table |= {("buffer", n): b for n, b in tensors.buffers().items()}
     table |= {("constant", n): c for n, c in partition.graph.code.constants.items()}
     result = []
     for stage in range(partition.stages):
         incoming = {c.value for c in partition.crossings if stage in c.consumers and c.requires_grad}
-        result.append(StageRunner(extract(partition, stage, CPU), table, frozenset(incoming), CPU))
+        result.append(StageRunner(extract_stage(partition, stage, CPU), table, frozenset(incoming), CPU))
     return result
 
 
@@ -66,14 +66,14 @@ def test_stages_one_after_another_are_the_model(stages: int) -> None:
     partition = Partition(graph, tuple(positions[len(positions) * s // stages] for s in range(1, stages)))
     made = runners(model, partition)
     values: dict[str, Tensor] = {}
-    part = Part(5, 0, 5)
+    part = SampleSlice(5, 0, 5)
     for stage, runner in enumerate(made):
         incoming = {c.value: values[c.value].detach().clone() for c in partition.crossings if stage in c.consumers}
         live = runner.forward(0, incoming, list(batch), part)
         values |= live.outputs
     loss = classify(model, batch)
     assert torch.equal(live.loss[0], loss)
-    wire = wires(partition, {})
+    wire = value_specs(partition, {})
     assert all(wire[name].shape(5) == value.shape and wire[name].dtype == value.dtype for name, value in values.items())
     gradients: dict[str, Tensor] = {}
     for stage in reversed(range(stages)):
@@ -81,7 +81,7 @@ def test_stages_one_after_another_are_the_model(stages: int) -> None:
         seed = torch.ones((), dtype=torch.float64) if stage == stages - 1 else None
         for name, gradient in made[stage].backward(0, own, seed).items():
             gradients[name] = gradients.get(name, 0) + gradient
-        assert not made[stage].live
+        assert not made[stage].live_microbatches
     found = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     loss.backward()
@@ -93,27 +93,31 @@ def test_an_error_names_the_node_of_its_line() -> None:
     model, batch = skipping(), batch_of(5)
     graph = capture(model, classify, batch)
     (runner,) = runners(model, Partition(graph, ()))
-    assert set(runner.code.lines.values()) == {node for node in graph.nodes if node in runner.code.lines.values()}
-    assert len(runner.code.lines) == len(graph.nodes)
+    assert set(runner.code.nodes_by_line.values()) == {
+        node for node in graph.nodes if node in runner.code.nodes_by_line.values()
+    }
+    assert len(runner.code.nodes_by_line) == len(graph.nodes)
     with pytest.raises(RuntimeError) as caught:
-        runner.forward(0, {}, [batch[0][:, :4], batch[1]], Part(5, 0, 5))
-    node = node_at_fault(runner, caught.value)
+        runner.forward(0, {}, [batch[0][:, :4], batch[1]], SampleSlice(5, 0, 5))
+    node = find_failing_node(runner, caught.value)
     assert node is not None and node.module == "layers.0" and node.op == "aten.linear.default"
-    assert node_at_fault(runner, ValueError("of somebody else")) is None
+    assert find_failing_node(runner, ValueError("of somebody else")) is None
 
 
 def test_a_value_of_another_shape_is_refused_before_it_travels() -> None:
     """gloo would end the process."""
 
     def work(job: Job) -> str:
-        worker: Worker = job._role._cache.compiled_for("loss", Batch.whole(batch_of(8))).worker
+        worker: Executor = job._role._cache.compiled_for("loss", Batch.whole(batch_of(8))).executor
         if job.world.rank == 0:
-            send = next(a for a in worker.program.actions if a.kind is Kind.SEND)
-            share = worker.shares(8)[0]
+            send = next(a for a in worker.program.actions if a.kind is ActionKind.SEND)
+            share = worker.local_shares(8)[0]
             wrong = {0: {str(send.value): torch.zeros(share.samples, 99)}}
-            state = StepState({0: share}, {0: Part(share.samples)}, worker._tables, counted=8, outgoing=wrong)
+            state = StepState(
+                {0: share}, {0: SampleSlice(share.samples)}, worker._tables, samples_in_mean=8, output_values=wrong
+            )
             with pytest.raises(RuntimeError) as caught:
-                worker._send(Action(Kind.SEND, 0, 0, send.value, 1), state)
+                worker._send(Action(ActionKind.SEND, 0, 0, send.value, 1), state)
             return str(caught.value)
         return ""
 

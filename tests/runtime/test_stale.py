@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from polylane.compile.compiled_training import build_objectives, compile_training
 from polylane.errors import PolylaneError
-from polylane.runtime import stale
+from polylane.runtime import stale_weights as stale
 from polylane.runtime.job import Job
-from polylane.runtime.prepare import objectives_of, prepare
-from polylane.runtime.stale import StaleWeights
+from polylane.runtime.stale_weights import StaleWeights
 from training import batch_of, classify, mlp, sgd, workers
 
 BATCH = batch_of(8)
@@ -231,7 +231,7 @@ def test_a_training_begun_with_stale_weights_is_refused() -> None:
     def work(job: Job) -> str:
         job.step(BATCH)
         with pytest.raises(PolylaneError) as caught:
-            prepare(job.model, objectives_of(classify, sgd, None), BATCH, "data=1")
+            compile_training(job.model, build_objectives(classify, sgd, None), BATCH, "data=1")
         return str(caught.value)
 
     for said in workers(work, model(), "pipeline=2,microbatches=2"):
@@ -240,7 +240,7 @@ def test_a_training_begun_with_stale_weights_is_refused() -> None:
 
 def test_the_hook_goes_with_the_models() -> None:
     plain = model()
-    stale.Stale(plain, {"0.weight": "why"}, {}).stepped()
+    stale.StaleTensors(plain, {"0.weight": "why"}, {}).record_step()
     assert outcome(lambda: plain(BATCH[0])) and len(modules._global_forward_pre_hooks) == 1
-    stale.Stale(plain, {}, {})  # another job, of whole weights
+    stale.StaleTensors(plain, {}, {})  # another job, of whole weights
     assert not outcome(lambda: plain(BATCH[0])) and not modules._global_forward_pre_hooks

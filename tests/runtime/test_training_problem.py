@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from polylane.compile.compiled_training import build_objectives
+from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
-from polylane.runtime.prepare import objectives_of
-from polylane.runtime.training_problem import TrainingProblem
 from training import batch_of, classify, mlp, sgd
 
 
 def problem(samples: int = 8, batch_size: int | None = None, optimizer: object = sgd) -> TrainingProblem:
-    return TrainingProblem(mlp(6, 8, 4), objectives_of(classify, optimizer, None), batch_of(samples), batch_size)  # type: ignore[arg-type]
+    return TrainingProblem(mlp(6, 8, 4), build_objectives(classify, optimizer, None), batch_of(samples), batch_size)  # type: ignore[arg-type]
 
 
 def test_a_step_has_the_examples_samples_unless_it_is_said_otherwise() -> None:

@@ -20,9 +20,9 @@ from polylane.auto import plan_broadcast
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span
 from polylane.plan.plan import Plan
-from polylane.runtime import result
-from polylane.schedule.action import Action, Kind
-from polylane.values import decode, encode, travels
+from polylane.runtime.pipeline import step_result as result
+from polylane.runtime.transport.serialization import decode, encode, serializable
+from polylane.schedule.action import Action, ActionKind
 
 assert plan_broadcast is not None and result is not None  # they say how plans and spans travel
 
@@ -31,7 +31,7 @@ class Colour(Enum):
     RED = 1
 
 
-@travels
+@serializable
 @dataclass(frozen=True)
 class Pair:
     left: Any
@@ -94,10 +94,10 @@ def test_parameters_arrive_as_plain_tensors():
 
 
 def test_spans_and_plans():
-    span = Span(1, Action(Kind.SEND, 0, 2, "x", 1, gradient=True), 0.25, 0.5, bytes=7)
+    span = Span(1, Action(ActionKind.SEND, 0, 2, "x", 1, gradient=True), 0.25, 0.5, bytes=7)
     (again,) = decode(encode([span]))
     assert again == span
-    assert type(again.action.kind) is Kind
+    assert type(again.action.kind) is ActionKind
     plan = Plan.model_validate({"stages": [{"nodes": ("a", "b"), "devices": (0, 1), "mesh": {"data": 2}}]})
     assert decode(encode(plan)) == plan
 

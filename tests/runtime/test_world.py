@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from polylane.errors import ActionFailed, PolylaneError
-from polylane.runtime.launch import Context, fork
-from polylane.runtime.world import World, backend_for, pick_device
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.world import World, backend_of_device, pick_device
 
 torch.set_num_threads(1)
 
@@ -30,39 +30,39 @@ def test_alone():
 
 
 def test_a_forked_worker_joins_what_is_there():
-    def worker(context: Context) -> tuple[bool, int, int, str | None, bool, bool]:
+    def worker(context: WorkerContext) -> tuple[bool, int, int, str | None, bool, bool]:
         before = dist.is_initialized()
         again = World.join().connect()
         again.leave()  # the group is not this one's to end
-        return before, again.rank, again.size, again.backend, again.joined, dist.is_initialized()
+        return before, again.rank, again.size, again.backend, again.is_joined, dist.is_initialized()
 
-    assert fork(worker, 2) == [(False, rank, 2, "gloo", False, True) for rank in range(2)]
+    assert fork_workers(worker, 2) == [(False, rank, 2, "gloo", False, True) for rank in range(2)]
 
 
 def test_workers_tell_one_another_without_a_group():
-    def worker(context: Context) -> tuple[list[object], list[object], bool]:
-        told = context.world.exchange({"rank": context.rank})
-        return told, context.world.exchange(None), dist.is_initialized()
+    def worker(context: WorkerContext) -> tuple[list[object], list[object], bool]:
+        told = context.world.all_gather_object({"rank": context.rank})
+        return told, context.world.all_gather_object(None), dist.is_initialized()
 
-    assert fork(worker, 3) == [([{"rank": 0}, {"rank": 1}, {"rank": 2}], [None] * 3, False)] * 3
+    assert fork_workers(worker, 3) == [([{"rank": 0}, {"rank": 1}, {"rank": 2}], [None] * 3, False)] * 3
 
 
 def test_a_forked_job_stays_on_loopback(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
 
-    def worker(context: Context) -> float:
+    def worker(context: WorkerContext) -> float:
         context.world.connect()
         value = torch.tensor(1.0)
         dist.all_reduce(value)
         return value.item()
 
-    assert fork(worker, 2) == [2.0, 2.0]
+    assert fork_workers(worker, 2) == [2.0, 2.0]
 
 
 def test_the_environment_of_torchrun():
     """Joining by environment alone, with a store of rank 0's own, as plain torchrun-like launchers leave it."""
 
-    def worker(context: Context) -> tuple[int, int, float]:
+    def worker(context: WorkerContext) -> tuple[int, int, float]:
         port = context_port(context)
         context.world.leave()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
@@ -73,15 +73,15 @@ def test_the_environment_of_torchrun():
         world.leave()
         return world.rank, world.local_rank, value.item()
 
-    assert fork(worker, 2) == [(0, 0, 2.0), (1, 1, 2.0)]
+    assert fork_workers(worker, 2) == [(0, 0, 2.0), (1, 1, 2.0)]
 
 
-def context_port(context: Context) -> int:
+def context_port(context: WorkerContext) -> int:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ports: list[int] = [listener.getsockname()[1] if context.rank == 0 else 0]
-    first: list[int] = context.world.exchange(ports)[0]
+    first: list[int] = context.world.all_gather_object(ports)[0]
     return first[0]
 
 
@@ -101,8 +101,8 @@ def test_an_incomplete_environment(monkeypatch: pytest.MonkeyPatch, environment:
 
 
 def test_backends():
-    assert backend_for(torch.device("cpu")) == "gloo"
-    assert backend_for(torch.device("cuda", 0)) == "nccl"
+    assert backend_of_device(torch.device("cpu")) == "gloo"
+    assert backend_of_device(torch.device("cuda", 0)) == "nccl"
 
 
 class TestAccelerators:

@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten, sample_count, sampled_leaves, take
-from polylane.graph.capture import capture
-from polylane.graph.check import run_code, tables
-from polylane.graph.export import Whole
+from polylane.graph.batch import flatten, sample_count, sampled_leaves, take_samples
+from polylane.graph.capture.capture import capture
+from polylane.graph.capture.export import ModelWithLoss
+from polylane.graph.capture.self_check import run_code, tensors_by_role
 from polylane.graph.graph import Graph
-from polylane.graph.part import Part
-from polylane.graph.whole_batch import statistics_of
+from polylane.graph.operators.whole_batch_counts import statistics_of
+from polylane.graph.sample_slice import SampleSlice
 from polylane.recipe import Mean
+from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
 from polylane.samples.counts import count_whole_batch
-from polylane.samples.derivation import derive
-from polylane.samples.division import samples_meet
-from polylane.samples.statistics import Replicas, Statistics
+from polylane.samples.derivation import derive_composition
+from polylane.samples.loss_coupling import loss_couples_samples
 
 Loss = Callable[[Any, Any], Any]
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -170,19 +170,19 @@ def by_parts(graph: Graph, model: nn.Module, loss: Loss, batch: Batch, sizes: Se
     leaves, rebuild = flatten(batch)
     samples, sampled = sample_count(leaves), sampled_leaves(leaves)
     model = copy.deepcopy(model)
-    whole, code = Whole(model, loss, rebuild), fx.GraphModule(nn.Module(), graph.code.fx)
+    whole, code = ModelWithLoss(model, loss, rebuild), fx.GraphModule(nn.Module(), graph.code.fx)
     ends = [0, *accumulate(sizes)]
-    parts = [Part(b - a, a, samples, i) for i, (a, b) in enumerate(pairwise(ends))]
-    own = [take(leaves, a, b, sampled) for a, b in pairwise(ends)]
+    parts = [SampleSlice(b - a, a, samples, i) for i, (a, b) in enumerate(pairwise(ends))]
+    own = [take_samples(leaves, a, b, sampled) for a, b in pairwise(ends)]
     constants = {("constant", name): value for name, value in graph.code.constants.items()}
-    counts = Statistics(graph.code.fx).count(parts, own, constants)
+    counts = BatchStatistics(graph.code.fx).compute_statistics(parts, own, constants)
     total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for part, x in zip(parts, own, strict=True):
-        part = Part(part.samples, part.first, samples, part.microbatch, whole=lambda key, _: counts[key])
-        result = run_code(code, graph.code.fx, tables(whole, graph.code.constants, x), part)
-        total = total + (result[0] * part.samples / samples if graph.mean else result[0])
-        count = count + (0.0 if graph.mean else result[1].detach())
-    value = total if graph.mean else total / count
+        part = SampleSlice(part.samples, part.first, samples, part.microbatch, whole=lambda key, _: counts[key])
+        result = run_code(code, graph.code.fx, tensors_by_role(whole, graph.code.constants, x), part)
+        total = total + (result[0] * part.samples / samples if graph.loss_is_mean else result[0])
+        count = count + (0.0 if graph.loss_is_mean else result[1].detach())
+    value = total if graph.loss_is_mean else total / count
     value.backward()
     return value.detach(), [p.grad for p in model.parameters()]
 
@@ -200,7 +200,7 @@ def plainly(model: nn.Module, loss: Loss, batch: Batch) -> tuple[Tensor, Any]:
 @given(data=st.data())
 def test_parts_make_up_the_loss_and_its_gradients(name: str, data: st.DataObject) -> None:
     graph, model = captured(ADDITIVE[name])
-    assert derive(graph).holds and not samples_meet(graph, 3, 2)
+    assert derive_composition(graph).is_proven and not loss_couples_samples(graph, 3, 2)
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     batch = make(sum(sizes), data.draw(st.integers(0, 99)))
     torch.testing.assert_close(
@@ -214,10 +214,10 @@ def test_parts_make_up_the_loss_and_its_gradients(name: str, data: st.DataObject
 @pytest.mark.parametrize("name", MEETING)
 def test_what_the_parts_do_not_make_up_is_never_taken_for_it(name: str) -> None:
     graph, _ = captured(MEETING[name])
-    assert not derive(graph).holds and not statistics_of(graph.code.fx)
-    assert samples_meet(graph, 1, 2)
+    assert not derive_composition(graph).is_proven and not statistics_of(graph.code.fx)
+    assert loss_couples_samples(graph, 1, 2)
     with pytest.raises(PolylaneError, match=r"microbatches=2 would not compute .*test_counts.py:\d+"):
-        samples_meet(graph, 2, 1)
+        loss_couples_samples(graph, 2, 1)
 
 
 @settings(max_examples=10, deadline=None)
@@ -228,15 +228,17 @@ def test_replicas_count_what_one_worker_counts(data: st.DataObject) -> None:
     batch = make(sum(shares), 1)
     leaves, samples = flatten(batch)[0], sum(shares)
     ends = [0, *accumulate(shares)]
-    counted = Statistics(graph.code.fx)
-    alone = counted.count([Part(samples, 0, samples)], [leaves], {})
+    counted = BatchStatistics(graph.code.fx)
+    alone = counted.compute_statistics([SampleSlice(samples, 0, samples)], [leaves], {})
 
     def counts(replica: int, add: Callable[[Tensor], Tensor]) -> Any:
         start, stop = ends[replica], ends[replica + 1]
         weight = int(stop > start)
         start, stop = (start, stop) if weight else (0, 1)  # on another one's sample, which does not count
-        part = Part(stop - start, start, samples, weight=weight)
-        return counted.count([part], [take(leaves, start, stop)], {}, Replicas(add, replica, len(shares)))
+        part = SampleSlice(stop - start, start, samples, weight=weight)
+        return counted.compute_statistics(
+            [part], [take_samples(leaves, start, stop)], {}, CountingReplicas(add, replica, len(shares))
+        )
 
     given, meet = [torch.empty(0)] * len(shares), threading.Barrier(len(shares))
 
@@ -285,9 +287,9 @@ class Counting(nn.Module):
 
 def test_a_buffer_that_counts_calls_is_refused_with_microbatches() -> None:
     graph = count_whole_batch(capture(Counting(), lambda m, b: m(b).square().mean(), torch.randn(4, 6)))
-    assert not samples_meet(graph, 1, 3)
+    assert not loss_couples_samples(graph, 1, 3)
     with pytest.raises(PolylaneError, match=r"writes the buffer calls once for each microbatch \(.*test_counts"):
-        samples_meet(graph, 2, 1)
+        loss_couples_samples(graph, 2, 1)
 
 
 class Averaging(nn.Module):
@@ -307,8 +309,8 @@ class Averaging(nn.Module):
 def test_a_buffer_must_be_alike_on_all_replicas() -> None:
     square: Loss = lambda m, b: m(b).square().mean()  # noqa: E731
     inputs = count_whole_batch(capture(Averaging(False), square, torch.randn(4, 6)))
-    assert not samples_meet(inputs, 1, 2)  # the inputs' mean is counted over the whole batch
+    assert not loss_couples_samples(inputs, 1, 2)  # the inputs' mean is counted over the whole batch
     hidden = count_whole_batch(capture(Averaging(True), square, torch.randn(4, 6)))
-    assert samples_meet(hidden, 1, 2)
+    assert loss_couples_samples(hidden, 1, 2)
     with pytest.raises(PolylaneError, match="the buffer average depends on how the samples are divided"):
-        samples_meet(hidden, 2, 1)
+        loss_couples_samples(hidden, 2, 1)

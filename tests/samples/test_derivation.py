@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import models
 from polylane.graph.batch import flatten
-from polylane.graph.capture import capture
-from polylane.graph.orders import Order
+from polylane.graph.capture.capture import capture
+from polylane.samples.batch_layout import BatchLayout
 from seen_orders import proven_orders, seen_orders
 
 
@@ -102,27 +102,27 @@ KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def last(compute: Callable[[Tensor], Tensor]) -> tuple[Order | None, Order]:
+def last(compute: Callable[[Tensor], Tensor]) -> tuple[BatchLayout | None, BatchLayout]:
     """What is known of what the last layer gives: proven, and seen."""
     torch.manual_seed(0)
     model, batch = Own(compute), models.vectors(6, 0)
     graph = capture(model, models.classify, batch)
     seen = seen_orders(graph, model, models.classify, flatten(batch)[0])
-    assert seen.why == ""
-    return proven_orders(graph).get("head/linear"), seen.orders["head/linear"]
+    assert seen.unknown_reason == ""
+    return proven_orders(graph).get("head/linear"), seen.layouts["head/linear"]
 
 
 @pytest.mark.parametrize("name", BREAKING)
 def test_what_turns_samples_around_is_not_taken_for_order(name: str) -> None:
-    assert last(BREAKING[name]) == (None, Order.OTHER)
+    assert last(BREAKING[name]) == (None, BatchLayout.UNKNOWN)
 
 
 @pytest.mark.parametrize("name", KEEPING)
 def test_what_leaves_samples_in_order_is_proven_to(name: str) -> None:
-    assert last(KEEPING[name]) == (Order.ROWS, Order.ROWS)
+    assert last(KEEPING[name]) == (BatchLayout.SHARDED_BY_SAMPLE, BatchLayout.SHARDED_BY_SAMPLE)
 
 
 def test_nothing_is_proven_beyond_a_fixed_number_of_samples() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Unflatten(0, (2, 3)), nn.Flatten(0, 1), nn.Linear(8, 4)).to("meta")
     graph = capture(model, models.classify, models.vectors(6, 0))
-    assert proven_orders(graph) == {"0/linear": Order.ROWS}
+    assert proven_orders(graph) == {"0/linear": BatchLayout.SHARDED_BY_SAMPLE}

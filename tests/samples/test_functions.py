@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import own_functions as own
 from polylane.errors import PolylaneError
-from polylane.graph.capture import capture
+from polylane.graph.capture.capture import capture
 from polylane.samples.counts import count_whole_batch
-from polylane.samples.derivation import Derivation, derive
+from polylane.samples.derivation import Derivation, derive_composition
 from training import assert_same, batch_of, classify, mlp, plainly, trained
 
 Apply = Callable[["Around", Tensor], Tensor]
@@ -89,13 +89,13 @@ BATCHES = [batch_of(7, seed) for seed in range(3)]
 def derived(apply: Apply) -> Derivation:
     graph = capture(model(apply), classify, BATCHES[0])
     assert any(node.op == "function" for node in graph.nodes)
-    return derive(count_whole_batch(graph))
+    return derive_composition(count_whole_batch(graph))
 
 
 @pytest.mark.parametrize("name", PROVEN)
 def test_what_treats_each_sample_by_itself_is_proven_to(name: str) -> None:
     found = derived(PROVEN[name])
-    assert found.holds
+    assert found.is_proven
     assert not found.unproven
 
 
@@ -133,7 +133,7 @@ def test_what_is_frozen_needs_no_gradient() -> None:
     made = model(UNPROVEN["a computed weight's gradient clipped"])
     made.get_parameter("weight").requires_grad_(False)
     graph = capture(made, classify, BATCHES[0])
-    assert derive(count_whole_batch(graph)).holds
+    assert derive_composition(count_whole_batch(graph)).is_proven
 
 
 class Net(nn.Module):
@@ -162,8 +162,8 @@ def loss_of(name: str) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_ones_own_is_a_mean(name: str, plan: str) -> None:
     loss = loss_of(name)
-    found = derive(capture(Net(), loss, BATCHES[0]))
-    assert found.holds
+    found = derive_composition(capture(Net(), loss, BATCHES[0]))
+    assert found.is_proven
     assert not found.unproven
     assert_same(trained(Net(), plan, BATCHES, loss=loss)[0], plainly(Net(), BATCHES, loss=loss))
 
@@ -173,7 +173,7 @@ def test_a_loss_whose_gradient_is_no_mean_is_not_proven() -> None:
         value: Tensor = own.WrongCount.apply(model(batch[0])[0])
         return value
 
-    assert [node.op for node in derive(capture(Net(), loss, BATCHES[0])).unproven] == ["function"]
+    assert [node.op for node in derive_composition(capture(Net(), loss, BATCHES[0])).unproven] == ["function"]
 
 
 CHANGES = (
@@ -194,7 +194,7 @@ def test_nothing_of_the_users_is_touched(change: str) -> None:
     graph = capture(model(of(own.Remembering, change)), classify, BATCHES[0])
     counted = count_whole_batch(graph)
     before = own.Remembering.remembered()
-    assert [node.op for node in derive(counted).unproven] == ["function"]
+    assert [node.op for node in derive_composition(counted).unproven] == ["function"]
     assert own.Remembering.remembered() == before
 
 
@@ -213,12 +213,12 @@ def test_it_is_proven_in_float64_and_under_autocast_too() -> None:
         batch = BATCHES[0] if in_float64 else (BATCHES[0][0].float(), BATCHES[0][1])
         graph = capture(made, classify, batch, in_float64=in_float64)
         assert any(node.op == "function" for node in graph.nodes)
-        assert not derive(count_whole_batch(graph)).unproven
+        assert not derive_composition(count_whole_batch(graph)).unproven
 
 
 def test_no_gradient_hangs_on_a_trace() -> None:
     """The captured call is as it was: what it holds is no tensor without data."""
     made = model(PROVEN["linear"])
-    derive(count_whole_batch(capture(made, classify, BATCHES[0])))
+    derive_composition(count_whole_batch(capture(made, classify, BATCHES[0])))
     classify(made, BATCHES[0]).backward()
     assert type(made.get_parameter("weight").grad) is Tensor

@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 
 from playing import interleaved_live_bound
-from polylane.cost.steps import simulate_schedule
-from polylane.schedule.action import Action, Kind
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import one_forward_one_backward
@@ -18,7 +18,7 @@ from polylane.schedule.synchronous import one_forward_one_backward
 def drawn(lane: tuple[Action, ...], ranks: int) -> str:
     """``0 1' <0``: a microbatch, with a mark for each chunk before its own; ``<`` is a backward."""
     return " ".join(
-        f"{'' if a.kind is Kind.FORWARD else '<'}{a.microbatch}{chr(39) * (a.stage // ranks)}" for a in lane
+        f"{'' if a.kind is ActionKind.FORWARD else '<'}{a.microbatch}{chr(39) * (a.stage // ranks)}" for a in lane
     )
 
 
@@ -73,8 +73,8 @@ def test_counts_below_one_are_refused(counts: tuple[int, int, int], named: str) 
 
 
 def test_a_virtual_stage_belongs_to_one_lane() -> None:
-    twice = [[Action(Kind.FORWARD, 0, 0)], [Action(Kind.FORWARD, 0, 1)]]
+    twice = [[Action(ActionKind.FORWARD, 0, 0)], [Action(ActionKind.FORWARD, 0, 1)]]
     with pytest.raises(ValueError, match="lane 1 holds the forward of microbatch 1 on stage 0: it belongs in lane 0"):
         simulate_schedule(twice, 1, 1, graph=StageGraph.chain(4))
     with pytest.raises(ValueError, match="lane 0 holds the forward of microbatch 0 on stage 4: there are 4 stages"):
-        simulate_schedule([[Action(Kind.FORWARD, 4, 0)], []], 1, 1, graph=StageGraph.chain(4))
+        simulate_schedule([[Action(ActionKind.FORWARD, 4, 0)], []], 1, 1, graph=StageGraph.chain(4))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from polylane.cost.steps import simulate_schedule
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.graph.partition import Partition
-from polylane.schedule.stage_graph import Circle, StageGraph
+from polylane.schedule.stage_graph import CyclicStages, StageGraph
 from polylane.schedule.synchronous import schedule_lanes
 from synthetic import chain
 
@@ -23,7 +23,7 @@ def test_a_stage_before_that_is_not_there() -> None:
 
 
 def test_who_waits_in_a_circle_is_known() -> None:
-    with pytest.raises(Circle, match=r"^stages 1 -> 2 -> 1 wait for each other$") as caught:
+    with pytest.raises(CyclicStages, match=r"^stages 1 -> 2 -> 1 wait for each other$") as caught:
         StageGraph.of_edges(3, [(0, 1), (1, 2), (2, 1)])
     assert caught.value.stages == (1, 2, 1)
 

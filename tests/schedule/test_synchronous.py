@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.synchronous import (
     SCHEDULES,
     all_forward_all_backward,
@@ -17,7 +17,7 @@ from polylane.schedule.synchronous import (
 
 def drawn(lane: tuple[Action, ...]) -> str:
     """``0 1 <0 <1``: a forward by its microbatch, a backward by ``<`` and its microbatch."""
-    return " ".join(f"{'' if a.kind is Kind.FORWARD else '<'}{a.microbatch}" for a in lane)
+    return " ".join(f"{'' if a.kind is ActionKind.FORWARD else '<'}{a.microbatch}" for a in lane)
 
 
 def test_naive() -> None:
@@ -44,7 +44,7 @@ def test_one_forward_one_backward_with_fewer_microbatches_than_stages() -> None:
 def test_lanes_are_forwards_and_backwards_of_their_own_stage(schedule: str) -> None:
     for stage, lane in enumerate(schedule_lanes(schedule, 4, 8)):
         assert {action.stage for action in lane} == {stage}
-        assert {action.kind for action in lane} == {Kind.FORWARD, Kind.BACKWARD}
+        assert {action.kind for action in lane} == {ActionKind.FORWARD, ActionKind.BACKWARD}
 
 
 def test_live_bounds() -> None:

@@ -1,1 +1,1 @@
-"""``plan="auto"``: measure a model's operators on this machine, compare plans by prediction, and take the best one."""
+"""plan="auto": the best plan for the workers that are here, found by one of them and told to all."""

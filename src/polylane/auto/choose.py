@@ -9,22 +9,22 @@ from dataclasses import replace
 from torch import nn
 
 from polylane.cluster.cluster import Cluster
-from polylane.cost.method import Method
-from polylane.cost.profile import Profile
+from polylane.compile.training_problem import TrainingProblem
+from polylane.cost.operators.profile import Profile
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.errors import PolylaneError
-from polylane.graph.batch import few, part_count
-from polylane.graph.fewest import Fewest, fewest_samples
+from polylane.graph.batch import count_parts, take_first_samples
 from polylane.graph.graph import Graph
-from polylane.graph.orders import Order, orders_of
 from polylane.plan.plan import Plan
-from polylane.planner import setup
-from polylane.planner.candidate import Candidate
-from polylane.planner.estimate import Estimates
-from polylane.planner.search import Answer, Wish, search
+from polylane.planner import problem as setup
+from polylane.planner.search import SearchRequest, SearchResult, search
+from polylane.planner.stage_curves import CurveCache
+from polylane.planner.uniform_plans import RatedPlan
 from polylane.profiling.host_contention import together
 from polylane.profiling.profile_model import profiled
-from polylane.runtime.training_problem import TrainingProblem
-from polylane.samples.derivation import derive, known_orders
+from polylane.samples.batch_layout import BatchLayout, batch_layouts
+from polylane.samples.derivation import derive_batch_layouts, derive_composition
+from polylane.samples.min_samples import MinSamples, min_samples
 
 # Samples of the graph that shapes are read from.
 EXAMPLE = 4
@@ -45,7 +45,7 @@ def choose(
     cluster: Cluster,
     profile: Profile | None = None,
     copies: bool = False,
-) -> Answer:
+) -> SearchResult:
     """The best plans on as many of a cluster's devices as they may take.
 
     Args:
@@ -60,41 +60,44 @@ def choose(
     """
     most = max(workers)
     graph, batch = problem.capture(EXAMPLE), problem.samples
-    fewest = fewest_samples([graph])
+    fewest = min_samples([graph])
     fewest.check(batch, "a batch", "take larger batches")
     if profile is None and _lies_on(cluster.device(0).type, problem.model):
         profile = measure(graph, problem, most if copies else 1)
     meets = _samples_meet(graph)
     captured = problem.captured(graph, profile=profile)
-    basis = setup.basis(captured, cluster, Method())
+    basis = setup.build_cost_model(captured, cluster, TrainingOptions())
     limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
-    wish = Wish(batch, tuple(sorted(workers)), most, (Method(),), limit, whole=meets)
-    estimates = Estimates(basis, batch, _staying(graph))
+    wish = SearchRequest(batch, tuple(sorted(workers)), most, (TrainingOptions(),), limit, batch_is_indivisible=meets)
+    estimates = CurveCache(basis, batch, _staying(graph))
 
-    def keep(candidate: Candidate) -> bool:
+    def keep(candidate: RatedPlan) -> bool:
         return candidate.workers in workers and _enough(batch, candidate, fewest)
 
-    answer = search(estimates, setup.footprint(captured, cluster), wish, keep=keep)
-    if not answer.found:
+    answer = search(estimates, setup.build_search_bound(captured, cluster), wish, keep=keep)
+    if not answer.ranked_plans:
         raise PolylaneError(f"plan auto: {_nothing(answer, wish)}")
     return answer
 
 
-def _enough(batch: int, candidate: Candidate, fewest: Fewest) -> bool:
+def _enough(batch: int, candidate: RatedPlan, fewest: MinSamples) -> bool:
     """Whether every microbatch has the samples that the model needs at once."""
-    return part_count(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
+    return count_parts(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
 
 
-def _nothing(answer: Answer, wish: Wish) -> str:
+def _nothing(answer: SearchResult, wish: SearchRequest) -> str:
     """Why no plan was found."""
     count = wish.workers[-1]
     workers = f"{count} worker{'s' if count != 1 else ''}"
-    if not answer.excluded and wish.whole:
+    if not answer.too_large_candidates and wish.batch_is_indivisible:
         return f"there is no plan for {workers} that keeps a batch whole, whose samples meet in the loss: give one"
-    if not answer.excluded:
+    if not answer.too_large_candidates:
         return f"there is no plan for {workers} and batches of {wish.batch}: the model or the batch is too small"
-    least = min(candidate.bytes for candidate in answer.excluded)
-    return f"nothing fits on {workers} with {wish.limit / 1e9:.3g} GB each, the leanest plan needs {least / 1e9:.3g} GB"
+    least = min(candidate.peak_bytes for candidate in answer.too_large_candidates)
+    return (
+        f"nothing fits on {workers} with {wish.memory_limit / 1e9:.3g} GB each, the leanest plan needs "
+        f"{least / 1e9:.3g} GB"
+    )
 
 
 def _lies_on(device: str, model: nn.Module) -> bool:
@@ -112,40 +115,44 @@ def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile 
     """
     model, objective, (leaves, rebuild) = problem.model, problem.objective, problem.flat_example
     parameters = list(model.parameters())
-    if graph.opaque or any(parameter.is_meta for parameter in parameters):
+    if graph.is_opaque or any(parameter.is_meta for parameter in parameters):
         return None
-    fewest = fewest_samples([graph]).samples
+    fewest = min_samples([graph]).samples
     sizes = sorted({max(fewest, -(-problem.samples // parts)) for parts in PARTS})
     found = profiled(graph, model, objective.loss, objective.optimizer, leaves, rebuild, sizes)
     if copies < 2 or any(parameter.device.type != "cpu" for parameter in parameters):
         return found
-    half = few(leaves, max(fewest, problem.samples // 2))
+    half = take_first_samples(leaves, max(fewest, problem.samples // 2))
     counts = {count for count in COPIES if count <= copies}
-    return replace(found, together=together(model, objective.loss, half, rebuild, counts))
+    return replace(found, host_contention=together(model, objective.loss, half, rebuild, counts))
 
 
 def _samples_meet(graph: Graph) -> bool:
     """Whether the loss of a batch is not made up of its parts' losses, so that it must not be divided."""
-    return not derive(graph).holds
+    return not derive_composition(graph).is_proven
 
 
 def _staying(graph: Graph) -> list[str]:
     """Values that may not cross between stages with other numbers of replicas."""
-    return [name for name, order in orders_of(graph, known_orders(graph)).items() if order is Order.OTHER]
+    return [
+        name
+        for name, order in batch_layouts(graph, derive_batch_layouts(graph)).items()
+        if order is BatchLayout.UNKNOWN
+    ]
 
 
-def announced(answer: Answer) -> Plan:
+def announced(answer: SearchResult) -> Plan:
     """The first plan of a search; says on stderr which one it is."""
     print(told(answer), file=sys.stderr, flush=True)
-    return answer.found[0].plan
+    return answer.ranked_plans[0].plan
 
 
-def told(answer: Answer) -> str:
+def told(answer: SearchResult) -> str:
     """What was chosen, in one line."""
-    best = answer.found[0]
-    alone = next((c for c in answer.fitting if c.workers == 1), None)
+    best = answer.ranked_plans[0]
+    alone = next((c for c in answer.fitting_candidates if c.workers == 1), None)
     rate = f"{best.prediction.seconds * 1e3:.3g} ms a step"
     gain = ""
     if alone is not None and best.candidate.workers > 1:
         gain = f", {alone.seconds / best.candidate.seconds:.2f} times as fast as one worker"
-    return f"plan auto: {best.plan.spec} ({rate} predicted{gain}; of {answer.looked} plans)"
+    return f"plan auto: {best.plan.spec} ({rate} predicted{gain}; of {answer.compared_count} plans)"

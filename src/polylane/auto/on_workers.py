@@ -6,19 +6,19 @@ import socket
 from pathlib import Path
 
 from polylane.auto.choose import best_plan
-from polylane.auto.plan_broadcast import found_by_first
+from polylane.auto.plan_broadcast import compute_on_rank0
+from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.plan.spec import AUTO, Spec, parse
-from polylane.probe.machine import around
-from polylane.runtime.training_problem import TrainingProblem
-from polylane.runtime.world import World
+from polylane.probe.machine import running_cluster
+from polylane.runtime.workers.world import World
 
 # Changes with every start of a machine, and is the same for all of its containers.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def settled(world: World, problem: TrainingProblem, plan: str | Spec | Plan) -> Spec | Plan:
+def resolve_plan(world: World, problem: TrainingProblem, plan: str | Spec | Plan) -> Spec | Plan:
     """A plan as it was given, read; for "auto" the best one that takes every worker, the same on all of them.
 
     Rank 0 measures the model's nodes while the others wait, and says on stderr what it chose.
@@ -41,14 +41,14 @@ def settled(world: World, problem: TrainingProblem, plan: str | Spec | Plan) -> 
     _check_one_host(world)
 
     def find() -> Plan:
-        return best_plan(problem, (world.size,), around(world.size, world.device.type))
+        return best_plan(problem, (world.size,), running_cluster(world.size, world.device.type))
 
-    return find() if world.size == 1 else found_by_first(world, find)
+    return find() if world.size == 1 else compute_on_rank0(world, find)
 
 
 def _check_one_host(world: World) -> None:
     """Refuse several hosts: nothing that rank 0 could measure alone says how they are linked."""
-    count = len(set(world.exchange(host())))
+    count = len(set(world.all_gather_object(host())))
     if count > 1:
         raise PolylaneError(
             f"plan auto knows one host, and these {world.size} workers are on {count}: describe the hosts and their "

@@ -8,34 +8,35 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PeerLost, PolylaneError
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
-from polylane.runtime.failure import Failure
-from polylane.runtime.prepare import Prepared
-from polylane.runtime.training_problem import TrainingProblem
-from polylane.runtime.transport import objects
-from polylane.runtime.world import World
-from polylane.values import register
+from polylane.runtime.transport import plain_objects as objects
+from polylane.runtime.transport.serialization import register_type
+from polylane.runtime.workers.failure import Failure
+from polylane.runtime.workers.world import World
 
 T = TypeVar("T")
 
 # What rank 0 finds out may take it long, and the others have nothing else to do. One that dies is noticed at once.
 PATIENCE = timedelta(days=1)
 
-register(
+register_type(
     Plan,
     lambda plan: [plan.model_dump_json(), plan._file],
     lambda content: Plan.model_validate_json(content[0], context={"file": content[1]}),
 )
 
 
-def found_by_first(world: World, find: Callable[[], T]) -> T:
+def compute_on_rank0(world: World, find: Callable[[], T]) -> T:
     """What rank 0 finds out, on every rank; the others sleep meanwhile.
 
     Args:
         world: of all workers, more than one.
-        find: called on rank 0 alone; its result must be plain data, see :mod:`polylane.values`.
+        find: called on rank 0 alone; its result must be plain data, see
+            :mod:`polylane.runtime.transport.serialization`.
 
     Raises:
         PolylaneError: on every rank, where rank 0 raised it.
@@ -45,7 +46,7 @@ def found_by_first(world: World, find: Callable[[], T]) -> T:
     world.connect()
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     assert group is not None
-    world.introduce(group)
+    world.authenticate_group(group)
     found: Any = None  # (value, the user's mistake, another failure): one of them
     cause: Exception | None = None
     if dist.get_rank() == 0:
@@ -74,7 +75,7 @@ def _told(error: Exception) -> tuple[str | None, str | None]:
     return None, f"{failure.error_type}: {failure.error_message}"
 
 
-def prepare_together(world: World, problem: TrainingProblem, spec: Spec | Plan) -> Prepared:
+def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Plan) -> CompiledTraining:
     """The problem compiled on every worker for the plan that rank 0 completes, with the same cuts everywhere.
 
     Args:
@@ -88,16 +89,18 @@ def prepare_together(world: World, problem: TrainingProblem, spec: Spec | Plan) 
     if spec.processes != world.size:
         raise PolylaneError(f"the plan takes {spec.processes} workers, torchrun started {world.size}")
     if world.rank == 0:
-        prepared, refusal = _attempt(problem, spec)
-        world.exchange((None if prepared is None else prepared.plan, None if refusal is None else str(refusal)))
+        prepared, refusal = _try_compile(problem, spec)
+        world.all_gather_object(
+            (None if prepared is None else prepared.plan, None if refusal is None else str(refusal))
+        )
         if refusal is not None:
             raise refusal
     else:
-        decision, refused = world.exchange(None)[0]
+        decision, refused = world.all_gather_object(None)[0]
         if refused is not None:
             raise PolylaneError(refused)
-        prepared, refusal = _attempt(problem, decision)
-    refusals: list[str | None] = world.exchange(None if refusal is None else str(refusal))
+        prepared, refusal = _try_compile(problem, decision)
+    refusals: list[str | None] = world.all_gather_object(None if refusal is None else str(refusal))
     for rank, reason in enumerate(refusals):
         if reason is not None:
             raise PolylaneError(reason if rank == 0 else f"on rank {rank}: {reason}")
@@ -105,7 +108,7 @@ def prepare_together(world: World, problem: TrainingProblem, spec: Spec | Plan) 
     return prepared
 
 
-def _attempt(problem: TrainingProblem, plan: Spec | Plan) -> tuple[Prepared | None, PolylaneError | None]:
+def _try_compile(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTraining | None, PolylaneError | None]:
     try:
         return problem.prepare(plan), None
     except PolylaneError as error:

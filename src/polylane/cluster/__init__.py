@@ -1,1 +1,1 @@
-"""ON WHAT: devices, the links between them and the tree that they make, as data."""
+"""Devices and the links between them, as a tree (device < host < rack < site): data, read from a file or one line."""

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from polylane.cluster.figures import figures
+from polylane.cluster.figures import resolve_figures
 from polylane.yaml_file import parse
 
 
@@ -33,7 +33,7 @@ def _file(name: str) -> dict[str, Any]:
 
 
 def _presets(named: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: {"kind": name, **_of(figures(given, {}, name))} for name, given in named.items()}
+    return {name: {"kind": name, **_of(resolve_figures(given, {}, name))} for name, given in named.items()}
 
 
 def _of(given: object) -> dict[str, Any]:

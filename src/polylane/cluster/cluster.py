@@ -11,7 +11,7 @@ import pydantic
 
 from polylane.cluster.device import Device
 from polylane.cluster.link import Link, Natural, Positive, Share
-from polylane.cluster.span import Block, Level, Ranks, Span, span, within
+from polylane.cluster.rank_span import HostBlock, Level, Ranks, RankSpan, count_ranks_between, span_of
 from polylane.errors import PolylaneError
 
 _Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
@@ -86,15 +86,15 @@ class Cluster:
     hosts: tuple[Hosts, ...]
     links: Links = field(default_factory=Links)
     speeds: Mapping[int, float] = field(default_factory=dict)
-    _blocks: tuple[Block, ...] = field(init=False, repr=False, compare=False)
+    _blocks: tuple[HostBlock, ...] = field(init=False, repr=False, compare=False)
     _devices: dict[tuple[int, float], Device] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _spans: dict[Ranks, Span] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _shapes: dict[object, Span] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _spans: dict[Ranks, RankSpan] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _shapes: dict[object, RankSpan] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.hosts:
             raise PolylaneError("hosts: there must be at least one")
-        object.__setattr__(self, "_blocks", tuple(_laid_out(self.hosts)))
+        object.__setattr__(self, "_blocks", tuple(_host_blocks(self.hosts)))
         _check_links(self.hosts, self.links)
         for rank, speed in self.speeds.items():
             if not 0 <= rank < self.count:
@@ -131,7 +131,7 @@ class Cluster:
         single = [rank for rank in self.speeds if rank in ranks]
         keys = dict.fromkeys((self._group(rank), self.speeds[rank]) for rank in single)
         for number, block in enumerate(self._blocks):
-            if within(ranks, block.first, block.end) > within(single, block.first, block.end):
+            if count_ranks_between(ranks, block.first, block.end) > count_ranks_between(single, block.first, block.end):
                 keys[number, 1.0] = None
         return [self._device(*key) for key in keys]
 
@@ -156,7 +156,7 @@ class Cluster:
         """How fast each of so many workers of a rank's host is that compute at once (:attr:`Hosts.contention`)."""
         return self.hosts[self._group(rank)].contention or None
 
-    def span(self, ranks: Ranks) -> Span:
+    def span(self, ranks: Ranks) -> RankSpan:
         """The links that connect ranks, and how these are spread; groups that are spread alike share one span."""
         key = ranks if isinstance(ranks, (range, tuple)) else tuple(ranks)
         found = self._spans.get(key)
@@ -164,8 +164,11 @@ class Cluster:
             self._check(key)
             links = self.links
             between = {Level.RACK: links.hosts, Level.SITE: links.racks, Level.CLUSTER: links.sites}
-            new = span(self._blocks, between, key)
-            shape = new.ranks, *((id(c.link), c.level, c.edges, c.count, c.widest, c.units) for c in new.crossings)
+            new = span_of(self._blocks, between, key)
+            shape = (
+                new.ranks,
+                *((id(c.link), c.level, c.ring_edges, c.unit_count, c.max_units, c.units) for c in new.crossings),
+            )
             if len(self._spans) >= _REMEMBERED:
                 self._spans.clear()
             found = self._spans[key] = self._shapes.setdefault(shape, new)
@@ -181,7 +184,7 @@ class Cluster:
         Raises:
             ValueError: one rank, which needs none.
         """
-        widest = self.span(ranks).at(self.level(ranks))
+        widest = self.span(ranks).at_level(self.level(ranks))
         if not widest:
             raise ValueError("one device needs no link")
         return min((crossing.link for crossing in widest), key=lambda link: link.bandwidth)
@@ -206,7 +209,7 @@ class Cluster:
             raise ValueError(f"ranks {ranks} are not all of 0 to {self.count - 1}")
 
 
-def along(degrees: Mapping[str, int], axis: str, rank: int = 0) -> range:
+def ranks_along(degrees: Mapping[str, int], axis: str, rank: int = 0) -> range:
     """The ranks that differ from one only on one axis of a mesh, the last of whose axes has consecutive ranks.
 
     >>> along({"data": 4, "pipeline": 2, "tensor": 8}, "pipeline", 3)
@@ -221,14 +224,14 @@ def along(degrees: Mapping[str, int], axis: str, rank: int = 0) -> range:
     raise ValueError(f"{axis} is no axis of {', '.join(degrees)}")
 
 
-def _laid_out(hosts: tuple[Hosts, ...]) -> Iterator[Block]:
+def _host_blocks(hosts: tuple[Hosts, ...]) -> Iterator[HostBlock]:
     racks: dict[tuple[str, str], int] = {}
     sites: dict[str, int] = {}
     first, first_host = 0, 0
     for group in hosts:
         rack = racks.setdefault((group.site, group.rack), len(racks))
         site = sites.setdefault(group.site, len(sites))
-        block = Block(first, first_host, group.count, group.devices, rack, site, group.link)
+        block = HostBlock(first, first_host, group.count, group.devices, rack, site, group.link)
         yield block
         first, first_host = block.end, first_host + group.count
 
@@ -238,7 +241,7 @@ def _check_links(hosts: tuple[Hosts, ...], links: Links) -> None:
     for index, group in enumerate(hosts):
         if group.devices > 1 and group.link is None:
             raise PolylaneError(f"hosts.{index}.link is missing: nothing links the {group.devices} devices of a host")
-    blocks = list(_laid_out(hosts))
+    blocks = list(_host_blocks(hosts))
     racks = [sum(block.hosts for block in blocks if block.rack == rack) for rack in {block.rack for block in blocks}]
     sites = [len({b.rack for b in blocks if b.site == site}) for site in {block.site for block in blocks}]
     for name, link, units, where in (

@@ -20,7 +20,8 @@ ACHIEVED = 0.87
 class Device(pydantic.BaseModel):
     """One device, or one worker of a CPU host.
 
-    A matmul is cut into tiles, of which every compute unit works on one at a time; :mod:`polylane.cost.roofline` says
+    A matmul is cut into tiles, of which every compute unit works on one at a time;
+    :mod:`polylane.cost.operators.roofline` says
     what follows from the figures. The defaults are of a device without any of these losses.
 
     Attributes:
@@ -96,18 +97,18 @@ class Device(pydantic.BaseModel):
         Raises:
             PolylaneError: the device does not say how fast it is with that dtype.
         """
-        return self._of(self.achieved, dtype) * self.sustained * self.speed
+        return self._rate_of(self.achieved, dtype) * self.sustained * self.speed
 
     def peak(self, dtype: str) -> float:
         """Peak operations per second, as :meth:`rate`; what utilization is a share of."""
-        return self._of(self.flops, dtype)
+        return self._rate_of(self.flops, dtype)
 
     @property
     def stream(self) -> float:
         """Bytes per second that operators which compute little move."""
         return self.bandwidth * self.streaming * self.speed
 
-    def _of(self, rates: Mapping[str, float], dtype: str) -> float:
+    def _rate_of(self, rates: Mapping[str, float], dtype: str) -> float:
         if dtype not in rates:
             raise PolylaneError(f"device {self.kind}: flops.{dtype} is missing, known are {', '.join(rates)}")
         return rates[dtype]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polylane.cluster.units import EXAMPLES, Dimension, figure
-from polylane.errors import PolylaneError, hint, shown
+from polylane.errors import PolylaneError, format_value, suggest_name
 
 # What is measured under a key, or in the mapping under it.
 DIMENSIONS: dict[str, Dimension] = {
@@ -29,7 +29,7 @@ _NAMES = ("kind", "preset")
 _CALLED: dict[Dimension, str] = {"size": "a size", "rate": "a rate", "time": "a time", "flops": "a rate of operations"}
 
 
-def figures(given: object, presets: Mapping[str, Mapping[str, Any]], place: str) -> object:
+def resolve_figures(given: object, presets: Mapping[str, Mapping[str, Any]], place: str) -> object:
     """The figures that are meant: of a preset, of a preset with some changed (key ``preset``), or as they are.
 
     Args:
@@ -49,11 +49,11 @@ def figures(given: object, presets: Mapping[str, Mapping[str, Any]], place: str)
         return own
     name = own.pop("preset")
     if not isinstance(name, str):
-        raise PolylaneError(f"{place}.preset must be a preset's name, not {shown(name)}")
+        raise PolylaneError(f"{place}.preset must be a preset's name, not {format_value(name)}")
     return {**_preset(name, presets, f"{place}.preset"), **own}
 
 
-def wanted(*keys: str) -> str:
+def expected_figure(*keys: str) -> str:
     """What must stand under a key, or in the mapping under it: "a rate, such as 25 GB/s"; "a number" for most."""
     dimension = next((DIMENSIONS[key] for key in keys if key in DIMENSIONS), None)
     return "a number" if dimension is None else f"{_CALLED[dimension]}, such as {EXAMPLES[dimension]}"
@@ -61,8 +61,8 @@ def wanted(*keys: str) -> str:
 
 def _preset(name: str, presets: Mapping[str, Mapping[str, Any]], place: str) -> Mapping[str, Any]:
     if name not in presets:
-        known = f"known are {', '.join(presets)}{hint(name, list(presets))}"
-        raise PolylaneError(f"{place}: there is no preset {shown(name)}, {known}")
+        known = f"known are {', '.join(presets)}{suggest_name(name, list(presets))}"
+        raise PolylaneError(f"{place}: there is no preset {format_value(name)}, {known}")
     return presets[name]
 
 
@@ -76,6 +76,6 @@ def _figure(given: object, key: str, place: str) -> object:
     if found is None and dimension is None:
         return given
     if found is None or (dimension is not None and found[1] not in (dimension, None)):
-        raise PolylaneError(f"{place} must be {wanted(key)}, not {shown(given)}")
+        raise PolylaneError(f"{place} must be {expected_figure(key)}, not {format_value(given)}")
     value = found[0]
     return int(value) if dimension == "size" and value.is_integer() else value

@@ -66,11 +66,11 @@ class Link(pydantic.BaseModel):
         """Seconds to the first byte."""
         return self.latencies.get(kind, self.latency)
 
-    def reached(self, kind: Kind, devices: int = 2) -> float:
+    def solo_bandwidth(self, kind: Kind, devices: int = 2) -> float:
         """Bytes per second that each of some devices sends alone, with large messages; one direction."""
         wires = self.wired[min(max(devices, 2), len(self.wired) + 1) - 2] if self.wired else 1.0
         return self.fractions.get(kind, self.fraction) * self.bandwidth * wires
 
-    def shared(self, kind: Kind) -> float | None:
+    def shared_bandwidth(self, kind: Kind) -> float | None:
         """Bytes per second that all devices on one end reach together, with large messages; None: no limit."""
         return None if self.total is None else self.fractions.get(kind, self.fraction) * self.total

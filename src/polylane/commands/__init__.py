@@ -1,1 +1,1 @@
-"""The commands, a file each: what a command line asks for, done and printed."""
+"""The commands of the command line, a file each."""

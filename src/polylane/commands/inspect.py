@@ -11,22 +11,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from polylane.commands import inputs
-from polylane.commands.output import console, count, plural, print_json, ranges, write
+from polylane.commands import user_inputs as inputs
+from polylane.commands.printing import console, format_count, format_plural, format_ranges, print_json, write_text
 from polylane.errors import PolylaneError
 from polylane.inspection.graph_report import describe, readable_rows
-from polylane.observe import swimlane
-from polylane.observe.lane_layout import duration
+from polylane.observe.swimlane import render as swimlane
+from polylane.observe.swimlane.layout import format_duration
 from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
     from polylane.commands.requests import InspectRequest
-    from polylane.cost.profile import Both
+    from polylane.compile.compiled_training import CompiledTraining
+    from polylane.compile.training_problem import TrainingProblem
+    from polylane.cost.operators.profile import Both
     from polylane.graph.graph import Graph
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
-    from polylane.runtime.prepare import Prepared
-    from polylane.runtime.training_problem import TrainingProblem
 
 _OF_A_RANK = ("parameters", "gradients", "values", "time")  # what is shown of every stage
 
@@ -42,9 +42,9 @@ def run(request: InspectRequest) -> None:
             raise PolylaneError(f"--{option} {path} {verb} a plan: say which one with --plan, as in --plan pipeline=2")
     plan = None if request.plan is None else _chosen(request.plan, request)
     recipe = inputs.open_recipe(request)
-    from polylane.runtime.launch import single_threaded
+    from polylane.runtime.workers.fork import limit_to_one_thread
 
-    single_threaded()
+    limit_to_one_thread()
     problem, _ = inputs.open_problem(recipe, request)
     found: dict[str, Any] = {"recipe": request.recipe}
     if plan is None:
@@ -52,7 +52,7 @@ def run(request: InspectRequest) -> None:
         found |= describe(graph)
     else:
         prepared, seconds = _prepared(problem, plan)
-        graph = prepared.main.graph
+        graph = prepared.main_partition.graph
         found |= {**describe(graph), **_cut(request, prepared, seconds)}
     if request.json:
         print_json(found)
@@ -65,7 +65,7 @@ def _chosen(text: str, request: InspectRequest) -> Spec | Plan:
     return inputs.find_plan(request) if text == AUTO else inputs.read_plan(text)
 
 
-def _cut(request: InspectRequest, prepared: Prepared, seconds: tuple[Both, ...]) -> dict[str, Any]:
+def _cut(request: InspectRequest, prepared: CompiledTraining, seconds: tuple[Both, ...]) -> dict[str, Any]:
     """The plan's cuts as plain data; written and drawn where that is asked for."""
     from polylane.inspection.plan_report import price_stages, report_plan, step_at_best
     from polylane.plan.plan import dump
@@ -73,29 +73,29 @@ def _cut(request: InspectRequest, prepared: Prepared, seconds: tuple[Both, ...])
     costs = price_stages(prepared, seconds, request.batch)
     found = report_plan(prepared, costs, seconds, request.batch)
     if request.plan_file is not None:
-        write(request.plan_file, dump(prepared.plan))
+        write_text(request.plan_file, dump(prepared.plan))
         found["file"] = str(request.plan_file)
     if request.svg is not None:
-        write(request.svg, swimlane.svg(step_at_best(prepared, costs)))
+        write_text(request.svg, swimlane.svg(step_at_best(prepared, costs)))
         found["svg"] = str(request.svg)
     return found
 
 
-def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[Prepared, tuple[Both, ...]]:
+def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTraining, tuple[Both, ...]]:
     """The graph of what one worker has in hand, cut; and the times of every node."""
-    from polylane.graph.batch import cloned, take
+    from polylane.graph.batch import clone_leaves, take_samples
     from polylane.profiling.time_operators import measure_both
 
     measured: list[tuple[Both, ...]] = []
 
     def measure(graph: Graph, loss: Any, leaves: list[Any]) -> tuple[float, ...]:
-        measured.append(measure_both(graph, problem.model, loss, cloned(leaves)))
+        measured.append(measure_both(graph, problem.model, loss, clone_leaves(leaves)))
         return tuple(map(sum, measured[0]))
 
     prepared = problem.prepare(plan, seconds=measure)
     if not measured:  # nothing had to be balanced
-        graph = prepared.main.graph
-        measure(graph, problem.objective.loss, take(problem.flat_example[0], 0, graph.samples))
+        graph = prepared.main_partition.graph
+        measure(graph, problem.objective.loss, take_samples(problem.flat_example[0], 0, graph.samples))
     return prepared, measured[0]
 
 
@@ -114,7 +114,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 def _show(graph: Graph, found: dict[str, Any]) -> None:
     out = console()
-    of = f"for {plural(graph.samples, 'sample')}" + (f": {found['share']}" if "plan" in found else "")
+    of = f"for {format_plural(graph.samples, 'sample')}" + (f": {found['share']}" if "plan" in found else "")
     table = _table(f"{found['recipe']}, forward, {of}", "module", "nodes", "parameters", "FLOPs", "activations")
     for row in readable_rows(graph):
         name = row.module or "(the model itself)"
@@ -149,7 +149,12 @@ def show_splits(plan: str, splits: Mapping[str, Sequence[str]]) -> None:
 
 
 def _numbers(data: dict[str, Any]) -> list[str]:
-    return [str(data["nodes"]), count(data["parameters"]), count(data["flops"]), count(data["bytes"], "B")]
+    return [
+        str(data["nodes"]),
+        format_count(data["parameters"]),
+        format_count(data["flops"]),
+        format_count(data["bytes"], "B"),
+    ]
 
 
 def _show_cut(out: Console, found: dict[str, Any]) -> None:
@@ -161,12 +166,15 @@ def _show_cut(out: Console, found: dict[str, Any]) -> None:
     meshes = [stage["mesh"] for stage in found["stages"]]
     for edge in found["edges"]:
         a, b = edge["from"], edge["to"]
-        back = f", {count(edge['back'], 'B')} back" if edge["back"] else ""
-        print(f"stage {a} ({meshes[a]}) -> stage {b} ({meshes[b]}): {count(edge['bytes'], 'B')} each microbatch{back}")
+        back = f", {format_count(edge['back'], 'B')} back" if edge["back"] else ""
+        print(
+            f"stage {a} ({meshes[a]}) -> stage {b} ({meshes[b]}): {format_count(edge['bytes'], 'B')} each "
+            f"microbatch{back}"
+        )
     if not found["crossings"]:
         print("no value crosses between stages")
         return
-    title = f"What crosses, for {plural(found['samples'], 'sample')}"
+    title = f"What crosses, for {format_plural(found['samples'], 'sample')}"
     crossings = _table(title, "value", "shape", "stages", "gradient", "bytes", left=4)
     for crossing in found["crossings"]:
         crossings.add_row(
@@ -174,7 +182,7 @@ def _show_cut(out: Console, found: dict[str, Any]) -> None:
             f"{crossing['dtype']} {' x '.join(map(str, crossing['shape']))}",
             f"{crossing['from']} -> {', '.join(map(str, crossing['to']))}",
             "comes back" if crossing["gradient"] else "none",
-            count(crossing["bytes"], "B"),
+            format_count(crossing["bytes"], "B"),
         )
     out.print(crossings)
 
@@ -191,14 +199,14 @@ def _show_stages(out: Console, found: dict[str, Any]) -> None:
         own = () if alike else (stage["mesh"], ", ".join(map(str, stage["after"])) or "-")
         stages.add_row(
             str(stage["stage"]),
-            ranges(stage["devices"]),
+            format_ranges(stage["devices"]),
             *own,
             Text(stage["first"]),
             Text(stage["last"]),
-            count(stage["parameter_bytes"], "B"),
-            count(stage["gradient_bytes"], "B"),
-            count(stage["held"], "B"),
-            f"{duration(stage['seconds'], 'seconds', digits=3)} ({stage['time_share']:.0%})",
+            format_count(stage["parameter_bytes"], "B"),
+            format_count(stage["gradient_bytes"], "B"),
+            format_count(stage["held"], "B"),
+            f"{format_duration(stage['seconds'], 'seconds', digits=3)} ({stage['time_share']:.0%})",
         )
     out.print(stages)
     print(

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polylane.commands import planning
-from polylane.commands.output import print_json, write
+from polylane.commands.printing import print_json, write_text
 from polylane.errors import PolylaneError
-from polylane.lanes import lanes_summary, lanes_timeline
-from polylane.observe import swimlane
-from polylane.schedule.stage_graph import Circle, StageGraph
+from polylane.inspection.schedule_theory import lanes_summary, lanes_timeline
+from polylane.observe.swimlane import render as swimlane
+from polylane.schedule.stage_graph import CyclicStages, StageGraph
 from polylane.yaml_file import read
 
 MOST = 2**18  # forward passes in a picture
 
 
-@planning.uncollected()
+@planning.gc_disabled()
 def run(
     schedule: str,
     *,
@@ -47,9 +47,9 @@ def run(
     except ValueError as error:
         raise PolylaneError(str(error)) from error
     if svg is not None:
-        write(svg, swimlane.svg(timeline))
+        write_text(svg, swimlane.svg(timeline))
     if html is not None:
-        write(html, swimlane.html(timeline))
+        write_text(html, swimlane.html(timeline))
     summary = lanes_summary(timeline)
     if json:
         print_json(summary)
@@ -113,7 +113,7 @@ def _read(path: Path, forward: Ticks, backward: Ticks) -> _Drawn:
                 raise PolylaneError(f"{where}: a stage may say {known}, not {key}: {value}")
     try:
         return _Drawn(StageGraph.of_edges(len(names), edges), ticks["forward"], ticks["backward"], tuple(names))
-    except Circle as circle:
+    except CyclicStages as circle:
         way = " -> ".join(names[stage] for stage in circle.stages)
         raise PolylaneError(f"stages {path}: stages {way} wait for each other") from None
 

@@ -11,55 +11,58 @@ from rich import box
 from rich.table import Table as Grid
 from rich.text import Text
 
-from polylane.commands import inputs, planning
-from polylane.commands.output import console, count, plural, print_json, write
+from polylane.commands import planning
+from polylane.commands import user_inputs as inputs
+from polylane.commands.printing import console, format_count, format_plural, print_json, write_text
 from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
     from polylane.commands.requests import PlanRequest
-    from polylane.cost.footprint import Footprint
-    from polylane.cost.method import Method
-    from polylane.cost.predict import Basis, Prediction
-    from polylane.planner.estimate import Estimates
-    from polylane.planner.search import Answer, Found, Wish
-    from polylane.planner.setup import CapturedProblem
+    from polylane.cost.memory.search_bound import Footprint
+    from polylane.cost.operators.training_options import TrainingOptions
+    from polylane.cost.predict import CostModel, Prediction
+    from polylane.planner.problem import CapturedProblem
+    from polylane.planner.search import RankedPlan, SearchRequest, SearchResult
+    from polylane.planner.stage_curves import CurveCache
 
 MOST = 1 << 14  # devices that are thought of where nothing fits
 
 
-@planning.uncollected()
+@planning.gc_disabled()
 def run(request: PlanRequest) -> None:
     """Search, say what was found and why, and write the best plan where that is asked for.
 
     Raises:
         PolylaneError: what was given is wrong, or nothing fits: with the number of devices that would do.
     """
-    from polylane.cluster.line import given
+    from polylane.cluster.spec import load_or_parse
     from polylane.plan.plan import dump
     from polylane.planner import advice
 
     method, output = planning.method_of(request), request.output
     if output is not None:
-        _see_that_a_plan_says(method)
-    bound = None if request.memory is None else _bytes(request.memory)
-    cluster = given(request.cluster)
+        _check_plan_can_say(method)
+    bound = None if request.memory is None else _parse_bytes(request.memory)
+    cluster = load_or_parse(request.cluster)
     problem = planning.capture_for(planning.open_on_meta(inputs.open_recipe(request), request), cluster, request)
     found = search_for(problem, cluster, request.batch, method, workers=request.workers, memory=bound, top=request.top)
     answer = found.answer
-    told = advice.advise(found.estimates, found.weigh, found.wish, answer, found.on)
+    told = advice.advise(found.estimates, found.search_bound, found.wish, answer, found.cost_model_on)
     if output is not None:
-        write(output, dump(answer.found[0].plan))
-    words = advice.sentences(told, answer.found[0], lambda bytes_: count(bytes_, "B"))
+        write_text(output, dump(answer.ranked_plans[0].plan))
+    words = advice.advice_sentences(told, answer.ranked_plans[0], lambda bytes_: format_count(bytes_, "B"))
     if request.json:
-        print_json({"plans": [_row(each, cluster) for each in answer.found], "advice": asdict(told), "words": words})
+        print_json(
+            {"plans": [_row(each, cluster) for each in answer.ranked_plans], "advice": asdict(told), "words": words}
+        )
         return
     _show(answer, cluster, words)
     if output is not None:
         console().print(f"The best plan is in {output}: polylane train {request.recipe} --plan {output}")
 
 
-def _see_that_a_plan_says(method: Method) -> None:
+def _check_plan_can_say(method: TrainingOptions) -> None:
     """A plan that is written is the one that was priced, or none is.
 
     Raises:
@@ -80,27 +83,27 @@ class Searched:
     Attributes:
         basis: what predictions on the cluster rest on.
         estimates: seconds of stages, by which plans were compared.
-        weigh: bytes of a worker, by which plans were excluded.
+        search_bound: bytes of a worker, by which plans were excluded.
         wish: the numbers of workers, the memory and the methods that were allowed.
         answer: the plans that were found, at least one.
     """
 
-    basis: Basis
-    estimates: Estimates
-    weigh: Footprint
-    wish: Wish
-    answer: Answer
+    basis: CostModel
+    estimates: CurveCache
+    search_bound: Footprint
+    wish: SearchRequest
+    answer: SearchResult
 
-    def on(self, other: Cluster) -> Basis:
+    def cost_model_on(self, other: Cluster) -> CostModel:
         """The same on another cluster."""
-        return replace(self.basis, cluster=other, stages=self.basis.stages.fresh())
+        return replace(self.basis, cluster=other, stages=self.basis.stages.without_prices())
 
 
 def search_for(
     problem: CapturedProblem,
     cluster: Cluster,
     batch: int,
-    method: Method,
+    method: TrainingOptions,
     *,
     workers: int | None = None,
     memory: int | None = None,
@@ -120,26 +123,34 @@ def search_for(
     Raises:
         PolylaneError: more workers than devices, or nothing fits: with the number of devices that would do.
     """
-    from polylane.planner import advice, setup
-    from polylane.planner.estimate import Estimates
-    from polylane.planner.search import Wish, search
+    from polylane.planner import advice
+    from polylane.planner import problem as setup
+    from polylane.planner.search import SearchRequest, search
+    from polylane.planner.stage_curves import CurveCache
 
     most = cluster.count if workers is None else workers
     if most > cluster.count:
-        raise PolylaneError(f"--workers {most}: the cluster has {plural(cluster.count, 'device')}")
+        raise PolylaneError(f"--workers {most}: the cluster has {format_plural(cluster.count, 'device')}")
     limit = min(device.memory for device in cluster.devices(range(most)))
     limit = min(limit, memory or limit)
-    wish = Wish(batch, worthwhile(most), _inner(cluster), (method,), float(limit), top=max(top, 1))
-    basis = setup.basis(problem, cluster, method)
-    estimates, weigh = Estimates(basis, batch), setup.footprint(problem, cluster)
+    wish = SearchRequest(
+        batch,
+        candidate_worker_counts(most),
+        _max_operator_ranks(cluster),
+        (method,),
+        float(limit),
+        plan_count=max(top, 1),
+    )
+    basis = setup.build_cost_model(problem, cluster, method)
+    estimates, weigh = CurveCache(basis, batch), setup.build_search_bound(problem, cluster)
     found = Searched(basis, estimates, weigh, wish, search(estimates, weigh, wish))
-    if not found.answer.found:
-        enough = partial(advice.enough, weigh, wish, estimates, found.on, MOST)
-        raise PolylaneError(_nothing(found.answer, wish, enough))
-    return replace(found, answer=_first_exactly(basis, batch, found.answer))
+    if not found.answer.ranked_plans:
+        enough = partial(advice.devices_needed, weigh, wish, estimates, found.cost_model_on, MOST)
+        raise PolylaneError(_explain_nothing_fits(found.answer, wish, enough))
+    return replace(found, answer=_with_exact_memory(basis, batch, found.answer))
 
 
-def _first_exactly(basis: Basis, batch: int, answer: Answer) -> Answer:
+def _with_exact_memory(basis: CostModel, batch: int, answer: SearchResult) -> SearchResult:
     """The answer with the memory of its first plan as ``simulate`` has it, of the samples in hand.
 
     That of the others is in proportion to a batch of the example's size, and so at most what they need: what does not
@@ -147,16 +158,16 @@ def _first_exactly(basis: Basis, batch: int, answer: Answer) -> Answer:
     """
     from polylane.cost.predict import predict
 
-    for index, found in enumerate(answer.found):
+    for index, found in enumerate(answer.ranked_plans):
         own = replace(basis, method=found.candidate.method)
         prediction = predict(own, found.partition, found.plan, batch)
-        if max(stage.memory.total for stage in prediction.stages) <= found.candidate.limit:
+        if max(stage.memory.total for stage in prediction.stages) <= found.candidate.memory_limit:
             first = replace(found, prediction=prediction)
-            return replace(answer, found=(first, *answer.found[index + 1 :]))
+            return replace(answer, ranked_plans=(first, *answer.ranked_plans[index + 1 :]))
     return answer
 
 
-def worthwhile(most: int) -> tuple[int, ...]:
+def candidate_worker_counts(most: int) -> tuple[int, ...]:
     """Numbers of workers to look at: all, and fewer where these might be better: halves of it, down to one."""
     found = [most]
     while found[-1] > 1 and len(found) < 3:
@@ -164,12 +175,12 @@ def worthwhile(most: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*found, 1]))
 
 
-def _inner(cluster: Cluster) -> int:
+def _max_operator_ranks(cluster: Cluster) -> int:
     """The most ranks that share an operator: those of a host."""
     return max(group.devices for group in cluster.hosts)
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     from polylane.cluster.units import figure
 
     found = figure(text)
@@ -178,21 +189,21 @@ def _bytes(text: str) -> int:
     return int(found[0])
 
 
-def _nothing(answer: Answer, wish: Wish, would_do: Callable[[], int | None]) -> str:
+def _explain_nothing_fits(answer: SearchResult, wish: SearchRequest, would_do: Callable[[], int | None]) -> str:
     """That nothing fits, by how much, and how many devices would do."""
-    workers = plural(max(wish.workers), "worker")
-    if not answer.excluded:
-        return f"no plan for {workers}: a batch of {plural(wish.batch, 'sample')} is too small"
-    least = min(answer.excluded, key=lambda c: c.bytes)
+    workers = format_plural(max(wish.workers), "worker")
+    if not answer.too_large_candidates:
+        return f"no plan for {workers}: a batch of {format_plural(wish.batch, 'sample')} is too small"
+    least = min(answer.too_large_candidates, key=lambda c: c.peak_bytes)
     words = (
-        f"nothing fits on {workers}: the leanest plan needs {count(least.bytes, 'B')} per worker, "
-        f"{count(least.bytes - least.limit, 'B')} more than it may have"
+        f"nothing fits on {workers}: the leanest plan needs {format_count(least.peak_bytes, 'B')} per worker, "
+        f"{format_count(least.peak_bytes - least.memory_limit, 'B')} more than it may have"
     )
     found = would_do()
     return f"{words}; {found} such devices would do" if found else f"{words}; more devices do not help"
 
 
-def _row(found: Found, cluster: Cluster) -> dict[str, Any]:
+def _row(found: RankedPlan, cluster: Cluster) -> dict[str, Any]:
     prediction = found.prediction
     worst = max((stage.memory for stage in prediction.stages), key=lambda memory: memory.total)
     return {
@@ -213,20 +224,22 @@ def _share(prediction: Prediction) -> float:
     return sum(timeline.exposed_communication()) / (timeline.ranks * timeline.makespan() or 1.0)
 
 
-def _show(answer: Answer, cluster: Cluster, words: Sequence[str]) -> None:
-    grid = Grid(box=box.SIMPLE, title=f"Of {answer.looked} plans, {len(answer.fitting)} fit; the fastest")
+def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:
+    grid = Grid(
+        box=box.SIMPLE, title=f"Of {answer.compared_count} plans, {len(answer.fitting_candidates)} fit; the fastest"
+    )
     grid.add_column("plan", overflow="fold", ratio=1)
     for name in ("workers", "step", "samples/s", "memory", "computing", "messages", "price"):
         grid.add_column(name, justify="right")
-    for found in answer.found:
+    for found in answer.ranked_plans:
         row = _row(found, cluster)
-        bound = "" if found is answer.found[0] else "≤ "
+        bound = "" if found is answer.ranked_plans[0] else "≤ "
         grid.add_row(
             Text(row["plan"]),
             str(row["workers"]),
-            planning.duration(row["step_seconds"]),
+            planning.format_duration(row["step_seconds"]),
             f"{row['samples_per_second']:,.1f}",
-            bound + count(row["memory"], "B"),
+            bound + format_count(row["memory"], "B"),
             f"{row['utilization']:.0%}",
             f"{row['exposed_communication']:.0%}",
             f"{row['price']:.2g}" if row["price"] else "",

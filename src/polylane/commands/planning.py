@@ -7,26 +7,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from polylane.commands import inputs
-from polylane.commands.output import plural
+from polylane.commands import user_inputs as inputs
+from polylane.commands.printing import format_plural
 from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
     from polylane.commands.requests import PredictRequest
-    from polylane.cost.method import Method
-    from polylane.cost.profile import Profile
+    from polylane.compile.training_problem import TrainingProblem
+    from polylane.cost.operators.profile import Profile
+    from polylane.cost.operators.training_options import TrainingOptions
     from polylane.graph.graph import Graph
-    from polylane.planner.setup import CapturedProblem
+    from polylane.planner.problem import CapturedProblem
     from polylane.recipe import Recipe
-    from polylane.runtime.training_problem import TrainingProblem
 
 # Samples of the example that shows the form of a batch.
 EXAMPLE = 2
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Without the collector of reference cycles, which would go through a large graph again and again in vain."""
     was = gc.isenabled()
     gc.disable()
@@ -43,9 +43,9 @@ def open_on_meta(recipe: Recipe, request: PredictRequest) -> TrainingProblem:
     Raises:
         PolylaneError: one of the recipe's functions raised, or did not return what it should.
     """
-    from polylane.runtime.launch import single_threaded
+    from polylane.runtime.workers.fork import limit_to_one_thread
 
-    single_threaded()
+    limit_to_one_thread()
     model = _without_weights(recipe)
     example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), EXAMPLE)
     return inputs.problem_of(recipe, model, example, request.batch)
@@ -106,7 +106,7 @@ def tokens_per_sample(problem: TrainingProblem) -> int:
     return int(first.shape[1])
 
 
-def checked_workers(cluster: Cluster, workers: int) -> None:
+def check_workers(cluster: Cluster, workers: int) -> None:
     """Refuse a plan that takes more devices than there are.
 
     Raises:
@@ -114,7 +114,8 @@ def checked_workers(cluster: Cluster, workers: int) -> None:
     """
     if workers > cluster.count:
         raise PolylaneError(
-            f"the plan takes {plural(workers, 'worker')}, but the cluster has {plural(cluster.count, 'device')}"
+            f"the plan takes {format_plural(workers, 'worker')}, but the cluster has "
+            f"{format_plural(cluster.count, 'device')}"
         )
 
 
@@ -126,24 +127,24 @@ def model_flops(graph: Graph, batch: int) -> float:
     return 3.0 * sum(node.flops for node in graph.nodes) * batch / graph.samples
 
 
-def method_of(request: PredictRequest) -> Method:
+def method_of(request: PredictRequest) -> TrainingOptions:
     """How training is done, from the options of a command.
 
     Raises:
         PolylaneError: an option that is wrong.
     """
-    from polylane.cost.method import Method
+    from polylane.cost.operators.training_options import TrainingOptions
 
     dtype = request.dtype or "float32"
     if dtype == "float64":
         raise PolylaneError("--dtype 'float64': choose one of float32, bfloat16, float16")
     try:
-        return Method(dtype, True, request.recompute, request.shard, request.overlap)  # type: ignore[arg-type]
+        return TrainingOptions(dtype, True, request.recompute, request.shard, request.overlap)  # type: ignore[arg-type]
     except PolylaneError as error:
         raise PolylaneError(f"--{error}") from None
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time for people: "1.24 s", "35.1 ms", "820 µs"."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= 1 or not seconds:

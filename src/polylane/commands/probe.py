@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from polylane.commands import inputs
-from polylane.commands.output import plural, print_json, write
+from polylane.commands import user_inputs as inputs
+from polylane.commands.printing import format_plural, print_json, write_text
 from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
     from polylane.cluster.device import Device
     from polylane.commands.requests import ProbeRequest, RecipeRequest
-    from polylane.cost.profile import Profile
+    from polylane.cost.operators.profile import Profile
     from polylane.graph.graph import Graph
-    from polylane.probe.conclude import Measured
+    from polylane.probe.conclusion import MeasuredMachine
     from polylane.probe.effort import Effort
-    from polylane.runtime.launch import Context
+    from polylane.runtime.workers.fork import WorkerContext
 
 BUSY = 0.5  # processes at work for each core, from which on figures are those of a busy machine
 
@@ -47,9 +47,9 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
     if output is not None:
         _check_writable(output)
     from polylane.probe.machine import check_workers, usual_workers
-    from polylane.runtime.launch import single_threaded
+    from polylane.runtime.workers.fork import limit_to_one_thread
 
-    single_threaded()
+    limit_to_one_thread()
     count = usual_workers() if workers is None else workers
     check_workers(count)
     found: dict[str, Any] = {"workers": count}
@@ -65,35 +65,35 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
 
 def _machine(output: Path, workers: int, effort: Effort | None, json: bool) -> dict[str, Any]:
     """Measure the machine and write its file."""
-    from polylane.probe.conclude import conclude
+    from polylane.probe.conclusion import conclude
     from polylane.probe.effort import thorough
     from polylane.probe.machine import accelerators
-    from polylane.probe.measure import further, measure
+    from polylane.probe.measure import further_dtypes, measure_machine
 
     kind = "cuda" if accelerators() else "cpu"
     effort = effort or thorough(kind)
     load, start = os.getloadavg()[0], time.perf_counter()
-    with _Display(effort.ticks(workers, len(further(kind)))) as display:
-        measured = conclude(measure(workers, effort, display), workers)
-    write(output, measured.text(time.strftime("%Y-%m-%d %H:%M"), load))
+    with _Display(effort.progress_ticks(workers, len(further_dtypes(kind)))) as display:
+        measured = conclude(measure_machine(workers, effort, display), workers)
+    write_text(output, measured.text(time.strftime("%Y-%m-%d %H:%M"), load))
     seconds = time.perf_counter() - start
     if not json:
-        _say(measured, output, seconds, load)
+        _print_machine(measured, output, seconds, load)
     link = None if measured.link is None else {"median": measured.link[0], "worst": measured.link[1]}
     off = {"median": measured.device.median, "worst": measured.device.worst, "families": measured.device.families}
     return {"file": str(output), "seconds": seconds, "load": load, "operators": off, "messages": link}
 
 
-def _say(measured: Measured, output: Path, seconds: float, load: float) -> None:
+def _print_machine(measured: MeasuredMachine, output: Path, seconds: float, load: float) -> None:
     from polylane.probe.machine import cores
 
     host = measured.cluster.hosts[0]
     device, link, off = host.device, host.link, measured.device
     rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s {dtype}" for dtype, rate in device.achieved.items())
-    print(f"{plural(host.devices, 'worker')} of {plural(measured.threads, 'thread')} on {device.kind}")
+    print(f"{format_plural(host.devices, 'worker')} of {format_plural(measured.threads, 'thread')} on {device.kind}")
     print(f"matmuls: {rates}")
     print(f"memory: {device.bandwidth / 1e9:,.1f} GB/s; an operator takes {device.overhead * 1e6:.1f} us at least")
-    print(f"these figures tell operators to within {off.median:.0%} (median; worst {off.worst:.0%}, {off.where})")
+    print(f"these figures tell operators to within {off.median:.0%} (median; worst {off.worst:.0%}, {off.worst_case})")
     if link is not None and measured.link is not None:
         median, worst = measured.link
         print(f"messages: {link.bandwidth / 1e9:.2f} GB/s, told to within {median:.0%} (median; worst {worst:.0%})")
@@ -160,22 +160,22 @@ class _Display:
 def _recipe(request: RecipeRequest, workers: int) -> dict[str, Any]:
     """Measure a recipe's nodes in a process of their own, and keep what was measured."""
     from polylane.probe.machine import accelerators
-    from polylane.runtime.elastic import spawn
-    from polylane.runtime.launch import fork, threads_per_worker
+    from polylane.runtime.workers.fork import fork_workers, threads_per_worker
+    from polylane.runtime.workers.torchrun import spawn_workers
 
     start, path = time.perf_counter(), request.recipe
     if not request.json:
         print(f"measuring the operators of {path}", file=sys.stderr, flush=True)
-    work = partial(_measured, request, threads_per_worker(workers))
-    file, nodes, samples = (spawn if accelerators() else fork)(work, 1)[0]
+    work = partial(_measure_worker, request, threads_per_worker(workers))
+    file, nodes, samples = (spawn_workers if accelerators() else fork_workers)(work, 1)[0]
     seconds = time.perf_counter() - start
     if not request.json:
         sizes = ", ".join(map(str, samples))
-        print(f"{path}: {plural(nodes, 'node')} at batches of {sizes}, in {seconds:.0f} s; kept in {file}")
+        print(f"{path}: {format_plural(nodes, 'node')} at batches of {sizes}, in {seconds:.0f} s; kept in {file}")
     return {"recipe": path, "file": str(file), "nodes": nodes, "samples": list(samples), "seconds": seconds}
 
 
-def _measured(request: RecipeRequest, threads: int, context: Context) -> tuple[Path, int, tuple[int, ...]]:
+def _measure_worker(request: RecipeRequest, threads: int, context: WorkerContext) -> tuple[Path, int, tuple[int, ...]]:
     """The worker: measure, and keep."""
     import torch
 
@@ -190,10 +190,10 @@ def _device() -> Device:
     """A device with the name of this machine's."""
     from polylane.cluster.catalogue import device_presets
     from polylane.cluster.device import Device
-    from polylane.probe.machine import accelerators, kind
+    from polylane.probe.machine import accelerators, device_kind
 
     preset = Device.model_validate(device_presets()["a100-80g" if accelerators() else "cpu"])
-    return preset.model_copy(update={"kind": kind()})
+    return preset.model_copy(update={"kind": device_kind()})
 
 
 def _profile(request: RecipeRequest, device: Any) -> tuple[Graph, Profile]:

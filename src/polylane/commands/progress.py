@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from polylane.commands.output import seconds
+from polylane.commands.printing import format_seconds
 
 LINE_SECONDS = 5.0  # between the lines of a log
 RATE_STEPS = 20  # over which samples/s are averaged
@@ -31,7 +31,7 @@ class _Pace:
         self._recent.append((step["samples"], step["seconds"]))
         samples, elapsed = (sum(column) for column in zip(*self._recent, strict=True))
         return {
-            "step": _of("step", step["step"], self._steps),
+            "step": _number_of_total("step", step["step"], self._steps),
             "loss": f"loss {step['loss']:.4f}",
             "rate": f"{samples / elapsed:,.0f} samples/s",
             "left": self._left(step["step"]),
@@ -42,7 +42,7 @@ class _Pace:
         first, since = self._first = self._first or (step, now)
         if self._steps is None or step in (first, self._steps):
             return ""
-        return f"{seconds((now - since) / (step - first) * (self._steps - step))} left"
+        return f"{format_seconds((now - since) / (step - first) * (self._steps - step))} left"
 
 
 class Lines:
@@ -56,21 +56,23 @@ class Lines:
         """The workers are there."""
         self._epochs = message["epochs"]
         self._pace = _Pace(message["steps"])
-        self.say(_headline(message))
+        self.say(_format_headline(message))
 
     def step(self, message: dict[str, Any]) -> None:
         """One step was done."""
         words = self._pace.words(message)
         if time.monotonic() - self._last >= LINE_SECONDS:
             self._last = time.monotonic()
-            self.say("  ".join(filter(None, [_of("epoch", message["epoch"], self._epochs), *words.values()])))
+            self.say(
+                "  ".join(filter(None, [_number_of_total("epoch", message["epoch"], self._epochs), *words.values()]))
+            )
 
     def testing(self, message: dict[str, Any]) -> None:
         """The test data is next."""
 
     def epoch(self, message: dict[str, Any]) -> None:
         """An epoch was done."""
-        self.say(_epoch(message, self._epochs))
+        self.say(_epoch_line(message, self._epochs))
 
     def say(self, line: str) -> None:
         """Print a line."""
@@ -91,7 +93,7 @@ class Bar:
         """The workers are there: start drawing."""
         self._epochs = message["epochs"]
         self._pace = _Pace(message["steps"])
-        self.say(_headline(message))
+        self.say(_format_headline(message))
         columns = [TextColumn("{task.description}"), BarColumn(bar_width=24)]
         columns += [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in _WORDS]
         self._progress = Progress(*columns, console=self._console, transient=True)
@@ -101,15 +103,17 @@ class Bar:
 
     def step(self, message: dict[str, Any]) -> None:
         """One step was done."""
-        self._update(_of("epoch", message["epoch"], self._epochs), message["step"], self._pace.words(message))
+        self._update(
+            _number_of_total("epoch", message["epoch"], self._epochs), message["step"], self._pace.words(message)
+        )
 
     def testing(self, message: dict[str, Any]) -> None:
         """The test data is next."""
-        self._update(f"testing after {_of('epoch', message['epoch'], self._epochs)}", None, {})
+        self._update(f"testing after {_number_of_total('epoch', message['epoch'], self._epochs)}", None, {})
 
     def epoch(self, message: dict[str, Any]) -> None:
         """An epoch was done."""
-        self.say(_epoch(message, self._epochs))
+        self.say(_epoch_line(message, self._epochs))
 
     def say(self, line: str) -> None:
         """Print a line, above the bar where there is one."""
@@ -131,17 +135,17 @@ def display(to_stderr: bool) -> Bar | Lines:
     return Bar(console) if console.is_terminal else Lines(sys.stderr if to_stderr else sys.stdout)
 
 
-def _of(word: str, number: int, total: int | None) -> str:
+def _number_of_total(word: str, number: int, total: int | None) -> str:
     return f"{word} {number}" + ("" if total is None else f"/{total}")
 
 
-def _headline(message: dict[str, Any]) -> str:
+def _format_headline(message: dict[str, Any]) -> str:
     workers = f"{message['workers']} worker{'' if message['workers'] == 1 else 's'}"
     notes = [f"note: {note}" for note in message["notes"]]
     return "\n".join([f"{workers} on {message['device']}, {message['spec']}", *notes])
 
 
-def _epoch(message: dict[str, Any], epochs: int | None) -> str:
+def _epoch_line(message: dict[str, Any], epochs: int | None) -> str:
     test = "" if message["test_loss"] is None else f", test loss {message['test_loss']:.4f}"
-    head = f"{_of('epoch', message['epoch'], epochs)}: mean loss {message['train_loss']:.4f}{test}"
-    return f"{head}, {seconds(message['seconds'])}"
+    head = f"{_number_of_total('epoch', message['epoch'], epochs)}: mean loss {message['train_loss']:.4f}{test}"
+    return f"{head}, {format_seconds(message['seconds'])}"

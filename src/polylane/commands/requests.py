@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from polylane.commands.rates import Rates
+    from polylane.commands.learning_rates import LearningRateOptions
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
 
@@ -71,7 +71,7 @@ class TrainRequest(WorkersRequest):
     run_folder: Path | None = None
     on_nan: OnNan = "stop"
     drop_last: bool = False
-    rates: Rates | None = None
+    rates: LearningRateOptions | None = None
     model_path: Path | None = None
 
 

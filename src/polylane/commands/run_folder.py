@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from polylane.commands.output import dumps
+from polylane.commands.printing import dump_json
 from polylane.errors import PolylaneError
-from polylane.observe import swimlane
+from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
 
 MODEL = "model.safetensors"
@@ -96,7 +96,7 @@ class RunFolder:
         if self._given:
             self.path.mkdir(exist_ok=True)
         else:
-            self.path = _made_first(self.path)
+            self.path = _make_first_free(self.path)
         self._made = [self.path, *missing[1:]] if missing or not self._given else []
 
     def _lock(self) -> None:
@@ -130,13 +130,13 @@ class RunFolder:
         """Add a line to metrics.jsonl, at once."""
         with self._writing():
             assert self._metrics is not None
-            self._metrics.write(dumps(line) + "\n")
+            self._metrics.write(dump_json(line) + "\n")
 
     def timeline(self, timeline: Timeline) -> None:
         """Write the timeline of a step, as data and as pictures."""
         with self._writing():
-            (self._at / "timeline.json").write_text(dumps(timeline.to_dict()), encoding="utf-8")
-            (self._at / "trace.json").write_text(dumps(swimlane.perfetto(timeline)), encoding="utf-8")
+            (self._at / "timeline.json").write_text(dump_json(timeline.to_dict()), encoding="utf-8")
+            (self._at / "trace.json").write_text(dump_json(swimlane.perfetto(timeline)), encoding="utf-8")
             (self._at / "swimlane.html").write_text(swimlane.html(timeline), encoding="utf-8")
 
     def finish(self) -> None:
@@ -190,7 +190,7 @@ class RunFolder:
             raise PolylaneError(f"--run {self.path}: {file} cannot be written: {error.strerror or error}") from error
 
 
-def _made_first(path: Path) -> Path:
+def _make_first_free(path: Path) -> Path:
     """Make the path, or the first of ``path-2``, ``path-3``, ... that does not exist: of two runs each gets its own."""
     names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
     for name in names:

@@ -10,62 +10,63 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table as Grid
 
-from polylane.commands import inputs, planning
-from polylane.commands.output import console, count, print_json, write
+from polylane.commands import planning
+from polylane.commands import user_inputs as inputs
 from polylane.commands.plan import search_for
-from polylane.commands.planning import duration as seconds
+from polylane.commands.planning import format_duration as seconds
+from polylane.commands.printing import console, format_count, print_json, write_text
 from polylane.errors import PolylaneError
 from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
     from polylane.commands.requests import SimulateRequest
-    from polylane.cost.method import Method
+    from polylane.cost.operators.training_options import TrainingOptions
     from polylane.cost.predict import Prediction
     from polylane.graph.graph import Graph
     from polylane.graph.partition import Partition
     from polylane.observe.timeline import Timeline
     from polylane.plan.plan import Plan
-    from polylane.plan.sync import Sync
-    from polylane.planner.setup import CapturedProblem
+    from polylane.plan.sync import SyncOptions
+    from polylane.planner.problem import CapturedProblem
 
 TOP = 12  # rows of a breakdown
 
 
-@planning.uncollected()
+@planning.gc_disabled()
 def run(request: SimulateRequest) -> None:
     """Predict a step and print it.
 
     Raises:
         PolylaneError: what was given is wrong.
     """
-    from polylane.cluster.line import given
+    from polylane.cluster.spec import load_or_parse
     from polylane.cost.predict import predict
-    from polylane.observe import swimlane
+    from polylane.observe.swimlane import render as swimlane
     from polylane.plan.plan import Plan
-    from polylane.planner import setup
-    from polylane.planner.subdivide import subdivided
+    from polylane.planner import problem as setup
+    from polylane.planner.interleave import subdivide_plan
 
     method = planning.method_of(request)
     check(request, method)
     plan = None if request.plan == AUTO else inputs.read_plan(request.plan)
     pins = {axis: plan.pins(axis) for axis in plan.axes} if isinstance(plan, Plan) else {}
-    cluster = slowed(given(request.cluster), request.slow)
+    cluster = slow_down_cluster(load_or_parse(request.cluster), request.slow)
     recipe = inputs.open_recipe(request)
     problem = planning.open_on_meta(recipe, request)
     captured = planning.capture_for(problem, cluster, request, pins)
     if plan is None:
-        plan = fastest(captured, cluster, request.batch, method)
+        plan = find_fastest(captured, cluster, request.batch, method)
     elif request.dtype is None:
         method = replace(method, dtype=plan.precision)
-    planning.checked_workers(cluster, plan.workers)
-    method, every = of_sync(plan.sync, method, request.every)
+    planning.check_workers(cluster, plan.workers)
+    method, every = method_of_sync(plan.sync, method, request.every)
     if plan.slow:
         raise PolylaneError(
             "slow in a plan is for runs: leave it out, and give --slow RANK=SPEED to predict a straggler"
         )
-    basis = setup.basis(captured, cluster, method)
-    partition, fitted = subdivided(basis, plan, request.batch, request.chunks)
+    basis = setup.build_cost_model(captured, cluster, method)
+    partition, fitted = subdivide_plan(basis, plan, request.batch, request.chunks)
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn, period=every)
     found = {"recipe": str(recipe.path), **summary(captured.graph, cluster, prediction, method)}
@@ -73,19 +74,19 @@ def run(request: SimulateRequest) -> None:
         found["tokens_per_second"] = prediction.samples_per_second * tokens
     found |= {"chunks": request.chunks, "every": prediction.period}
     if request.breakdown:
-        found["breakdown"] = broken_down(basis, partition, prediction)
+        found["breakdown"] = break_down_stages(basis, partition, prediction)
     more = f" · {request.chunks} chunks" * (request.chunks > 1)
     more += f" · the last of {every} steps" * (prediction.period > 1)
     for file, draw in ((request.html, swimlane.html), (request.svg, swimlane.svg)):
         if file is not None:
-            write(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{more} · predicted")))
+            write_text(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{more} · predicted")))
     if request.json:
         print_json(found)
     else:
-        show(found)
+        print_prediction(found)
 
 
-def check(request: SimulateRequest, method: Method) -> None:
+def check(request: SimulateRequest, method: TrainingOptions) -> None:
     """Refuse what no plan can have, before anything is captured.
 
     Raises:
@@ -104,7 +105,7 @@ def check(request: SimulateRequest, method: Method) -> None:
         )
 
 
-def of_sync(sync: Sync, method: Method, every: int) -> tuple[Method, int]:
+def method_of_sync(sync: SyncOptions, method: TrainingOptions, every: int) -> tuple[TrainingOptions, int]:
     """The method and the period that a plan's ``sync`` asks for, where no option does.
 
     Raises:
@@ -114,7 +115,7 @@ def of_sync(sync: Sync, method: Method, every: int) -> tuple[Method, int]:
         if planned not in (plain, asked) and asked != plain:
             raise PolylaneError(f"--{name} {asked}, but the plan says {name}={planned}: leave one of them out")
     for name in ("wire", "compress", "within", "outer", "warmup", "servers"):
-        if name in (word.partition("=")[0] for word in sync.words()):
+        if name in (word.partition("=")[0] for word in sync.to_words()):
             raise PolylaneError(
                 f"{name}: what this takes is not predicted; leave it out of the plan to simulate the rest"
             )
@@ -122,7 +123,7 @@ def of_sync(sync: Sync, method: Method, every: int) -> tuple[Method, int]:
     return method, max(every, sync.every)
 
 
-def fastest(problem: CapturedProblem, cluster: Cluster, batch: int, method: Method) -> Plan:
+def find_fastest(problem: CapturedProblem, cluster: Cluster, batch: int, method: TrainingOptions) -> Plan:
     """The plan that ``polylane plan`` puts first; says on stderr which one.
 
     Raises:
@@ -133,7 +134,7 @@ def fastest(problem: CapturedProblem, cluster: Cluster, batch: int, method: Meth
     return announced(search_for(problem, cluster, batch, method).answer)
 
 
-def slowed(cluster: Cluster, options: Sequence[str]) -> Cluster:
+def slow_down_cluster(cluster: Cluster, options: Sequence[str]) -> Cluster:
     """The cluster with stragglers: ``3=0.8`` makes the device of rank 3 four fifths as fast.
 
     Raises:
@@ -151,7 +152,7 @@ def slowed(cluster: Cluster, options: Sequence[str]) -> Cluster:
 # Plain data ----------------------------------------------------------------------------------------------------------
 
 
-def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Method) -> dict[str, Any]:
+def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: TrainingOptions) -> dict[str, Any]:
     """What a step takes, as plain data."""
     plan, step = prediction.plan, prediction.seconds
     flops = planning.model_flops(graph, prediction.batch)
@@ -178,30 +179,34 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Meth
 
 def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]:
     """Bytes that the busiest rank sends in a step, for each kind of traffic, and over which level of the cluster."""
-    counted = {id(t): _bytes(prediction, t) for t in (prediction.timeline, prediction.between) if t is not None}
+    counted = {
+        id(t): _bytes(prediction, t) for t in (prediction.timeline, prediction.local_step_timeline) if t is not None
+    }
 
     def mean(key: tuple[str, int]) -> int:
-        return round(prediction.mean(lambda timeline: counted[id(timeline)].get(key, 0)))
+        return round(prediction.mean_over_period(lambda timeline: counted[id(timeline)].get(key, 0)))
 
     lanes = {key: mean(key) for key in set().union(*counted.values())}
     found = []
     for kind in ("operators", "pipeline", "data"):
         most = max((bytes_ for (own, _), bytes_ in lanes.items() if own == kind), default=0)
         if most:
-            found.append({"traffic": kind, "level": _level(prediction.plan, kind, cluster), "bytes": most})
+            found.append({"traffic": kind, "level": _widest_level(prediction.plan, kind, cluster), "bytes": most})
     return found
 
 
 def _bytes(prediction: Prediction, timeline: Timeline) -> dict[tuple[str, int], int]:
     """That are sent in a step, by kind of traffic and lane."""
-    from polylane.schedule.action import Kind
+    from polylane.schedule.action import ActionKind
 
-    kinds = {Kind.SEND: "pipeline", Kind.REDUCE: "data", Kind.STEP: "data"}
-    shared = [prediction.stages[prediction.plan.place(rank)[0]].shared for rank in prediction.lanes]
+    kinds = {ActionKind.SEND: "pipeline", ActionKind.REDUCE: "data", ActionKind.STEP: "data"}
+    shared = [
+        prediction.stages[prediction.plan.stage_and_replica(rank)[0]].shard_traffic_share for rank in prediction.lanes
+    ]
     lanes: dict[tuple[str, int], int] = {}
     for span in timeline.spans:
         parts = {kinds[span.action.kind]: span.bytes} if span.action.kind in kinds else {}
-        if span.action.kind in (Kind.FORWARD, Kind.BACKWARD):
+        if span.action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             data = round(shared[span.rank] * span.bytes)
             parts = {"data": data, "operators": span.bytes - data}
         for kind, bytes_ in parts.items():
@@ -209,7 +214,7 @@ def _bytes(prediction: Prediction, timeline: Timeline) -> dict[tuple[str, int], 
     return lanes
 
 
-def _level(plan: Plan, kind: str, cluster: Cluster) -> str:
+def _widest_level(plan: Plan, kind: str, cluster: Cluster) -> str:
     """The widest part of the cluster that a kind of traffic crosses."""
     groups: list[Sequence[int]] = []
     for stage, after in zip(plan.stages, [*plan.stages[1:], plan.stages[0]], strict=True):
@@ -232,20 +237,20 @@ def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, An
         "samples": own.samples,
         "forward": own.passes.forward,
         "backward": own.passes.backward,
-        "waits": own.waits,
-        "update": own.update,
+        "waits": own.collective_seconds,
+        "update": own.update_seconds,
         "memory": own.memory.as_dict(),
         "limit": min(device.memory for device in cluster.devices(prediction.plan.stages[index].devices)),
     }
 
 
-def broken_down(basis: Any, partition: Partition, prediction: Prediction) -> list[dict[str, Any]]:
+def break_down_stages(basis: Any, partition: Partition, prediction: Prediction) -> list[dict[str, Any]]:
     """Seconds of a microbatch by kind of operator, on the busiest rank of every stage."""
     from polylane.cost.predict import table_of
-    from polylane.program.interleave import dealt
+    from polylane.program.interleave import deal_stages
 
     if partition.stages > prediction.plan.pipeline:
-        partition = dealt(partition, prediction.plan.pipeline)
+        partition = deal_stages(partition, prediction.plan.pipeline)
     found = []
     for index in range(prediction.plan.pipeline):
         table = table_of(basis, partition, prediction.plan, prediction.batch, index)
@@ -273,7 +278,7 @@ def broken_down(basis: Any, partition: Partition, prediction: Prediction) -> lis
 # For people ----------------------------------------------------------------------------------------------------------
 
 
-def show(found: dict[str, Any]) -> None:
+def print_prediction(found: dict[str, Any]) -> None:
     """Print a prediction."""
     screen = console()
     rate = f"{found['samples_per_second']:,.1f} samples/s"
@@ -291,7 +296,7 @@ def show(found: dict[str, Any]) -> None:
         f"{found['bubble']:.1%}, for messages {found['exposed_communication']:.1%}."
     )
     for row in found["bytes"]:
-        words = f"{row['traffic']}: {count(row['bytes'], 'B')} sent per worker and step, within a {row['level']}"
+        words = f"{row['traffic']}: {format_count(row['bytes'], 'B')} sent per worker and step, within a {row['level']}"
         screen.print(words.replace("within a cluster", "between sites"))
     _show_stages(found["stages"])
     if "breakdown" in found:
@@ -313,13 +318,15 @@ def _show_stages(stages: Sequence[dict[str, Any]]) -> None:
         times.add_row(str(row["stage"]), row["mesh"], str(row["samples"]), *own)
         parts = ("parameters", "gradients", "optimizer", "activations", "communication", "margin", "total")
         over = memory["total"] > row["limit"]
-        sizes.add_row(str(row["stage"]), *(count(memory[name], "B") for name in parts), style="red" if over else "")
+        sizes.add_row(
+            str(row["stage"]), *(format_count(memory[name], "B") for name in parts), style="red" if over else ""
+        )
     console().print(times)
     console().print(sizes)
     for row in stages:
         over = row["memory"]["total"] - row["limit"]
         if over > 0:
-            console().print(f"Stage {row['stage']} does not fit: {count(over, 'B')} more than a device has.")
+            console().print(f"Stage {row['stage']} does not fit: {format_count(over, 'B')} more than a device has.")
 
 
 def _show_breakdown(rows: Sequence[dict[str, Any]]) -> None:

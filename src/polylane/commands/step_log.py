@@ -13,8 +13,8 @@ from typing import Any
 
 from polylane.observe.timeline import Timeline
 from polylane.runtime.job import Job
-from polylane.runtime.result import StepResult
-from polylane.values import travels
+from polylane.runtime.pipeline.step_result import StepResult
+from polylane.runtime.transport.serialization import serializable
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -26,7 +26,7 @@ LAST_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """How a training ended, the same on every worker (but for the clock).
 
     Attributes:
@@ -66,9 +66,9 @@ class Outcome:
     saved: bool = True
 
 
-@travels
+@serializable
 @dataclass(frozen=True)
-class Own:
+class EpochLosses:
     """What one worker knows of an epoch: its losses as (total, count), its time, and when a loss was no number."""
 
     total: float
@@ -78,7 +78,7 @@ class Own:
     stopped: tuple[int, int] | None
 
 
-class Log:
+class StepLog:
     """What is known of the steps so far.
 
     The loss of a step is summed over the workers while the next ones run; it is read once the slowest worker has come
@@ -121,7 +121,9 @@ class Log:
             self._late.clear()
         if result.samples == self._full:
             self._late.append((seconds, result))
-        self._waiting.append(partial(self._read, result, self.launched, epoch, seconds, learning_rate, staleness))
+        self._waiting.append(
+            partial(self._read_result, result, self.launched, epoch, seconds, learning_rate, staleness)
+        )
 
     def complete(self) -> None:
         """Read and tell the loss of all steps."""
@@ -131,11 +133,11 @@ class Log:
     def _mean(self) -> float:
         return self._sum / self._count if self._count else math.nan
 
-    def own(self) -> Own:
+    def epoch_losses(self) -> EpochLosses:
         """What this worker knows of the epoch."""
-        return Own(self._sum, self._count, self._epoch_seconds, self.seconds, self.stopped)
+        return EpochLosses(self._sum, self._count, self._epoch_seconds, self.seconds, self.stopped)
 
-    def agree(self, every: Sequence[Own]) -> None:
+    def merge_epoch(self, every: Sequence[EpochLosses]) -> None:
         """The epoch is that of all workers: their mean loss, the slowest one's time; where one must stop, all do."""
         if every:  # none are left where the others have ended already
             self._sum, self._count = sum(each.total for each in every), sum(each.count for each in every)
@@ -143,7 +145,7 @@ class Log:
             self.seconds = max(each.seconds for each in every)
             self.stopped = min((each.stopped for each in every if each.stopped is not None), default=None)
 
-    def _read(
+    def _read_result(
         self,
         result: StepResult,
         step: int,
@@ -178,11 +180,11 @@ class Log:
         """Mean loss over the samples of the epoch so far, and the time its steps took."""
         return {"train_loss": self._mean(), "seconds": self._epoch_seconds}
 
-    def outcome(self, plan: str, test_loss: float | None, stopped: bool) -> Outcome:
+    def outcome(self, plan: str, test_loss: float | None, stopped: bool) -> TrainingOutcome:
         """How it ended."""
         rest = (self.samples - self._first[0], self.seconds - self._first[1])
         samples, seconds = rest if self.launched > 1 else self._first
-        return Outcome(
+        return TrainingOutcome(
             plan=plan,
             steps=self.launched,
             samples=self.samples,

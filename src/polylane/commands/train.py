@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from polylane.commands import inputs
-from polylane.commands.output import count, plural, print_json, seconds
+from polylane.commands import user_inputs as inputs
+from polylane.commands.printing import format_count, format_plural, format_seconds, print_json
 from polylane.commands.progress import display
 from polylane.commands.run_folder import RunFolder
 from polylane.errors import PolylaneError
@@ -22,7 +22,7 @@ from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
     from polylane.commands.requests import TrainRequest
-    from polylane.commands.step_log import Outcome
+    from polylane.commands.step_log import TrainingOutcome
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
 
@@ -36,11 +36,11 @@ def run(request: TrainRequest) -> None:
     """
     if request.epochs is not None and request.steps is not None:
         raise PolylaneError("--epochs and --steps exclude each other: give one of them")
-    inputs.positive("--clip-norm", request.clip_norm)
-    request = replace(request, plan=_chosen(request))
+    inputs.check_positive("--clip-norm", request.clip_norm)
+    request = replace(request, plan=_choose_plan(request))
     inputs.open_recipe(request)  # before torch is imported, where the recipe itself does not
     given = request.run_folder
-    place = RunFolder(given or Path("run") / _name(request.recipe), given=given is not None)
+    place = RunFolder(given or Path("run") / _recipe_name(request.recipe), given=given is not None)
     place.check()
     with place.claimed(os.environ.get("RANK", "0") == "0"):  # of torchrun's workers the first one writes
         _train(replace(request, model_path=place.model), place)
@@ -60,7 +60,7 @@ def _train(request: TrainRequest, place: RunFolder) -> None:
     _finish(request, place, outcome)
 
 
-def _chosen(request: TrainRequest) -> Spec | Plan | Literal["auto"]:
+def _choose_plan(request: TrainRequest) -> Spec | Plan | Literal["auto"]:
     """The plan; under torchrun the best one is found only when the workers have met."""
     if request.plan != AUTO or "RANK" not in os.environ:
         return inputs.choose_plan(request)
@@ -70,7 +70,7 @@ def _chosen(request: TrainRequest) -> Spec | Plan | Literal["auto"]:
     return "auto"
 
 
-def _name(recipe: str) -> str:
+def _recipe_name(recipe: str) -> str:
     """A recipe's name: its file's, or the last of its module's."""
     return Path(recipe).stem if recipe.endswith(".py") else recipe.rpartition(".")[2]
 
@@ -112,52 +112,52 @@ class _Reporter:
 # Three ways to start -------------------------------------------------------------------------------------------------
 
 
-def _start(request: TrainRequest, reporter: _Reporter) -> Outcome:
+def _start(request: TrainRequest, reporter: _Reporter) -> TrainingOutcome:
     """On this host: forked workers on the CPU, new processes where there are accelerators."""
-    from polylane.runtime.world import accelerator_type
+    from polylane.runtime.workers.world import accelerator_type
 
     plan = request.plan
     assert plan is not None and not isinstance(plan, str)
     if accelerator_type() is not None:
-        from polylane.commands.training import spawned
-        from polylane.runtime.elastic import spawn
+        from polylane.commands.training import run_spawned_worker
+        from polylane.runtime.workers.torchrun import spawn_workers
 
-        return spawn(partial(spawned, request), plan.processes, reporter)[0]
-    from polylane.commands.training import forked, gather, prepare_once
-    from polylane.runtime.launch import fork, single_threaded
+        return spawn_workers(partial(run_spawned_worker, request), plan.processes, reporter)[0]
+    from polylane.commands.training import load_materials, prepare_once, run_forked_worker
+    from polylane.runtime.workers.fork import fork_workers, limit_to_one_thread
 
-    single_threaded()
-    training = gather(request)
+    limit_to_one_thread()
+    training = load_materials(request)
     prepared = prepare_once(training, plan)
-    return fork(partial(forked, training, prepared), plan.processes, reporter)[0]
+    return fork_workers(partial(run_forked_worker, training, prepared), plan.processes, reporter)[0]
 
 
 def _under_torchrun(request: TrainRequest, place: RunFolder) -> None:
     """This process is one of the workers already; rank 0 writes and prints."""
     import torch
 
-    from polylane.commands.training import apart
-    from polylane.runtime.failure import Failure
-    from polylane.runtime.launch import ECHO_GRACE_SECONDS, threads_per_worker
-    from polylane.runtime.world import World
+    from polylane.commands.training import run_torchrun_worker
+    from polylane.runtime.workers.failure import Failure
+    from polylane.runtime.workers.fork import ECHO_GRACE_SECONDS, threads_per_worker
+    from polylane.runtime.workers.world import World
 
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     world = World.join()
     try:
         if world.rank != 0:
-            outcome = apart(request, world, lambda message: None)
-            _refuse_stopped(place, outcome)
+            outcome = run_torchrun_worker(request, world, lambda message: None)
+            _raise_if_stopped(place, outcome)
             return
         with _Reporter(place, to_stderr=request.json) as reporter:
-            outcome = apart(request, world, partial(reporter, 0))
+            outcome = run_torchrun_worker(request, world, partial(reporter, 0))
     except PolylaneError:
         raise
     except Exception as error:
         failure = Failure.of_exception(world.rank, error)
-        if failure.echo:  # another worker failed, and says why; torchrun ends all when one ends
+        if failure.is_echo:  # another worker failed, and says why; torchrun ends all when one ends
             time.sleep(ECHO_GRACE_SECONDS)
             sys.exit(1)
-        print(f"polylane: {failure.error()}", file=sys.stderr, flush=True)
+        print(f"polylane: {failure.to_exception()}", file=sys.stderr, flush=True)
         sys.exit(1)
     _finish(request, place, outcome)
 
@@ -165,29 +165,30 @@ def _under_torchrun(request: TrainRequest, place: RunFolder) -> None:
 # The end -------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_stopped(place: RunFolder, outcome: Outcome) -> None:
+def _raise_if_stopped(place: RunFolder, outcome: TrainingOutcome) -> None:
     if outcome.stopped is not None:
         cause = f"{outcome.cause}; " if outcome.cause else ""
         raise PolylaneError(
-            f"{_said(outcome, outcome.stopped)}: training stopped, and no weights were saved; {cause}the metrics are "
+            f"{_describe_anomaly(outcome, outcome.stopped)}: training stopped, and no weights were saved; "
+            f"{cause}the metrics are "
             f"in {place.metrics}, and --on-nan warn goes on instead"
         )
 
 
-def _said(outcome: Outcome, at: tuple[int, int]) -> str:
+def _describe_anomaly(outcome: TrainingOutcome, at: tuple[int, int]) -> str:
     return f"the loss was {outcome.bad_loss} at step {at[0]} (epoch {at[1]})"
 
 
-def _finish(request: TrainRequest, place: RunFolder, outcome: Outcome) -> None:
+def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -> None:
     place.timeline(outcome.timeline)
-    _refuse_stopped(place, outcome)
+    _raise_if_stopped(place, outcome)
     if not outcome.saved:
         raise PolylaneError(
-            f"the weights were not saved after {plural(outcome.steps, 'step')}: {outcome.cause}; "
+            f"the weights were not saved after {format_plural(outcome.steps, 'step')}: {outcome.cause}; "
             f"what else there is of the run is in {place.metrics.parent}"
         )
     if outcome.not_finite is not None:
-        print(f"polylane: {_said(outcome, outcome.not_finite)}, and training went on", file=sys.stderr)
+        print(f"polylane: {_describe_anomaly(outcome, outcome.not_finite)}, and training went on", file=sys.stderr)
     place.finish()
     files = place.files()
     summary = {
@@ -212,28 +213,34 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: Outcome) -> None:
         print_json(summary)
         return
     test = "" if outcome.test_loss is None else f", test loss {outcome.test_loss:.4f}"
-    print(f"{plural(outcome.steps, 'step')} in {seconds(outcome.seconds)}: final loss {outcome.loss:.4f}{test}")
+    print(
+        f"{format_plural(outcome.steps, 'step')} in {format_seconds(outcome.seconds)}: final loss "
+        f"{outcome.loss:.4f}{test}"
+    )
     said = outcome.timeline.notes["step"]
     print(
         f"{outcome.samples_per_second:,.0f} samples/s; {'step' if said.isdecimal() else 'steps'} {said} kept the "
-        f"workers busy {outcome.timeline.utilization():.1%} of the time{_sent(outcome)}, "
+        f"workers busy {outcome.timeline.utilization():.1%} of the time{_describe_traffic(outcome)}, "
         f"see {place.path / 'swimlane.html'}"
     )
-    for line in agreement(outcome.traffic, len(outcome.traffic) - outcome.servers):
+    for line in sync_traffic_lines(outcome.traffic, len(outcome.traffic) - outcome.servers):
         print(line)
     if outcome.staleness:
-        print(_staleness(outcome.staleness))
+        print(_describe_staleness(outcome.staleness))
     print(f"{place.path}/: {', '.join(Path(file).name for file in files.values())}")
 
 
-def _staleness(updates: Mapping[int, int]) -> str:
+def _describe_staleness(updates: Mapping[int, int]) -> str:
     """How stale the updates of parameter servers were, in words."""
     count = sum(updates.values())
     mean = sum(stale * times for stale, times in updates.items()) / count
-    return f"{plural(count, 'update')} of servers, of weights that were {mean:.2g} updates old, at most {max(updates)}"
+    return (
+        f"{format_plural(count, 'update')} of servers, of weights that were {mean:.2g} updates old, at most "
+        f"{max(updates)}"
+    )
 
 
-def agreement(traffic: Sequence[Mapping[str, float]], training: int) -> list[str]:
+def sync_traffic_lines(traffic: Sequence[Mapping[str, float]], training: int) -> list[str]:
     """What workers sent in a step so that replicas agree, beside theory; nothing where there is nothing to agree on.
 
     Args:
@@ -245,11 +252,12 @@ def agreement(traffic: Sequence[Mapping[str, float]], training: int) -> list[str
         sent, theory = (sum(one[key] for one in each) / max(len(each), 1) for key in ("agreement", "theory"))
         if sent or theory:
             lines.append(
-                f"for replicas to agree each {who} sent {count(sent, 'B')} a step (theory: {count(theory, 'B')})"
+                f"for replicas to agree each {who} sent {format_count(sent, 'B')} a step (theory: "
+                f"{format_count(theory, 'B')})"
             )
     return lines
 
 
-def _sent(outcome: Outcome) -> str:
+def _describe_traffic(outcome: TrainingOutcome) -> str:
     sent = sum(outcome.timeline.sent())
-    return f" and sent {count(sent, 'B')}" if sent else ""
+    return f" and sent {format_count(sent, 'B')}" if sent else ""

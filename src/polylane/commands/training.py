@@ -9,25 +9,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from polylane.auto.on_workers import settled
-from polylane.auto.plan_broadcast import prepare_together
-from polylane.commands import inputs
+from polylane.auto.on_workers import resolve_plan
+from polylane.auto.plan_broadcast import compile_on_all_ranks
+from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import TrainRequest
-from polylane.commands.step_log import Log, Outcome, Tell, last_steps
+from polylane.commands.step_log import StepLog, Tell, TrainingOutcome, last_steps
+from polylane.compile.batch_split import Batch
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import NotFinite
 from polylane.plan import plan as plans
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.recipe import Recipe
-from polylane.runtime import data
-from polylane.runtime.division import Batch
-from polylane.runtime.finite import Anomalies, Fault, first_of
+from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job
-from polylane.runtime.launch import Context
-from polylane.runtime.prepare import Prepared
-from polylane.runtime.sync.server_log import distribution
-from polylane.runtime.training_problem import TrainingProblem
-from polylane.runtime.world import World
+from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue, earliest_fault
+from polylane.runtime.sync.parameter_server.update_log import count_staleness
+from polylane.runtime.workers.fork import WorkerContext
+from polylane.runtime.workers.world import World
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RecipeTraining:
         """Times through the data; None where the steps are counted instead."""
         return 1 if self.request.epochs is None and self.request.steps is None else self.request.epochs
 
-    def job(self, prepared: Prepared, world: World, same_weights: bool = True) -> Job:
+    def job(self, prepared: CompiledTraining, world: World, same_weights: bool = True) -> Job:
         """This worker's part in the training.
 
         Args:
@@ -79,14 +79,14 @@ class RecipeTraining:
         return Job(prepared, world, example=example, **how)
 
 
-def gather(request: TrainRequest) -> RecipeTraining:
+def load_materials(request: TrainRequest) -> RecipeTraining:
     """Model, data and an example batch.
 
     Raises:
         PolylaneError: the recipe is wrong, or one of its functions raised.
     """
     recipe = inputs.open_recipe(request)
-    recipe = recipe if request.rates is None else request.rates.of(recipe)
+    recipe = recipe if request.rates is None else request.rates.apply_to(recipe)
     problem, dataset = inputs.open_problem(recipe, request)
     if isinstance(dataset, Iterator):  # the example used some of it up
         dataset = inputs.open_data(recipe, "train")
@@ -96,36 +96,36 @@ def gather(request: TrainRequest) -> RecipeTraining:
 # Three ways to a job -------------------------------------------------------------------------------------------------
 
 
-def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> Prepared:
+def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> CompiledTraining:
     """In the parent, for workers that are forked from it."""
     prepared = training.problem.prepare(plan, evaluation=training.test is not None)
-    _see_last_batch(training, prepared)
+    _check_last_batch(training, prepared)
     return prepared
 
 
-def forked(training: RecipeTraining, prepared: Prepared, context: Context) -> Outcome:
+def run_forked_worker(training: RecipeTraining, prepared: CompiledTraining, context: WorkerContext) -> TrainingOutcome:
     """A worker that was forked from the process in which all was prepared."""
     job = training.job(prepared, context.world)
-    return train(job, training, prepared, context.message if context.rank == 0 else _silent)
+    return train(job, training, prepared, context.send_message if context.rank == 0 else _tell_nobody)
 
 
-def spawned(request: TrainRequest, context: Context) -> Outcome:
+def run_spawned_worker(request: TrainRequest, context: WorkerContext) -> TrainingOutcome:
     """A worker in a new process: everything is made in it."""
-    return apart(request, context.world, context.message if context.rank == 0 else _silent)
+    return run_torchrun_worker(request, context.world, context.send_message if context.rank == 0 else _tell_nobody)
 
 
-def apart(request: TrainRequest, world: World, tell: Tell) -> Outcome:
+def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> TrainingOutcome:
     """A worker that shares no memory with the others: rank 0 measures and decides, and its weights count."""
-    training = gather(request)
+    training = load_materials(request)
     assert request.plan is not None
     # The best plan is that of steps of as many samples as there are.
-    plan = settled(world, replace(training.problem, batch_size=None), request.plan)
-    prepared = prepare_together(world, training.problem, plan)
-    _see_last_batch(training, prepared)
+    plan = resolve_plan(world, replace(training.problem, batch_size=None), request.plan)
+    prepared = compile_on_all_ranks(world, training.problem, plan)
+    _check_last_batch(training, prepared)
     return train(training.job(prepared, world, same_weights=False), training, prepared, tell)
 
 
-def _see_last_batch(training: RecipeTraining, prepared: Prepared) -> None:
+def _check_last_batch(training: RecipeTraining, prepared: CompiledTraining) -> None:
     """Refuse now what could not be trained on at the end of an epoch.
 
     Raises:
@@ -134,25 +134,25 @@ def _see_last_batch(training: RecipeTraining, prepared: Prepared) -> None:
     sizes = training.batch_sizes
     if sizes and not training.ends_before_last:
         what = f"the last batch of an epoch ({sum(sizes)} samples in batches of {training.request.batch})"
-        prepared.fewest.check(sizes[-1], what, "leave it out with --drop-last, or take another --batch")
+        prepared.min_samples.check(sizes[-1], what, "leave it out with --drop-last, or take another --batch")
 
 
-def _silent(message: dict[str, Any]) -> None:
+def _tell_nobody(message: dict[str, Any]) -> None:
     pass
 
 
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-def train(job: Job, training: RecipeTraining, prepared: Prepared, tell: Tell) -> Outcome:
+def train(job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: Tell) -> TrainingOutcome:
     """Train as long as was asked for, test after each epoch, save the weights, and leave.
 
     What is told: one "begin", a "step" for each, a "testing" and an "epoch" after each epoch.
     """
     request, epochs = training.request, training.epochs
     tell(_begin(job, training, prepared))
-    log, stops = Log(tell, lambda: job.slack), request.on_nan == "stop"
-    job.anomalies = Anomalies() if stops else None  # it runs a pass again, which a run that goes on must not
+    log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
+    job.anomalies = AnomalyDetector() if stops else None  # it runs a pass again, which a run that goes on must not
     test_loss = None
     for epoch in itertools.count(1) if epochs is None else range(1, epochs + 1):
         log.begin_epoch()
@@ -162,8 +162,8 @@ def train(job: Job, training: RecipeTraining, prepared: Prepared, tell: Tell) ->
             if (stops and log.stopped and not job.apart) or log.launched == request.steps:
                 break
         log.complete()
-        if job.plan.sync.serves:  # a worker may know the losses of its own replica only, and one that serves none
-            log.agree(job.gathered(log.own()))
+        if job.plan.sync.has_servers:  # a worker may know the losses of its own replica only, and one that serves none
+            log.merge_epoch(job.gathered(log.epoch_losses()))
         if stops and log.stopped:
             break
         if training.test is not None:
@@ -176,25 +176,25 @@ def train(job: Job, training: RecipeTraining, prepared: Prepared, tell: Tell) ->
     servers = prepared.plan.processes - prepared.plan.workers
     outcome = replace(outcome, traffic=tuple(job.traffic()), servers=servers)
     if job.apart:
-        staleness = distribution(update for server in job.updates() for update in server)
+        staleness = count_staleness(update for server in job.updates() for update in server)
         outcome = replace(outcome, timeline=last_steps(job, log.launched), staleness=staleness)
     if outcome.stopped is None:
-        outcome = _saved(job, request, outcome)
+        outcome = _save_weights(job, request, outcome)
     else:
-        fault = first_of(job.gathered(None if job.anomalies is None else job.anomalies.fault))
-        outcome = replace(outcome, cause="" if fault is None else _caused(fault, outcome))
+        fault = earliest_fault(job.gathered(None if job.anomalies is None else job.anomalies.fault))
+        outcome = replace(outcome, cause="" if fault is None else _describe_cause(fault, outcome))
     job.close()
     return outcome
 
 
-def _caused(fault: Fault, outcome: Outcome) -> str:
+def _describe_cause(fault: NonFiniteValue, outcome: TrainingOutcome) -> str:
     """Where it began; the step is said where it is not the one whose loss was seen."""
-    step = fault.at[0] + 1
+    step = fault.position[0] + 1
     when = "" if outcome.stopped is not None and outcome.stopped[0] == step else f" of step {step}"
-    return f"{fault.said}{when}, on stage {fault.at[2]}"
+    return f"{fault.description}{when}, on stage {fault.position[2]}"
 
 
-def _saved(job: Job, request: TrainRequest, outcome: Outcome) -> Outcome:
+def _save_weights(job: Job, request: TrainRequest, outcome: TrainingOutcome) -> TrainingOutcome:
     """Save the weights, where they are numbers."""
     assert request.model_path is not None
     try:
@@ -204,7 +204,7 @@ def _saved(job: Job, request: TrainRequest, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _begin(job: Job, training: RecipeTraining, prepared: Prepared) -> dict[str, Any]:
+def _begin(job: Job, training: RecipeTraining, prepared: CompiledTraining) -> dict[str, Any]:
     in_epoch, epochs, total = len(training.batch_sizes) or None, training.epochs, training.request.steps
     if total is None and in_epoch is not None and epochs is not None:
         total = in_epoch * epochs
@@ -216,18 +216,22 @@ def _begin(job: Job, training: RecipeTraining, prepared: Prepared) -> dict[str, 
         "device": str(job.world.device.type),
         "steps": total,
         "epochs": epochs or (-(-total // in_epoch) if total and in_epoch else None),
-        "notes": [*prepared.main.graph.notes, *_own_rule(prepared.plan), *_short_epoch(training)],
+        "notes": [
+            *prepared.main_partition.graph.notes,
+            *_note_inexact_sync(prepared.plan),
+            *_note_short_epoch(training),
+        ],
     }
 
 
-def _own_rule(plan: Plan) -> list[str]:
+def _note_inexact_sync(plan: Plan) -> list[str]:
     """A note where the numbers are not those of one device."""
-    if plan.sync.exact or plan.data == 1:
+    if plan.sync.is_exact or plan.data == 1:
         return []
-    return [f"{','.join(plan.sync.words())}: the numbers are those of this rule, not those of one device"]
+    return [f"{','.join(plan.sync.to_words())}: the numbers are those of this rule, not those of one device"]
 
 
-def _short_epoch(training: RecipeTraining) -> list[str]:
+def _note_short_epoch(training: RecipeTraining) -> list[str]:
     """A note where there are fewer samples than a batch was to have."""
     samples, batch = sum(training.batch_sizes), training.request.batch
     if not 0 < samples < batch:

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from polylane.commands import inputs
-from polylane.commands.output import console, plural, print_json
+from polylane.commands import user_inputs as inputs
+from polylane.commands.printing import console, format_plural, print_json
 from polylane.errors import PolylaneError
-from polylane.plan.spec import degrees_of
+from polylane.plan.spec import format_degrees
 
 if TYPE_CHECKING:
     from polylane.commands.requests import VerifyRequest
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
-    from polylane.verify import Free, Verdict
+    from polylane.verify.verify import FreeRunDeviation, Verdict
 
 ROWS = 20  # of the table; --json has all
 NAMED = 4  # tensors in a line; --json has all
@@ -35,7 +35,7 @@ def run(request: VerifyRequest) -> bool:
     if "RANK" in os.environ:
         raise PolylaneError("verify starts its own workers: run it without torchrun")
     plan = inputs.choose_plan(request)
-    inputs.positive("--clip-norm", request.clip_norm)
+    inputs.check_positive("--clip-norm", request.clip_norm)
     _refuse_too_small(request.batch, plan)
     verdict = _prove(request, plan)
     if request.json:
@@ -49,29 +49,29 @@ def _refuse_too_small(batch: int, plan: Spec | Plan) -> None:
     """Before a model is built, which may take a while."""
     for key, parts in (("data", plan.data), ("microbatches", plan.microbatches or 1)):
         if parts > batch:
-            samples = plural(batch, "sample")
+            samples = format_plural(batch, "sample")
             raise PolylaneError(f"{key}={parts}: a batch of {samples} cannot be divided into so many parts")
 
 
-def _line(plan: Spec | Plan) -> str:
-    return ",".join([*degrees_of(plan.meshes), f"schedule={plan.schedule}"])
+def _plan_line(plan: Spec | Plan) -> str:
+    return ",".join([*format_degrees(plan.meshes), f"schedule={plan.schedule}"])
 
 
 def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
     recipe = inputs.open_recipe(request)
-    from polylane.runtime.launch import single_threaded
+    from polylane.runtime.workers.fork import limit_to_one_thread
 
-    single_threaded()
-    from polylane.runtime.prepare import Objective
-    from polylane.verify import verify
+    limit_to_one_thread()
+    from polylane.compile.compiled_training import Objective
+    from polylane.verify.verify import verify
 
     seed = request.seed
     model = inputs.build_model(recipe, seed)
     inputs.rehearse_optimizer(recipe, model)
     batches = inputs.whole_batches(recipe, request.batch, request.steps, seed)
     objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
-    where = f"on one worker and on {plan.processes} ({_line(plan)})"
-    note = f"{request.recipe}: {plural(request.steps, 'step')} in float64, {where}"
+    where = f"on one worker and on {plan.processes} ({_plan_line(plan)})"
+    note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, {where}"
     print(note, file=sys.stderr if request.json else sys.stdout, flush=True)
     return verify(model, objective, batches, plan, clip_norm=request.clip_norm, seed=seed, init=recipe.init)
 
@@ -83,10 +83,10 @@ def _show(verdict: Verdict) -> None:
     for column in ("gradient", "value", "optimizer's state"):
         table.add_column(column, justify="right")
     for deviation in worst_first[:ROWS]:
-        gradient = _cell(deviation.gradient, f"gradient of {deviation.name}", verdict)
-        value = _cell(deviation.value, f"buffer {deviation.name}", verdict)
+        gradient = _format_cell(deviation.gradient, f"gradient of {deviation.name}", verdict)
+        value = _format_cell(deviation.value, f"buffer {deviation.name}", verdict)
         style = "" if deviation.worst <= verdict.tolerance else "red"
-        table.add_row(deviation.name, gradient, value, _cell(deviation.memory, "", verdict), style=style)
+        table.add_row(deviation.name, gradient, value, _format_cell(deviation.memory, "", verdict), style=style)
     steps = "" if verdict.steps == 1 else " of any step"
     out.print(f"Relative errors{steps}, the worst first", style="bold")
     out.print(table)
@@ -99,11 +99,11 @@ def _show(verdict: Verdict) -> None:
     if verdict.undetermined:
         print(_undetermined(verdict.undetermined))
     if verdict.free is not None:
-        print(_freely(verdict.free, verdict.steps))
+        print(_describe_free_run(verdict.free, verdict.steps))
     out.print(_sentence(verdict), style="bold green" if verdict.passed else "bold red", soft_wrap=True, markup=False)
 
 
-def _cell(error: float | None, what: str, verdict: Verdict) -> str:
+def _format_cell(error: float | None, what: str, verdict: Verdict) -> str:
     if error is None:
         return ""
     return "undetermined" if what in verdict.undetermined and error <= verdict.tolerance else _number(error)
@@ -118,10 +118,10 @@ def _undetermined(names: Sequence[str]) -> str:
     )
 
 
-def _freely(free: Free, steps: int) -> str:
+def _describe_free_run(free: FreeRunDeviation, steps: int) -> str:
     where = f" in {free.name}" if free.name else ""
     return (
-        f"after {plural(steps, 'step')} run freely, which is not judged: worst difference "
+        f"after {format_plural(steps, 'step')} run freely, which is not judged: worst difference "
         f"{_number(free.worst)}{where}, of a loss {_number(free.loss_error)}"
     )
 
@@ -131,7 +131,7 @@ def _number(error: float) -> str:
 
 
 def _sentence(verdict: Verdict) -> str:
-    plan = f"{plural(verdict.workers, 'worker')} ({verdict.plan})"
+    plan = f"{format_plural(verdict.workers, 'worker')} ({verdict.plan})"
     other = f"the same rule ({verdict.rule}) in one process" if verdict.rule else "one worker"
     if verdict.passed:
         return (

@@ -1,1 +1,1 @@
-"""How long and how much: time, bytes and memory of a plan, as pure functions."""
+"""The cost model: seconds, bytes and memory of a plan, as pure functions."""

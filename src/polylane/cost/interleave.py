@@ -5,82 +5,84 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from polylane.cost.lanes import Lanes
-from polylane.cost.memory import Memory, memory
-from polylane.cost.scene import Basis, Scene
-from polylane.cost.task import Task
+from polylane.cost.memory.peak import MemoryBreakdown, peak_memory
+from polylane.cost.plan_cost import CostModel, PlanCost
+from polylane.cost.simulator.task import Task
+from polylane.cost.task_lanes import TaskBuilder
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
-from polylane.program.interleave import dealt
-from polylane.program.program import Bucket, Program
-from polylane.schedule.action import Action, Kind
+from polylane.program.interleave import deal_stages
+from polylane.program.program import GradientBucket, Program
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved
 
 
-class Workers(Scene):
+class InterleavedWorkers(PlanCost):
     """Prices of workers that have several virtual stages each: all of a worker's together; of each in ``chunks``.
 
     Args:
-        basis, plan, batch, exact: as of :class:`polylane.cost.scene.Scene`.
+        basis, plan, batch, exact: as of :class:`polylane.cost.plan_cost.PlanCost`.
         partition: the graph cut into virtual stages, a multiple of the plan's stages.
 
     Raises:
         PolylaneError: a plan that cannot be interleaved.
     """
 
-    def __init__(self, basis: Basis, partition: Partition, plan: Plan, batch: int, exact: bool = True) -> None:
+    def __init__(self, basis: CostModel, partition: Partition, plan: Plan, batch: int, exact: bool = True) -> None:
         check(plan)
-        super().__init__(basis, dealt(partition, plan.pipeline), plan, batch, exact)
+        super().__init__(basis, deal_stages(partition, plan.pipeline), plan, batch, exact)
         virtual = tuple(plan.stages[stage % plan.pipeline] for stage in range(partition.stages))
         # Not a plan that anybody could run: stages share their devices. But as prices go they are stages as any other.
-        self.chunks = Scene(basis, partition, plan.model_copy(update={"stages": virtual}), batch, exact)
+        self.chunks = PlanCost(basis, partition, plan.model_copy(update={"stages": virtual}), batch, exact)
 
-    def own(self, stage: int) -> range:
+    def stages_of_worker(self, stage: int) -> range:
         """The virtual stages of a worker."""
         return range(stage, self.chunks.partition.stages, self.plan.pipeline)
 
-    def memory(self, stage: int) -> Memory:
+    def peak_memory(self, stage: int) -> MemoryBreakdown:
         """What a worker holds at most, by the order in which it runs its stages."""
-        plan, own = self.plan, self.own(stage)
-        return memory(
+        plan, own = self.plan, self.stages_of_worker(stage)
+        return peak_memory(
             interleaved(plan.pipeline, len(own), plan.microbatches)[stage],
-            {each: self.chunks.need(each) for each in own},
-            {each: self.chunks.load(each).trained for each in own},
-            self.load(stage),
+            {each: self.chunks.microbatch_memory(each) for each in own},
+            {each: self.chunks.trained_bytes(each).trained for each in own},
+            self.trained_bytes(stage),
             self.basis.method,
             plan.degree("data", stage),
             self.basis.margin,
         )
 
 
-class InterleavedLanes(Lanes):
+class InterleavedTaskBuilder(TaskBuilder):
     """The tasks of such workers."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: InterleavedWorkers) -> None:
         super().__init__(workers)
-        self._workers, self._chunks = workers, Lanes(workers.chunks)
+        self._workers, self._chunks = workers, TaskBuilder(workers.chunks)
 
-    def _computes(self, program: Program, action: Action) -> Task:
-        if action.kind is Kind.STEP:
-            return super()._computes(program, action)
-        return self._chunks._computes(replace(program, stage=action.stage), action)
+    def _compute_task(self, program: Program, action: Action) -> Task:
+        if action.kind is ActionKind.STEP:
+            return super()._compute_task(program, action)
+        return self._chunks._compute_task(replace(program, stage=action.stage), action)
 
-    def _completing(self, program: Program, bucket: Bucket) -> int:
+    def _completing_stage(self, program: Program, bucket: GradientBucket) -> int:
         overlap = self._workers.basis.method.overlap
-        return self._first(program.stage, bucket) if overlap else self._workers.own(program.stage)[0]
+        return (
+            self._first_reader(program.stage, bucket) if overlap else self._workers.stages_of_worker(program.stage)[0]
+        )
 
-    def _ready(self, stage: int, bucket: Bucket) -> float:
-        return self._chunks._ready(self._first(stage, bucket), bucket)
+    def _ready_fraction(self, stage: int, bucket: GradientBucket) -> float:
+        return self._chunks._ready_fraction(self._first_reader(stage, bucket), bucket)
 
-    def _first(self, worker: int, bucket: Bucket) -> int:
+    def _first_reader(self, worker: int, bucket: GradientBucket) -> int:
         """The first of a worker's stages that reads a parameter of a bucket: the last one to go backward."""
-        own = self._workers.own(worker)
-        return next((s for s in own if not self._read[s].isdisjoint(bucket.parameters)), own[0])
+        own = self._workers.stages_of_worker(worker)
+        return next((s for s in own if not self._parameters_read[s].isdisjoint(bucket.parameters)), own[0])
 
     @cached_property
-    def _read(self) -> list[set[str]]:
+    def _parameters_read(self) -> list[set[str]]:
         """The parameters that each virtual stage reads."""
         partition = self._workers.chunks.partition
         return [set(partition.parameters(stage)) for stage in range(partition.stages)]

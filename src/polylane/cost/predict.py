@@ -6,21 +6,21 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from polylane.cost.interleave import InterleavedLanes, Workers
-from polylane.cost.lanes import Lanes
-from polylane.cost.play import play
-from polylane.cost.scene import Basis, Scene, StagePrediction
-from polylane.cost.table import Table
+from polylane.cost.cost_table import CostTable
+from polylane.cost.interleave import InterleavedTaskBuilder, InterleavedWorkers
+from polylane.cost.plan_cost import CostModel, PlanCost, StagePrediction
+from polylane.cost.simulator.simulate import simulate_tasks
+from polylane.cost.task_lanes import TaskBuilder
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
-from polylane.program.apart import apart
 from polylane.program.interleave import lower_interleaved
 from polylane.program.lower import lower
 from polylane.program.program import Program
+from polylane.program.replica_local import without_replica_sync
 
-__all__ = ["Basis", "Prediction", "StagePrediction", "predict", "table_of"]
+__all__ = ["CostModel", "Prediction", "StagePrediction", "predict", "table_of"]
 
 # Up to so many workers each has a lane of its own where that is asked for.
 LANES = 64
@@ -37,7 +37,7 @@ class Prediction:
         batch: samples of a step.
         lanes: the ranks that have a lane.
         period: steps from one sum over replicas to the next; the timeline is that of the step which ends with it.
-        between: the timeline of every other step; None where all are alike.
+        local_step_timeline: the timeline of every other step; None where all are alike.
     """
 
     plan: Plan
@@ -46,43 +46,43 @@ class Prediction:
     batch: int
     lanes: tuple[int, ...]
     period: int = 1
-    between: Timeline | None = None
+    local_step_timeline: Timeline | None = None
 
-    def mean(self, of: Callable[[Timeline], float]) -> float:
+    def mean_over_period(self, of: Callable[[Timeline], float]) -> float:
         """What is to be said of a step's timeline, on average over a period."""
-        if self.between is None:
+        if self.local_step_timeline is None:
             return of(self.timeline)
-        return (of(self.timeline) + (self.period - 1) * of(self.between)) / self.period
+        return (of(self.timeline) + (self.period - 1) * of(self.local_step_timeline)) / self.period
 
     @cached_property
     def seconds(self) -> float:
         """Of a step."""
-        return self.mean(Timeline.makespan)
+        return self.mean_over_period(Timeline.makespan)
 
     @cached_property
     def utilization(self) -> float:
         """Of all workers' time, how much is work: from 0 to 1."""
-        of = [self.plan.place(rank)[0] for rank in self.lanes]
+        of = [self.plan.stage_and_replica(rank)[0] for rank in self.lanes]
         workers = [len(self.plan.stages[stage].devices) / of.count(stage) for stage in of]
         area = self.seconds * self.plan.workers
 
         def worked(timeline: Timeline) -> float:
             return sum(b * n for b, n in zip(timeline.busy(), workers, strict=True))
 
-        return self.mean(worked) / area if area else 0.0
+        return self.mean_over_period(worked) / area if area else 0.0
 
     @property
     def bubble(self) -> float:
         """Of the lanes' time, in how much nothing happens: from 0 to 1."""
-        return self._share(lambda timeline: sum(timeline.idle()))
+        return self._share_of_lane_time(lambda timeline: sum(timeline.idle()))
 
     @property
     def exposed_communication(self) -> float:
         """Of the lanes' time, in how much they communicate and compute nothing: from 0 to 1."""
-        return self._share(lambda timeline: sum(timeline.exposed_communication()))
+        return self._share_of_lane_time(lambda timeline: sum(timeline.exposed_communication()))
 
-    def _share(self, of: Callable[[Timeline], float]) -> float:
-        return self.mean(of) / (len(self.lanes) * self.seconds) if self.seconds else 0.0
+    def _share_of_lane_time(self, of: Callable[[Timeline], float]) -> float:
+        return self.mean_over_period(of) / (len(self.lanes) * self.seconds) if self.seconds else 0.0
 
     @property
     def samples_per_second(self) -> float:
@@ -91,7 +91,7 @@ class Prediction:
 
 
 def predict(
-    basis: Basis,
+    basis: CostModel,
     partition: Partition,
     plan: Plan,
     batch: int,
@@ -117,30 +117,33 @@ def predict(
     Raises:
         PolylaneError: the plan cannot be interleaved, or its replicas cannot go so many steps alone.
     """
-    alone = _alone(basis, plan, period)
-    scene: Scene
+    alone = _is_replica_local(basis, plan, period)
+    scene: PlanCost
     if partition.stages > plan.pipeline:
-        scene = Workers(basis, partition, plan, batch, exact)
-        doing: Lanes = InterleavedLanes(scene)
+        scene = InterleavedWorkers(basis, partition, plan, batch, exact)
+        doing: TaskBuilder = InterleavedTaskBuilder(scene)
     else:
-        scene = Scene(basis, partition, plan, batch, exact)
-        doing = Lanes(scene)
+        scene = PlanCost(basis, partition, plan, batch, exact)
+        doing = TaskBuilder(scene)
     ranks = range(plan.workers)
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
     single = (every or unlike) and plan.workers <= LANES
     lanes = tuple(ranks) if single else tuple(stage.devices[0] for stage in plan.stages)
-    by_rank = _programs(scene, partition, None if single else lanes)
-    programs = [apart(by_rank[rank], plan) if alone else by_rank[rank] for rank in lanes]
-    tasks, hosts = [doing.tasks(program, lanes) for program in programs], doing.hosts(lanes) if single else ()
-    timeline, between = play(tasks, hosts), None
+    by_rank = _lower_programs(scene, partition, None if single else lanes)
+    programs = [without_replica_sync(by_rank[rank], plan) if alone else by_rank[rank] for rank in lanes]
+    tasks, hosts = (
+        [doing.build_tasks(program, lanes) for program in programs],
+        doing.build_hosts(lanes) if single else (),
+    )
+    timeline, between = simulate_tasks(tasks, hosts), None
     if alone:
-        sums = [doing.sums_of_parameters(program, lanes) for program in programs]
-        timeline, between = play([[*a, *b] for a, b in zip(tasks, sums, strict=True)], hosts), timeline
-    stages = tuple(scene.stage(s) for s in range(plan.pipeline))
+        sums = [doing.build_averaging_tasks(program, lanes) for program in programs]
+        timeline, between = simulate_tasks([[*a, *b] for a, b in zip(tasks, sums, strict=True)], hosts), timeline
+    stages = tuple(scene.predict_stage(s) for s in range(plan.pipeline))
     return Prediction(plan, timeline, stages, batch, lanes, period if alone else 1, between)
 
 
-def _alone(basis: Basis, plan: Plan, period: int) -> bool:
+def _is_replica_local(basis: CostModel, plan: Plan, period: int) -> bool:
     """Whether replicas go steps alone."""
     if period < 1:
         raise PolylaneError(f"replicas must sum every so many steps, at least 1, not {period}")
@@ -150,15 +153,15 @@ def _alone(basis: Basis, plan: Plan, period: int) -> bool:
         raise PolylaneError(
             f"shard {basis.method.shard!r} needs replicas that are alike; those that sum every {period} steps are not"
         )
-    if plan.redivides:
+    if plan.resplits_batch:
         raise PolylaneError(f"replicas can sum every {period} steps only where all stages have as many of them")
     return True
 
 
-def _programs(scene: Scene, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:
+def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:
     """What the workers run, by rank."""
     plan = scene.plan
-    partials = tuple(scene.partial(stage) for stage in range(plan.pipeline))
+    partials = tuple(scene.partial_gradient_axes(stage) for stage in range(plan.pipeline))
     if partition.stages > plan.pipeline:
         found = lower_interleaved(partition, plan, partials, only)
     else:
@@ -166,6 +169,6 @@ def _programs(scene: Scene, partition: Partition, only: Collection[int] | None) 
     return {program.rank: program for program in found}
 
 
-def table_of(basis: Basis, partition: Partition, plan: Plan, batch: int, stage: int) -> Table:
+def table_of(basis: CostModel, partition: Partition, plan: Plan, batch: int, stage: int) -> CostTable:
     """What every node of the graph takes on a rank of one of a plan's stages."""
-    return Scene(basis, partition, plan, batch).table(stage)
+    return PlanCost(basis, partition, plan, batch).table(stage)

@@ -1,1 +1,1 @@
-"""WHAT is computed: a model and its loss as one flat graph."""
+"""The model and its loss as one flat graph of operators, and that graph cut into stages."""

@@ -38,13 +38,13 @@ def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
     return [leaf for leaves, _ in flats for leaf in leaves], rebuild
 
 
-def structure(batch: Any) -> Any:
+def batch_structure(batch: Any) -> Any:
     """How a batch is nested, and under which names; equal for batches that a loss cannot tell apart by their form."""
     children = _children(batch)
     if children is None:
         return None
     names = tuple(batch) if isinstance(batch, Mapping) else len(children[0])
-    return type(batch).__qualname__, names, tuple(structure(value) for value in children[0])
+    return type(batch).__qualname__, names, tuple(batch_structure(value) for value in children[0])
 
 
 def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -94,7 +94,7 @@ def sampled_leaves(leaves: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(is_sampled(leaf, samples) for leaf in leaves)
 
 
-def signature(leaves: Sequence[Any], sampled: Sequence[bool] | None = None) -> tuple[Any, ...]:
+def batch_signature(leaves: Sequence[Any], sampled: Sequence[bool] | None = None) -> tuple[Any, ...]:
     """What a captured graph depends on: everything about the leaves but the number of samples and the tensors' data.
 
     Args:
@@ -109,7 +109,7 @@ def signature(leaves: Sequence[Any], sampled: Sequence[bool] | None = None) -> t
     )
 
 
-def bounds(total: int, parts: int) -> list[tuple[int, int]]:
+def split_bounds(total: int, parts: int) -> list[tuple[int, int]]:
     """``total`` samples divided into ``parts`` contiguous ranges whose sizes differ by at most one, larger ones first.
 
     Parts may be empty when there are fewer samples than parts.
@@ -119,7 +119,7 @@ def bounds(total: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
-def part_count(total: int, most: int, fewest: int = 1) -> int:
+def count_parts(total: int, most: int, fewest: int = 1) -> int:
     """Into how many parts ``total`` samples are divided: ``most``, or fewer where a part would have too few samples.
 
     Parts without any sample are skipped and need none: with ``fewest`` at 1 there are always ``most`` parts.
@@ -131,13 +131,13 @@ def part_count(total: int, most: int, fewest: int = 1) -> int:
     return most if fewest == 1 or total // most >= fewest else max(1, total // fewest)
 
 
-def take(leaves: Sequence[Any], start: int, stop: int, sampled: Sequence[bool] | None = None) -> list[Any]:
+def take_samples(leaves: Sequence[Any], start: int, stop: int, sampled: Sequence[bool] | None = None) -> list[Any]:
     """The samples ``start:stop`` of every sampled leaf; the other leaves whole."""
     split = sampled or sampled_leaves(leaves)
     return [leaf[start:stop] if is_split else leaf for leaf, is_split in zip(leaves, split, strict=True)]
 
 
-def few(leaves: Sequence[Any], count: int, sampled: Sequence[bool] | None = None) -> list[Any]:
+def take_first_samples(leaves: Sequence[Any], count: int, sampled: Sequence[bool] | None = None) -> list[Any]:
     """The first samples, about ``count`` of them: so many that no leaf of the batch as a whole has the same size."""
     split = sampled or sampled_leaves(leaves)
     taken = {
@@ -147,7 +147,7 @@ def few(leaves: Sequence[Any], count: int, sampled: Sequence[bool] | None = None
     }
     while count in taken:
         count += 1
-    return take(leaves, 0, count, split)
+    return take_samples(leaves, 0, count, split)
 
 
 def to_device(leaves: Sequence[Any], device: torch.device) -> list[Any]:
@@ -155,7 +155,7 @@ def to_device(leaves: Sequence[Any], device: torch.device) -> list[Any]:
     return [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def promoted(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+def cast_leaves(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     """Floating-point tensor leaves cast to ``dtype``, complex ones to the complex type of that precision."""
     return [_cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
@@ -166,6 +166,6 @@ def _cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
-def cloned(leaves: Sequence[Any]) -> list[Any]:
+def clone_leaves(leaves: Sequence[Any]) -> list[Any]:
     """A copy of every tensor leaf: a model may write into its batch, and a rehearsal must leave no trace."""
     return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]

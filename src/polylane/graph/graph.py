@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from polylane.graph.effects import Effects
+    from polylane.graph.python_state.side_effects import SideEffects
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Node:
         module: the user's module path ("layers.3.attn"; "" is the model itself, "loss" the loss function).
         source: the user's own line ("model.py:31"), or "".
         requires_grad: whether a gradient may flow back through its value.
-        free: computed from sizes and constants alone, so every stage that needs it computes it anew.
-        crossable: whether its value may travel to another stage (its size does not depend on data).
-        fixed: ``shape`` with -1 for every size that follows the samples or the data.
+        recomputable: computed from sizes and constants alone, so every stage that needs it computes it anew.
+        can_cross_stages: whether its value may travel to another stage (its size does not depend on data).
+        fixed_shape: ``shape`` with -1 for every size that follows the samples or the data.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Node:
     module: str
     source: str
     requires_grad: bool
-    free: bool
-    crossable: bool
-    fixed: tuple[int, ...] = ()
+    recomputable: bool
+    can_cross_stages: bool
+    fixed_shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,10 @@ class Graph:
         tied: other names of tied weights -> canonical name.
         buffers: by name.
         samples: batch size of the example that gave the shapes.
-        uncut: pairs (first, last) of node positions that must stay on one stage (writes in place, shared statistics).
+        unsplittable_ranges: pairs (first, last) of node positions that must stay on one stage (writes in place, shared
+            statistics).
         notes: one sentence for everything that could not be captured, and why.
-        mean: True when the loss is a scalar mean over the batch, False when it is a ``polylane.Mean``.
+        loss_is_mean: True when the loss is a scalar mean over the batch, False when it is a ``polylane.Mean``.
         code: the executable graph.
         outputs: names of the nodes that give the loss (or its total and count); the last node where it is not said.
     """
@@ -90,10 +91,10 @@ class Graph:
     tied: dict[str, str]
     buffers: dict[str, TensorInfo]
     samples: int
-    uncut: tuple[tuple[int, int], ...]
+    unsplittable_ranges: tuple[tuple[int, int], ...]
     notes: tuple[str, ...]
-    mean: bool
-    opaque: bool
+    loss_is_mean: bool
+    is_opaque: bool
     code: Code = field(compare=False, repr=False)
     outputs: tuple[str, ...] = ()
 
@@ -102,7 +103,7 @@ class Graph:
         """What a plan is made for: operators, wiring and parameter shapes, not their values nor the batch size."""
         digest = hashlib.sha256()
         for node in self.nodes:
-            digest.update(repr((node.name, node.op, node.inputs, node.fixed, node.parameters)).encode())
+            digest.update(repr((node.name, node.op, node.inputs, node.fixed_shape, node.parameters)).encode())
         digest.update(repr([(name, info.shape) for name, info in self.parameters.items()]).encode())
         return digest.hexdigest()[:16]
 
@@ -123,7 +124,7 @@ class Code:
 
     fx: torch.fx.Graph
     constants: dict[str, Tensor]
-    leaves: int
+    leaf_count: int
     random: bool
-    batch_statistics: bool
-    effects: Effects | None = None  # what a run was seen to do besides computing, and to look at
+    has_batch_statistics: bool
+    effects: SideEffects | None = None  # what a run was seen to do besides computing, and to look at

@@ -20,7 +20,7 @@ SLACK = 0.03
 
 
 @dataclass(frozen=True)
-class Crossing:
+class StageCrossing:
     """A value that travels: from the stage that makes it straight to each stage that needs it."""
 
     value: str
@@ -37,25 +37,25 @@ class Partition:
     Attributes:
         graph: what was cut.
         cuts: position of the first node of every piece but the first, ascending.
-        owners: the stage of every piece; none given: each piece is a stage of its own. Every stage owns at least one;
-            pieces, and so stages, may be empty.
+        stage_of_piece: the stage of every piece; none given: each piece is a stage of its own. Every stage owns at
+            least one; pieces, and so stages, may be empty.
     """
 
     graph: Graph
     cuts: tuple[int, ...]
-    owners: tuple[int, ...] = ()
+    stage_of_piece: tuple[int, ...] = ()
 
     @property
     def pieces(self) -> tuple[tuple[int, int, int], ...]:
         """Every piece as (first position, position after its last, stage), in the graph's order."""
         ends = (0, *self.cuts, len(self.graph.nodes))
-        owners = self.owners or range(len(self.cuts) + 1)
+        owners = self.stage_of_piece or range(len(self.cuts) + 1)
         return tuple(zip(ends[:-1], ends[1:], owners, strict=True))
 
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return max(self.owners) + 1 if self.owners else len(self.cuts) + 1
+        return max(self.stage_of_piece) + 1 if self.stage_of_piece else len(self.cuts) + 1
 
     @property
     def loss_stage(self) -> int:
@@ -82,12 +82,12 @@ class Partition:
         position, nodes = self.graph.positions, self.graph.nodes
         result = []
         for stage in range(self.stages):
-            needed = {i for i, n in enumerate(nodes) if not n.free and self.stage_of[n.name] == stage}
+            needed = {i for i, n in enumerate(nodes) if not n.recomputable and self.stage_of[n.name] == stage}
             reads = [name for i in needed for name in nodes[i].inputs]
             reads += self._outputs if stage == self.loss_stage else ()
             while reads:
                 at = position[reads.pop()]
-                if nodes[at].free and at not in needed:
+                if nodes[at].recomputable and at not in needed:
                     needed.add(at)
                     reads += nodes[at].inputs
             result.append(tuple(nodes[i] for i in sorted(needed)))
@@ -98,9 +98,9 @@ class Partition:
         return self._nodes[stage]
 
     @cached_property
-    def crossings(self) -> tuple[Crossing, ...]:
+    def crossings(self) -> tuple[StageCrossing, ...]:
         """Every value that crosses between stages, in graph order; what gives the loss goes where the graph ends."""
-        free = {n.name for n in self.graph.nodes if n.free}
+        free = {n.name for n in self.graph.nodes if n.recomputable}
         reads = [(stage, name) for stage in range(self.stages) for n in self.nodes(stage) for name in n.inputs]
         reads += [(self.loss_stage, name) for name in self._outputs]
         consumers: dict[str, set[int]] = {}
@@ -108,7 +108,7 @@ class Partition:
             if name not in free and self.stage_of[name] != stage:
                 consumers.setdefault(name, set()).add(stage)
         return tuple(
-            Crossing(n.name, self.stage_of[n.name], tuple(sorted(consumers[n.name])), n.bytes, n.requires_grad)
+            StageCrossing(n.name, self.stage_of[n.name], tuple(sorted(consumers[n.name])), n.bytes, n.requires_grad)
             for n in self.graph.nodes
             if n.name in consumers
         )
@@ -132,14 +132,14 @@ def cut_positions(graph: Graph, staying: Collection[str] = ()) -> list[int]:
     """
     closed = np.zeros(len(graph.nodes) + 1, dtype=np.int64)  # changes from one position to the next
     last = last_uses(graph)
-    spans = [*graph.uncut]
-    stuck = {n.name for n in graph.nodes if not n.crossable} | set(staying)
-    spans += [(i, last.get(n.name, i)) for i, n in enumerate(graph.nodes) if n.name in stuck and not n.free]
+    spans = [*graph.unsplittable_ranges]
+    stuck = {n.name for n in graph.nodes if not n.can_cross_stages} | set(staying)
+    spans += [(i, last.get(n.name, i)) for i, n in enumerate(graph.nodes) if n.name in stuck and not n.recomputable]
     for first, end in spans:
         closed[first + 1] += 1
         closed[end + 1] -= 1
     inside = np.cumsum(closed)
-    work = [p for p, node in enumerate(graph.nodes) if not node.free]
+    work = [p for p, node in enumerate(graph.nodes) if not node.recomputable]
     return [p for p in work[1:] if not inside[p]]  # a stage of nothing but free nodes would be none
 
 
@@ -155,7 +155,7 @@ def _live_bytes(graph: Graph) -> NDArray[np.float64]:
     for name, end in last_uses(graph).items():
         start = graph.positions[name]
         node = graph.nodes[start]
-        if not node.free and end > start:
+        if not node.recomputable and end > start:
             moved = node.bytes * (2 if node.requires_grad else 1)  # there, and its gradient back
             delta[start + 1] += moved
             delta[end + 1] -= moved
@@ -171,7 +171,7 @@ def _live_bytes(graph: Graph) -> NDArray[np.float64]:
     return np.cumsum(delta)
 
 
-def balanced(
+def balance_stages(
     graph: Graph,
     stages: int,
     seconds: Sequence[float],
@@ -194,22 +194,22 @@ def balanced(
         return Partition(graph, ())
     positions = cut_positions(graph, staying)
     if stages > len(positions) + 1:
-        raise PolylaneError(_too_many(graph, stages, len(positions) + 1))
+        raise PolylaneError(_too_many_stages(graph, stages, len(positions) + 1))
     ends = np.array([0, *positions, len(graph.nodes)])
     work = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])[ends]
     live = _live_bytes(graph)[ends]
-    return Partition(graph, tuple(int(ends[i]) for i in _best(work, live, tuple(workers or (1,) * stages))))
+    return Partition(graph, tuple(int(ends[i]) for i in _best_cuts(work, live, tuple(workers or (1,) * stages))))
 
 
-def _best(work: NDArray[np.float64], live: NDArray[np.float64], workers: Sequence[int]) -> list[int]:
+def _best_cuts(work: NDArray[np.float64], live: NDArray[np.float64], workers: Sequence[int]) -> list[int]:
     """The cuts with the fewest bytes that the slack allows; among those the ones with the fastest slowest stage."""
-    low = _slowest(work, workers)
+    low = _min_slowest(work, workers)
     high = low * (1 + SLACK)
-    cuts = _fewest_bytes(work, live, workers, high)
+    cuts = _min_bytes_cuts(work, live, workers, high)
     fewest = live[cuts].sum()
     for _ in range(6):
         middle = (low + high) / 2
-        tighter = _fewest_bytes(work, live, workers, middle)
+        tighter = _min_bytes_cuts(work, live, workers, middle)
         if live[tighter].sum() <= fewest:
             cuts, high = tighter, middle
         else:
@@ -217,40 +217,40 @@ def _best(work: NDArray[np.float64], live: NDArray[np.float64], workers: Sequenc
     return cuts
 
 
-def _too_many(graph: Graph, stages: int, most: int) -> str:
-    if graph.opaque:
+def _too_many_stages(graph: Graph, stages: int, most: int) -> str:
+    if graph.is_opaque:
         return f"pipeline={stages}: the model is opaque and cannot be cut ({graph.notes[-1]}); use data parallelism"
     return (
         f"pipeline={stages}: the graph can be cut into at most {most} stages; lower pipeline, or use data parallelism"
     )
 
 
-def _slowest(work: NDArray[np.float64], workers: Sequence[int]) -> float:
+def _min_slowest(work: NDArray[np.float64], workers: Sequence[int]) -> float:
     """The smallest possible time of the slowest stage, by halving."""
     low, high = work[-1] / sum(workers), work[-1] / min(workers)
     for _ in range(64):
         middle = (low + high) / 2
-        low, high = (low, middle) if _fits(work, workers, middle) else (middle, high)
+        low, high = (low, middle) if _is_feasible(work, workers, middle) else (middle, high)
     return float(high)
 
 
-def _fits(work: NDArray[np.float64], workers: Sequence[int], limit: float) -> bool:
+def _is_feasible(work: NDArray[np.float64], workers: Sequence[int], limit: float) -> bool:
     """Whether there are cuts with which every stage has something to do and stays within ``limit``."""
     reached = np.zeros(len(work), dtype=bool)
     reached[0] = True
     for own in workers:
         before = np.concatenate([[0], np.cumsum(reached)])  # how many of the first positions can be reached
-        reached = before[np.arange(len(work))] > before[_earliest(work, limit * own)]
+        reached = before[np.arange(len(work))] > before[_earliest_starts(work, limit * own)]
     return bool(reached[-1])
 
 
-def _earliest(work: NDArray[np.float64], limit: float) -> NDArray[np.int64]:
+def _earliest_starts(work: NDArray[np.float64], limit: float) -> NDArray[np.int64]:
     """For every end of a stage the first start with which it stays within ``limit``."""
     starts: NDArray[np.int64] = np.searchsorted(work, work - limit - 1e-12 * work[-1], side="left")
     return starts
 
 
-def _fewest_bytes(
+def _min_bytes_cuts(
     work: NDArray[np.float64], live: NDArray[np.float64], workers: Sequence[int], limit: float
 ) -> list[int]:
     """Indices of the cuts with the fewest bytes among those whose stages all stay within ``limit``.
@@ -258,12 +258,12 @@ def _fewest_bytes(
     Dynamic programming over stages; the best start of a stage that ends at j is a minimum over a window that slides.
     """
     count = len(work)
-    earliest = _earliest(work, limit * workers[0])
+    earliest = _earliest_starts(work, limit * workers[0])
     cost = np.where(earliest == 0, 0.0, np.inf)
     cost[0] = np.inf
     choices = []
     for own in workers[1:]:
-        earliest = _earliest(work, limit * own)
+        earliest = _earliest_starts(work, limit * own)
         previous, cost = cost + live, np.full(count, np.inf)
         choice = np.zeros(count, dtype=np.int64)
         window: deque[int] = deque()
@@ -285,7 +285,7 @@ def _fewest_bytes(
     return cuts[::-1]
 
 
-def aligned(reference: Partition, graph: Graph) -> Partition:
+def align_partition(reference: Partition, graph: Graph) -> Partition:
     """Cut another graph of the same model (evaluation, another loss, other shapes) where ``reference`` was cut.
 
     Nodes correspond by module path, operator and number; a parameter is worth a thousand other nodes, so that it stays
@@ -296,8 +296,8 @@ def aligned(reference: Partition, graph: Graph) -> Partition:
     """
     if reference.stages == 1:
         return Partition(graph, ())
-    if graph.opaque:
-        raise PolylaneError(_too_many(graph, reference.stages, 1))
+    if graph.is_opaque:
+        raise PolylaneError(_too_many_stages(graph, reference.stages, 1))
     cut = Partition(reference.graph, reference.cuts)  # each piece for itself
     piece_of = cut.stage_of
     known = {node.name: node for node in reference.graph.nodes}
@@ -312,17 +312,17 @@ def aligned(reference: Partition, graph: Graph) -> Partition:
     for node in graph.nodes:
         held = [holder[p] for p in node.parameters if p in holder]
         same = known.get(node.name)
-        weights.append(1000.0 if held else 0.0 if node.free else 1.0)
+        weights.append(1000.0 if held else 0.0 if node.recomputable else 1.0)
         if same is not None and same.parameters == node.parameters:  # a tied weight lives on several stages
             guesses.append(piece_of[node.name])
         else:
             guesses.append(held[0] if held else modules.get(node.module))
-    partition = Partition(graph, _agreeing_cuts(graph, guesses, weights, cut.stages), reference.owners)
+    partition = Partition(graph, _majority_cuts(graph, guesses, weights, cut.stages), reference.stage_of_piece)
     _require_order(partition)
     return partition
 
 
-def _agreeing_cuts(
+def _majority_cuts(
     graph: Graph, guesses: Sequence[int | None], weights: Sequence[float], pieces: int
 ) -> tuple[int, ...]:
     """Where to cut into so many pieces, some of which may be empty, so that most nodes are on the piece they belong to.

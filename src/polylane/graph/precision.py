@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from polylane.graph.rewrite import op_name
+from polylane.graph.capture.inline import op_name
 
 # What each lower type becomes in a proof; whole numbers and what is in double precision already stay.
 PROMOTED = {
@@ -20,7 +20,7 @@ PROMOTED = {
 LOWER = tuple(PROMOTED)
 
 
-class Within:
+class UnderSetting:
     """An operator that runs under a setting of its own."""
 
     __module__ = "polylane"
@@ -30,14 +30,14 @@ class Within:
         self.__name__ = str(getattr(target, "__name__", target)).replace(".", "_")
 
 
-def innermost(target: Any) -> Any:
+def unwrap_settings(target: Any) -> Any:
     """An operator without the settings that it runs under."""
-    while isinstance(target, Within):
+    while isinstance(target, UnderSetting):
         target = target.target
     return target
 
 
-class InAutocast(Within):
+class InAutocast(UnderSetting):
     """An operator of a region that the user put under (or out of) autocast."""
 
     def __init__(self, target: Callable[..., Any], setting: Sequence[Any]) -> None:
@@ -49,7 +49,7 @@ class InAutocast(Within):
             return self.target(*args, **kwargs)
 
 
-class InFloat64(Within):
+class InFloat64(UnderSetting):
     """The user's own Python with all its casts to lower floating types promoted."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class Promoted(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._CASTS:
             return Tensor.double(*args)
-        result = func(*_promoted(args), **_promoted(kwargs or {}))
+        result = func(*_promote_value(args), **_promote_value(kwargs or {}))
         made = isinstance(result, Tensor) and result.dtype in LOWER and not any(isinstance(a, Tensor) for a in args)
         return result.to(PROMOTED[result.dtype]) if made else result
 
@@ -89,12 +89,12 @@ def unwrap_autocast(graph: fx.Graph) -> None:
             node.target = node.target.target
 
 
-def promote(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
+def promote_to_float64(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
     """Let all that a graph captured in float32 computes be float64, so that a proof in float64 is one throughout."""
     for node in graph.nodes:
         if node.op == "call_function":
-            node.args = _promoted(node.args)
-            node.kwargs = _promoted(node.kwargs)
+            node.args = _promote_value(node.args)
+            node.kwargs = _promote_value(node.kwargs)
             node.meta.pop("autocast", None)
             own_python = hasattr(node.target, "fake")
             if own_python:
@@ -102,13 +102,13 @@ def promote(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
                 node.target = InFloat64(node.target)
             elif not own_python and _makes_lower(node):
                 node.kwargs = {**node.kwargs, "dtype": PROMOTED[node.meta["val"].dtype]}
-        node.meta["val"] = _double(node.meta.get("val"))
+        node.meta["val"] = _to_double(node.meta.get("val"))
     for name, value in constants.items():
         if value.dtype in LOWER:
-            constants[name] = _constant(value)
+            constants[name] = _exact_constant(value)
 
 
-def _constant(value: Tensor) -> Tensor:
+def _exact_constant(value: Tensor) -> Tensor:
     """A captured constant as the user wrote it: 0.1, not the nearest float32 to it."""
     if value.dim() > 0 or value.is_complex():
         return value.to(PROMOTED[value.dtype])
@@ -134,7 +134,7 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
-def _double(val: Any) -> Any:
+def _to_double(val: Any) -> Any:
     if isinstance(val, Tensor):
         if val.dtype not in LOWER:
             return val
@@ -143,27 +143,27 @@ def _double(val: Any) -> Any:
             return val.to("meta").to(PROMOTED[val.dtype])
         with mode:
             return val.detach().to(PROMOTED[val.dtype])
-    return type(val)(_double(v) for v in val) if isinstance(val, (list, tuple)) else val
+    return type(val)(_to_double(v) for v in val) if isinstance(val, (list, tuple)) else val
 
 
-def _promoted(value: Any) -> Any:
+def _promote_value(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return PROMOTED.get(value, value)
     if isinstance(value, list):  # fx has lists and dictionaries of its own
-        return [_promoted(v) for v in value]
+        return [_promote_value(v) for v in value]
     if type(value) is tuple:
-        return tuple(_promoted(v) for v in value)
+        return tuple(_promote_value(v) for v in value)
     if isinstance(value, dict):
-        return {k: _promoted(v) for k, v in value.items()}
+        return {k: _promote_value(v) for k, v in value.items()}
     return value
 
 
-def _alike(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+def _promoted_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype.to_complex() if tensor.is_complex() else dtype
 
 
 @contextmanager
-def cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """For the while, let all floating parameters and buffers of a module be of another precision, the complex ones too.
 
     The objects stay the same.
@@ -171,11 +171,11 @@ def cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     What is written to buffers inside is forgotten.
     """
     inexact = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() or t.is_complex()]
-    tensors = [t for t in inexact if t.dtype != _alike(t, dtype)]
+    tensors = [t for t in inexact if t.dtype != _promoted_dtype(t, dtype)]
     originals = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
     for tensor in tensors:
         tensor.grad = None
-        tensor.data = tensor.data.to(_alike(tensor, dtype))
+        tensor.data = tensor.data.to(_promoted_dtype(tensor, dtype))
     try:
         yield
     finally:

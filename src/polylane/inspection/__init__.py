@@ -1,1 +1,1 @@
-"""Reports of a captured model and of a plan for it, as plain data: what ``polylane inspect`` shows."""
+"""Reports on a plan without running it: stages, traffic, theory of a schedule."""

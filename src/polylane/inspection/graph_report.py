@@ -32,14 +32,14 @@ class Row:
     bytes: int
 
 
-def elements(graph: Graph, names: Iterable[str]) -> int:
+def count_elements(graph: Graph, names: Iterable[str]) -> int:
     """How many numbers some parameters have."""
     return sum(prod(graph.parameters[name].shape) for name in names)
 
 
 def value_bytes(nodes: Iterable[Node]) -> int:
     """Bytes of all values that nodes compute."""
-    return sum(node.bytes for node in nodes if not node.free)
+    return sum(node.bytes for node in nodes if not node.recomputable)
 
 
 def describe(graph: Graph) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def describe(graph: Graph) -> dict[str, Any]:
     return {
         "samples": graph.samples,
         "nodes": len(graph.nodes),
-        "parameters": elements(graph, graph.parameters),
-        "trainable": elements(graph, [name for name, info in graph.parameters.items() if info.trainable]),
+        "parameters": count_elements(graph, graph.parameters),
+        "trainable": count_elements(graph, [name for name, info in graph.parameters.items() if info.trainable]),
         "flops": sum(node.flops for node in graph.nodes),
         "bytes": value_bytes(graph.nodes),
-        "loss": "a mean over samples" if graph.mean else "polylane.Mean",
-        "opaque": graph.opaque,
+        "loss": "a mean over samples" if graph.loss_is_mean else "polylane.Mean",
+        "opaque": graph.is_opaque,
         "tied": graph.tied,
         "notes": list(graph.notes),
         "modules": [asdict(row) for row in rows(graph)],
@@ -78,7 +78,7 @@ def rows(graph: Graph, depth: int | None = None, stars: int | None = None) -> li
             module,
             len({".".join(node.module.split(".")[:depth]) for node in nodes}),
             len(nodes),
-            elements(graph, {name for node in nodes for name in node.parameters}),
+            count_elements(graph, {name for node in nodes for name in node.parameters}),
             sum(node.flops for node in nodes),
             value_bytes(nodes),
         )

@@ -10,32 +10,34 @@ from typing import Any
 
 import torch
 
-from polylane.cost.communicate import Rates
-from polylane.cost.method import Method
-from polylane.cost.profile import Both, Profile
-from polylane.cost.scene import Scene
-from polylane.cost.steps import simulate_schedule
-from polylane.graph.dtypes import dtypes_under_autocast
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.cost.network.alpha_beta import RankSpeed
+from polylane.cost.operators.profile import Both, Profile
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.plan_cost import PlanCost
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.graph.autocast_dtypes import dtypes_under_autocast
 from polylane.graph.partition import Partition
-from polylane.inspection.graph_report import elements
+from polylane.inspection.graph_report import count_elements
 from polylane.inspection.stage_traffic import count_stage_traffic
 from polylane.observe.timeline import Timeline
-from polylane.placement.options import options
-from polylane.placement.rewrite import Split
-from polylane.placement.view import view
+from polylane.placement.enumerate_strategies import enumerate_strategies
+from polylane.placement.operator_view import view_operators
+from polylane.placement.rewrite import AxisSplit
 from polylane.plan.plan import Plan
-from polylane.planner import setup
-from polylane.planner.explain import explain, lines
-from polylane.planner.layout import Layout
-from polylane.planner.price import Setting
-from polylane.probe.machine import around
-from polylane.runtime.prepare import Prepared
-from polylane.runtime.world import accelerator_type
+from polylane.planner import problem as setup
+from polylane.probe.machine import running_cluster
+from polylane.runtime.workers.world import accelerator_type
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import live_bound, schedule_lanes
+from polylane.sharding.cost_model import CostSetting
+from polylane.sharding.explain import explain, format_explanation
+from polylane.sharding.layout import Layout
 
 
-def report_plan(prepared: Prepared, costs: Sequence[Scene], seconds: Sequence[Both], batch: int) -> dict[str, Any]:
+def report_plan(
+    prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequence[Both], batch: int
+) -> dict[str, Any]:
     """The plan's stages and crossings, and how operators are split, as plain data.
 
     Args:
@@ -51,12 +53,12 @@ def report_plan(prepared: Prepared, costs: Sequence[Scene], seconds: Sequence[Bo
         "stages": _stages(prepared, costs, seconds),
         "edges": count_stage_traffic(prepared, _microbatch(prepared.plan, batch), dtypes_of(prepared)),
         "utilization": step_at_best(prepared, costs).utilization(),
-        "crossings": _crossings(prepared.main),
+        "crossings": _crossings(prepared.main_partition),
         "splits": _splits(prepared),
     }
 
 
-def price_stages(prepared: Prepared, seconds: Sequence[Both], batch: int) -> tuple[Scene, ...]:
+def price_stages(prepared: CompiledTraining, seconds: Sequence[Both], batch: int) -> tuple[PlanCost, ...]:
     """The cost model of ``polylane simulate`` for every stage, whose operators are split as they are in a training.
 
     Args:
@@ -64,30 +66,32 @@ def price_stages(prepared: Prepared, seconds: Sequence[Both], batch: int) -> tup
         seconds: measured on this machine of every node, forward and backward, for as many samples as the graph has.
         batch: samples of a step.
     """
-    plan, partition = prepared.plan, prepared.main
+    plan, partition = prepared.plan, prepared.main_partition
     graph, layouts = partition.graph, prepared.layouts_of(partition)
     whole = (sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds))
     nodes = {node.name: (both,) for node, both in zip(graph.nodes, seconds, strict=True)}
     optimizer = next(iter(prepared.objectives.values())).optimizer
     problem = setup.CapturedProblem(graph, optimizer, {}, {}, Profile((graph.samples,), nodes, (whole,)))
     device = next((parameter.device.type for parameter in prepared.model.parameters()), "cpu")
-    cluster = around(plan.workers, "cuda" if device == "cuda" else "cpu")
+    cluster = running_cluster(plan.workers, "cuda" if device == "cuda" else "cpu")
 
     @cache
-    def scene(layout: Layout | None) -> Scene:
+    def scene(layout: Layout | None) -> PlanCost:
         """The prices of all stages, laid out as one of them is."""
         # Where samples meet in the loss, replicas split operators too: costs know them as replicas alone.
-        own = None if layout is None or layouts.together else layout
-        basis = setup.basis(problem, cluster, Method.of(plan), None if own is None else lambda _: own)
-        return Scene(basis, partition, plan, batch)
+        own = None if layout is None or layouts.batch_is_sharded else layout
+        basis = setup.build_cost_model(
+            problem, cluster, TrainingOptions.of(plan), None if own is None else lambda _: own
+        )
+        return PlanCost(basis, partition, plan, batch)
 
     return tuple(scene(layout) for layout in layouts.stages)
 
 
-def step_at_best(prepared: Prepared, costs: Sequence[Scene]) -> Timeline:
+def step_at_best(prepared: CompiledTraining, costs: Sequence[PlanCost]) -> Timeline:
     """A step in which stages wait for each other alone: a lane for every rank; arguments as of :func:`report_plan`."""
-    passes = [scene.stage(stage).passes for stage, scene in enumerate(costs)]
-    return schedule_by_rank(prepared.main, prepared.plan, [(each.forward, each.backward) for each in passes])
+    passes = [scene.predict_stage(stage).passes for stage, scene in enumerate(costs)]
+    return schedule_by_rank(prepared.main_partition, prepared.plan, [(each.forward, each.backward) for each in passes])
 
 
 def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[Both]) -> Timeline:
@@ -116,10 +120,10 @@ def _microbatch(plan: Plan, batch: int) -> int:
     return -(-batch // plan.microbatches)
 
 
-def _share(prepared: Prepared, batch: int) -> str:
+def _share(prepared: CompiledTraining, batch: int) -> str:
     """Of what the samples that a graph is shown for are a part."""
-    plan, samples = prepared.plan, prepared.main.graph.samples
-    if prepared.layouts_of(prepared.main).together:
+    plan, samples = prepared.plan, prepared.main_partition.graph.samples
+    if prepared.layouts_of(prepared.main_partition).batch_is_sharded:
         return f"as many as each replica has of a batch; samples meet, so {plan.data} replicas compute it together"
     parts = plan.data * plan.microbatches
     if samples > -(-batch // parts):
@@ -128,31 +132,31 @@ def _share(prepared: Prepared, batch: int) -> str:
     return f"a replica's part of {whole}" if plan.data > 1 else whole
 
 
-def dtypes_of(prepared: Prepared) -> Mapping[str, torch.dtype]:
+def dtypes_of(prepared: CompiledTraining) -> Mapping[str, torch.dtype]:
     """Of the values, by node name, as far as they are others than capture saw: autocast changes them."""
     if prepared.plan.precision != "bfloat16":
         return {}
-    return dtypes_under_autocast(prepared.main.graph, accelerator_type() or "cpu", torch.bfloat16)
+    return dtypes_under_autocast(prepared.main_partition.graph, accelerator_type() or "cpu", torch.bfloat16)
 
 
-def _stages(prepared: Prepared, costs: Sequence[Scene], seconds: Sequence[Both]) -> list[dict[str, Any]]:
-    partition, plan = prepared.main, prepared.plan
+def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequence[Both]) -> list[dict[str, Any]]:
+    partition, plan = prepared.main_partition, prepared.plan
     graph, order = partition.graph, StageGraph.of_partition(partition)
     whole = sum(map(sum, seconds)) or 1.0
     found = []
     for stage, scene in enumerate(costs):
-        predicted, live = scene.stage(stage), live_bound(plan.schedule, order, plan.microbatches, stage)
+        predicted, live = scene.predict_stage(stage), live_bound(plan.schedule, order, plan.microbatches, stage)
         own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
         found.append(
             {
                 "stage": stage,
                 "mesh": str(plan.degrees(stage)),
                 "devices": list(plan.stages[stage].devices),
-                "after": list(order.before[stage]),
+                "after": list(order.predecessors[stage]),
                 "first": own[0].name,
                 "last": own[-1].name,
                 "nodes": len(own),
-                "parameters": elements(graph, partition.parameters(stage)),
+                "parameters": count_elements(graph, partition.parameters(stage)),
                 "flops": sum(node.flops for node in own),
                 "time_share": sum(sum(seconds[graph.positions[node.name]]) for node in own) / whole,
                 # Of the busiest rank: seconds of both passes over a microbatch, and bytes.
@@ -160,7 +164,7 @@ def _stages(prepared: Prepared, costs: Sequence[Scene], seconds: Sequence[Both])
                 "parameter_bytes": predicted.memory.parameters,
                 "gradient_bytes": math.ceil(scene.sharded_load(stage).gradients),
                 "live": live,
-                "held": math.ceil(live * scene.need(stage).live),
+                "held": math.ceil(live * scene.microbatch_memory(stage).live_bytes),
                 "memory": predicted.memory.as_dict(),
             }
         )
@@ -183,28 +187,30 @@ def _crossings(partition: Partition) -> list[dict[str, Any]]:
     ]
 
 
-def _splits(prepared: Prepared) -> dict[str, dict[str, Any]]:
+def _splits(prepared: CompiledTraining) -> dict[str, dict[str, Any]]:
     """How the operators are split along each axis (of each mesh), as data and in "lines" for people."""
     found: dict[str, dict[str, Any]] = {}
-    plan, main = prepared.plan, prepared.main
+    plan, main = prepared.plan, prepared.main_partition
     layouts = prepared.layouts_of(main)
     for layout in layouts.distinct:
         stages = [stage for stage, own in enumerate(layouts.stages) if own is layout]
         only = {node.name for stage in stages for node in main.nodes(stage)}
         only |= {name for stage in stages for name in main.parameters(stage)}
-        taken: dict[str, Split] = {}
+        taken: dict[str, AxisSplit] = {}
         for axis, split in layout.splits.items():
-            shown = view(layout.graph, layout.samples, split.degree)
+            shown = view_operators(layout.graph, layout.samples, split.degree)
             told = explain(
-                Setting(shown, split.degree, Rates(), dict(taken)),
+                CostSetting(shown, split.degree, RankSpeed(), dict(taken)),
                 split,
-                options(shown, split.degree),
+                enumerate_strategies(shown, split.degree),
                 purpose=axis,
                 pins=plan.pins(axis, stages),
                 whole=layout.whole,
-                only=None if plan.uniform else only,
+                only=None if plan.is_uniform else only,
             )
-            name = axis if plan.uniform else f"{axis} on stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-            found[name] = {**asdict(told), "stages": stages, "lines": lines(told)}
+            name = (
+                axis if plan.is_uniform else f"{axis} on stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+            )
+            found[name] = {**asdict(told), "stages": stages, "lines": format_explanation(told)}
             taken[axis] = split
     return found

@@ -1,1 +1,1 @@
-"""See it: timelines, swimlanes, metrics and reports."""
+"""Timelines and what is made of them."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from polylane.schedule.action import COMMUNICATION, COMPUTE, Action, Kind
+from polylane.schedule.action import COMMUNICATION, COMPUTE, Action, ActionKind
 
 # What a span is in a file, in this order; `from_dict` goes by these names, so that a later version may add more.
 COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited", "bytes")
@@ -78,12 +78,12 @@ class Timeline:
 
     def busy(self) -> tuple[float, ...]:
         """Per rank, the time in which it computes, less what it waited inside; overlapping spans count once."""
-        compute = (_only(lane, COMPUTE) for lane in self.lanes())
-        return tuple(max(0, _length(union(spans)) - sum(span.waited for span in spans)) for spans in compute)
+        compute = (_spans_of_kinds(lane, COMPUTE) for lane in self.lanes())
+        return tuple(max(0, _length(union_intervals(spans)) - sum(span.waited for span in spans)) for spans in compute)
 
     def exposed_communication(self) -> tuple[float, ...]:
         """Per rank, the time in which it sends, receives, reduces or waits inside an action, and does not compute."""
-        either = (_length(union(_only(lane, COMPUTE | COMMUNICATION))) for lane in self.lanes())
+        either = (_length(union_intervals(_spans_of_kinds(lane, COMPUTE | COMMUNICATION))) for lane in self.lanes())
         return tuple(max(0, both - busy) for both, busy in zip(either, self.busy(), strict=True))
 
     def idle(self) -> tuple[float, ...]:
@@ -98,7 +98,7 @@ class Timeline:
         """Per rank, the bytes that it gave away: in its sends, its reduces and the collectives inside its actions."""
         sent = [0] * self.ranks
         for span in self.spans:
-            sent[span.rank] += 0 if span.action.kind is Kind.RECEIVE else span.bytes
+            sent[span.rank] += 0 if span.action.kind is ActionKind.RECEIVE else span.bytes
         return tuple(sent)
 
     def utilization(self) -> float:
@@ -112,7 +112,7 @@ class Timeline:
         On a rank with several stages a microbatch counts once for every stage that holds it. A forward whose backward
         never comes holds its microbatch to the end.
         """
-        return tuple(_peak(_lives(lane)) for lane in self.lanes())
+        return tuple(_peak_lives(_microbatch_lives(lane)) for lane in self.lanes())
 
     def from_zero(self) -> Timeline:
         """The same timeline, shifted so that its first span starts at 0."""
@@ -148,11 +148,11 @@ class Timeline:
             raise ValueError(f"this timeline lacks {', '.join(missing)}")
         places = {name: place for place, name in enumerate(data["columns"])}
         at = [places.get(name) for name in COLUMNS]
-        spans = tuple(_span(number, row, at) for number, row in enumerate(data["spans"]))
+        spans = tuple(_span_from_row(number, row, at) for number, row in enumerate(data["spans"]))
         return Timeline(spans, data["ranks"], data["unit"], data.get("title", ""), dict(data.get("notes", {})))
 
 
-def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+def union_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """The (start, end) intervals that the spans cover together: disjoint, ascending, none of them empty."""
     covered: list[tuple[float, float]] = []
     for start, end in sorted((span.start, span.end) for span in spans if span.end > span.start):
@@ -167,11 +167,11 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _only(lane: Iterable[Span], kinds: frozenset[Kind]) -> list[Span]:
+def _spans_of_kinds(lane: Iterable[Span], kinds: frozenset[ActionKind]) -> list[Span]:
     return [span for span in lane if span.action.kind in kinds]
 
 
-def _lives(lane: Iterable[Span]) -> list[tuple[float, float]]:
+def _microbatch_lives(lane: Iterable[Span]) -> list[tuple[float, float]]:
     """The (first forward's start, last backward's end) of every microbatch on every stage, of a lane in order.
 
     A forward or backward may come in several pieces; a forward after a backward is the same microbatch of a next step.
@@ -180,16 +180,16 @@ def _lives(lane: Iterable[Span]) -> list[tuple[float, float]]:
     latest: dict[tuple[int, int | None], int] = {}  # -> its place in lives
     for span in lane:
         key = (span.action.stage, span.action.microbatch)
-        if span.action.kind is Kind.FORWARD and (key not in latest or lives[latest[key]][1] < math.inf):
+        if span.action.kind is ActionKind.FORWARD and (key not in latest or lives[latest[key]][1] < math.inf):
             latest[key] = len(lives)
             lives.append((span.start, math.inf))
-        elif span.action.kind is Kind.BACKWARD and key in latest:
+        elif span.action.kind is ActionKind.BACKWARD and key in latest:
             first, last = lives[latest[key]]
             lives[latest[key]] = (first, span.end if last == math.inf else max(last, span.end))
     return lives
 
 
-def _peak(lives: Iterable[tuple[float, float]]) -> int:
+def _peak_lives(lives: Iterable[tuple[float, float]]) -> int:
     """The most lives at one moment; one that ends makes room for one that starts then."""
     events: list[tuple[float, int, int]] = []
     for start, end in lives:
@@ -201,11 +201,11 @@ def _peak(lives: Iterable[tuple[float, float]]) -> int:
     return peak
 
 
-def _span(number: int, row: Sequence[Any], at: Sequence[int | None]) -> Span:
+def _span_from_row(number: int, row: Sequence[Any], at: Sequence[int | None]) -> Span:
     """The span of one row; ``at`` is where each of `COLUMNS` stands in it, None where it does not."""
     try:
         given = (_LATER[name] if place is None else row[place] for name, place in zip(COLUMNS, at, strict=True))
         rank, kind, stage, microbatch, value, peer, gradient, start, end, waited, size = given
-        return Span(rank, Action(Kind(kind), stage, microbatch, value, peer, gradient), start, end, waited, size)
+        return Span(rank, Action(ActionKind(kind), stage, microbatch, value, peer, gradient), start, end, waited, size)
     except (ValueError, TypeError, IndexError) as error:
         raise ValueError(f"span {number} of this timeline cannot be read, {row!r}: {error}") from error

@@ -1,11 +1,11 @@
-"""Large batches: LARS and LAMB, also on parts of parameters, and learning rates that follow the batch."""
+"""Optimizers and learning rates for large batches: LARS, LAMB, scaling rules, warm-up."""
 
 from __future__ import annotations
 
 from polylane.optim.lamb import LAMB
 from polylane.optim.lars import LARS
 from polylane.optim.rates import scale_rates, scaled, scaled_optimizer
-from polylane.optim.trust import SumOverHolders, apart
+from polylane.optim.trust import SumOverHolders, split_decay_groups
 from polylane.optim.warmup import Warmup, warmed_scheduler, warmup
 
 __all__ = [
@@ -13,10 +13,10 @@ __all__ = [
     "LARS",
     "SumOverHolders",
     "Warmup",
-    "apart",
     "scale_rates",
     "scaled",
     "scaled_optimizer",
+    "split_decay_groups",
     "warmed_scheduler",
     "warmup",
 ]

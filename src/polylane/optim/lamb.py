@@ -12,10 +12,10 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from polylane.errors import PolylaneError
-from polylane.optim.trust import Trusting, Update, trust_ratio
+from polylane.optim.trust import GroupUpdate, TrustRatioOptimizer, compute_trust_ratio
 
 
-class LAMB(Trusting):
+class LAMB(TrustRatioOptimizer):
     """Layer-wise adaptive moments (You et al., ICLR 2020, arXiv 1904.00962, section 3, algorithm 2).
 
     For a parameter w with gradient g, whatever its shape, at its step t = 1, 2, ...::
@@ -63,24 +63,24 @@ class LAMB(Trusting):
         }
         super().__init__(params, defaults)
 
-    def check(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse what cannot be in a group with all its options."""
-        super().check(group)
+        super().check_group(group)
         betas, bounds = group["betas"], group["bounds"]
-        if not _pair(betas) or not all(0 <= beta < 1 for beta in betas):
+        if not _is_pair(betas) or not all(0 <= beta < 1 for beta in betas):
             raise PolylaneError(f"LAMB: betas={betas!r} must be two numbers in [0, 1)")
-        if not _pair(bounds) or not 0 <= bounds[0] <= bounds[1]:
+        if not _is_pair(bounds) or not 0 <= bounds[0] <= bounds[1]:
             raise PolylaneError(f"LAMB: bounds={bounds!r} must be two numbers, 0 <= low <= high")
 
-    def directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
+    def compute_directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
         """r of every parameter, after its moments are brought up to date."""
-        states = [self._state(p) for p in parameters]
-        gradients = _real([p.grad for p in parameters if p.grad is not None])
-        first = _real([state["exp_avg"] for state in states])
-        second = _real([state["exp_avg_sq"] for state in states])
+        states = [self._get_state(p) for p in parameters]
+        gradients = _view_as_real([p.grad for p in parameters if p.grad is not None])
+        first = _view_as_real([state["exp_avg"] for state in states])
+        second = _view_as_real([state["exp_avg_sq"] for state in states])
         # Adam's own kernel subtracts lr · m̂ / (√v̂ + ε) from what it is given: with lr = -1 it adds that to the decay.
-        found = list(torch._foreach_mul(_real(parameters), group["weight_decay"]))
-        fused = _fusible(found, gradients, first, second)
+        found = list(torch._foreach_mul(_view_as_real(parameters), group["weight_decay"]))
+        fused = _can_fuse(found, gradients, first, second)
         beta1, beta2 = group["betas"]
         adam(
             found,
@@ -103,13 +103,13 @@ class LAMB(Trusting):
 
     def ratios(self, group: Mapping[str, Any], weights: Tensor, directions: Tensor) -> Tensor:
         """φ(‖w‖) / ‖r‖ of every parameter."""
-        return trust_ratio(weights.clamp(*group["bounds"]), directions)
+        return compute_trust_ratio(weights.clamp(*group["bounds"]), directions)
 
-    def apply(self, update: Update, rates: list[Tensor]) -> None:
+    def apply_update(self, update: GroupUpdate, rates: list[Tensor]) -> None:
         """Move the parameters."""
-        torch._foreach_addcmul_(_real(update.parameters), update.directions, rates, value=-1)
+        torch._foreach_addcmul_(_view_as_real(update.parameters), update.directions, rates, value=-1)
 
-    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _get_state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU: it is read in every step
@@ -118,12 +118,12 @@ class LAMB(Trusting):
         return state
 
 
-def _real(tensors: list[Tensor]) -> list[Tensor]:
+def _view_as_real(tensors: list[Tensor]) -> list[Tensor]:
     """Views of complex tensors as pairs of real numbers; the moments and norms are those of the pairs."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
-def _fusible(*lists: list[Tensor]) -> bool:
+def _can_fuse(*lists: list[Tensor]) -> bool:
     """Whether the fused kernel does for these tensors, parameter by parameter.
 
     On a CPU it walks through memory, and is wrong without a word where tensors have other strides than their
@@ -133,5 +133,5 @@ def _fusible(*lists: list[Tensor]) -> bool:
     return all(t.device.type == "cpu" for t in lists[0]) and all(same)
 
 
-def _pair(value: Any) -> bool:
+def _is_pair(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, (int, float)) for v in value)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from polylane.errors import PolylaneError
-from polylane.optim.trust import Trusting, Update, trust_ratio, within
+from polylane.optim.trust import GroupUpdate, TrustRatioOptimizer, check_option, compute_trust_ratio
 
 
-class LARS(Trusting):
+class LARS(TrustRatioOptimizer):
     """Layer-wise adaptive rate scaling (You, Gitman and Ginsburg, arXiv 1708.03888, section 4, algorithm 1).
 
     For a parameter w with gradient g, whatever its shape::
@@ -64,38 +64,40 @@ class LARS(Trusting):
         }
         super().__init__(params, defaults)
 
-    def check(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse what cannot be in a group with all its options."""
-        super().check(group)
-        within(self, group, "momentum", 0, 1)
-        within(self, group, "trust", 0, float("inf"))
+        super().check_group(group)
+        check_option(self, group, "momentum", 0, 1)
+        check_option(self, group, "trust", 0, float("inf"))
         if group["nesterov"] and not group["momentum"]:
             raise PolylaneError("LARS: nesterov=True looks ahead by the momentum: give a momentum above 0")
 
-    def directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
+    def compute_directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
         """The gradients themselves: it is their norm that counts, and weight decay comes later."""
         return [p.grad for p in parameters if p.grad is not None]
 
     def ratios(self, group: Mapping[str, Any], weights: Tensor, directions: Tensor) -> Tensor:
         """λ of every parameter."""
-        known = trust_ratio(weights, directions + group["weight_decay"] * weights + group["eps"], group["trust"])
+        known = compute_trust_ratio(
+            weights, directions + group["weight_decay"] * weights + group["eps"], group["trust"]
+        )
         return torch.where(directions > 0, known, 1.0)
 
-    def apply(self, update: Update, rates: list[Tensor]) -> None:
+    def apply_update(self, update: GroupUpdate, rates: list[Tensor]) -> None:
         """Add to the momentum, and move by it."""
         group, parameters, directions = update.group, update.parameters, update.directions
         momentum, nesterov = group["momentum"], group["nesterov"]
         if group["weight_decay"]:
             directions = list(torch._foreach_add(directions, parameters, alpha=group["weight_decay"]))
         if momentum:
-            velocities = [self._velocity(p) for p in parameters]
+            velocities = [self._get_velocity(p) for p in parameters]
             torch._foreach_mul_(velocities, momentum)
             torch._foreach_addcmul_(velocities, directions, rates)
             torch._foreach_sub_(parameters, velocities, alpha=momentum if nesterov else 1)
         if nesterov or not momentum:
             torch._foreach_addcmul_(parameters, directions, rates, value=-1)
 
-    def _velocity(self, parameter: Tensor) -> Tensor:
+    def _get_velocity(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
         if "velocity" not in state:
             state["velocity"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -31,7 +31,7 @@ def scaled(lr: float, batch: int, base_batch: int, rule: Rule = "linear") -> flo
     Raises:
         PolylaneError: an unknown rule, or a batch without samples.
     """
-    return lr * _factor(batch, base_batch, rule)
+    return lr * _scaling_factor(batch, base_batch, rule)
 
 
 def scale_rates(optimizer: torch.optim.Optimizer, batch: int, base_batch: int, rule: Rule = "linear") -> None:
@@ -42,7 +42,7 @@ def scale_rates(optimizer: torch.optim.Optimizer, batch: int, base_batch: int, r
     Raises:
         PolylaneError: as :func:`scaled`; or a scheduler has taken its rates from the optimizer already.
     """
-    factor = _factor(batch, base_batch, rule)
+    factor = _scaling_factor(batch, base_batch, rule)
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise PolylaneError(
             "scale_rates(optimizer): a scheduler has taken the rates before they were scaled: make the scheduler later"
@@ -59,11 +59,11 @@ def scaled_optimizer(
     Raises:
         PolylaneError: as :func:`scaled`, here and not when it is called.
     """
-    _factor(batch, base_batch, rule)
-    return partial(_made_and_scaled, factory, batch, base_batch, rule)
+    _scaling_factor(batch, base_batch, rule)
+    return partial(_build_scaled_optimizer, factory, batch, base_batch, rule)
 
 
-def _made_and_scaled(
+def _build_scaled_optimizer(
     factory: Callable[[Any], torch.optim.Optimizer], batch: int, base_batch: int, rule: Rule, parameters: Any
 ) -> torch.optim.Optimizer:
     optimizer = factory(parameters)
@@ -72,7 +72,7 @@ def _made_and_scaled(
     return optimizer
 
 
-def _factor(batch: int, base_batch: int, rule: str) -> float:
+def _scaling_factor(batch: int, base_batch: int, rule: str) -> float:
     if rule not in get_args(Rule):
         raise PolylaneError(f"rule={rule!r} is not known: the learning rate is scaled by {' or '.join(get_args(Rule))}")
     for key, value in (("batch", batch), ("base_batch", base_batch)):

@@ -41,14 +41,14 @@ class SumOverHolders(Protocol):
         ...
 
 
-def bind(optimizer: torch.optim.Optimizer, sums: SumOverHolders) -> None:
+def set_sum_over_holders(optimizer: torch.optim.Optimizer, sums: SumOverHolders) -> None:
     """Give an optimizer that takes it the sums over all who hold parts; others are left as they are."""
     if hasattr(optimizer, "sum_over_holders"):
         optimizer.sum_over_holders = sums
 
 
 @dataclass(frozen=True, eq=False)
-class Update:
+class GroupUpdate:
     """What a step does to one group of parameters.
 
     Attributes:
@@ -62,7 +62,7 @@ class Update:
     directions: list[Tensor]
 
 
-class Trusting(torch.optim.Optimizer):
+class TrustRatioOptimizer(torch.optim.Optimizer):
     """An optimizer that scales the step of every parameter by norms of the whole of it.
 
     A step goes three ways: directions element by element, then the norms of them and of the parameters, from all who
@@ -74,14 +74,14 @@ class Trusting(torch.optim.Optimizer):
 
     sum_over_holders: SumOverHolders | None = None
 
-    def check(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse what cannot be in a group with all its options."""
         for key in ("lr", "weight_decay", "eps"):
-            within(self, group, key, 0, math.inf)
+            check_option(self, group, key, 0, math.inf)
         if not isinstance(group["adapt"], bool):
             raise PolylaneError(f"{type(self).__name__}: adapt={group['adapt']!r} must be True or False")
 
-    def directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
+    def compute_directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
         """What is scaled, for parameters that have a gradient; states are brought up to date here."""
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class Trusting(torch.optim.Optimizer):
         """The trust ratio of every parameter, of the norms of the whole parameters and directions, all float64."""
         raise NotImplementedError
 
-    def apply(self, update: Update, rates: list[Tensor]) -> None:
+    def apply_update(self, update: GroupUpdate, rates: list[Tensor]) -> None:
         """Move parameters; ``rates`` are learning rates times ratios, a scalar for each."""
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class Trusting(torch.optim.Optimizer):
         Raises:
             PolylaneError: an option of the group has a value that it cannot have.
         """
-        self.check({**self.defaults, **param_group})
+        self.check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -109,21 +109,21 @@ class Trusting(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates = [self._update(group) for group in self.param_groups]
-        for update, norms in zip(updates, self._norms(updates), strict=True):
+        updates = [self._prepare_update(group) for group in self.param_groups]
+        for update, norms in zip(updates, self._compute_norms(updates), strict=True):
             if update.parameters:
-                self.apply(update, self._rates(update, norms))
+                self.apply_update(update, self._compute_rates(update, norms))
         return loss
 
-    def _update(self, group: dict[str, Any]) -> Update:
+    def _prepare_update(self, group: dict[str, Any]) -> GroupUpdate:
         parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
         if any(p.grad is not None and p.grad.is_sparse for p in parameters):
             raise PolylaneError(
                 f"{type(self).__name__} takes no sparse gradients: make the embedding with sparse=False"
             )
-        return Update(group, parameters, self.directions(group, parameters) if parameters else [])
+        return GroupUpdate(group, parameters, self.compute_directions(group, parameters) if parameters else [])
 
-    def _norms(self, updates: Sequence[Update]) -> list[tuple[Tensor, Tensor] | None]:
+    def _compute_norms(self, updates: Sequence[GroupUpdate]) -> list[tuple[Tensor, Tensor] | None]:
         """For every group the norms of its whole parameters and of their whole directions; None if it does not adapt.
 
         One collective for all groups, where there are other holders.
@@ -132,7 +132,7 @@ class Trusting(torch.optim.Optimizer):
         parameters = [p for update in adapting for p in update.parameters]
         directions = [d for update in adapting for d in update.directions]
         # Squared in float64, and the root taken there, a norm of single precision comes back as it was.
-        squares = torch.stack([norms_of(parameters), norms_of(directions)], 1).square()
+        squares = torch.stack([compute_norms(parameters), compute_norms(directions)], 1).square()
         if self.sum_over_holders is not None:
             squares = self.sum_over_holders(parameters, squares)
         weights, steps = squares.sqrt().unbind(1)
@@ -140,7 +140,7 @@ class Trusting(torch.optim.Optimizer):
         pairs = zip(weights.split(sizes), steps.split(sizes), updates, strict=True)
         return [(weight, step) if update.group["adapt"] else None for weight, step, update in pairs]
 
-    def _rates(self, update: Update, norms: tuple[Tensor, Tensor] | None) -> list[Tensor]:
+    def _compute_rates(self, update: GroupUpdate, norms: tuple[Tensor, Tensor] | None) -> list[Tensor]:
         parameters, lr = update.parameters, update.group["lr"]
         if norms is None:
             ratios = torch.ones(len(parameters), dtype=torch.float64, device=parameters[0].device)
@@ -150,7 +150,7 @@ class Trusting(torch.optim.Optimizer):
         return [rate.to(p.device) for rate, p in zip(rates.unbind(), parameters, strict=True)]
 
 
-def norms_of(tensors: list[Tensor]) -> Tensor:
+def compute_norms(tensors: list[Tensor]) -> Tensor:
     """2-norms, each taken in at least single precision, as a vector in float64 on the device of the first."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
@@ -163,13 +163,13 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
     return torch.stack([norm.to(found[0].device, torch.float64) for norm in found])
 
 
-def trust_ratio(numerator: Tensor, denominator: Tensor, coefficient: float = 1.0) -> Tensor:
+def compute_trust_ratio(numerator: Tensor, denominator: Tensor, coefficient: float = 1.0) -> Tensor:
     """``coefficient`` · numerator / denominator; 1 where either is zero, for there is nothing to compare then."""
     known = (numerator > 0) & (denominator > 0)
     return torch.where(known, coefficient * numerator / denominator, 1.0)
 
 
-def within(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], key: str, low: float, high: float) -> None:
+def check_option(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], key: str, low: float, high: float) -> None:
     """Refuse an option that is not a number from ``low`` up to, but not including, ``high``."""
     value = group[key]
     number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -178,7 +178,7 @@ def within(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], key: str,
         raise PolylaneError(f"{type(optimizer).__name__}: {key}={value!r} must be a number {span}")
 
 
-def apart(parameters: ParamsT, **others: Any) -> list[dict[str, Any]]:
+def split_decay_groups(parameters: ParamsT, **others: Any) -> list[dict[str, Any]]:
     """Two groups: weights, which adapt, and vectors and scalars, which do not and are not decayed.
 
     Biases and the scales of norms are few, small and often zero at first. Large-batch recipes leave them out of weight
@@ -192,20 +192,20 @@ def apart(parameters: ParamsT, **others: Any) -> list[dict[str, Any]]:
     Returns:
         Groups for :class:`LARS`, :class:`LAMB` and others that know ``adapt``, without one that would be empty.
     """
-    given: list[Any] = list(_flat(parameters))
-    weights = [each for each in given if _tensor(each).dim() > 1]
-    vectors = [each for each in given if _tensor(each).dim() <= 1]
+    given: list[Any] = list(_flatten_parameters(parameters))
+    weights = [each for each in given if _get_tensor(each).dim() > 1]
+    vectors = [each for each in given if _get_tensor(each).dim() <= 1]
     groups = [{"params": weights}, {"params": vectors, "adapt": False, "weight_decay": 0.0, **others}]
     return [group for group in groups if group["params"]]
 
 
-def _flat(parameters: Iterable[Any]) -> Iterable[Any]:
+def _flatten_parameters(parameters: Iterable[Any]) -> Iterable[Any]:
     for each in parameters:
         if isinstance(each, Mapping):
             raise PolylaneError('apart(parameters) makes the groups itself: give it parameters, and "adapt" to groups')
         yield each
 
 
-def _tensor(each: Any) -> Tensor:
+def _get_tensor(each: Any) -> Tensor:
     tensor: Tensor = each[1] if isinstance(each, tuple) else each
     return tensor

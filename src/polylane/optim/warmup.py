@@ -19,9 +19,9 @@ class Warmup(LRScheduler):
     def __init__(
         self, optimizer: torch.optim.Optimizer, steps: int, start: float | None = None, after: LRScheduler | None = None
     ) -> None:
-        self.steps, self.start, self._after = steps, _start(steps, start), after
+        self.steps, self.start, self._after = steps, _check_start(steps, start), after
         _check_after(optimizer, after)
-        self._schedule = _rates(optimizer)  # what the scheduler behind would have now, without the warm-up
+        self._schedule = _get_rates(optimizer)  # what the scheduler behind would have now, without the warm-up
         super().__init__(optimizer)
 
     def factor(self, step: int) -> float:
@@ -33,13 +33,13 @@ class Warmup(LRScheduler):
         step, schedule = self.last_epoch, self.base_lrs
         if self._after is not None:
             if 0 < step <= self.steps:  # many schedulers go on from the rates that they find
-                _give(self.optimizer, self._schedule)
+                _set_rates(self.optimizer, self._schedule)
             if step > 0:
                 self._after.step()
-                self._schedule = _rates(self.optimizer)
+                self._schedule = _get_rates(self.optimizer)
             schedule = self._schedule
         elif step > self.steps:
-            schedule = _rates(self.optimizer)  # constant: whatever they are now
+            schedule = _get_rates(self.optimizer)  # constant: whatever they are now
         return [rate * self.factor(step) for rate in schedule]
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,11 +90,11 @@ def warmed_scheduler(
     Raises:
         PolylaneError: a number is out of its range, here and not when it is called.
     """
-    _start(steps, start)
-    return partial(_made_and_warmed, factory, steps, start)
+    _check_start(steps, start)
+    return partial(_build_warmed_scheduler, factory, steps, start)
 
 
-def _made_and_warmed(
+def _build_warmed_scheduler(
     factory: Callable[[torch.optim.Optimizer], Any] | None,
     steps: int,
     start: float | None,
@@ -103,7 +103,7 @@ def _made_and_warmed(
     return Warmup(optimizer, steps, start, None if factory is None else factory(optimizer))
 
 
-def _start(steps: int, start: float | None) -> float:
+def _check_start(steps: int, start: float | None) -> float:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise PolylaneError(f"warmup={steps!r} must be a number of steps, 0 for none")
     if start is None:
@@ -125,11 +125,11 @@ def _check_after(optimizer: torch.optim.Optimizer, after: Any) -> None:
         raise PolylaneError(f"warmup: the {name} after it is not a scheduler of the same optimizer")
 
 
-def _rates(optimizer: torch.optim.Optimizer) -> list[float | Tensor]:
+def _get_rates(optimizer: torch.optim.Optimizer) -> list[float | Tensor]:
     return [lr.clone() if isinstance(lr, Tensor) else lr for lr in (group["lr"] for group in optimizer.param_groups)]
 
 
-def _give(optimizer: torch.optim.Optimizer, rates: list[float | Tensor]) -> None:
+def _set_rates(optimizer: torch.optim.Optimizer, rates: list[float | Tensor]) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)

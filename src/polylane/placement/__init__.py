@@ -1,1 +1,1 @@
-"""HOW one operator is split: placements, the moves between them, the rules of every operator, and the rewrite."""
+"""Operator parallelism, one operator: placements (Replicate, Shard, Partial), strategies, redistribution, rewriting."""

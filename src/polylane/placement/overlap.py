@@ -20,37 +20,37 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.placement.move import Axis, Move, begin, name_of
-from polylane.placement.placement import Placement, gradient
+from polylane.placement.placement import Placement, gradient_placement
+from polylane.placement.redistribute import Axis, Redistribute, begin_redistribute, collective_name
 
 
-class Begin:
-    """The first half of a move: ``begin(axis, x)`` gives a token, for :class:`Finish`."""
+class BeginRedistribute:
+    """The first half of a move: ``begin(axis, x)`` gives a token, for :class:`FinishRedistribute`."""
 
     __module__ = "polylane"
 
     def __init__(self, source: Placement, target: Placement) -> None:
         self.source, self.target = source, target
-        self.__name__ = f"begin_{name_of(source, target) or 'place'}"
+        self.__name__ = f"begin_{collective_name(source, target) or 'place'}"
 
     def __call__(self, axis: Axis, x: Tensor) -> Tensor:
-        flight = _Flight(axis, self.source, self.target)
-        token = _Begun.apply(x, flight)  # type: ignore[no-untyped-call]
-        token.flight = flight
+        flight = _PendingRedistribute(axis, self.source, self.target)
+        token = _BeginFunction.apply(x, flight)  # type: ignore[no-untyped-call]
+        token.pending = flight
         return token  # type: ignore[no-any-return]
 
 
-class Finish:
+class FinishRedistribute:
     """The second half: ``finish(token)`` is the value in its new placement."""
 
     __module__ = "polylane"
     __name__ = "finish"
 
     def __call__(self, token: Tensor) -> Tensor:
-        return _Finished.apply(token, token.flight)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
+        return _FinishFunction.apply(token, token.flight)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
 
 
-class _Flight:
+class _PendingRedistribute:
     """What is on its way, there and back."""
 
     def __init__(self, axis: Axis, source: Placement, target: Placement) -> None:
@@ -59,23 +59,23 @@ class _Flight:
         self.back: Callable[[], Tensor] | None = None
 
 
-class _Begun(torch.autograd.Function):
+class _BeginFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        flight.there = begin(flight.axis, x.detach(), flight.source, flight.target)
+    def forward(ctx: Any, x: Tensor, flight: _PendingRedistribute) -> Tensor:
+        ctx.pending = flight
+        flight.there = begin_redistribute(flight.axis, x.detach(), flight.source, flight.target)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        back, ctx.flight.back = ctx.flight.back, None
+        back, ctx.pending.back = ctx.pending.back, None
         return (grads[0] if back is None else back()), None
 
 
-class _Finished(torch.autograd.Function):
+class _FinishFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight, ctx.shape = flight, token.shape
+    def forward(ctx: Any, token: Tensor, flight: _PendingRedistribute) -> Tensor:
+        ctx.pending, ctx.shape = flight, token.shape
         assert flight.there is not None
         there, flight.there = flight.there, None
         out = there()
@@ -83,18 +83,20 @@ class _Finished(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        flight = ctx.flight
-        flight.back = begin(flight.axis, grads[0], gradient(flight.target), gradient(flight.source))
-        return _nothing(grads[0], ctx.shape), None
+        flight = ctx.pending
+        flight.back = begin_redistribute(
+            flight.axis, grads[0], gradient_placement(flight.target), gradient_placement(flight.source)
+        )
+        return _placeholder_gradient(grads[0], ctx.shape), None
 
 
-def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
+def _placeholder_gradient(like: Tensor, shape: torch.Size) -> Tensor:
     """A gradient that takes no memory, on its way to where the true one is."""
     return like.new_zeros(()).expand(shape)
 
 
-class Held:
-    """A linear layer whose weight's gradient may wait: the weight is what a :class:`Hold` gave."""
+class HeldLinear:
+    """A linear layer whose weight's gradient may wait: the weight is what a :class:`HoldWeight` gave."""
 
     __module__ = "polylane"
     __name__ = "linear"
@@ -102,10 +104,10 @@ class Held:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dim() < 2 or torch.is_autocast_enabled(x.device.type):  # which casts in a backward pass of its own
             return torch.nn.functional.linear(x, weight, bias)
-        return _HeldLinear.apply(x, weight, bias, weight.later)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
+        return _HeldLinearFunction.apply(x, weight, bias, weight.later)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
 
 
-class Hold:
+class HoldWeight:
     """A weight whose gradient is computed when this node's turn comes in the backward pass."""
 
     __module__ = "polylane"
@@ -113,12 +115,12 @@ class Hold:
 
     def __call__(self, weight: Tensor) -> Tensor:
         later: list[tuple[Tensor, Tensor]] = []
-        held = _Holding.apply(weight, later)  # type: ignore[no-untyped-call]
+        held = _HoldWeightFunction.apply(weight, later)  # type: ignore[no-untyped-call]
         held.later = later
         return held  # type: ignore[no-any-return]
 
 
-class _Holding(torch.autograd.Function):
+class _HoldWeightFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, later: list[tuple[Tensor, Tensor]]) -> Tensor:
         ctx.later = later
@@ -132,7 +134,7 @@ class _Holding(torch.autograd.Function):
         return grad.flatten(0, -2).t().mm(x.flatten(0, -2)), None
 
 
-class _HeldLinear(torch.autograd.Function):
+class _HeldLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: list[tuple[Tensor, Tensor]]) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -147,32 +149,32 @@ class _HeldLinear(torch.autograd.Function):
             ctx.later.append((x, grad))
         return (
             grad @ weight if wanted[0] else None,
-            _nothing(grad, weight.shape) if wanted[1] else None,
+            _placeholder_gradient(grad, weight.shape) if wanted[1] else None,
             grad.flatten(0, -2).sum(0) if wanted[2] else None,
             None,
         )
 
 
-def overlap(graph: fx.Graph) -> None:
+def overlap_redistributions(graph: fx.Graph) -> None:
     """Take the moves of a rank's graph apart, in place, wherever something else can be computed meanwhile.
 
     All ranks must ask for what travels in the same order, and what a rank computes in an operator's turn depends on its
     part: where that is empty, or cut through, there may be more steps or fewer. So nothing here looks at them: only at
     turns and moves, of which all ranks have the same.
     """
-    turns = _Turns(graph)
-    for node in [n for n in graph.nodes if isinstance(n.target, Move)]:
+    turns = _OperatorOrder(graph)
+    for node in [n for n in graph.nodes if isinstance(n.target, Redistribute)]:
         axis, value = node.args
         assert isinstance(value, fx.Node) and isinstance(axis, fx.Node)
         if _is_weight(value):
             continue
-        after, computes = turns.made(value, node)
-        layers = _layers(node)
+        after, computes = turns.source_node(value, node)
+        layers = _linear_readers(node)
         if computes or layers:
-            _take_apart(graph, node, axis, value, after, turns.needed(node), layers)
+            _split_redistribute(graph, node, axis, value, after, turns.needed_before(node), layers)
 
 
-class _Turns:
+class _OperatorOrder:
     """Which operators of the whole graph come one after another, whatever a rank computes in the turn of each.
 
     A move is in the turn of the operator that first asks for it, before all that is computed there.
@@ -184,7 +186,7 @@ class _Turns:
         self.writing: list[int] = []
         self.computing: list[int] = []
         for node in graph.nodes:
-            if isinstance(node.target, Move):
+            if isinstance(node.target, Redistribute):
                 continue
             turn = node.meta["turn"]
             self.last[turn] = node
@@ -195,23 +197,23 @@ class _Turns:
             if node.target is not operator.getitem:
                 self.computing.append(turn)
 
-    def made(self, value: fx.Node, move: fx.Node) -> tuple[fx.Node, bool]:
+    def source_node(self, value: fx.Node, move: fx.Node) -> tuple[fx.Node, bool]:
         """The node after which a value is what a move moves: its own, or the last one that wrote in place.
 
         And whether anything is computed from then on until it is needed.
         """
         since, until = value.meta["turn"], move.meta["turn"]
-        if not isinstance(value.target, (Move, Finish)):
+        if not isinstance(value.target, (Redistribute, FinishRedistribute)):
             since += 1
         written = self.writing[bisect_left(self.writing, since) : bisect_left(self.writing, until)]
         if written:
             value, since = self.last[written[-1]], written[-1] + 1
         return value, bisect_left(self.computing, since) < bisect_left(self.computing, until)
 
-    def needed(self, move: fx.Node) -> fx.Node:
+    def needed_before(self, move: fx.Node) -> fx.Node:
         """The node before which what moves has to be there: the next move of the same value, or the operator."""
         turn = move.meta["turn"]
-        following = (user for user in move.users if isinstance(user.target, Move) and user.meta["turn"] == turn)
+        following = (user for user in move.users if isinstance(user.target, Redistribute) and user.meta["turn"] == turn)
         return next(following, self.first[turn])
 
 
@@ -220,13 +222,13 @@ def _is_weight(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta.get("role", ("",))[0] in ("parameter", "buffer")
 
 
-def _layers(move: fx.Node) -> list[fx.Node]:
+def _linear_readers(move: fx.Node) -> list[fx.Node]:
     """The linear layers that read a moved value whose gradient has to be summed: their weights' gradients may wait.
 
     A linear layer runs as it is on every rank's part, also an empty one.
     """
     target: Any = move.target
-    if not name_of(gradient(target.target), gradient(target.source)):
+    if not collective_name(gradient_placement(target.target), gradient_placement(target.source)):
         return []
     return [
         user
@@ -239,7 +241,7 @@ def _layers(move: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _take_apart(
+def _split_redistribute(
     graph: fx.Graph,
     move: fx.Node,
     axis: fx.Node,
@@ -249,17 +251,17 @@ def _take_apart(
     layers: list[fx.Node],
 ) -> None:
     target: Any = move.target
-    while after.next.op == "placeholder" or isinstance(after.next.target, Begin):
+    while after.next.op == "placeholder" or isinstance(after.next.target, BeginRedistribute):
         after = after.next
     with graph.inserting_after(after):
-        token = graph.call_function(Begin(target.source, target.target), (axis, value))
+        token = graph.call_function(BeginRedistribute(target.source, target.target), (axis, value))
     with graph.inserting_before(needed):
-        held = {layer: graph.call_function(Hold(), (layer.args[1],)) for layer in layers}
-        finished = graph.call_function(Finish(), (token,))
+        held = {layer: graph.call_function(HoldWeight(), (layer.args[1],)) for layer in layers}
+        finished = graph.call_function(FinishRedistribute(), (token,))
     for made in (token, finished, *held.values()):
         made.meta = dict(move.meta)
     move.replace_all_uses_with(finished)
     graph.erase_node(move)
     for layer, weight in held.items():
         bias = layer.args[2] if len(layer.args) > 2 else None
-        layer.target, layer.args = Held(), (layer.args[0], weight, bias)
+        layer.target, layer.args = HeldLinear(), (layer.args[0], weight, bias)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from polylane.graph.batch import bounds
+from polylane.graph.batch import split_bounds
 
 # Where a dimension is cut: for each of its segments one position more than there are ranks. A plain dimension is one
 # segment; three projections in one matrix (q, k and v) are three, each cut for itself.
@@ -53,20 +53,20 @@ class Shard:
         """What rank ``index`` has of the dimension, as (start, stop), in ascending order; without empty ones."""
         return tuple((c[index], c[index + 1]) for c in self.cuts if c[index] < c[index + 1])
 
-    def length(self, index: int) -> int:
+    def local_length(self, index: int) -> int:
         """How much rank ``index`` has of the dimension."""
         return sum(stop - start for start, stop in self.ranges(index))
 
     @property
-    def largest(self) -> float:
+    def largest_share(self) -> float:
         """The largest part, as a share of the whole."""
-        return _largest(self.cuts)
+        return _largest_share(self.cuts)
 
 
 @lru_cache(maxsize=2**14)
-def _largest(cuts: Cuts) -> float:
+def _largest_share(cuts: Cuts) -> float:
     shard = Shard(0, cuts)
-    return max(shard.length(i) for i in range(len(cuts[0]) - 1)) / max(shard.size, 1)
+    return max(shard.local_length(i) for i in range(len(cuts[0]) - 1)) / max(shard.size, 1)
 
 
 @dataclass(frozen=True)
@@ -80,38 +80,38 @@ class Partial:
 Placement = Replicate | Shard | Partial
 
 REPLICATE = Replicate()
-SHARED = Replicate(partial_gradient=True)
+REPLICATE_PARTIAL_GRAD = Replicate(partial_gradient=True)
 PARTIAL = Partial()
 
 
-def gradient(placement: Placement) -> Placement:
+def gradient_placement(placement: Placement) -> Placement:
     """How the gradient of a value lies that lies so."""
     if isinstance(placement, Shard):
         return placement
-    return PARTIAL if placement == SHARED else REPLICATE
+    return PARTIAL if placement == REPLICATE_PARTIAL_GRAD else REPLICATE
 
 
 @lru_cache(maxsize=1 << 16)
-def even(size: int, degree: int, unit: int = 1) -> Cuts:
+def even_cuts(size: int, degree: int, unit: int = 1) -> Cuts:
     """One segment, cut as evenly as whole units allow; the first ranks get more.
 
     Args:
         size: of the dimension, a multiple of ``unit``.
         unit: what must stay together (a head's features, say).
     """
-    return ((0, *(stop * unit for _, stop in bounds(size // unit, degree))),)
+    return ((0, *(stop * unit for _, stop in split_bounds(size // unit, degree))),)
 
 
-def joined(pieces: Sequence[Cuts]) -> Cuts:
+def join_cuts(pieces: Sequence[Cuts]) -> Cuts:
     """Dimensions laid one behind the other, each with its own cuts, as one."""
     result: list[tuple[int, ...]] = []
     for cuts in pieces:
         offset = result[-1][-1] if result else 0
         result += [tuple(position + offset for position in segment) for segment in cuts]
-    return shortest(tuple(result))
+    return simplify_cuts(tuple(result))
 
 
-def shortest(cuts: Cuts) -> Cuts:
+def simplify_cuts(cuts: Cuts) -> Cuts:
     """The same parts in as few segments as there can be: where the ranks only ascend, two segments are one.
 
     Parts that are equal have equal shortest forms, however they came about.
@@ -130,30 +130,30 @@ def shortest(cuts: Cuts) -> Cuts:
     return tuple(result) or cuts[:1]
 
 
-def scaled(cuts: Cuts, unit: int) -> Cuts:
+def scale_cuts(cuts: Cuts, unit: int) -> Cuts:
     """Cuts of a dimension whose every element becomes ``unit`` elements."""
     return tuple(tuple(position * unit for position in segment) for segment in cuts)
 
 
-def divided(cuts: Cuts, unit: int) -> Cuts | None:
+def divide_cuts(cuts: Cuts, unit: int) -> Cuts | None:
     """Cuts of a dimension of which ``unit`` elements become one, or None if a unit is cut through."""
     if any(position % unit for segment in cuts for position in segment):
         return None
     return tuple(tuple(position // unit for position in segment) for segment in cuts)
 
 
-def repeated(cuts: Cuts, size: int, times: int) -> Cuts:
+def repeat_cuts(cuts: Cuts, size: int, times: int) -> Cuts:
     """Cuts of ``times`` copies of a dimension of ``size``, one behind the other."""
-    return joined([cuts] * times) if size else cuts
+    return join_cuts([cuts] * times) if size else cuts
 
 
-def inside(cuts: Cuts, start: int, stop: int) -> Cuts:
+def slice_cuts(cuts: Cuts, start: int, stop: int) -> Cuts:
     """Cuts of the piece from ``start`` to ``stop`` of a dimension; ranks that have nothing of it get empty parts."""
     clipped = [tuple(min(max(p, start), stop) - start for p in segment) for segment in cuts]
-    return shortest(tuple(clipped))
+    return simplify_cuts(tuple(clipped))
 
 
-def same_dim(a: Placement, b: Placement) -> bool:
+def shard_same_dim(a: Placement, b: Placement) -> bool:
     """Whether both cut the same dimension: two axes cannot at a time."""
     return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
 
@@ -162,10 +162,10 @@ def local_shape(shape: Sequence[int], placement: Placement, index: int) -> tuple
     """The shape that rank ``index`` has of a value."""
     if not isinstance(placement, Shard):
         return tuple(shape)
-    return tuple(placement.length(index) if d == placement.dim else n for d, n in enumerate(shape))
+    return tuple(placement.local_length(index) if d == placement.dim else n for d, n in enumerate(shape))
 
 
-def well_formed(placement: Placement, shape: Sequence[int], degree: int) -> bool:
+def is_valid_placement(placement: Placement, shape: Sequence[int], degree: int) -> bool:
     """Whether a placement fits a value of this shape on so many ranks."""
     if not isinstance(placement, Shard):
         return True

@@ -10,85 +10,93 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.inplace import writes
-from polylane.graph.sizes import Size
-from polylane.graph.whole_batch import BatchSize
-from polylane.placement.call import Call, Edit, Strategy
-from polylane.placement.move import Move
-from polylane.placement.move import name_of as collective
-from polylane.placement.placement import REPLICATE, Placement, gradient, same_dim
-from polylane.placement.together import together
-from polylane.placement.view import Key, Sizes, bound, is_alias, key_of, name_of, op_of
+from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.operators.whole_batch_counts import BatchSize
+from polylane.graph.symbolic_sizes import SymbolicSize
+from polylane.placement.kernels.joint_gradients import joint_gradients
+from polylane.placement.operator_view import (
+    TensorKey,
+    ViewSizes,
+    bind_arguments,
+    is_alias,
+    node_name,
+    operator_name,
+    tensor_key,
+)
+from polylane.placement.placement import REPLICATE, Placement, gradient_placement, shard_same_dim
+from polylane.placement.redistribute import Redistribute
+from polylane.placement.redistribute import collective_name as collective
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 # A value's placement on every axis of the mesh, in the mesh's order.
 State = tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
-class Split:
+class AxisSplit:
     """How all of a graph lies on one axis.
 
     Attributes:
         degree: ranks along the axis.
-        steps: the chosen strategy of every operator, by its node's name.
-        sources: the placement of every placeholder.
+        strategies: the chosen strategy of every operator, by its node's name.
+        source_placements: the placement of every placeholder.
     """
 
     degree: int
-    steps: Mapping[str, Strategy]
-    sources: Mapping[Key, Placement]
+    strategies: Mapping[str, Strategy]
+    source_placements: Mapping[TensorKey, Placement]
 
-    def placement(self, key: Key) -> Placement:
+    def placement(self, key: TensorKey) -> Placement:
         """How a tensor lies where it is made."""
-        if key in self.sources:
-            return self.sources[key]
-        strategy = self.steps.get(key[0])
+        if key in self.source_placements:
+            return self.source_placements[key]
+        strategy = self.strategies.get(key[0])
         return strategy.outputs[key[1]] if strategy is not None and strategy.outputs else REPLICATE
 
 
 @dataclass
-class _Writer:
+class _RankWriter:
     """Writes one rank's graph, operator by operator."""
 
-    splits: Mapping[str, Split]
+    splits: Mapping[str, AxisSplit]
     coordinates: Mapping[str, int]
-    calls: Mapping[str, Call]
-    sizes: Sizes
-    aliases: Mapping[str, Key]
+    calls: Mapping[str, OperatorCall]
+    sizes: ViewSizes
+    aliases: Mapping[str, TensorKey]
     dtypes: Mapping[str, torch.dtype]
     graph: fx.Graph = field(default_factory=fx.Graph)
     axes: dict[str, fx.Node] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    moved: dict[tuple[fx.Node, State], fx.Node] = field(default_factory=dict)
+    redistributed: dict[tuple[fx.Node, State], fx.Node] = field(default_factory=dict)
 
-    def state(self, node: fx.Node) -> State:
+    def placements_of(self, node: fx.Node) -> State:
         """How a node's value lies where it is made."""
-        key = key_of(node)
+        key = tensor_key(node)
         key = self.aliases.get(key[0], key)
         return tuple(split.placement(key) for split in self.splits.values())
 
-    def as_needed(self, node: fx.Node, needed: State) -> Any:
+    def redistribute_to(self, node: fx.Node, needed: State) -> Any:
         """A node's value as a consumer needs it; moved once for all consumers that need it so."""
-        have, value = self.state(node), self.values[node]
-        for i, placement in one_by_one(have, needed):
+        have, value = self.placements_of(node), self.values[node]
+        for i, placement in rewrite_by_axis(have, needed):
             after = (*have[:i], placement, *have[i + 1 :])
-            known = self.moved.get((value, after))
+            known = self.redistributed.get((value, after))
             if known is None:
                 axis = self.axes[list(self.splits)[i]]
-                known = self.graph.call_function(Move(have[i], placement), (axis, value))
+                known = self.graph.call_function(Redistribute(have[i], placement), (axis, value))
                 known.meta["stands"] = False
                 if node.op != "placeholder":  # one of those belongs to who asks for it first
                     known.meta["name"] = node.meta["name"]
-                self.moved[value, after] = known
+                self.redistributed[value, after] = known
             value, have = known, after
         return value
 
-    def step(self, node: fx.Node) -> fx.Node:
+    def write_operator(self, node: fx.Node) -> fx.Node:
         """One operator, with the moves before it."""
-        name, before = name_of(node), _end(self.graph)
+        name, before = node_name(node), _last_node(self.graph)
         call = self.calls[name]
-        chosen = {axis: split.steps[name] for axis, split in self.splits.items()}
-        prefix, given, positional = bound(node, node.args, node.kwargs)
+        chosen = {axis: split.strategies[name] for axis, split in self.splits.items()}
+        prefix, given, positional = bind_arguments(node, node.args, node.kwargs)
         number = iter(range(len(call.inputs)))
 
         def local(value: Any) -> Any:
@@ -98,14 +106,16 @@ class _Writer:
                 if not _is_tensor(value):
                     return self.values[value]
                 index = next(number)
-                return self.as_needed(value, tuple(s.inputs[index] for s in chosen.values()))
+                return self.redistribute_to(value, tuple(s.inputs[index] for s in chosen.values()))
             if isinstance(value, (list, tuple)):
                 return [local(v) for v in value]
             return {k: local(v) for k, v in value.items()} if isinstance(value, dict) else value
 
         arguments = {key: local(value) for key, value in given.items()}
-        several = _returns(arguments) > 1  # before a rank's own changes: all ranks must find the same
-        edit = Edit(
+        several = (
+            _count_gradient_collectives(arguments) > 1
+        )  # before a rank's own changes: all ranks must find the same
+        edit = RankCall(
             call, self.graph, node.target,
             fx.map_arg(node.args[:prefix], self.values.__getitem__), arguments, positional,
             [{axis: s.outputs[i] for axis, s in chosen.items()} for i in range(len(call.outputs))],
@@ -117,16 +127,16 @@ class _Writer:
                 edit.call = replace(call, degree=self.splits[axis].degree)
                 strategy.local(edit)
         if any(s.local is not None for s in chosen.values()) and name in self.dtypes:
-            edit.after(As(self.dtypes[name]))  # what stands in for the operator does as autocast lets that do
+            edit.append(CastTo(self.dtypes[name]))  # what stands in for the operator does as autocast lets that do
         if several:  # in the same order on all ranks
-            edit.target = together(edit.target)
+            edit.target = joint_gradients(edit.target)
         result = edit.emit()
-        _label(self.graph, before, node)
+        _label_nodes(self.graph, before, node)
         result.meta["stands"] = True
         return result
 
 
-class As:
+class CastTo:
     """A value in a dtype: ``as_(x)``."""
 
     __module__, __name__ = "polylane", "as_"
@@ -138,33 +148,36 @@ class As:
         return x.to(self.dtype)
 
 
-def _returns(arguments: Mapping[str, Any]) -> int:
+def _count_gradient_collectives(arguments: Mapping[str, Any]) -> int:
     """How many of a call's arguments send their gradients through a collective of their own."""
     moves = [value.target for value in arguments.values() if isinstance(value, fx.Node)]
-    return sum(isinstance(m, Move) and bool(collective(gradient(m.target), gradient(m.source))) for m in moves)
+    return sum(
+        isinstance(m, Redistribute) and bool(collective(gradient_placement(m.target), gradient_placement(m.source)))
+        for m in moves
+    )
 
 
 def _is_known_size(node: fx.Node) -> bool:
     """Whether a node is a size that follows from the samples in hand alone."""
-    return isinstance(node.target, Size) and not isinstance(node.target, BatchSize)
+    return isinstance(node.target, SymbolicSize) and not isinstance(node.target, BatchSize)
 
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
-def _end(graph: fx.Graph) -> fx.Node | None:
+def _last_node(graph: fx.Graph) -> fx.Node | None:
     return next(reversed(graph.nodes), None)
 
 
-def _since(graph: fx.Graph, before: fx.Node | None) -> Iterator[fx.Node]:
+def _nodes_since(graph: fx.Graph, before: fx.Node | None) -> Iterator[fx.Node]:
     """What has been written since a node was the last one."""
     return takewhile(lambda node: node is not before, reversed(graph.nodes))
 
 
-def _label(graph: fx.Graph, before: fx.Node | None, node: fx.Node) -> None:
+def _label_nodes(graph: fx.Graph, before: fx.Node | None, node: fx.Node) -> None:
     """Everything new belongs to the user's node."""
-    for made in _since(graph, before):
+    for made in _nodes_since(graph, before):
         made.meta.setdefault("name", node.meta["name"])
         made.meta.setdefault("stands", False)  # for the node itself: only the last one does
         for key in ("stack_trace", "nn_module_stack", "module", "op"):
@@ -172,7 +185,7 @@ def _label(graph: fx.Graph, before: fx.Node | None, node: fx.Node) -> None:
                 made.meta.setdefault(key, node.meta[key])
 
 
-def one_by_one(have: State, needed: State) -> Iterator[tuple[int, Placement]]:
+def rewrite_by_axis(have: State, needed: State) -> Iterator[tuple[int, Placement]]:
     """The moves from one state to another, an axis at a time, such that no two axes ever cut the same dimension.
 
     Axes that wait for each other in a circle (two that swap their dimensions, say) cannot all go straight: one of them
@@ -181,7 +194,7 @@ def one_by_one(have: State, needed: State) -> Iterator[tuple[int, Placement]]:
     now, waiting = list(have), [i for i, p in enumerate(needed) if have[i] != p]
 
     def in_the_way(i: int) -> int | None:
-        return next((j for j in waiting if j != i and same_dim(now[j], needed[i])), None)
+        return next((j for j in waiting if j != i and shard_same_dim(now[j], needed[i])), None)
 
     while waiting:
         i = next((i for i in waiting if in_the_way(i) is None), None)
@@ -199,11 +212,11 @@ def one_by_one(have: State, needed: State) -> Iterator[tuple[int, Placement]]:
 
 def rewrite(
     code: fx.Graph,
-    calls: Mapping[str, Call],
-    splits: Mapping[str, Split],
+    calls: Mapping[str, OperatorCall],
+    splits: Mapping[str, AxisSplit],
     samples: int,
     coordinates: Mapping[str, int],
-    aliases: Mapping[str, Key] | None = None,
+    aliases: Mapping[str, TensorKey] | None = None,
     leaving: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> fx.Graph:
@@ -215,7 +228,7 @@ def rewrite(
         splits: by axis, in the order of the mesh.
         samples: in hand.
         coordinates: this rank's index on each axis.
-        aliases: as in :class:`~polylane.placement.view.View`.
+        aliases: as in :class:`~polylane.placement.operator_view.OperatorView`.
         leaving: names of results that stay as they lie where they are made: they go to another stage. All others are
             whole on every rank.
         dtypes: of what nodes give under autocast, by name.
@@ -225,33 +238,34 @@ def rewrite(
         Every node knows its "turn", the number of the one of ``code`` that it is written for, and whether that "writes"
         in place: both are the same on all ranks.
     """
-    writer = _Writer(splits, coordinates, calls, Sizes(samples), aliases or {}, dtypes or {})
+    writer = _RankWriter(splits, coordinates, calls, ViewSizes(samples), aliases or {}, dtypes or {})
     for name in splits:
         writer.axes[name] = axis = writer.graph.placeholder(f"axis_{name}")
         axis.meta |= {"role": ("axis", name), "turn": -1, "writes": False}
     needed = tuple(REPLICATE for _ in splits)
     for turn, node in enumerate(code.nodes):
-        before = _end(writer.graph)
+        before = _last_node(writer.graph)
         if node.op == "placeholder":
             writer.values[node] = copied = writer.graph.placeholder(node.name)
             copied.meta = dict(node.meta)
         elif node.op == "output":
             out = [
-                writer.values[n] if n.meta.get("name") in leaving else writer.as_needed(n, needed) for n in node.args[0]
+                writer.values[n] if n.meta.get("name") in leaving else writer.redistribute_to(n, needed)
+                for n in node.args[0]
             ]
             writer.graph.output(tuple(out))
         elif not is_alias(node):
-            writer.values[node] = writer.step(node)
+            writer.values[node] = writer.write_operator(node)
         elif not _is_known_size(node):
             writer.values[node] = copied = writer.graph.node_copy(node, writer.values.__getitem__)
             copied.meta = dict(node.meta)
-        for made in _since(writer.graph, before):
+        for made in _nodes_since(writer.graph, before):
             made.meta |= {"turn": turn, "writes": _writes(node)}
     return writer.graph
 
 
 def _writes(node: fx.Node) -> bool:
     """Whether the user's operator writes in place, also where it runs under a setting of its own."""
-    name = op_of(node).removeprefix("aten.").partition(".")[0]
+    name = operator_name(node).removeprefix("aten.").partition(".")[0]
     in_place = name.endswith("_") and not name.endswith("__")
-    return node.op == "call_function" and (in_place or bool(writes(node)))
+    return node.op == "call_function" and (in_place or bool(written_arguments(node)))

@@ -1,1 +1,1 @@
-"""THE CHOICE, as data: which stages, which devices, in which order."""
+"""Plans: what a user can choose of stages, meshes, schedule and synchronization, as a file or one line."""

@@ -13,19 +13,19 @@ import yaml
 from pydantic_core import PydanticCustomError
 
 from polylane.errors import PolylaneError
-from polylane.plan.pins import check_axes, read_pattern
-from polylane.plan.slow import Slowness
-from polylane.plan.spec import Degrees, Spec, check_workers, degrees_of, line_of
-from polylane.plan.strict import Count, Strict
-from polylane.plan.sync import SUM, Sync
-from polylane.yaml_file import FileForm, first_error, read, sentence
+from polylane.plan.pinned_placements import check_axes, read_pattern
+from polylane.plan.spec import Degrees, Spec, check_workers, format_degrees, format_line
+from polylane.plan.straggler import Slowness
+from polylane.plan.strict import Count, StrictMapping
+from polylane.plan.sync import SUM, SyncOptions
+from polylane.yaml_file import FileForm, error_sentence, first_error, read
 
 # The axes of a stage's mesh, the outermost first: its devices are listed in this order.
 MESH = ("data", "sequence", "tensor")
 _OPERATOR_AXES = ("sequence", "tensor")
 
 
-class Fingerprint(Strict):
+class Fingerprint(StrictMapping):
     """Which graph a plan is for, with enough of it to say what differs from another."""
 
     id: str
@@ -40,7 +40,7 @@ def _in_pairs(nodes: tuple[str, ...]) -> tuple[str, ...]:
     return nodes
 
 
-class Stage(Strict):
+class Stage(StrictMapping):
     """Some of the graph on some of the devices.
 
     ``nodes`` are the first and the last node, by the user's module path ("layer2.3": all of that module) or by a node's
@@ -66,7 +66,7 @@ class Stage(Strict):
         return next((degree for name, degree in self.mesh.items() if name == axis), 1)
 
 
-class Plan(Strict):
+class Plan(StrictMapping):
     """A way to split the training of one graph, refused with a PolylaneError where it contradicts itself.
 
     ``graph`` says which one; a plan that a person writes may leave it out. Names of nodes and parameters that the model
@@ -80,7 +80,7 @@ class Plan(Strict):
     stages: tuple[Stage, ...]
     schedule: Literal["naive", "afab", "1f1b"] = "1f1b"
     microbatches: Count = 1
-    sync: Sync = SUM
+    sync: SyncOptions = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
     slow: Slowness = pydantic.Field(default={})
     per_sample: tuple[str, ...] = ()
@@ -158,32 +158,32 @@ class Plan(Strict):
         return tuple(self.degrees(stage) for stage in range(self.pipeline))
 
     @property
-    def uniform(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether all stages have the same mesh."""
-        return all(self.aligned(0, stage) for stage in range(self.pipeline))
+        return all(self.have_same_mesh(0, stage) for stage in range(self.pipeline))
 
     @property
-    def redivides(self) -> bool:
+    def resplits_batch(self) -> bool:
         """Whether stages have different numbers of replicas, so that samples are divided anew between them."""
         return len({degrees.data for degrees in self.meshes}) > 1
 
-    def aligned(self, a: int, b: int) -> bool:
+    def have_same_mesh(self, a: int, b: int) -> bool:
         """Whether two stages have the same mesh: each rank of the one then has its counterpart on the other."""
         return tuple(self.degrees(a)) == tuple(self.degrees(b))
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def stage_and_replica(self, rank: int) -> tuple[int, int]:
         """Stage and replica of a rank."""
-        stage, at = self._where(rank)
+        stage, at = self._stage_and_indices(rank)
         return stage, at["data"]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """A rank's index on each of its stage's axes (:meth:`axes_of`)."""
-        stage, at = self._where(rank)
+        stage, at = self._stage_and_indices(rank)
         return {axis: at[axis] for axis in self.axes_of(stage)}
 
     def indices(self, rank: int) -> dict[str, int]:
         """A rank's index on every axis of the mesh, "data" among them."""
-        return self._where(rank)[1]
+        return self._stage_and_indices(rank)[1]
 
     def rank_at(self, stage: int, replica: int, coordinates: Mapping[str, int]) -> int:
         """The rank of a replica of a stage with an index on each of its axes."""
@@ -195,14 +195,14 @@ class Plan(Strict):
 
     def group(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The ranks of the same stage that differ from ``rank`` only along these axes of the mesh, ascending."""
-        stage, at = self._where(rank)
+        stage, at = self._stage_and_indices(rank)
         ways = [range(self.degree(axis, stage)) if axis in axes else (at[axis],) for axis in MESH]
         every = (dict(zip(MESH, indices, strict=True)) for indices in itertools.product(*ways))
         return tuple(sorted(self.rank_at(stage, each["data"], each) for each in every))
 
-    def along(self, rank: int, axis: str) -> tuple[int, ...]:
+    def ranks_along(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks of the same stage that differ from ``rank`` only on one axis of the mesh, by their index on it."""
-        stage, here = self._where(rank)
+        stage, here = self._stage_and_indices(rank)
         every = ({**here, axis: index} for index in range(self.degree(axis, stage)))
         return tuple(self.rank_at(stage, at["data"], at) for at in every)
 
@@ -212,9 +212,9 @@ class Plan(Strict):
         Of a stage with the same mesh that is its counterpart there; else all of the same replica if there are as many
         replicas, or else all of the stage.
         """
-        own, (_, replica) = self._where(rank)[0], self.place(rank)
+        own, (_, replica) = self._stage_and_indices(rank)[0], self.stage_and_replica(rank)
         devices = self.stages[stage].devices
-        if self.aligned(own, stage):
+        if self.have_same_mesh(own, stage):
             return (devices[self._found[1][rank][1]],)
         if self.degree("data", own) != self.degree("data", stage):
             return devices
@@ -231,7 +231,7 @@ class Plan(Strict):
             if own == axis
         }
 
-    def _where(self, rank: int) -> tuple[int, dict[str, int]]:
+    def _stage_and_indices(self, rank: int) -> tuple[int, dict[str, int]]:
         """The stage of a rank, and its index along each axis of the mesh."""
         if self._found[0] is not self.stages:
             places = {r: (s, i) for s, stage in enumerate(self.stages) for i, r in enumerate(stage.devices)}
@@ -247,7 +247,7 @@ class Plan(Strict):
     def spec(self) -> str:
         """The plan in one line; the stages' bounds and their placements are left out."""
         rules = self.sync, self.slow, self.per_sample
-        return line_of(self.meshes, self.schedule, self.microbatches, self.precision, *rules)
+        return format_line(self.meshes, self.schedule, self.microbatches, self.precision, *rules)
 
 
 def default_microbatches(spec: Spec, batch: int) -> int:
@@ -271,7 +271,7 @@ def dump(plan: Plan) -> str:
         if not stage["placements"]:
             del stage["placements"]
     said = plan.sync.model_dump(mode="json", exclude_defaults=True)
-    data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.serves else {"every": plan.sync.every}), **said}
+    data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.has_servers else {"every": plan.sync.every}), **said}
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
 
 
@@ -290,12 +290,12 @@ def load(path: str | Path) -> Plan:
             raise PolylaneError(
                 f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
             ) from error
-        raise PolylaneError(f"plan {path}: {sentence(first, _FORM, data)}") from error
+        raise PolylaneError(f"plan {path}: {error_sentence(first, _FORM, data)}") from error
 
 
 def _keys(place: Sequence[int | str]) -> list[str]:
     """The keys of a mapping in a plan file."""
-    models: dict[str, type[Strict]] = {"graph": Fingerprint, "stages": Stage, "sync": Sync}
+    models: dict[str, type[StrictMapping]] = {"graph": Fingerprint, "stages": Stage, "sync": SyncOptions}
     return list((models[str(place[0])] if place else Plan).model_fields)
 
 
@@ -321,7 +321,7 @@ def _check_meshes(plan: Plan) -> None:
         if len(stage.devices) != math.prod(stage.mesh.values()):
             mesh = ", ".join(f"{axis}={stage.degree(axis)}" for axis in MESH if axis in stage.mesh) or "data=1"
             raise PolylaneError(f"{plan.title}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
-    check_workers(plan.workers, degrees_of(plan.meshes))
+    check_workers(plan.workers, format_degrees(plan.meshes))
     check_axes([stage.placements for stage in plan.stages], [plan.axes_of(s) for s in range(plan.pipeline)], plan.title)
 
 
@@ -350,8 +350,8 @@ def _check_devices(plan: Plan) -> None:
 def _check_sync(plan: Plan) -> None:
     """Replicas that go their own ways, or that servers know by number, are whole ones: every stage has as many."""
     sync = plan.sync
-    if plan.redivides and (sync.alone or sync.serves):
-        key = "kind: parameter_server" if sync.serves else f"every: {sync.every}"
+    if plan.resplits_batch and (sync.is_replica_local or sync.has_servers):
+        key = "kind: parameter_server" if sync.has_servers else f"every: {sync.every}"
         raise PolylaneError(f"{plan.title}: sync.{key} needs as many replicas of every stage: give all the same data")
     for stage in range(plan.pipeline):
         if sync.within is not None and plan.degree("data", stage) % sync.within:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from polylane.errors import PolylaneError
-from polylane.plan import slow as stragglers
+from polylane.plan import straggler as stragglers
 from polylane.plan import sync as syncs
-from polylane.plan.slow import Slow
-from polylane.plan.sync import SUM, Sync
+from polylane.plan.straggler import Straggler
+from polylane.plan.sync import SUM, SyncOptions
 from polylane.schedule.synchronous import SCHEDULES
 from polylane.settings import split_pairs
 
@@ -73,15 +73,19 @@ class Spec:
     tensor: int = 1
     sequence: int = 1
     stages: tuple[Degrees, ...] = ()
-    sync: Sync = SUM
-    slow: tuple[tuple[int, Slow], ...] = ()
+    sync: SyncOptions = SUM
+    slow: tuple[tuple[int, Straggler], ...] = ()
     per_sample: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.stages:
             self._follow_stages()
         each = {axis: getattr(self, axis) for axis in DEGREES}
-        said = degrees_of(self.stages) if self.stages else [f"{axis}={_shown(n)}" for axis, n in each.items() if n > 1]
+        said = (
+            format_degrees(self.stages)
+            if self.stages
+            else [f"{axis}={_shorten(n)}" for axis, n in each.items() if n > 1]
+        )
         check_workers(self.workers, said)
 
     def _follow_stages(self) -> None:
@@ -102,8 +106,8 @@ class Spec:
         schedule: str,
         microbatches: int | None,
         precision: str,
-        sync: Sync = SUM,
-        slow: tuple[tuple[int, Slow], ...] = (),
+        sync: SyncOptions = SUM,
+        slow: tuple[tuple[int, Straggler], ...] = (),
         per_sample: tuple[str, ...] = (),
     ) -> Spec:
         """Stages with a mesh each."""
@@ -123,7 +127,7 @@ class Spec:
         return self.stages or (Degrees(self.data, self.sequence, self.tensor),) * self.pipeline
 
     @property
-    def redivides(self) -> bool:
+    def resplits_batch(self) -> bool:
         """Whether stages have different numbers of replicas, so that samples are divided anew between them."""
         return len({degrees.data for degrees in self.meshes}) > 1
 
@@ -140,7 +144,7 @@ class Spec:
         return self.workers + (self.sync.server_count if self.sync.dedicated else 0)
 
 
-def degrees_of(meshes: Sequence[Degrees]) -> list[str]:
+def format_degrees(meshes: Sequence[Degrees]) -> list[str]:
     """What a plan's workers are for: ``data=2``, ``pipeline=1``, and ``tensor=4`` where there is such a split.
 
     Where stages have meshes of their own, these: ``[data=2 | 1]``.
@@ -152,19 +156,19 @@ def degrees_of(meshes: Sequence[Degrees]) -> list[str]:
     return [f"data={data}", f"pipeline={len(meshes)}", *(f"{axis}={n}" for axis, n in inner.items() if n > 1)]
 
 
-def line_of(
+def format_line(
     meshes: Sequence[Degrees],
     schedule: str,
     microbatches: int,
     precision: str,
-    sync: Sync,
-    slow: Mapping[int, Slow],
+    sync: SyncOptions,
+    slow: Mapping[int, Straggler],
     per_sample: Sequence[str] = (),
 ) -> str:
     """A plan in one line."""
-    words = [*degrees_of(meshes), f"schedule={schedule}", f"microbatches={microbatches}"]
+    words = [*format_degrees(meshes), f"schedule={schedule}", f"microbatches={microbatches}"]
     words += [] if precision == "float32" else [f"precision={precision}"]
-    words += [*sync.words(), *stragglers.words(dict(slow))]
+    words += [*sync.to_words(), *stragglers.straggler_words(dict(slow))]
     words += [f"per_sample={'+'.join(per_sample)}"] if per_sample else []
     return ",".join(words)
 
@@ -188,12 +192,12 @@ def parse(text: str) -> Spec:
         PolylaneError: naming the key at fault and what it may be.
     """
     try:
-        return _parsed(text)
+        return _parse_line(text)
     except PolylaneError as error:
-        raise PolylaneError(f"plan {_shown(text)!r}: {error}") from None
+        raise PolylaneError(f"plan {_shorten(text)!r}: {error}") from None
 
 
-def _parsed(text: str) -> Spec:
+def _parse_line(text: str) -> Spec:
     opened = text.strip().startswith("[")
     inside, closed, rest = text.strip()[1:].partition("]") if opened else ("", "", text)
     if opened and (not closed or rest.strip()[:1] not in ("", ",")):
@@ -205,16 +209,16 @@ def _parsed(text: str) -> Spec:
         raise PolylaneError("nothing is said: give degrees, as in data=2,pipeline=2, or data=1 for one worker")
     schedule, precision = given.get("schedule", "1f1b"), given.get("precision", "float32")
     if schedule not in SCHEDULES:
-        raise PolylaneError(f"schedule={_shown(schedule)} is not known, known are {', '.join(SCHEDULES)}")
+        raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(SCHEDULES)}")
     if precision not in PRECISIONS:
-        raise PolylaneError(f"precision={_shown(precision)} is not known, known are {', '.join(PRECISIONS)}")
-    counts = {key: _count(key, given[key]) for key in _COUNTS if key in given}
+        raise PolylaneError(f"precision={_shorten(precision)} is not known, known are {', '.join(PRECISIONS)}")
+    counts = {key: _parse_count(key, given[key]) for key in _COUNTS if key in given}
     microbatches = counts.pop("microbatches", None)
-    sync = syncs.of_words({key: given[key] for key in syncs.KEYS if key in given})
-    slow = tuple(stragglers.of_words(given["slow"]).items()) if "slow" in given else ()
-    per_sample = _paths(given["per_sample"]) if "per_sample" in given else ()
+    sync = syncs.parse_sync({key: given[key] for key in syncs.KEYS if key in given})
+    slow = tuple(stragglers.parse_stragglers(given["slow"]).items()) if "slow" in given else ()
+    per_sample = _parse_paths(given["per_sample"]) if "per_sample" in given else ()
     if opened:
-        meshes = [_mesh(stage, number) for number, stage in enumerate(inside.split("|"))]
+        meshes = [_parse_mesh(stage, number) for number, stage in enumerate(inside.split("|"))]
         return Spec.of_meshes(meshes, schedule, microbatches, precision, sync, slow, per_sample)
     data, pipeline, sequence, tensor = (counts.get(key, 1) for key in DEGREES)
     return Spec(
@@ -231,15 +235,17 @@ def _parsed(text: str) -> Spec:
     )
 
 
-def _paths(text: str) -> tuple[str, ...]:
+def _parse_paths(text: str) -> tuple[str, ...]:
     """Module paths: "experts.0+experts.1"."""
     paths = tuple(path.strip() for path in text.split("+"))
     if not all(paths):
-        raise PolylaneError(f"per_sample={_shown(text)}: name modules, as in per_sample=experts.0+experts.1, or model")
+        raise PolylaneError(
+            f"per_sample={_shorten(text)}: name modules, as in per_sample=experts.0+experts.1, or model"
+        )
     return paths
 
 
-def _mesh(text: str, stage: int) -> Degrees:
+def _parse_mesh(text: str, stage: int) -> Degrees:
     """The mesh of one stage: "data=2,tensor=2", or "1" for one worker."""
     if not text.strip():
         raise PolylaneError(f"stage {stage} has no mesh: write 1 for one worker")
@@ -247,7 +253,7 @@ def _mesh(text: str, stage: int) -> Degrees:
         given = split_pairs(_pieces(text), Degrees._fields, "data=2") if text.strip() != "1" else {}
     except PolylaneError as error:
         raise PolylaneError(f"stage {stage}: {error}; a stage that is one worker is 1") from None
-    return Degrees(**{key: _count(key, value) for key, value in given.items()})
+    return Degrees(**{key: _parse_count(key, value) for key, value in given.items()})
 
 
 def _pieces(text: str) -> list[str]:
@@ -255,15 +261,15 @@ def _pieces(text: str) -> list[str]:
     return [piece for piece in text.split(",") if piece.strip()]
 
 
-def _count(key: str, value: str) -> int:
+def _parse_count(key: str, value: str) -> int:
     if not (value.isascii() and value.isdecimal()) or not value.strip("0"):
-        raise PolylaneError(f"{key}={_shown(value)} must be a whole number of at least 1")
+        raise PolylaneError(f"{key}={_shorten(value)} must be a whole number of at least 1")
     if len(value.lstrip("0")) > len(str(MOST)) or int(value) > MOST:
-        raise PolylaneError(f"{key}={_shown(value)} is more than {MOST:,}, the most that a plan can have")
+        raise PolylaneError(f"{key}={_shorten(value)} is more than {MOST:,}, the most that a plan can have")
     return int(value)
 
 
-def _shown(given: str | int, most: int = 80) -> str:
+def _shorten(given: str | int, most: int = 80) -> str:
     """What was given, as far as it can be read in a sentence."""
     text = str(given)
     return text if len(text) <= most else f"{text[:most]}…"

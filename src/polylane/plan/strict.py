@@ -7,7 +7,7 @@ from typing import Annotated
 import pydantic
 
 
-class Strict(pydantic.BaseModel):
+class StrictMapping(pydantic.BaseModel):
     """A mapping of a plan file."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")

@@ -9,7 +9,7 @@ import pydantic
 from pydantic_core import PydanticCustomError
 
 from polylane.errors import PolylaneError
-from polylane.plan.strict import Count, Strict
+from polylane.plan.strict import Count, StrictMapping
 
 _Share = Annotated[float, pydantic.Field(strict=True, gt=0.0, le=1)]
 _Rate = Annotated[float, pydantic.Field(strict=True, gt=0.0, allow_inf_nan=False)]
@@ -19,7 +19,7 @@ _Steps = Annotated[int, pydantic.Field(strict=True, ge=0)]
 ANY = "any"
 
 
-class Outer(Strict):
+class OuterOptimizer(StrictMapping):
     """An optimizer of its own for what replicas agree on: SGD with Nesterov momentum on the mean change of their
     weights (DiLoCo: Douillard et al., arXiv 2311.08105, algorithm 1). Rate 1 and momentum 0 is plain averaging."""
 
@@ -27,7 +27,7 @@ class Outer(Strict):
     momentum: _Momentum = 0.9
 
 
-class PowerSGD(Strict):
+class PowerSGDOptions(StrictMapping):
     """Gradient matrices as products of two thin ones (Vogels et al., NeurIPS 2019); plain before step ``start``."""
 
     kind: Literal["powersgd"]
@@ -35,7 +35,7 @@ class PowerSGD(Strict):
     start: _Steps = 10
 
 
-class TopK(Strict):
+class TopKOptions(StrictMapping):
     """Only the largest entries of a gradient, what is left is added to the next one (Stich et al., NeurIPS 2018)."""
 
     kind: Literal["top_k"]
@@ -50,7 +50,7 @@ def _staleness(value: Any) -> Any:
     )
 
 
-class Sync(Strict):
+class SyncOptions(StrictMapping):
     """How replicas agree.
 
     Attributes:
@@ -74,79 +74,79 @@ class Sync(Strict):
     kind: Literal["all_reduce", "parameter_server"] = "all_reduce"
     every: Count = 1
     warmup: _Steps = 0
-    outer: Outer | None = None
+    outer: OuterOptimizer | None = None
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     within: Count | None = None
     wire: Literal["same", "bfloat16", "float16"] = "same"
-    compress: Annotated[PowerSGD | TopK, pydantic.Field(discriminator="kind")] | None = None
+    compress: Annotated[PowerSGDOptions | TopKOptions, pydantic.Field(discriminator="kind")] | None = None
     servers: Count | None = None
     dedicated: Annotated[bool, pydantic.Field(strict=True)] = False
     staleness: Annotated[int | Literal["any"], pydantic.BeforeValidator(_staleness)] = 0
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Self:
-        why = _contradiction(self)
+        why = _find_contradiction(self)
         if why is not None:
             raise PydanticCustomError("sync", "{why}", {"why": why})
         return self
 
     @property
-    def serves(self) -> bool:
+    def has_servers(self) -> bool:
         """Whether servers hold the weights."""
         return self.kind == "parameter_server"
 
     @property
     def server_count(self) -> int:
         """How many servers there are."""
-        return (self.servers or 1) if self.serves else 0
+        return (self.servers or 1) if self.has_servers else 0
 
     @property
-    def alone(self) -> bool:
+    def is_replica_local(self) -> bool:
         """Whether replicas take steps of their own, each with the mean of its own samples."""
-        return self.every > 1 or (self.serves and self.staleness != 0)
+        return self.every > 1 or (self.has_servers and self.staleness != 0)
 
     @property
-    def plain(self) -> bool:
+    def is_plain_sum(self) -> bool:
         """Whether gradients are summed whole, as they are, in every step."""
         return self == SUM
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether the numbers are those of one device."""
-        return not self.alone and self.wire == "same" and self.compress is None
+        return not self.is_replica_local and self.wire == "same" and self.compress is None
 
-    def words(self) -> list[str]:
+    def to_words(self) -> list[str]:
         """It as words of a plan in one line; none where it is the plain sum of gradients."""
         found = []
         for key, value in self:
             if value == type(self).model_fields[key].default or key in ("kind", "servers"):
                 continue
-            found.append(f"{key}={_word(value)}")
-        return [f"servers={self.server_count}", *found] if self.serves else found
+            found.append(f"{key}={_format_word(value)}")
+        return [f"servers={self.server_count}", *found] if self.has_servers else found
 
 
-def _word(value: Any) -> str:
-    if isinstance(value, Outer):
-        return f"{_figure(value.rate)}:{_figure(value.momentum)}"
-    if isinstance(value, PowerSGD):
+def _format_word(value: Any) -> str:
+    if isinstance(value, OuterOptimizer):
+        return f"{_format_number(value.rate)}:{_format_number(value.momentum)}"
+    if isinstance(value, PowerSGDOptions):
         return f"powersgd:{value.rank}:{value.start}"
-    if isinstance(value, TopK):
-        return f"top_k:{_figure(value.fraction)}"
+    if isinstance(value, TopKOptions):
+        return f"top_k:{_format_number(value.fraction)}"
     return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
-def _figure(value: float) -> str:
+def _format_number(value: float) -> str:
     """A number in few digits, if these say it all."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 
 
-def _contradiction(sync: Sync) -> str | None:
+def _find_contradiction(sync: SyncOptions) -> str | None:
     """What two of its values that exclude each other are, and what to do."""
-    if sync.serves:
-        return _with_servers(sync)
+    if sync.has_servers:
+        return _find_server_contradiction(sync)
     for key in ("servers", "dedicated", "staleness"):
-        if getattr(sync, key) != Sync.model_fields[key].default:
+        if getattr(sync, key) != SyncOptions.model_fields[key].default:
             return f"{key} is for kind: parameter_server: give that as well, or leave {key} out"
     if sync.every == 1:
         for key in ("warmup", "outer"):
@@ -165,36 +165,36 @@ def _contradiction(sync: Sync) -> str | None:
     return None
 
 
-def _with_servers(sync: Sync) -> str | None:
+def _find_server_contradiction(sync: SyncOptions) -> str | None:
     if sync.shard != "none":
         return (
             f"shard: {sync.shard} and kind: parameter_server exclude each other: servers hold the optimizer's states, "
             "shared out among them"
         )
     for key in ("every", "warmup", "outer", "within", "wire", "compress"):
-        if getattr(sync, key) != Sync.model_fields[key].default:
+        if getattr(sync, key) != SyncOptions.model_fields[key].default:
             return f"{key} is for kind: all_reduce, and a parameter server does not take it: leave {key} out"
     return None
 
 
 # The plain sum of gradients in every step.
-SUM = Sync()
+SUM = SyncOptions()
 
 # Keys of a plan in one line that are about how replicas agree.
 KEYS = ("every", "warmup", "outer", "shard", "within", "wire", "compress", "servers", "dedicated", "staleness")
 
 
-def of_words(given: Mapping[str, str]) -> Sync:
+def parse_sync(given: Mapping[str, str]) -> SyncOptions:
     """What the words of a plan in one line say, by key.
 
     Raises:
         PolylaneError: a value is not one that its key takes, or two keys exclude each other.
     """
-    values: dict[str, Any] = {key: _value(key, text) for key, text in given.items()}
+    values: dict[str, Any] = {key: _parse_value(key, text) for key, text in given.items()}
     if "servers" in values:
         values["kind"] = "parameter_server"
     try:
-        return Sync.model_validate(values)
+        return SyncOptions.model_validate(values)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         if not first["loc"]:
@@ -217,23 +217,27 @@ _WANTED = {
 }
 
 
-def _value(key: str, text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
     """A value as a plan file would have it; what it cannot be stays as it is, and is refused."""
     if key == "outer":
         rate, _, momentum = text.partition(":")
-        return {"rate": _number(rate), "momentum": _number(momentum)} if momentum else {"rate": _number(text)}
+        return (
+            {"rate": _parse_number(rate), "momentum": _parse_number(momentum)}
+            if momentum
+            else {"rate": _parse_number(text)}
+        )
     if key == "compress":
         kind, *rest = text.split(":")
         names = {"powersgd": ("rank", "start"), "top_k": ("fraction",)}.get(kind, ())
         if len(rest) > len(names):
             return text
-        return {"kind": kind, **{name: _number(each) for name, each in zip(names, rest, strict=False)}}
+        return {"kind": kind, **{name: _parse_number(each) for name, each in zip(names, rest, strict=False)}}
     if key == "dedicated":
         return {"yes": True, "no": False}.get(text, text)
-    return _number(text)
+    return _parse_number(text)
 
 
-def _number(text: str) -> Any:
+def _parse_number(text: str) -> Any:
     """A number where the text is one in plain digits."""
     if text.isascii() and text.isdecimal():
         return int(text)

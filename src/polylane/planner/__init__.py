@@ -1,1 +1,1 @@
-"""THE CHOOSING: placements inside a stage, by an integer program."""
+"""The planner: stages, meshes, microbatches and sharding that train fastest (inter-operator)."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from polylane.cluster.cluster import Cluster, Links
 from polylane.cluster.link import Link
-from polylane.cost.footprint import Footprint
-from polylane.cost.predict import Basis, Prediction
-from polylane.planner.candidate import Candidate
-from polylane.planner.estimate import Estimates
-from polylane.planner.search import Answer, Found, Wish, search
+from polylane.cost.memory.search_bound import Footprint
+from polylane.cost.predict import CostModel, Prediction
+from polylane.planner.search import RankedPlan, SearchRequest, SearchResult, search
+from polylane.planner.stage_curves import CurveCache
+from polylane.planner.uniform_plans import RatedPlan
 
 ISSUING = "the host, which does not issue operators as fast as the device computes them"
 # A change that makes a step less than this much faster is no help.
@@ -19,7 +19,7 @@ WORTH = 0.03
 
 
 @dataclass(frozen=True)
-class Part:
+class StepShare:
     """What a share of a step goes by with, on the worker that ends last."""
 
     name: str
@@ -27,7 +27,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Help:
+class Improvement:
     """What a change would bring: ``faster`` is how many times as many samples a second."""
 
     change: str
@@ -47,19 +47,19 @@ class Advice:
         excluded: plans that would be faster but do not fit, and the bytes that they lack.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepShare, ...]
     families: tuple[tuple[str, str, float], ...]
     alone: float | None
-    helps: tuple[Help, ...]
+    helps: tuple[Improvement, ...]
     excluded: tuple[tuple[str, float, float], ...]
 
 
 def advise(
-    estimates: Estimates,
+    estimates: CurveCache,
     footprint: Footprint,
-    wish: Wish,
-    answer: Answer,
-    with_cluster: Callable[[Cluster], Basis],
+    wish: SearchRequest,
+    answer: SearchResult,
+    with_cluster: Callable[[Cluster], CostModel],
 ) -> Advice:
     """What is to be said of an answer that found something.
 
@@ -68,47 +68,49 @@ def advise(
         answer: what it found.
         with_cluster: the same job on another cluster.
     """
-    best = answer.found[0]
+    best = answer.ranked_plans[0]
     return Advice(
-        parts(best.prediction),
-        tuple(_families(answer, best)),
-        _alone(answer, best),
-        tuple(_helps(estimates, footprint, wish, best, with_cluster)),
+        step_shares(best.prediction),
+        tuple(_compare_families(answer, best)),
+        _single_device_factor(answer, best),
+        tuple(_find_improvements(estimates, footprint, wish, best, with_cluster)),
         tuple(
-            (described(c), c.seconds / best.candidate.seconds, c.bytes - c.limit)
-            for c in answer.excluded
+            (describe_candidate(c), c.seconds / best.candidate.seconds, c.peak_bytes - c.memory_limit)
+            for c in answer.too_large_candidates
             if c.seconds < best.candidate.seconds * (1 - WORTH)
         ),
     )
 
 
-def parts(prediction: Prediction) -> tuple[Part, ...]:
+def step_shares(prediction: Prediction) -> tuple[StepShare, ...]:
     """What a step goes by with: computing, collectives inside passes, the pipeline, gradients, the optimizer."""
     step, timeline = prediction.seconds, prediction.timeline
     if not step:
         return ()
     lane = max(range(timeline.ranks), key=lambda rank: timeline.busy()[rank])
-    stage = prediction.plan.place(prediction.lanes[lane])[0]
+    stage = prediction.plan.stage_and_replica(prediction.lanes[lane])[0]
     own, microbatches = prediction.stages[stage], prediction.plan.microbatches
-    waits = microbatches * own.waits
+    waits = microbatches * own.collective_seconds
     exposed = max(0.0, timeline.exposed_communication()[lane] - waits)
     issuing = microbatches * own.passes.stalled
     found = {
-        "computing": timeline.busy()[lane] - own.update - issuing,
+        "computing": timeline.busy()[lane] - own.update_seconds - issuing,
         ISSUING: issuing,
         "collectives of split operators": waits,
         "gradients and messages that nothing hides": exposed,
         "waiting for other stages": timeline.idle()[lane],
-        "the optimizer": own.update,
+        "the optimizer": own.update_seconds,
     }
-    return tuple(Part(n, s / step) for n, s in sorted(found.items(), key=lambda item: -item[1]) if s > 0.005 * step)
+    return tuple(
+        StepShare(n, s / step) for n, s in sorted(found.items(), key=lambda item: -item[1]) if s > 0.005 * step
+    )
 
 
-def family(candidate: Candidate) -> str:
+def plan_family(candidate: RatedPlan) -> str:
     """What kind of plan it is: which axes it has."""
     if candidate.workers == 1:
         return "one device"
-    if candidate.owners:
+    if candidate.stage_of_piece:
         return "branches"
     axes = [axis for axis in ("data", "sequence", "tensor") if max(getattr(m, axis) for m in candidate.meshes) > 1]
     if len(candidate.meshes) > 1:
@@ -116,7 +118,7 @@ def family(candidate: Candidate) -> str:
     return " and ".join(axes) + (", unequal stages" if len(set(candidate.meshes)) > 1 else "")
 
 
-def described(candidate: Candidate) -> str:
+def describe_candidate(candidate: RatedPlan) -> str:
     """A candidate in one line."""
     if len(set(candidate.meshes)) > 1:
         line = f"[{' | '.join(map(str, candidate.meshes))}]"
@@ -127,48 +129,48 @@ def described(candidate: Candidate) -> str:
     return f"{line},microbatches={candidate.microbatches}"
 
 
-def _families(answer: Answer, best: Found) -> list[tuple[str, str, float]]:
-    found: dict[str, Candidate] = {}
-    for candidate in answer.fitting:
-        found.setdefault(family(candidate), candidate)
-    found.pop(family(best.candidate), None)
+def _compare_families(answer: SearchResult, best: RankedPlan) -> list[tuple[str, str, float]]:
+    found: dict[str, RatedPlan] = {}
+    for candidate in answer.fitting_candidates:
+        found.setdefault(plan_family(candidate), candidate)
+    found.pop(plan_family(best.candidate), None)
     found.pop("one device", None)
     order = sorted(found.items(), key=lambda item: item[1].seconds)
-    return [(name, described(c), c.seconds / best.candidate.seconds) for name, c in order]
+    return [(name, describe_candidate(c), c.seconds / best.candidate.seconds) for name, c in order]
 
 
-def _alone(answer: Answer, best: Found) -> float | None:
-    single = [c.seconds for c in answer.fitting if c.workers == 1]
+def _single_device_factor(answer: SearchResult, best: RankedPlan) -> float | None:
+    single = [c.seconds for c in answer.fitting_candidates if c.workers == 1]
     return min(single) / best.candidate.seconds if single else None
 
 
-def _helps(
-    estimates: Estimates,
+def _find_improvements(
+    estimates: CurveCache,
     footprint: Footprint,
-    wish: Wish,
-    best: Found,
-    with_cluster: Callable[[Cluster], Basis],
-) -> list[Help]:
+    wish: SearchRequest,
+    best: RankedPlan,
+    with_cluster: Callable[[Cluster], CostModel],
+) -> list[Improvement]:
     """Twice the bandwidth, twice the memory, twice the batch: each searched anew, without simulation."""
-    cluster, found = estimates.basis.cluster, list[Help]()
+    cluster, found = estimates.basis.cluster, list[Improvement]()
     now = best.candidate.seconds / estimates.batch
 
-    def tried(change: str, other: Estimates, wanted: Wish) -> None:
-        answer = search(other, footprint, replace(wanted, top=1), finalists=0)
-        if answer.fitting:
-            first = answer.fitting[0]
-            found.append(Help(change, now / (first.seconds / other.batch), described(first)))
+    def tried(change: str, other: CurveCache, wanted: SearchRequest) -> None:
+        answer = search(other, footprint, replace(wanted, plan_count=1), finalists=0)
+        if answer.fitting_candidates:
+            first = answer.fitting_candidates[0]
+            found.append(Improvement(change, now / (first.seconds / other.batch), describe_candidate(first)))
 
     if cluster.count > 1:
-        quicker = Estimates(with_cluster(linked(cluster, 2.0)), estimates.batch)
+        quicker = CurveCache(with_cluster(with_faster_links(cluster, 2.0)), estimates.batch)
         tried("links twice as fast", quicker, wish)
-    tried("twice the memory", estimates, replace(wish, limit=2 * wish.limit))
-    twice = Estimates(estimates.basis, 2 * estimates.batch)
+    tried("twice the memory", estimates, replace(wish, memory_limit=2 * wish.memory_limit))
+    twice = CurveCache(estimates.basis, 2 * estimates.batch)
     tried("twice the batch", twice, replace(wish, batch=2 * wish.batch))
     return sorted((h for h in found if h.faster > 1 + WORTH), key=lambda h: -h.faster)
 
 
-def linked(cluster: Cluster, factor: float) -> Cluster:
+def with_faster_links(cluster: Cluster, factor: float) -> Cluster:
     """The cluster with links of so many times the bandwidth."""
 
     def better(link: Link | None) -> Link | None:
@@ -185,34 +187,38 @@ def linked(cluster: Cluster, factor: float) -> Cluster:
     )
 
 
-def grown(cluster: Cluster, factor: int) -> Cluster:
+def with_more_hosts(cluster: Cluster, factor: int) -> Cluster:
     """The cluster with so many times the hosts of each kind; a lone host's link then leads to others as well."""
     hosts = tuple(group.model_copy(update={"count": group.count * factor}) for group in cluster.hosts)
     between = cluster.links.hosts or cluster.hosts[0].link
     return Cluster(hosts, cluster.links.model_copy(update={"hosts": between}), cluster.speeds)
 
 
-def enough(
-    footprint: Footprint, wish: Wish, estimates: Estimates, with_cluster: Callable[[Cluster], Basis], most: int
+def devices_needed(
+    footprint: Footprint,
+    wish: SearchRequest,
+    estimates: CurveCache,
+    with_cluster: Callable[[Cluster], CostModel],
+    most: int,
 ) -> int | None:
     """How many such devices would have the memory, in steps of two; None where even ``most`` have not."""
     cluster, factor = estimates.basis.cluster, 2
     while cluster.count * factor <= most:
         workers = max(wish.workers) * factor
-        more = Estimates(with_cluster(grown(cluster, factor)), estimates.batch)
-        if search(more, footprint, replace(wish, workers=(workers,)), finalists=0).fitting:
+        more = CurveCache(with_cluster(with_more_hosts(cluster, factor)), estimates.batch)
+        if search(more, footprint, replace(wish, workers=(workers,)), finalists=0).fitting_candidates:
             return workers
         factor *= 2
     return None
 
 
-def _why_alone(advice: Advice) -> str:
+def _explain_single_device(advice: Advice) -> str:
     if advice.parts and advice.parts[0].name == ISSUING:
         return "the host has as many operators to issue however few samples are in hand, so a part takes as long"
     return "what they would send each other takes longer than it saves"
 
 
-def sentences(advice: Advice, best: Found, show_bytes: Callable[[float], str]) -> Sequence[str]:
+def advice_sentences(advice: Advice, best: RankedPlan, show_bytes: Callable[[float], str]) -> Sequence[str]:
     """An advice in words."""
     lines = []
     if advice.parts:
@@ -222,7 +228,7 @@ def sentences(advice: Advice, best: Found, show_bytes: Callable[[float], str]) -
     for name, line, times in advice.families[:4]:
         lines.append(f"Best with {name} instead: {line}, {times:.2f} times as long.")
     if best.candidate.workers == 1:
-        lines.append(f"One device is better than several: {_why_alone(advice)}.")
+        lines.append(f"One device is better than several: {_explain_single_device(advice)}.")
     elif advice.alone is not None:
         lines.append(f"One device alone would take {advice.alone:.2f} times as long.")
     else:

@@ -1,1 +1,1 @@
-"""MEASURE IT: operators, messages and workers side by side -> a cluster; a recipe's own nodes -> a profile."""
+"""Measuring a machine: devices, links and contention, fitted into a cluster file."""

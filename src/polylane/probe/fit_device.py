@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares  # type: ignore[import-untyped]
 
 from polylane.cluster.device import Device
-from polylane.cost.roofline import seconds
-from polylane.probe.rates import Timed
+from polylane.cost.operators.roofline import pass_seconds
+from polylane.probe.device_speed import TimedCase
 
 Array = NDArray[np.float64]
 Tiles = tuple[tuple[int, int], ...]
@@ -28,23 +28,23 @@ _STEPS = 60  # evaluations of a search, from each start
 
 
 @dataclass(frozen=True)
-class Errors:
+class FitErrors:
     """How well figures tell what was measured: relative errors, 0.1 for a tenth too much or too little.
 
     Attributes:
         median: of all.
         worst: the largest.
-        where: whose that is.
+        worst_case: whose that is.
         families: medians by kind of case.
     """
 
     median: float
     worst: float
-    where: str
+    worst_case: str
     families: dict[str, float]
 
 
-def fitted(base: Device, timed: Sequence[Timed], bandwidth: float, tiles: Sequence[Tiles] = TILES) -> Device:
+def fit_device(base: Device, timed: Sequence[TimedCase], bandwidth: float, tiles: Sequence[Tiles] = TILES) -> Device:
     """The device whose figures tell best what was measured of it.
 
     Fitted are, over all cases in the dtype of the first one: the rate of matmuls, ``streaming``, ``overhead``,
@@ -58,27 +58,27 @@ def fitted(base: Device, timed: Sequence[Timed], bandwidth: float, tiles: Sequen
     """
     main = timed[0].dtype
     own = [each for each in timed if each.dtype == main]
-    others = {dtype: _reached(timed, dtype) for dtype in dict.fromkeys(each.dtype for each in timed) if dtype != main}
+    others = {dtype: _max_rate(timed, dtype) for dtype in dict.fromkeys(each.dtype for each in timed) if dtype != main}
     known = base.model_copy(update={"achieved": others})
-    spaces = _telling([_Space(known, bandwidth, each, main) for each in tiles or (base.tiles,)], own)
+    spaces = _distinguishable_spaces([_Space(known, bandwidth, each, main) for each in tiles or (base.tiles,)], own)
     best = min((_search(space, own) for space in spaces), key=lambda found: round(found[1], 9))[0]
     rates = {main: best.achieved[main]}
     for dtype in others:
-        rates[dtype] = _rate(best, [each for each in timed if each.dtype == dtype], dtype)
-    peaks = {dtype: max(rate, _reached(timed, dtype), base.flops.get(dtype, 0.0)) for dtype, rate in rates.items()}
+        rates[dtype] = _fit_rate(best, [each for each in timed if each.dtype == dtype], dtype)
+    peaks = {dtype: max(rate, _max_rate(timed, dtype), base.flops.get(dtype, 0.0)) for dtype, rate in rates.items()}
     change = {"flops": {**base.flops, **peaks}, "achieved": {**base.achieved, **rates}}
     return Device.model_validate({**best.model_dump(), **change})
 
 
-def errors(device: Device, timed: Sequence[Timed]) -> Errors:
+def fit_errors(device: Device, timed: Sequence[TimedCase]) -> FitErrors:
     """How far the device's figures are from what was measured."""
-    found = [(abs(math.expm1(off)), each) for each in timed for off in _off(device, each)]
+    found = [(abs(math.expm1(off)), each) for each in timed for off in _log_errors(device, each)]
     worst, where = max(found, key=lambda pair: pair[0])
     families = {
         family: statistics.median(error for error, each in found if each.family == family)
         for family in dict.fromkeys(each.family for each in timed)
     }
-    return Errors(statistics.median(error for error, _ in found), worst, f"{where.name} {where.dtype}", families)
+    return FitErrors(statistics.median(error for error, _ in found), worst, f"{where.name} {where.dtype}", families)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -124,29 +124,29 @@ class _Space:
         most = np.log([1e17, self.bandwidth, 1.0, 1e4, 1.0, 1e5])
         return least, most
 
-    def starts(self, timed: Sequence[Timed]) -> Iterator[Array]:
+    def starts(self, timed: Sequence[TimedCase]) -> Iterator[Array]:
         """Points to search from, by what was measured at best."""
-        rate = _reached(timed, self.dtype)
+        rate = _max_rate(timed, self.dtype)
         overhead = min(each.forward for each in timed)
         for depth, share in ((1.0, 0.9), (30.0, 0.4)):
             point = np.log([rate, self.bandwidth * share, overhead, depth, 0.5, 50.0])
             yield np.clip(point, self.bounds[0] + 1e-9, self.bounds[1] - 1e-9)
 
 
-def _telling(spaces: Sequence[_Space], timed: Sequence[Timed]) -> list[_Space]:
+def _distinguishable_spaces(spaces: Sequence[_Space], timed: Sequence[TimedCase]) -> list[_Space]:
     """One of all spaces whose tiles make no difference to what was measured."""
     found: dict[bytes, _Space] = {}
     for space in spaces:
         start = list(space.starts(timed))[-1]
-        found.setdefault(_all_off(space.device(start), timed).tobytes(), space)
+        found.setdefault(_all_log_errors(space.device(start), timed).tobytes(), space)
     return list(found.values())
 
 
-def _search(space: _Space, timed: Sequence[Timed]) -> tuple[Device, float]:
+def _search(space: _Space, timed: Sequence[TimedCase]) -> tuple[Device, float]:
     """The best device of a space, and its cost; figures that make no difference are left at nothing."""
 
     def off(at: Array) -> Array:
-        return _all_off(space.device(at), timed)
+        return _all_log_errors(space.device(at), timed)
 
     best, least = None, math.inf
     for start in space.starts(timed):
@@ -164,35 +164,35 @@ def _search(space: _Space, timed: Sequence[Timed]) -> tuple[Device, float]:
     return device, least
 
 
-def _cost(device: Device, timed: Sequence[Timed]) -> float:
+def _cost(device: Device, timed: Sequence[TimedCase]) -> float:
     """What a search makes small (soft L1: half of the sum of 2 (sqrt(1 + z) - 1), z the square in units tolerated)."""
-    squares = (_all_off(device, timed) / _TOLERATED) ** 2
+    squares = (_all_log_errors(device, timed) / _TOLERATED) ** 2
     return float(_TOLERATED**2 * np.sum(np.sqrt(1 + squares) - 1))
 
 
-def _all_off(device: Device, timed: Sequence[Timed]) -> Array:
-    return np.array([error for each in timed for error in _off(device, each)])
+def _all_log_errors(device: Device, timed: Sequence[TimedCase]) -> Array:
+    return np.array([error for each in timed for error in _log_errors(device, each)])
 
 
-def _off(device: Device, timed: Timed) -> list[float]:
+def _log_errors(device: Device, timed: TimedCase) -> list[float]:
     """Logarithms of what the device's figures say over what was measured, of the passes that there are."""
-    said = seconds(timed.operation, device, timed.dtype)
+    said = pass_seconds(timed.operation, device, timed.dtype)
     return [math.log(a / b) for a, b in zip(said, (timed.forward, timed.backward), strict=True) if a > 0 and b > 0]
 
 
-def _rate(device: Device, timed: Sequence[Timed], dtype: str) -> float:
+def _fit_rate(device: Device, timed: Sequence[TimedCase], dtype: str) -> float:
     """The rate of matmuls in a further dtype, all else being as it is."""
 
     def off(at: Array) -> Array:
         rate = float(np.exp(at[0]))
         own = device.model_copy(update={"achieved": {**device.achieved, dtype: rate}})
-        return _all_off(own, timed)
+        return _all_log_errors(own, timed)
 
-    start = np.log([_reached(timed, dtype)])
+    start = np.log([_max_rate(timed, dtype)])
     return float(np.exp(least_squares(off, start, loss="soft_l1", f_scale=_TOLERATED, xtol=1e-12, ftol=1e-12).x[0]))
 
 
-def _reached(timed: Sequence[Timed], dtype: str) -> float:
+def _max_rate(timed: Sequence[TimedCase], dtype: str) -> float:
     """Operations per second of the fastest matmul or convolution in a dtype."""
     rates = [
         sum(product.flops for product in own.products) / seconds

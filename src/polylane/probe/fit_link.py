@@ -1,6 +1,7 @@
 """From measured messages and collectives to a link's figures, by least squares of relative errors.
 
-With the shares and steps of :mod:`polylane.cost.network`, a kind's seconds are linear in its latency, in the seconds of
+With the shares and steps of :mod:`polylane.cost.network.collectives`, a kind's seconds are linear in its latency, in
+the seconds of
 a byte and in those of a further step, once two figures are given that all kinds share: ``half``, and ``total`` over
 ``bandwidth``. Those two are searched; the others follow from each choice by least squares without negative numbers
 (Lawson and Hanson, Solving Least Squares Problems, 1974).
@@ -21,9 +22,9 @@ from polylane.cluster.catalogue import device_presets
 from polylane.cluster.cluster import Cluster, Hosts
 from polylane.cluster.device import Device
 from polylane.cluster.link import Kind, Link
-from polylane.cost import network
-from polylane.cost.communicate import sent
-from polylane.probe.traffic import Carried
+from polylane.cost.network import collectives as network
+from polylane.cost.network.alpha_beta import bytes_per_rank
+from polylane.probe.link_speed import TimedTraffic
 
 Array = NDArray[np.float64]
 
@@ -33,7 +34,7 @@ _REFINED = 5  # of the starts, the best
 _FASTER = 4.0  # how much faster than what was seen a rate may come out: more cannot be told from latency
 
 
-def fitted(carried: Sequence[Carried], kind: str = "measured") -> Link:
+def fit_link(carried: Sequence[TimedTraffic], kind: str = "measured") -> Link:
     """The link whose figures tell best what was measured between devices of one host.
 
     Args:
@@ -44,8 +45,8 @@ def fitted(carried: Sequence[Carried], kind: str = "measured") -> Link:
     """
     several = len({_senders(each) for each in carried if each.kind != "send"}) > 1
     most = max(_senders(each) for each in carried)
-    starts = sorted(_starts(several, most), key=lambda start: _solve(carried, *start).cost)
-    found = min((_refined(carried, half, share, most) for half, share in starts[:_REFINED]), key=_cost_of)
+    starts = sorted(_start_points(several, most), key=lambda start: _solve_fit(carried, *start).cost)
+    found = min((_refine_fit(carried, half, share, most) for half, share in starts[:_REFINED]), key=_cost_of)
     kinds: list[Kind] = list(dict.fromkeys(each.kind for each in carried))
     bandwidth = max(found.rates.values())
     shares = {name: min(found.rates[name] / bandwidth, 1.0) for name in kinds}
@@ -65,25 +66,25 @@ def fitted(carried: Sequence[Carried], kind: str = "measured") -> Link:
     )
 
 
-def errors(link: Link, carried: Sequence[Carried]) -> list[float]:
+def link_errors(link: Link, carried: Sequence[TimedTraffic]) -> list[float]:
     """Relative errors of what the link's figures say, 0.1 for a tenth too much or too little."""
     device = Device.model_validate(device_presets()["cpu"])
     most = max(each.ranks * each.groups for each in carried)
     cluster = Cluster((Hosts(devices=most, device=device, link=link),))
-    return [abs(_said(cluster, each) / each.seconds - 1) for each in carried]
+    return [abs(_predicted_seconds(cluster, each) / each.seconds - 1) for each in carried]
 
 
-def _said(cluster: Cluster, each: Carried) -> float:
+def _predicted_seconds(cluster: Cluster, each: TimedTraffic) -> float:
     if each.kind == "send":
-        return network.transfer(cluster, each.size, 0, 1, each.groups)
-    return network.collective(cluster, each.kind, each.size, range(each.ranks), each.groups)
+        return network.message_seconds(cluster, each.size, 0, 1, each.groups)
+    return network.collective_seconds(cluster, each.kind, each.size, range(each.ranks), each.groups)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Solved:
+class _LinkFit:
     """What follows from ``half`` and from ``share``, what all devices together send over what one can.
 
     Attributes:
@@ -100,24 +101,24 @@ class _Solved:
     cost: float
 
 
-def _cost_of(found: _Solved) -> float:
+def _cost_of(found: _LinkFit) -> float:
     """Rounded, so that the first of equals is taken: without a ramp, without sharing."""
     return round(found.cost, 12)
 
 
-def _starts(several: bool, most: int) -> list[tuple[float, float]]:
+def _start_points(several: bool, most: int) -> list[tuple[float, float]]:
     """Where searches start: (half, share)."""
     shares = [float(most), most / 1.5, 2.0] if several else [float(most)]
     return [(half, share) for half in (0.0, *_HALVES) for share in shares]
 
 
-def _refined(carried: Sequence[Carried], half: float, share: float, most: int) -> _Solved:
+def _refine_fit(carried: Sequence[TimedTraffic], half: float, share: float, most: int) -> _LinkFit:
     """The best that is found from a start; a half of 0 stays, and so does a share that limits nobody."""
 
-    def at(point: Sequence[float]) -> _Solved:
+    def at(point: Sequence[float]) -> _LinkFit:
         named = dict(zip(free, point, strict=True))
         own = 2 + (most - 2) / (1 + math.exp(-named["share"])) if "share" in named else share
-        return _solve(carried, math.exp(min(named["half"], 25.0)) if "half" in named else half, own)
+        return _solve_fit(carried, math.exp(min(named["half"], 25.0)) if "half" in named else half, own)
 
     free = [name for name, moves in (("half", half > 0), ("share", share < most)) if moves]
     if not free:
@@ -129,7 +130,7 @@ def _refined(carried: Sequence[Carried], half: float, share: float, most: int) -
     return at(found.x)
 
 
-def _solve(carried: Sequence[Carried], half: float, share: float) -> _Solved:
+def _solve_fit(carried: Sequence[TimedTraffic], half: float, share: float) -> _LinkFit:
     """Latencies, rates and the hop that fit best: twice too much counts as half too little does."""
     kinds: list[Kind] = list(dict.fromkeys(each.kind for each in carried))
     several = len({each.ranks for each in carried}) > 1
@@ -146,7 +147,7 @@ def _solve(carried: Sequence[Carried], half: float, share: float) -> _Solved:
         said = np.maximum(rows @ solution, measured * 1e-6)
         weights = 1 / np.sqrt(said * measured)  # errors in the unit of both are those of their logarithms
     cost = float(np.sum(np.log(said / measured) ** 2))
-    return _Solved(
+    return _LinkFit(
         half,
         share,
         dict(zip(kinds, map(float, solution[:count]), strict=True)),
@@ -156,25 +157,27 @@ def _solve(carried: Sequence[Carried], half: float, share: float) -> _Solved:
     )
 
 
-def _fastest(carried: Sequence[Carried], kind: Kind) -> float:
+def _fastest(carried: Sequence[TimedTraffic], kind: Kind) -> float:
     """Seconds of a byte of the fastest run of a kind, all of it counted."""
     own = (each for each in carried if each.kind == kind)
-    return min(each.seconds / (each.size if kind == "send" else sent(kind, each.size, each.ranks)) for each in own)
+    return min(
+        each.seconds / (each.size if kind == "send" else bytes_per_rank(kind, each.size, each.ranks)) for each in own
+    )
 
 
-def _row(each: Carried, kinds: Sequence[Kind], half: float, share: float, several: bool) -> list[float]:
+def _row(each: TimedTraffic, kinds: Sequence[Kind], half: float, share: float, several: bool) -> list[float]:
     """What multiplies each kind's latency, each kind's seconds of a byte, and the seconds of a step."""
     alone = min(1.0, share / _senders(each))
     if each.kind == "send":
         steps, bytes_ = 1, float(each.size)
     else:
-        volume = sent(each.kind, each.size, each.ranks)
+        volume = bytes_per_rank(each.kind, each.size, each.ranks)
         steps = (2 if each.kind == "all_reduce" else 1) * (each.ranks - 1)
         bytes_ = volume + math.sqrt(volume * half)
     own = [float(kind == each.kind) for kind in kinds]
     return [*own, *(mine * bytes_ / alone for mine in own), *([float(steps)] if several else [])]
 
 
-def _senders(each: Carried) -> int:
+def _senders(each: TimedTraffic) -> int:
     """How many devices send at the same time."""
     return each.groups if each.kind == "send" else each.ranks * each.groups

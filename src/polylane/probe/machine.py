@@ -15,8 +15,8 @@ from polylane.cluster.cluster import Cluster, Hosts
 from polylane.cluster.device import Device
 from polylane.cluster.link import Link
 from polylane.errors import PolylaneError
-from polylane.runtime.launch import threads_per_worker
-from polylane.runtime.world import accelerator_type
+from polylane.runtime.workers.fork import threads_per_worker
+from polylane.runtime.workers.world import accelerator_type
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -126,7 +126,7 @@ def check_workers(workers: int) -> None:
         )
 
 
-def preset_of(name: str, memory: int, presets: Mapping[str, Mapping[str, Any]]) -> str | None:
+def find_preset(name: str, memory: int, presets: Mapping[str, Mapping[str, Any]]) -> str | None:
     """The preset of an accelerator by the name that its driver gives it: all words are there, and memory is nearest.
 
     >>> preset_of("NVIDIA A100-SXM4-80GB", 80 << 30, device_presets())
@@ -146,15 +146,15 @@ def _own_words(preset: str) -> list[str]:
     return [word for word in preset.split("-") if not _SIZE.fullmatch(word)]
 
 
-def kind() -> str:
+def device_kind() -> str:
     """What this machine's devices are called: by their preset, where there is one, or as the system names them."""
     if not accelerators():
         return cpu_name()
     properties = torch.cuda.get_device_properties(0)
-    return preset_of(properties.name, properties.total_memory, device_presets()) or str(properties.name)
+    return find_preset(properties.name, properties.total_memory, device_presets()) or str(properties.name)
 
 
-def unmeasured(workers: int) -> Device:
+def preset_device(workers: int) -> Device:
     """A worker's device by its preset, where there is one: an accelerator, or a share of the CPU.
 
     Raises:
@@ -164,7 +164,7 @@ def unmeasured(workers: int) -> Device:
     if not accelerators():
         return _share_of_cpu(workers)
     properties = torch.cuda.get_device_properties(0)
-    preset = preset_of(properties.name, properties.total_memory, presets)
+    preset = find_preset(properties.name, properties.total_memory, presets)
     if preset is None:
         raise PolylaneError(f"there is no preset for {properties.name}: measure it with polylane probe -o cluster.yaml")
     return Device.model_validate({**presets[preset], "memory": properties.total_memory})
@@ -175,7 +175,7 @@ def _share_of_cpu(workers: int) -> Device:
     return Device.model_validate({**device_presets()["cpu"], **share})
 
 
-def here(workers: int | None = None) -> Cluster:
+def local_cluster(workers: int | None = None) -> Cluster:
     """This machine as a cluster, without measuring anything: presets, cores and memory as they are.
 
     Args:
@@ -186,11 +186,12 @@ def here(workers: int | None = None) -> Cluster:
     """
     count = (accelerators() or cores()) if workers is None else workers
     check_workers(count)
-    return _host(count, unmeasured(count), shared_cores(count))
+    return _host(count, preset_device(count), shared_cores(count))
 
 
-def around(workers: int, device_type: str) -> Cluster:
-    """As :func:`here`, for workers that have been started on this machine, each with the threads that this one has.
+def running_cluster(workers: int, device_type: str) -> Cluster:
+    """As :func:`local_cluster`, for workers that have been started on this machine, each with the threads that this one
+    has.
 
     Args:
         workers: how many.
@@ -199,7 +200,7 @@ def around(workers: int, device_type: str) -> Cluster:
     Raises:
         PolylaneError: an accelerator that no preset is for.
     """
-    device = _share_of_cpu(workers) if device_type == "cpu" else unmeasured(workers)
+    device = _share_of_cpu(workers) if device_type == "cpu" else preset_device(workers)
     return _host(workers, device, max(1, cores() // torch.get_num_threads()))
 
 

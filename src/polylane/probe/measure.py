@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from polylane.probe.effort import Effort, side_by_side
+from polylane.probe.device_speed import TimedCase, is_fast_enough, measure_bandwidth, time_cases
+from polylane.probe.effort import Effort, concurrent_counts
+from polylane.probe.host_contention import measure_contention
+from polylane.probe.link_speed import TimedTraffic, measure_traffic
 from polylane.probe.machine import accelerators, check_workers
-from polylane.probe.rates import Timed, sane, streamed, sweep
-from polylane.probe.sharing import contention
-from polylane.probe.stopwatch import issuing, warm
-from polylane.probe.traffic import Carried, traffic
-from polylane.runtime.elastic import spawn
-from polylane.runtime.launch import Context, fork, single_threaded
+from polylane.probe.stopwatch import measure_dispatch, warm_up
+from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
+from polylane.runtime.workers.torchrun import spawn_workers
 
 # Called as work goes on: what is being measured, and how many parts of it are done.
 Told = Callable[[str, int], Any]
@@ -27,13 +27,13 @@ MAIN = {"cpu": "float32", "cuda": "bfloat16"}
 LEAST = {"float32": 0.0, "float64": 0.01, "bfloat16": 0.5, "float16": 0.5}
 
 
-def further(device_type: str) -> dict[str, float]:
+def further_dtypes(device_type: str) -> dict[str, float]:
     """Dtypes besides the main one, and what of float32's rate they must reach."""
     return {dtype: least for dtype, least in LEAST.items() if dtype != MAIN[device_type]}
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Accelerator:
     """An accelerator, as its driver describes it.
 
     Attributes:
@@ -50,27 +50,27 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Seen:
+class WorkerMeasurements:
     """What the workers saw.
 
     Attributes:
         threads: that each of them computed with.
         gpu: what a worker computes on; None for a share of the CPU.
-        timed: the sweep.
+        timed_cases: the sweep.
         bandwidth: of memory, bytes per second.
-        carried: messages and collectives.
+        timed_traffic: messages and collectives.
         contention: see :class:`polylane.cluster.cluster.Hosts`.
     """
 
     threads: int
-    gpu: Gpu | None
-    timed: tuple[Timed, ...]
+    gpu: Accelerator | None
+    timed_cases: tuple[TimedCase, ...]
     bandwidth: float
-    carried: tuple[Carried, ...]
+    timed_traffic: tuple[TimedTraffic, ...]
     contention: dict[int, float]
 
 
-def measure(workers: int, effort: Effort, told: Told = lambda what, parts: None) -> Seen:
+def measure_machine(workers: int, effort: Effort, told: Told = lambda what, parts: None) -> WorkerMeasurements:
     """Measure this machine with so many workers, in processes of their own, which wait for each other's turns.
 
     Raises:
@@ -78,48 +78,50 @@ def measure(workers: int, effort: Effort, told: Told = lambda what, parts: None)
         WorkerFailed: one of them did.
     """
     check_workers(workers)
-    single_threaded()
-    start = spawn if accelerators() else fork
+    limit_to_one_thread()
+    start = spawn_workers if accelerators() else fork_workers
     return start(partial(_worker, effort), workers, lambda _, said: told(said["what"], said["parts"]))[0]
 
 
-def _worker(effort: Effort, context: Context) -> Seen:
+def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements:
     """What each worker does; the first one measures the device, while the others wait."""
     world, device = context.world, context.device
 
     def told(what: str, parts: int = 1) -> None:
         if context.rank == 0:
-            context.message({"what": what, "parts": parts})
+            context.send_message({"what": what, "parts": parts})
 
-    carried, shares, timed, bandwidth = list[Carried](), dict[int, float](), list[Timed](), 0.0
+    carried, shares, timed, bandwidth = list[TimedTraffic](), dict[int, float](), list[TimedCase](), 0.0
     if context.rank == 0:
         told("operators", 0)
-        warm(device, effort.warm_seconds)
-        bandwidth = streamed(device, effort.stream_bytes)
-        timed = _operators(effort, device, told)
+        warm_up(device, effort.warm_seconds)
+        bandwidth = measure_bandwidth(device, effort.stream_bytes)
+        timed = _measure_operators(effort, device, told)
     if world.size > 1:
         seconds, rounds = effort.traffic_seconds, effort.rounds
-        carried = traffic(world, effort.sizes, seconds, rounds, lambda: told("messages"))
+        carried = measure_traffic(world, effort.sizes, seconds, rounds, lambda: told("messages"))
     if world.size > 1 and device.type == "cpu":
-        counts = side_by_side(world.size)
-        shares = contention(world, counts, effort.sharing_seconds, effort.rounds, lambda: told("workers at once"))
-    return Seen(torch.get_num_threads(), _gpu(device), tuple(timed), bandwidth, tuple(carried), shares)
+        counts = concurrent_counts(world.size)
+        shares = measure_contention(
+            world, counts, effort.contention_seconds, effort.rounds, lambda: told("workers at once")
+        )
+    return WorkerMeasurements(torch.get_num_threads(), _gpu(device), tuple(timed), bandwidth, tuple(carried), shares)
 
 
-def _gpu(device: torch.device) -> Gpu | None:
+def _gpu(device: torch.device) -> Accelerator | None:
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    return Gpu(found.name, found.total_memory, found.multi_processor_count, issuing(device))
+    return Accelerator(found.name, found.total_memory, found.multi_processor_count, measure_dispatch(device))
 
 
-def _operators(effort: Effort, device: torch.device, told: Callable[..., None]) -> list[Timed]:
+def _measure_operators(effort: Effort, device: torch.device, told: Callable[..., None]) -> list[TimedCase]:
     """The sweep in the main dtype, then matmuls in the others that are worth it."""
     seconds, rounds = effort.case_seconds, effort.rounds
-    found = sweep(effort.cases, MAIN[device.type], device, seconds, rounds, lambda: told("operators"))
-    for dtype, least in further(device.type).items():
-        if sane(dtype, device, least):
-            found += sweep(effort.rated, dtype, device, seconds, rounds, lambda: told("operators"))
+    found = time_cases(effort.cases, MAIN[device.type], device, seconds, rounds, lambda: told("operators"))
+    for dtype, least in further_dtypes(device.type).items():
+        if is_fast_enough(dtype, device, least):
+            found += time_cases(effort.dtype_cases, dtype, device, seconds, rounds, lambda: told("operators"))
         else:
-            told("operators", len(effort.rated) * rounds)
+            told("operators", len(effort.dtype_cases) * rounds)
     return found

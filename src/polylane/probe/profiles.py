@@ -15,7 +15,7 @@ import torch
 
 from polylane.cluster.device import Device
 from polylane.cluster.link import Natural, Share
-from polylane.cost.profile import Profile
+from polylane.cost.operators.profile import Profile
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 
@@ -86,9 +86,9 @@ def save_profile(profile: Profile, graph: Graph, device: Device, threads: int | 
         samples=profile.samples,
         nodes=dict(profile.nodes),
         steps=profile.steps,
-        update=profile.update,
+        update=profile.update_seconds,
         shared=dict(profile.shared),
-        together=dict(profile.together),
+        together=dict(profile.host_contention),
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

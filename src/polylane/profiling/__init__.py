@@ -1,1 +1,1 @@
-"""Measured times of a model on this machine: operators, whole passes, copies that run side by side."""
+"""Measuring a model where it is: operators one by one, whole passes, copies that share a host."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from polylane.graph.batch import Rebuild, cloned
-from polylane.graph.export import Loss, Whole
+from polylane.graph.batch import Rebuild, clone_leaves
+from polylane.graph.capture.export import Loss, ModelWithLoss
 
 SECONDS = 0.4  # for each number of copies in each round
 ROUNDS = 2
@@ -94,7 +94,7 @@ def _copy(
     pipe: Connection,
 ) -> None:
     """One copy: for every count the computing seconds of a pass, 0 where it does not take part."""
-    whole, found = Whole(model, loss, rebuild), list[tuple[int, float]]()
+    whole, found = ModelWithLoss(model, loss, rebuild), list[tuple[int, float]]()
     try:
         for _ in range(ROUNDS):
             for count in counts:
@@ -105,11 +105,11 @@ def _copy(
         pipe.send([])
 
 
-def _pass(whole: Whole, leaves: Sequence[Any]) -> float:
+def _pass(whole: ModelWithLoss, leaves: Sequence[Any]) -> float:
     """The median of the computing seconds of both passes, over some time of the wall's clock."""
     times, end = list[float](), time.perf_counter() + SECONDS
     while len(times) <= FEWEST or time.perf_counter() < end:
-        own = cloned(leaves)
+        own = clone_leaves(leaves)
         start = time.process_time()
         whole(*own)[0].backward()
         times.append(time.process_time() - start)

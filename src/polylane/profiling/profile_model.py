@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from polylane.cost.profile import Both, Profile
-from polylane.graph.batch import Rebuild, cloned, few, sample_count
-from polylane.graph.export import Loss, Whole, snapshot
+from polylane.cost.operators.profile import Both, Profile
+from polylane.graph.batch import Rebuild, clone_leaves, sample_count, take_first_samples
+from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
 from polylane.graph.graph import Graph
 from polylane.profiling.time_operators import measure_both, wait_for
 
@@ -43,14 +43,16 @@ def profiled(
     """
     wanted = sorted({n for n in sizes if 1 <= n <= sample_count(leaves)}) or [sample_count(leaves)]
     nodes: dict[str, list[Both]] = {node.name: [] for node in graph.nodes}
-    shared: dict[str, list[Both]] = {n.name: [] for n in graph.nodes if graph.code.batch_statistics and n.op == NORM}
+    shared: dict[str, list[Both]] = {
+        n.name: [] for n in graph.nodes if graph.code.has_batch_statistics and n.op == NORM
+    }
     steps = []
     for samples in wanted:
-        part = few(leaves, samples)
-        for node, both in zip(graph.nodes, measure_both(graph, model, loss, cloned(part)), strict=True):
+        part = take_first_samples(leaves, samples)
+        for node, both in zip(graph.nodes, measure_both(graph, model, loss, clone_leaves(part)), strict=True):
             nodes[node.name].append(both)
         if shared:
-            again = measure_both(graph, model, loss, cloned(part), NORM)
+            again = measure_both(graph, model, loss, clone_leaves(part), NORM)
             for node, both in zip(graph.nodes, again, strict=True):
                 if node.name in shared:
                     shared[node.name].append(both)
@@ -62,13 +64,13 @@ def profiled(
 
 def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild) -> Both:
     """Seconds of a whole forward and a whole backward pass, medians; gradients are added to those already there."""
-    whole = Whole(model, loss, rebuild)
-    restore = snapshot(whole)
+    whole = ModelWithLoss(model, loss, rebuild)
+    restore = snapshot_model(whole)
     wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
     times: list[Both] = []
     try:
         for _ in range(REPEATS + 1):
-            own = cloned(leaves)
+            own = clone_leaves(leaves)
             wait()
             start = time.perf_counter()
             result = whole(*own)
@@ -84,7 +86,7 @@ def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild
 
 def _update(model: nn.Module, loss: Loss, factory: Callable[[list[tuple[str, nn.Parameter]]], Any]) -> float:
     """Seconds of a step of the optimizer on all parameters, with zero_grad."""
-    restore = snapshot(model)
+    restore = snapshot_model(model)
     named = list(model.named_parameters())
     if isinstance(loss, nn.Module):
         named += [(f"loss.{name}", parameter) for name, parameter in loss.named_parameters()]

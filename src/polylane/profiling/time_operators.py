@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from polylane.cost.communicate import Rates
-from polylane.cost.profile import Both
+from polylane.cost.network.alpha_beta import RankSpeed
+from polylane.cost.operators.profile import Both
 from polylane.graph.batch import sample_count
-from polylane.graph.check import bound, tables
-from polylane.graph.export import Loss, Whole, snapshot
+from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
+from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Graph
-from polylane.graph.inplace import writes
-from polylane.graph.part import Part
+from polylane.graph.sample_slice import SampleSlice
 
 REPEATS = 3
 
@@ -30,7 +30,7 @@ def nominal_seconds(graph: Graph) -> tuple[Both, ...]:
 
     A backward pass computes two products for each one of the forward pass.
     """
-    rates, by_name = Rates(), {node.name: node for node in graph.nodes}
+    rates, by_name = RankSpeed(), {node.name: node for node in graph.nodes}
     result = []
     for node in graph.nodes:
         moved = node.bytes + sum(by_name[name].bytes for name in node.inputs)
@@ -56,22 +56,22 @@ def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[An
     gradients and the random state stay as they were. Where nothing can be measured, on the meta device, or where there
     is nothing to choose, in an opaque graph: nominal rates.
     """
-    if graph.opaque or any(p.is_meta for p in model.parameters()):
+    if graph.is_opaque or any(p.is_meta for p in model.parameters()):
         return nominal_seconds(graph)
-    whole = Whole(model, loss, lambda flat: flat)
-    restore = snapshot(whole)
+    whole = ModelWithLoss(model, loss, lambda flat: flat)
+    restore = snapshot_model(whole)
     try:
         return _measured(graph, whole, leaves, only)
     finally:
         restore()
 
 
-def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any], only: str) -> tuple[Both, ...]:
+def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: str) -> tuple[Both, ...]:
     samples = sample_count(leaves)
     own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     table, part = (
-        tables(whole, graph.code.constants, own),
-        Part(samples, batch=samples, sum_replicas=_alone if only else None),
+        tensors_by_role(whole, graph.code.constants, own),
+        SampleSlice(samples, batch=samples, sum_replicas=_alone if only else None),
     )
     wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
     last_use = {used: node for node in graph.code.fx.nodes for used in node.all_input_nodes}
@@ -80,7 +80,7 @@ def _measured(graph: Graph, whole: Whole, leaves: Sequence[Any], only: str) -> t
     kinds: dict[Any, Both] = {}
     for node in graph.code.fx.nodes:
         if node.op == "placeholder":
-            values[node] = bound(node, table, part)
+            values[node] = placeholder_value(node, table, part)
         elif node.op == "call_function" and only and node.meta["op"] != only:
             seconds[node.name], values[node] = (0.0, 0.0), _once(node, values)
             for done in [used for used in node.all_input_nodes if last_use[used] is node]:
@@ -108,7 +108,7 @@ def wait_for(device: torch.device) -> Callable[[], None]:
 
 
 def _writes_memory(node: fx.Node) -> bool:
-    return bool(writes(node)) and isinstance(node.target, torch._ops.OpOverload)
+    return bool(written_arguments(node)) and isinstance(node.target, torch._ops.OpOverload)
 
 
 def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -125,7 +125,7 @@ def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def _once(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    if writes(node):  # autograd refuses a write to a leaf: the value is what counts here
+    if written_arguments(node):  # autograd refuses a write to a leaf: the value is what counts here
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         flows = any(isinstance(v, Tensor) and v.requires_grad for v in (values[n] for n in node.all_input_nodes))
         with torch.no_grad():

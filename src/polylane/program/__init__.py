@@ -1,1 +1,1 @@
-"""WHAT EACH WORKER DOES: its actions and its part of the graph."""
+"""Programs: the actions of every worker in one step, lowered from a plan, the same for simulator and runtime."""

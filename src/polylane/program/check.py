@@ -7,17 +7,19 @@ from collections.abc import Sequence
 import networkx as nx
 
 from polylane.program.program import Program
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 
 Place = tuple[int, int]  # rank, position in its program
 
 
-def channels(programs: Sequence[Program]) -> list[tuple[int, int]]:
+def list_channels(programs: Sequence[Program]) -> list[tuple[int, int]]:
     """Directed pairs (sender, receiver) that some message takes, sorted."""
-    return sorted({(p.rank, a.peer) for p in programs for a in p.actions if a.kind is Kind.SEND and a.peer is not None})
+    return sorted(
+        {(p.rank, a.peer) for p in programs for a in p.actions if a.kind is ActionKind.SEND and a.peer is not None}
+    )
 
 
-def matched(programs: Sequence[Program]) -> list[tuple[Place, Place]]:
+def match_messages(programs: Sequence[Program]) -> list[tuple[Place, Place]]:
     """Every send with its receive: the n-th on a directed pair of ranks meets the n-th.
 
     Raises:
@@ -27,9 +29,9 @@ def matched(programs: Sequence[Program]) -> list[tuple[Place, Place]]:
     receives: dict[tuple[int, int], list[tuple[Place, Action]]] = {}
     for program in programs:
         for position, action in enumerate(program.actions):
-            if action.kind is Kind.SEND and action.peer is not None:
+            if action.kind is ActionKind.SEND and action.peer is not None:
                 sends.setdefault((program.rank, action.peer), []).append(((program.rank, position), action))
-            elif action.kind is Kind.RECEIVE and action.peer is not None:
+            elif action.kind is ActionKind.RECEIVE and action.peer is not None:
                 receives.setdefault((action.peer, program.rank), []).append(((program.rank, position), action))
     pairs = []
     for channel in sends.keys() | receives.keys():
@@ -52,7 +54,7 @@ def check(programs: Sequence[Program]) -> None:
     waits = nx.DiGraph()
     for program in programs:
         nx.add_path(waits, [(program.rank, i) for i in range(len(program.actions))])
-    waits.add_edges_from(matched(programs))
+    waits.add_edges_from(match_messages(programs))
     if not nx.is_directed_acyclic_graph(waits):
         circle = [programs[rank].actions[i] for (rank, i), _ in nx.find_cycle(waits)]
         raise RuntimeError(f"these actions wait for each other: {circle}")

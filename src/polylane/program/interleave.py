@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from polylane.graph.partition import Crossing, Partition
+from polylane.graph.partition import Partition, StageCrossing
 from polylane.plan.plan import Plan
-from polylane.program.lower import Partials, buckets, ended, with_communication
+from polylane.program.lower import Partials, assemble_program, build_buckets, with_communication
 from polylane.program.program import Program
 from polylane.schedule.action import Action
 from polylane.schedule.interleaved import interleaved
 
 
-def dealt(partition: Partition, workers: int) -> Partition:
+def deal_stages(partition: Partition, workers: int) -> Partition:
     """The same cuts with the stages dealt out in turn: worker w has those numbered c * workers + w."""
     return Partition(partition.graph, partition.cuts, tuple(s % workers for s in range(partition.stages)))
 
@@ -36,11 +36,11 @@ def lower_interleaved(
     chunks = partition.stages // workers
     lanes = interleaved(workers, chunks, plan.microbatches)
     wanted = frozenset(range(plan.workers) if only is None else only)
-    summed = buckets(dealt(partition, workers), plan, {}, partial or ({},) * workers, wanted)
-    crossings = [each for c in partition.crossings if (each := _between(c, workers)) is not None]
+    summed = build_buckets(deal_stages(partition, workers), plan, {}, partial or ({},) * workers, wanted)
+    crossings = [each for c in partition.crossings if (each := _crossing_of_workers(c, workers)) is not None]
     programs = []
     for rank in sorted(wanted):
-        stage = plan.place(rank)[0]
+        stage = plan.stage_and_replica(rank)[0]
         peers = [plan.peers(rank, other % workers) for other in range(partition.stages)]
         passes = list[Action]()
         for action in lanes[stage]:
@@ -49,11 +49,11 @@ def lower_interleaved(
             passes += with_communication(action, peers, receives, sends)
         coming = tuple(c for c in crossings if any(each % workers == stage for each in c.consumers))
         going = tuple(c for c in crossings if c.producer % workers == stage)
-        programs.append(ended(passes, rank, partition, plan, coming, going, summed))
+        programs.append(assemble_program(passes, rank, partition, plan, coming, going, summed))
     return tuple(programs)
 
 
-def _between(crossing: Crossing, workers: int) -> Crossing | None:
+def _crossing_of_workers(crossing: StageCrossing, workers: int) -> StageCrossing | None:
     """What travels of a value: to the first stage that needs it of every other worker; None if nobody else does."""
     first: dict[int, int] = {}
     for stage in crossing.consumers:

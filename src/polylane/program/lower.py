@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from polylane.graph.graph import Graph, TensorInfo
-from polylane.graph.partition import Crossing, Partition
+from polylane.graph.partition import Partition, StageCrossing
 from polylane.plan.plan import Plan
-from polylane.program.program import Bucket, Program
-from polylane.schedule.action import Action, Kind
+from polylane.program.program import GradientBucket, Program
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import SCHEDULES
 
@@ -43,36 +43,36 @@ def lower(
     """
     lanes = SCHEDULES[plan.schedule](StageGraph.of_partition(partition), plan.microbatches)
     wanted = frozenset(range(plan.workers) if only is None else only)
-    summed = buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
+    summed = build_buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
     programs = []
     for rank in sorted(wanted):
-        stage, peers = plan.place(rank)[0], [plan.peers(rank, other) for other in range(plan.pipeline)]
+        stage, peers = plan.stage_and_replica(rank)[0], [plan.peers(rank, other) for other in range(plan.pipeline)]
         receives = tuple(c for c in partition.crossings if stage in c.consumers)
         sends = tuple(c for c in partition.crossings if c.producer == stage)
         passes = [each for action in lanes[stage] for each in with_communication(action, peers, receives, sends)]
-        programs.append(ended(passes, rank, partition, plan, receives, sends, summed))
+        programs.append(assemble_program(passes, rank, partition, plan, receives, sends, summed))
     return tuple(programs)
 
 
-def ended(
+def assemble_program(
     passes: Sequence[Action],
     rank: int,
     partition: Partition,
     plan: Plan,
-    receives: tuple[Crossing, ...],
-    sends: tuple[Crossing, ...],
-    summed: Sequence[Bucket],
+    receives: tuple[StageCrossing, ...],
+    sends: tuple[StageCrossing, ...],
+    summed: Sequence[GradientBucket],
 ) -> Program:
     """A worker's program: its passes with their messages, the sums of its gradients, its step."""
-    stage, replica = plan.place(rank)
+    stage, replica = plan.stage_and_replica(rank)
     own = tuple(bucket for bucket in summed if rank in bucket.ranks)
-    reduces = [Action(Kind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
+    reduces = [Action(ActionKind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
     return Program(
         rank=rank,
         stage=stage,
         replica=replica,
         replicas=plan.group(rank, ("data",)),
-        actions=(*passes, *reduces, Action(Kind.STEP, stage)),
+        actions=(*passes, *reduces, Action(ActionKind.STEP, stage)),
         receives=receives,
         sends=sends,
         buckets=own,
@@ -85,46 +85,48 @@ def lower_evaluation(partition: Partition, plan: Plan) -> tuple[Program, ...]:
     """Every worker's program for a forward pass only, one microbatch after another."""
     programs = []
     for program in lower(partition, plan):
-        kept = tuple(a for a in program.actions if a.kind is Kind.FORWARD or (a.kind in _TRAVEL and not a.gradient))
+        kept = tuple(
+            a for a in program.actions if a.kind is ActionKind.FORWARD or (a.kind in _TRAVEL and not a.gradient)
+        )
         programs.append(replace(program, actions=kept, buckets=()))
     return tuple(programs)
 
 
-_TRAVEL = (Kind.SEND, Kind.RECEIVE)
+_TRAVEL = (ActionKind.SEND, ActionKind.RECEIVE)
 
 
 def with_communication(
-    action: Action, peers: Sequence[Sequence[int]], receives: Sequence[Crossing], sends: Sequence[Crossing]
+    action: Action, peers: Sequence[Sequence[int]], receives: Sequence[StageCrossing], sends: Sequence[StageCrossing]
 ) -> list[Action]:
     """A compute action between the receives it needs and the sends it makes possible; ``peers``: ranks by stage."""
     stage, microbatch = action.stage, action.microbatch
 
-    def travel(kind: Kind, crossing: Crossing, stages: Sequence[int], gradient: bool) -> list[Action]:
+    def travel(kind: ActionKind, crossing: StageCrossing, stages: Sequence[int], gradient: bool) -> list[Action]:
         return [Action(kind, stage, microbatch, crossing.value, p, gradient) for other in stages for p in peers[other]]
 
-    if action.kind is Kind.FORWARD:
-        before = [a for c in receives for a in travel(Kind.RECEIVE, c, [c.producer], False)]
-        after = [a for c in sends for a in travel(Kind.SEND, c, c.consumers, False)]
+    if action.kind is ActionKind.FORWARD:
+        before = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]
+        after = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]
     else:
-        before = [a for c in sends if c.requires_grad for a in travel(Kind.RECEIVE, c, c.consumers, True)]
-        after = [a for c in receives if c.requires_grad for a in travel(Kind.SEND, c, [c.producer], True)]
+        before = [a for c in sends if c.requires_grad for a in travel(ActionKind.RECEIVE, c, c.consumers, True)]
+        after = [a for c in receives if c.requires_grad for a in travel(ActionKind.SEND, c, [c.producer], True)]
     return [*before, action, *after]
 
 
-def buckets(
+def build_buckets(
     partition: Partition,
     plan: Plan,
     others: Mapping[str, Collection[int]],
     partial: Partials,
     wanted: frozenset[int],
-) -> tuple[Bucket, ...]:
+) -> tuple[GradientBucket, ...]:
     """Gradients grouped by who sums them, in reverse order of first use, as a backward pass finishes them.
 
     All ranks have their buckets in one global order: by stages, then by axes. So no two of them ever wait for each
     other in two groups that overlap.
     """
     graph = partition.graph
-    trained = differentiated(graph)
+    trained = differentiable_parameters(graph)
     held = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
     order = {name: i for i, name in reversed(list(enumerate(p for node in graph.nodes for p in node.parameters)))}
     alike: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...]], list[str]] = {}
@@ -135,17 +137,17 @@ def buckets(
             )
             axes = tuple(tuple(a for a in plan.axes_of(s) if a in partial[s].get(name, ())) for s in holders)
             alike.setdefault((holders, axes), []).append(name)
-    found = list[Bucket]()
+    found = list[GradientBucket]()
     for holders, axes in sorted(alike, key=lambda key: (len(key[0]), key)):
         label = f"stage{holders[0]}" if len(holders) == 1 else "tied" + "-".join(map(str, holders))
-        groups, silent = _summing(plan, holders, axes, wanted)
-        for number, names in enumerate(_filled(graph.parameters, alike[holders, axes])):
+        groups, silent = _reduction_groups(plan, holders, axes, wanted)
+        for number, names in enumerate(_fill_buckets(graph.parameters, alike[holders, axes])):
             name = ".".join([label, *dict.fromkeys(a for each in axes for a in each), str(number)])
-            found += [Bucket(name, ranks, names, silent) for ranks in groups]
+            found += [GradientBucket(name, ranks, names, silent) for ranks in groups]
     return tuple(found)
 
 
-def _summing(
+def _reduction_groups(
     plan: Plan, stages: Sequence[int], axes: Sequence[Collection[str]], wanted: Collection[int]
 ) -> tuple[list[tuple[int, ...]], frozenset[int]]:
     """Groups of ranks of these stages that sum gradients, and those of them whose gradient is another one's too.
@@ -154,10 +156,10 @@ def _summing(
     Only groups with a rank that is wanted.
     """
     if len(stages) == 1:
-        return _of_stage(plan, stages[0], axes[0], wanted), frozenset()
+        return _stage_groups(plan, stages[0], axes[0], wanted), frozenset()
     groups: dict[tuple[int, ...], list[int]] = {}
     silent: set[int] = set()
-    aligned = all(plan.aligned(stages[0], stage) for stage in stages)
+    aligned = all(plan.have_same_mesh(stages[0], stage) for stage in stages)
     for stage, summed in zip(stages, axes, strict=True):
         for rank in plan.stages[stage].devices:
             at = plan.coordinates(rank)
@@ -169,7 +171,7 @@ def _summing(
     return [ranks for ranks in found if any(rank in wanted for rank in ranks)], frozenset(silent)
 
 
-def _of_stage(plan: Plan, stage: int, axes: Collection[str], wanted: Collection[int]) -> list[tuple[int, ...]]:
+def _stage_groups(plan: Plan, stage: int, axes: Collection[str], wanted: Collection[int]) -> list[tuple[int, ...]]:
     """The groups of one stage, as far as they are wanted: of thousands of ranks a few may be."""
     found, seen = list[tuple[int, ...]](), set[int]()
     for rank in plan.stages[stage].devices:
@@ -179,7 +181,7 @@ def _of_stage(plan: Plan, stage: int, axes: Collection[str], wanted: Collection[
     return found
 
 
-def differentiated(graph: Graph) -> set[str]:
+def differentiable_parameters(graph: Graph) -> set[str]:
     """Trainable parameters from which a gradient's path leads to the loss.
 
     The others (behind a ``detach``, say) have no gradient on one device and must not get zeros here: weight decay and
@@ -195,7 +197,7 @@ def differentiated(graph: Graph) -> set[str]:
     return {name for name in parameters if graph.parameters[name].trainable}
 
 
-def _filled(parameters: Mapping[str, TensorInfo], names: Sequence[str]) -> list[tuple[str, ...]]:
+def _fill_buckets(parameters: Mapping[str, TensorInfo], names: Sequence[str]) -> list[tuple[str, ...]]:
     """Names in order, as many together as stay below :data:`BUCKET_BYTES` with one dtype."""
     groups: list[list[str]] = []
     size, dtype = 0, ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polylane.graph.partition import Crossing, Partition
+from polylane.graph.partition import Partition, StageCrossing
 from polylane.schedule.action import Action
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Gradients that are summed together.
 
     Attributes:
@@ -20,13 +20,13 @@ class Bucket:
         ranks: who sums: the replicas of a stage, or of all stages that hold the tied weights; with them those along the
             operator axes on which the gradients are summands.
         parameters: canonical names, in the order in which a backward pass finishes them.
-        silent: those of the ranks whose gradients another one of them has as well: they add zeros.
+        zero_contributors: those of the ranks whose gradients another one of them has as well: they add zeros.
     """
 
     name: str
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
-    silent: frozenset[int] = frozenset()
+    zero_contributors: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Program:
     replica: int
     replicas: tuple[int, ...]
     actions: tuple[Action, ...]
-    receives: tuple[Crossing, ...]
-    sends: tuple[Crossing, ...]
-    buckets: tuple[Bucket, ...]
+    receives: tuple[StageCrossing, ...]
+    sends: tuple[StageCrossing, ...]
+    buckets: tuple[GradientBucket, ...]
     partition: Partition
     coordinates: Mapping[str, int]

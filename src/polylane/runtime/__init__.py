@@ -1,1 +1,1 @@
-"""Do it: start the workers, run their programs, move their tensors."""
+"""Running a training on torch.distributed: the job, and what its workers do."""

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polylane.compile.batch_split import Batch
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
-from polylane.runtime import data
-from polylane.runtime.connections import Connect, check_size
-from polylane.runtime.division import Batch
-from polylane.runtime.finite import Anomalies
-from polylane.runtime.leaving import close_at_exit
-from polylane.runtime.prepare import Prepared
-from polylane.runtime.result import StepResult, joined
-from polylane.runtime.server_job import ServingRole
-from polylane.runtime.sync.rule import Stepping
-from polylane.runtime.sync.server_log import Update
+from polylane.runtime.data import loader as data
+from polylane.runtime.pipeline.anomalies import AnomalyDetector
+from polylane.runtime.pipeline.connections import Connect, check_world_size
+from polylane.runtime.pipeline.step_result import StepResult, merge_timelines
+from polylane.runtime.server_role import ServingRole
+from polylane.runtime.sync.gradient_sync import LocalOptimizer
+from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.training_role import TrainingRole
-from polylane.runtime.transport.protocol import Counters
-from polylane.runtime.world import World
+from polylane.runtime.transport.protocol import TransportCounters
+from polylane.runtime.workers.close_at_exit import close_at_exit
+from polylane.runtime.workers.world import World
 
 
 class Job:
@@ -45,7 +45,7 @@ class Job:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: CompiledTraining,
         world: World,
         *,
         example: Any,
@@ -65,10 +65,10 @@ class Job:
             same_weights: every worker's model has the same weights already (workers forked from one process do).
             connect: makes the transports; default: what suits where the workers are (shared memory on one host).
         """
-        check_size(prepared.plan, world)
+        check_world_size(prepared.plan, world)
         self.plan, self.model = prepared.plan, prepared.model
-        self._objectives, self._left = tuple(prepared.partitions), False
-        self.anomalies: Anomalies | None = None
+        self._objectives, self._is_closed = tuple(prepared.partitions), False
+        self.anomalies: AnomalyDetector | None = None
         self._role: TrainingRole | ServingRole
         if world.rank < prepared.plan.workers:
             self._role = TrainingRole(
@@ -83,10 +83,10 @@ class Job:
         else:
             self._role = ServingRole(prepared, world, clip_norm)
         self.world = self._role.world
-        if self.plan.sync.serves:
+        if self.plan.sync.has_servers:
             close_at_exit(self)
 
-    def _objective(self, name: str | None) -> str:
+    def _resolve_objective(self, name: str | None) -> str:
         if name is None:
             return self._objectives[0]
         if name not in self._objectives:
@@ -115,7 +115,7 @@ class Job:
             PolylaneError: an unknown objective; or a batch with fewer samples than the model needs in training, be it a
             later one of the same epoch.
         """
-        return self._role.step(batch, self._objective(objective), self.anomalies)
+        return self._role.step(batch, self._resolve_objective(objective), self.anomalies)
 
     def evaluate(self, batch: Any, objective: str | None = None) -> float:
         """The loss of a batch in evaluation mode, forward only, through the same stages. Changes nothing."""
@@ -124,7 +124,7 @@ class Job:
 
     def evaluate_sums(self, batch: Any, objective: str | None = None) -> tuple[float, float]:
         """As :meth:`evaluate`, the loss as (total, count): to add up over a data set."""
-        return self._role.evaluate_sums(batch, self._objective(objective))
+        return self._role.evaluate_sums(batch, self._resolve_objective(objective))
 
     def batches(
         self,
@@ -170,11 +170,11 @@ class Job:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The first objective's optimizer, over the parameters that this worker holds."""
-        return self._role.optimizer_of(self._objective(None))
+        return self._role.optimizer_of(self._resolve_objective(None))
 
     def optimizer_of(self, objective: str) -> torch.optim.Optimizer:
         """The optimizer of one of several objectives."""
-        return self._role.optimizer_of(self._objective(objective))
+        return self._role.optimizer_of(self._resolve_objective(objective))
 
     def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
         """Gradients of the last step, of the parameters that this worker holds, after reduction and clipping.
@@ -183,7 +183,7 @@ class Job:
         :meth:`whole_gradients`. Where each replica's gradients make an update of their own, they are those of this
         worker's replica.
         """
-        return self._role.gradients(self._objective(objective))
+        return self._role.gradients(self._resolve_objective(objective))
 
     def whole_gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
         """Gradients of the last step, of all parameters that the objective trains; all workers must call it.
@@ -191,7 +191,7 @@ class Job:
         They are whole, after reduction and clipping, by the model's own names and in its order, on every worker's CPU:
         what ``parameter.grad`` is on one device. None where a parameter got no gradient.
         """
-        return self._role.whole_gradients(self._objective(objective))
+        return self._role.whole_gradients(self._resolve_objective(objective))
 
     def held(self) -> dict[str, Tensor]:
         """The parameters and buffers that this worker keeps up to date, by the model's own names.
@@ -234,7 +234,7 @@ class Job:
 
     # ---- telemetry ---------------------------------------------------------------------------------------------------
 
-    def stepping(self) -> list[Stepping]:
+    def stepping(self) -> list[LocalOptimizer]:
         """The first objective's optimizers that step in this process: this worker's, or those of parameter servers."""
         return self._role.stepping()
 
@@ -246,14 +246,14 @@ class Job:
     @property
     def apart(self) -> bool:
         """Whether replicas go at their own pace: each worker knows the losses of its own replica only."""
-        return self.plan.sync.serves and self.plan.sync.alone
+        return self.plan.sync.has_servers and self.plan.sync.is_replica_local
 
     @property
-    def counters(self) -> tuple[Counters, ...]:
+    def counters(self) -> tuple[TransportCounters, ...]:
         """Of every transport of this process: what was handed over, and what left, since the job was made."""
         return self._role.counters
 
-    def updates(self) -> tuple[tuple[Update, ...], ...]:
+    def updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
         """What every parameter server did, update by update, in its order; all workers must call it."""
         return self._role.updates()
 
@@ -270,7 +270,8 @@ class Job:
 
         Of each worker, by rank: for ``"agreement"`` between replicas (gradients, weights), values between
         ``"stages"``, inside split ``"operators"``, ``"statistics"`` of batches; and as ``"theory"`` what the closed
-        forms of :mod:`polylane.cost.agreement` give for agreement. Counted where tensors leave, without headers.
+        forms of :mod:`polylane.cost.network.sync_volume` give for agreement. Counted where tensors leave, without
+        headers.
         """
         return self._role.gather(self._role.sent_bytes)
 
@@ -281,15 +282,15 @@ class Job:
         updates that dedicated parameter servers made meanwhile.
 
         Args:
-            steps: how many; the last :data:`polylane.runtime.result.STEPS_KEPT` are there.
+            steps: how many; the last :data:`polylane.runtime.pipeline.step_result.STEPS_KEPT` are there.
         """
-        return joined(self._role.gather(lambda: self._role.spans(steps)), self.plan.workers)
+        return merge_timelines(self._role.gather(lambda: self._role.spans(steps)), self.plan.workers)
 
     def close(self) -> None:
         """Wait for all messages and leave the other workers, if this job joined them. Once is enough."""
-        if self._left:
+        if self._is_closed:
             return
-        self._left = True
+        self._is_closed = True
         self._role.close()
 
     def __enter__(self) -> Job:

@@ -1,1 +1,1 @@
-"""May a batch be split? What is proven of every value of a captured graph, for all inputs."""
+"""Data parallelism of a graph: may a batch be split, and how do the parts of a batch make up every value?"""

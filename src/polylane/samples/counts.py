@@ -22,20 +22,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from polylane.graph.capture import capture
-from polylane.graph.describe import describe_node
-from polylane.graph.export import Loss
+from polylane.graph.capture.capture import capture
+from polylane.graph.capture.describe_nodes import describe_node
+from polylane.graph.capture.export import Loss
+from polylane.graph.capture.inline import op_name
 from polylane.graph.graph import Graph, Node
-from polylane.graph.precision import innermost
-from polylane.graph.rewrite import op_name
-from polylane.graph.sizes import Size
-from polylane.graph.whole_batch import BatchShare, Combine, WholeBatch, WholeSize
+from polylane.graph.operators.whole_batch_counts import BatchShare, CombineParts, WholeBatchStatistic, WholeSize
+from polylane.graph.precision import unwrap_settings
+from polylane.graph.symbolic_sizes import SymbolicSize
+from polylane.placement.operator_view import bind_arguments, operator_name
 from polylane.placement.rules.loss import ELEMENTWISE
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM
-from polylane.placement.view import bound, op_of
-from polylane.samples.derivation import Derivation, derive
-from polylane.samples.known_states import Rescale, Statistic, given_by_inputs
-from polylane.samples.ragged import data_symbols, masks
+from polylane.samples.derivation import Derivation, derive_composition
+from polylane.samples.interpretation.known_states import NeededStatistic, RescaledOperand, nodes_from_inputs
+from polylane.samples.interpretation.ragged import data_dependent_symbols, find_masks
 
 aten = torch.ops.aten
 
@@ -46,7 +46,9 @@ _OF_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 
 
 def capture_with_counts(model: nn.Module, loss: Loss, batch: Any, **how: Any) -> Graph:
-    """As :func:`polylane.graph.capture.capture`; with means over counts as totals over counts of the whole batch."""
+    """As :func:`polylane.graph.capture.capture.capture`; with means over counts as totals over counts of the whole
+    batch.
+    """
     return count_whole_batch(capture(model, loss, batch, **how))
 
 
@@ -56,26 +58,26 @@ def count_whole_batch(graph: Graph) -> Graph:
     Args:
         graph: as captured; is not changed.
     """
-    if graph.opaque:
+    if graph.is_opaque:
         return graph
-    draft = _Draft.of(graph)
+    draft = _CodeEditor.of(graph)
     draft.split_means()
-    derived = derive(draft.graph(), ALL, counting=True)
-    if not derived.holds:
+    derived = derive_composition(draft.build_graph(), ALL, counting=True)
+    if not derived.is_proven:
         # What stands in the way may be what was split: a mean that is split is no worse than one that is not.
         return graph
-    if not derived.statistics and not derived.rescaled:
-        return graph if not draft.made else draft.graph()
-    made = draft.with_statistics(derived)
-    return made if _is_done(derive(made, ALL)) else graph
+    if not derived.statistics and not derived.rescaled_operands:
+        return graph if not draft.added_nodes else draft.build_graph()
+    made = draft.build_with_statistics(derived)
+    return made if _needs_nothing(derive_composition(made, ALL)) else graph
 
 
-def _is_done(derived: Derivation) -> bool:
-    return derived.holds and not derived.statistics and not derived.rescaled
+def _needs_nothing(derived: Derivation) -> bool:
+    return derived.is_proven and not derived.statistics and not derived.rescaled_operands
 
 
 @dataclass
-class _Draft:
+class _CodeEditor:
     """A copy of a graph's code to which operators are added.
 
     Attributes:
@@ -83,17 +85,17 @@ class _Draft:
         code: its code, copied.
         described: by the copy's nodes, what is known of the source's.
         names: all that are taken.
-        made: the nodes that are new, in no order.
+        added_nodes: the nodes that are new, in no order.
     """
 
     source: Graph
     code: fx.Graph
     described: dict[fx.Node, Node]
     names: set[str]
-    made: list[fx.Node] = field(default_factory=list)
+    added_nodes: list[fx.Node] = field(default_factory=list)
 
     @classmethod
-    def of(cls, graph: Graph) -> _Draft:
+    def of(cls, graph: Graph) -> _CodeEditor:
         """A copy of a graph."""
         code, values = fx.Graph(), dict[fx.Node, fx.Node]()
         code.output(code.graph_copy(graph.code.fx, values))
@@ -104,7 +106,7 @@ class _Draft:
         return cls(graph, code, described, {node.name for node in graph.nodes})
 
     @property
-    def part(self) -> fx.Node:
+    def slice_placeholder(self) -> fx.Node:
         """The placeholder of the samples in hand."""
         placeholder: fx.Node = next(node for node in self.code.nodes if node.op == "placeholder")
         return placeholder
@@ -113,13 +115,13 @@ class _Draft:
 
     def split_means(self) -> None:
         """Write every mean over a number that the inputs decide as a sum over that number."""
-        given, origins = given_by_inputs(self.code), masks(self.code)
-        for node in [n for n in self.code.nodes if n.op == "call_function" and op_of(n).startswith("aten.")]:
-            base = op_of(node).split(".")[1]
+        given, origins = nodes_from_inputs(self.code), find_masks(self.code)
+        for node in [n for n in self.code.nodes if n.op == "call_function" and operator_name(n).startswith("aten.")]:
+            base = operator_name(node).split(".")[1]
             val = node.meta.get("val")
             if isinstance(val, Tensor) and val.dtype is torch.float16:
                 continue  # a sum may be more than the largest number, where the mean is not
-            arguments = bound(node, node.args, node.kwargs)[1]
+            arguments = bind_arguments(node, node.args, node.kwargs)[1]
             if base in _OF_CLASSES:
                 self._split_class_loss(node, arguments, given)
             elif base == "mean" or (base in ELEMENTWISE and arguments["reduction"] == MEAN):
@@ -131,33 +133,33 @@ class _Draft:
             return
         if target.meta["val"].is_floating_point() or scores.meta["val"].dim() < 2:
             return
-        counts = self.before(node, aten.ne.Scalar, target, arguments["ignore_index"])
+        counts = self.insert_before(node, aten.ne.Scalar, target, arguments["ignore_index"])
         if weight is not None:
-            ignored = self.before(node, aten.logical_not.default, counts)
-            classes = self.before(node, aten.masked_fill.Scalar, target, ignored, 0)
-            weights = self.before(node, aten.index.Tensor, weight, [classes])
-            counts = self.before(node, aten.masked_fill.Scalar, weights, ignored, 0)
-        self._divide(node, self.before(node, aten.sum.default, counts))
+            ignored = self.insert_before(node, aten.logical_not.default, counts)
+            classes = self.insert_before(node, aten.masked_fill.Scalar, target, ignored, 0)
+            weights = self.insert_before(node, aten.index.Tensor, weight, [classes])
+            counts = self.insert_before(node, aten.masked_fill.Scalar, weights, ignored, 0)
+        self._divide_by_count(node, self.insert_before(node, aten.sum.default, counts))
 
     def _split_ragged(
         self, node: fx.Node, base: str, arguments: dict[str, Any], origins: dict[Any, fx.Node], given: set[fx.Node]
     ) -> None:
         """A mean over rows that a mask selects."""
-        symbols = {s for n in node.all_input_nodes for s in data_symbols(n.meta.get("val"))}
+        symbols = {s for n in node.all_input_nodes for s in data_dependent_symbols(n.meta.get("val"))}
         if len(symbols) != 1 or node.meta["val"].dim():
             return
         mask = origins.get(next(iter(symbols)))
         if mask is None or mask not in given:
             return
-        each = self._losses(node, base, arguments)
+        each = self._losses_per_row(node, base, arguments)
         if each is None:
             return
-        counts = self.before(node, aten.sum.default, mask)
+        counts = self.insert_before(node, aten.sum.default, mask)
         if each > 1:
-            counts = self.before(node, aten.mul.Scalar, counts, each)
-        self._divide(node, counts)
+            counts = self.insert_before(node, aten.mul.Scalar, counts, each)
+        self._divide_by_count(node, counts)
 
-    def _losses(self, node: fx.Node, base: str, arguments: dict[str, Any]) -> int | None:
+    def _losses_per_row(self, node: fx.Node, base: str, arguments: dict[str, Any]) -> int | None:
         """Over how many numbers of each row a mean is taken; None where that is not a fixed number."""
         if base == "mean":
             sizes = [*arguments["self"].meta["val"].shape]
@@ -166,7 +168,7 @@ class _Draft:
                 whole = {**arguments, "reduction": NONE}
                 given = {k: v.meta["val"] if isinstance(v, fx.Node) else v for k, v in whole.items()}
                 try:
-                    target: Any = innermost(node.target)
+                    target: Any = unwrap_settings(node.target)
                     sizes = [*target(**given).shape]
                 except Exception:  # an operator that cannot be asked for its losses
                     return None
@@ -178,74 +180,74 @@ class _Draft:
         fixed = math.prod(size for size in sizes if isinstance(size, int))
         return fixed * int(rows) if rows.is_Integer else None
 
-    def _divide(self, node: fx.Node, counts: fx.Node) -> None:
+    def _divide_by_count(self, node: fx.Node, counts: fx.Node) -> None:
         """Let an operator that gives a mean give the sum, over counts."""
         val = node.meta["val"]
-        if op_of(node).split(".")[1] == "mean":
-            dtype = bound(node, node.args, node.kwargs)[1].get("dtype")
+        if operator_name(node).split(".")[1] == "mean":
+            dtype = bind_arguments(node, node.args, node.kwargs)[1].get("dtype")
             node.target, node.args, node.kwargs = aten.sum.default, (node.args[0],), {"dtype": dtype} if dtype else {}
             node.meta["op"] = op_name(node)
         else:
-            _set_argument(node, "reduction", SUM)
+            _replace_argument(node, "reduction", SUM)
         with self.code.inserting_after(node):
             quotient = self.code.call_function(aten.div.Tensor, (node, counts))
         node.replace_all_uses_with(quotient, delete_user_cb=lambda user: user is not quotient)
-        self._label(quotient, node, val)
+        self._label_node(quotient, node, val)
 
     # ---- statistics and shares ----
 
-    def with_statistics(self, derived: Derivation) -> Graph:
+    def build_with_statistics(self, derived: Derivation) -> Graph:
         """With all that a derivation asks for; it was derived of :meth:`graph`, whose nodes these are."""
         done: dict[tuple[fx.Node, Any], fx.Node] = {}
         for statistic in derived.statistics:
             key = statistic.value, statistic.combine
             if key not in done:
-                done[key] = self._whole(statistic)
+                done[key] = self._insert_statistic(statistic)
             statistic.user.replace_input_with(statistic.value, done[key])
-        for rescale in derived.rescaled:
-            self._rescale(rescale)
-        return self.graph()
+        for rescale in derived.rescaled_operands:
+            self._insert_rescale(rescale)
+        return self.build_graph()
 
-    def _whole(self, statistic: Statistic) -> fx.Node:
+    def _insert_statistic(self, statistic: NeededStatistic) -> fx.Node:
         value = statistic.value
         if statistic.combine is None:
             size: Any = value.target
             whole = WholeSize(size.of, value.meta["val"])
             with self.code.inserting_after(value):
-                made = self.code.call_function(whole, (self.part,))
-            self._label(made, value, value.meta["val"])
+                made = self.code.call_function(whole, (self.slice_placeholder,))
+            self._label_node(made, value, value.meta["val"])
             return made
-        counted = WholeBatch(Combine(statistic.combine))
+        counted = WholeBatchStatistic(CombineParts(statistic.combine))
         with self.code.inserting_after(value):
-            made = self.code.call_function(counted, (self.part, value))
-        self._label(made, statistic.user if value.op == "placeholder" else value, value.meta["val"])
+            made = self.code.call_function(counted, (self.slice_placeholder, value))
+        self._label_node(made, statistic.user if value.op == "placeholder" else value, value.meta["val"])
         counted.key = made.meta["name"]
         return made
 
-    def _rescale(self, rescale: Rescale) -> None:
+    def _insert_rescale(self, rescale: RescaledOperand) -> None:
         value = rescale.value
         with self.code.inserting_before(rescale.user):
-            share = self.code.call_function(BatchShare(rescale.power), (self.part,))
+            share = self.code.call_function(BatchShare(rescale.power), (self.slice_placeholder,))
             made = self.code.call_function(aten.mul.Scalar, (value, share))
-        self._label(share, value, 1.0)
+        self._label_node(share, value, 1.0)
         val = value.meta["val"]
         with val.fake_mode:
-            self._label(made, value, val * 1.0)
+            self._label_node(made, value, val * 1.0)
         rescale.user.replace_input_with(value, made)
 
     # ---- bookkeeping ----
 
-    def before(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    def insert_before(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
         """A new operator before a node, of the same line of the user's."""
         with self.code.inserting_before(node):
             made = self.code.call_function(target, args)
         mode = node.meta["val"].fake_mode
         with mode:
             val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        self._label(made, node, val)
+        self._label_node(made, node, val)
         return made
 
-    def _label(self, made: fx.Node, like: fx.Node, val: Any) -> None:
+    def _label_node(self, made: fx.Node, like: fx.Node, val: Any) -> None:
         """Name a new operator after the module of another one."""
         made.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack", "module") if key in like.meta}
         made.meta |= {"val": val, "op": op_name(made)}
@@ -254,9 +256,9 @@ class _Draft:
         numbers = (base if n == 1 else f"{base}#{n}" for n in range(1, len(self.names) + 2))
         made.meta["name"] = next(name for name in numbers if name not in self.names)
         self.names.add(made.meta["name"])
-        self.made.append(made)
+        self.added_nodes.append(made)
 
-    def graph(self) -> Graph:
+    def build_graph(self) -> Graph:
         """The graph as it is now."""
         source, results = self.source, self.code.output_node().args[0]
         flows: dict[str, bool] = {node.name: node.requires_grad for node in source.nodes}
@@ -268,22 +270,24 @@ class _Draft:
             if name not in flows:
                 floating = isinstance(val := node.meta["val"], Tensor) and val.is_floating_point()
                 flows[name] = floating and any(flows.get(str(n.meta.get("name")), False) for n in node.all_input_nodes)
-            free = self.described[node].free if node in self.described else isinstance(node.target, Size)
+            free = (
+                self.described[node].recomputable if node in self.described else isinstance(node.target, SymbolicSize)
+            )
             nodes.append(describe_node(node, flows[name], free))
         position = {node.name: i for i, node in enumerate(nodes)}
-        uncut = [tuple(position[source.nodes[i].name] for i in pair) for pair in source.uncut]
+        uncut = [tuple(position[source.nodes[i].name] for i in pair) for pair in source.unsplittable_ranges]
         code = source.code
         return replace(
             source,
             nodes=tuple(nodes),
-            uncut=tuple((first, last) for first, last in uncut),
+            unsplittable_ranges=tuple((first, last) for first, last in uncut),
             code=replace(code, fx=self.code),
             outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),  # type: ignore[union-attr]
         )
 
 
-def _set_argument(node: fx.Node, name: str, value: Any) -> None:
-    target: Any = innermost(node.target)
+def _replace_argument(node: fx.Node, name: str, value: Any) -> None:
+    target: Any = unwrap_settings(node.target)
     names = [a.name for a in target._schema.arguments]
     place = names.index(name)
     if place < len(node.args):

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.graph import Graph, Node
-from polylane.graph.inplace import writes
-from polylane.graph.orders import Order, Seen
-from polylane.graph.precision import innermost
-from polylane.graph.sizes import grows
-from polylane.graph.statistics import batch_norm
+from polylane.graph.operators.sync_batch_norm import batch_norm
+from polylane.graph.precision import unwrap_settings
+from polylane.graph.symbolic_sizes import is_dynamic
+from polylane.placement.operator_view import TensorKey, operator_name
 from polylane.placement.placement import REPLICATE, Replicate, Shard
-from polylane.placement.view import Key, op_of
-from polylane.samples.additivity import State, power_of_additive
-from polylane.samples.functions import proven_function
-from polylane.samples.known_states import Rescale, Statistic
-from polylane.samples.statistics import ancestors
-from polylane.samples.walk import Walk, walked
+from polylane.samples.autograd.autograd_functions import prove_function
+from polylane.samples.batch_layout import BatchLayout, MeasuredLayouts
+from polylane.samples.batch_statistics import find_ancestors
+from polylane.samples.interpretation.abstract_interpreter import AbstractInterpreter, interpret
+from polylane.samples.interpretation.additivity import State, power_of_additive
+from polylane.samples.interpretation.known_states import NeededStatistic, RescaledOperand
 
 
 @dataclass(frozen=True)
@@ -38,37 +38,39 @@ class Derivation:
 
     Attributes:
         states: of every tensor of which it is known, how the parts make it up.
-        orders: the same by node name, as plans ask for it.
-        statistics, rescaled: what must be added to the graph for this to hold.
+        batch_layouts: the same by node name, as plans ask for it.
+        statistics, rescaled_operands: what must be added to the graph for this to hold.
         culprit: the operator at which the loss stops being made up of the parts' losses; None where it never does.
-        why: in a few words, what that operator does.
+        explanation: in a few words, what that operator does.
         buffer: a buffer that replicas would disagree on, with the operator that writes it.
         counters: buffers that something else than a batch normalization writes, once for each part.
         unproven: nodes that run the user's own Python on samples, about which only the user knows.
     """
 
-    states: Mapping[Key, State]
-    orders: Mapping[str, Order]
-    statistics: tuple[Statistic, ...] = ()
-    rescaled: tuple[Rescale, ...] = ()
+    states: Mapping[TensorKey, State]
+    batch_layouts: Mapping[str, BatchLayout]
+    statistics: tuple[NeededStatistic, ...] = ()
+    rescaled_operands: tuple[RescaledOperand, ...] = ()
     culprit: Node | None = None
-    why: str = ""
+    explanation: str = ""
     buffer: tuple[str, Node] | None = None
     counters: tuple[tuple[str, Node], ...] = ()
     unproven: tuple[Node, ...] = ()
 
     @property
-    def holds(self) -> bool:
+    def is_proven(self) -> bool:
         """Whether the loss, and every buffer, is made up of the parts'."""
         return self.culprit is None and self.buffer is None
 
 
-def known_orders(graph: Graph, per_sample: Collection[str] = ()) -> Seen:
-    """How the parts of a batch make up the values of a graph that may cross between stages; see :func:`derive`."""
-    return Seen(derive(graph, per_sample).orders)
+def derive_batch_layouts(graph: Graph, per_sample: Collection[str] = ()) -> MeasuredLayouts:
+    """How the parts of a batch make up the values of a graph that may cross between stages; see
+    :func:`derive_composition`.
+    """
+    return MeasuredLayouts(derive_composition(graph, per_sample).batch_layouts)
 
 
-def derive(
+def derive_composition(
     graph: Graph,
     per_sample: Collection[str] = (),
     *,
@@ -84,90 +86,94 @@ def derive(
     """
     nodes = graph.code.fx.nodes
     inputs = [n.meta["val"] for n in nodes if n.op == "placeholder" and n.meta["role"][0] == "input"]
-    nothing = Derivation({}, {}, culprit=graph.nodes[-1], why="fixed")
-    if not any(isinstance(val, Tensor) and any(map(grows, val.shape)) for val in inputs):
+    nothing = Derivation({}, {}, culprit=graph.nodes[-1], explanation="fixed")
+    if not any(isinstance(val, Tensor) and any(map(is_dynamic, val.shape)) for val in inputs):
         return nothing
-    unseen = next((n for n in nodes if _writes_unseen(n)), None)
+    unseen = next((n for n in nodes if _writes_unknown_memory(n)), None)
     if unseen is not None:
         at_fault = next(node for node in graph.nodes if node.id == unseen.name)
-        return Derivation({}, {}, culprit=at_fault, why="writes in place")
-    walk = walked(graph, per_sample, counting=counting, functions=proven_function)
-    return nothing if walk is None else _conclude(walk)
+        return Derivation({}, {}, culprit=at_fault, explanation="writes in place")
+    walk = interpret(graph, per_sample, counting=counting, functions=prove_function)
+    return nothing if walk is None else _build_derivation(walk)
 
 
-def _writes_unseen(node: fx.Node) -> bool:
+def _writes_unknown_memory(node: fx.Node) -> bool:
     """Whether an operator writes in place under a setting, or with a key, of its own: whose memory, nobody tells."""
-    base = op_of(node).split(".")[1] if node.op == "call_function" and op_of(node).startswith("aten.") else ""
-    return base.endswith("_") and not base.endswith("__") and not writes(node)
+    base = (
+        operator_name(node).split(".")[1]
+        if node.op == "call_function" and operator_name(node).startswith("aten.")
+        else ""
+    )
+    return base.endswith("_") and not base.endswith("__") and not written_arguments(node)
 
 
-def _conclude(walk: Walk) -> Derivation:
+def _build_derivation(walk: AbstractInterpreter) -> Derivation:
     """What all this says of the loss."""
     output = walk.graph.code.fx.output_node()
     results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
-    wanted = 1 if walk.graph.mean else 0
+    wanted = 1 if walk.graph.loss_is_mean else 0
     culprit: Node | None = None
     for result in results:
-        power = power_of_additive(walk.states.get(walk.key(result)))
+        power = power_of_additive(walk.states.get(walk.key_of(result)))
         if power is None or (power != wanted and not walk.counting):
-            culprit = culprit or _first_unknown(walk, result)
+            culprit = culprit or _find_first_unknown(walk, result)
         elif power != wanted:
-            walk.rescaled[output, result] = Rescale(output, result, wanted - power)
+            walk.rescaled[output, result] = RescaledOperand(output, result, wanted - power)
     buffer = next(iter(walk.buffers.items()), None)
     return Derivation(
         states=walk.states,
-        orders=_orders(walk),
+        batch_layouts=_batch_layouts(walk),
         statistics=tuple(walk.statistics.values()),
-        rescaled=tuple(walk.rescaled.values()),
+        rescaled_operands=tuple(walk.rescaled.values()),
         culprit=culprit,
-        why="" if culprit is None else _why(culprit),
+        explanation="" if culprit is None else _explain_unknown(culprit),
         buffer=None if buffer is None else (buffer[0], walk.described[buffer[1]]),
-        counters=tuple(_counters(walk, results)),
+        counters=tuple(_find_counters(walk, results)),
         unproven=tuple(walk.unproven),
     )
 
 
-def _orders(walk: Walk) -> dict[str, Order]:
+def _batch_layouts(walk: AbstractInterpreter) -> dict[str, BatchLayout]:
     orders = {}
     for name in walk.graph.positions:
         key = walk.view.aliases.get(name, (name, 0))
         state = walk.states.get(key)
-        if state is None or key in walk.numbers:
+        if state is None or key in walk.size_cuts:
             continue
         if isinstance(state, (Shard, Replicate)):
-            if state == walk.lies[key]:
-                orders[name] = Order.ALIKE if state == REPLICATE else Order.ROWS
+            if state == walk.placements[key]:
+                orders[name] = BatchLayout.REPLICATED if state == REPLICATE else BatchLayout.SHARDED_BY_SAMPLE
         elif power_of_additive(state) in (0, 1):
-            orders[name] = Order.MEAN if power_of_additive(state) else Order.SUM
+            orders[name] = BatchLayout.MEAN if power_of_additive(state) else BatchLayout.SUM
     return orders
 
 
-def _first_unknown(walk: Walk, result: fx.Node) -> Node:
+def _find_first_unknown(walk: AbstractInterpreter, result: fx.Node) -> Node:
     """The first operator on the way to a result of whose value nothing is known, though of all that it reads."""
-    needed = ancestors([result])
+    needed = find_ancestors([result])
     order = [n for n in walk.graph.code.fx.nodes if n in needed and n.op == "call_function"]
     for node in order:
         if not isinstance(node.meta.get("val"), (Tensor, list, tuple)):
             continue
-        if walk.key(node) not in walk.states:
+        if walk.key_of(node) not in walk.states:
             return walk.described[str(node.meta["name"])]
     return walk.described[str(order[-1].meta["name"])] if order else walk.graph.nodes[-1]
 
 
-def _why(node: Node) -> str:
+def _explain_unknown(node: Node) -> str:
     return "own Python" if node.op in ("leaf", "function") else "" if node.shape else "scalar"
 
 
-def _counters(walk: Walk, results: Sequence[fx.Node]) -> Iterator[tuple[str, Node]]:
+def _find_counters(walk: AbstractInterpreter, results: Sequence[fx.Node]) -> Iterator[tuple[str, Node]]:
     """Buffers that are written once for each part, and by nothing that moves microbatch by microbatch anyhow.
 
     Where batch statistics move running averages, numbers that count the passes move with them.
     """
-    needed = ancestors(results)
+    needed = find_ancestors(results)
     nodes = walk.graph.code.fx.nodes
-    normalizing = {str(n.meta["module"]) for n in nodes if innermost(n.target) is batch_norm}
+    normalizing = {str(n.meta["module"]) for n in nodes if unwrap_settings(n.target) is batch_norm}
     for node in nodes:
-        for written in writes(node) if op_of(node).startswith("aten.") else ():
+        for written in written_arguments(node) if operator_name(node).startswith("aten.") else ():
             memory = walk.memory[written]
             if memory.op != "placeholder" or memory.meta["role"][0] != "buffer":
                 continue

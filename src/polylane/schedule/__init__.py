@@ -1,1 +1,1 @@
-"""In which order: actions and the schedules that arrange them."""
+"""Pipeline schedules: in which order every stage runs its forward and backward passes."""

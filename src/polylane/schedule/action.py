@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """The kinds of action."""
 
     FORWARD = "forward"  # a stage's forward pass over one microbatch
@@ -17,9 +17,9 @@ class Kind(StrEnum):
     STEP = "step"  # clip, apply the optimizer, step the scheduler
 
 
-PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD})
-COMPUTE = PASSES | {Kind.STEP}
-COMMUNICATION = frozenset({Kind.SEND, Kind.RECEIVE, Kind.REDUCE})
+PASSES = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
+COMPUTE = PASSES | {ActionKind.STEP}
+COMMUNICATION = frozenset({ActionKind.SEND, ActionKind.RECEIVE, ActionKind.REDUCE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Action:
         gradient: whether the gradient of ``value`` travels rather than the value itself.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int | None = None
     value: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from polylane.schedule.action import Action, Kind
+from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.synchronous import Lanes
 
 
@@ -55,22 +55,22 @@ def _rounds(ranks: int, chunks: int, microbatches: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def _warm_up(rank: int, ranks: int, chunks: int, rounds: Sequence[range]) -> int:
+def _warm_up_forwards(rank: int, ranks: int, chunks: int, rounds: Sequence[range]) -> int:
     """Forwards before the first backward, if there are as many."""
     after = ranks - rank - 1
     return after if chunks == 1 else (chunks - 1) * len(rounds[0]) + 2 * after
 
 
 def _lane(rank: int, ranks: int, chunks: int, rounds: Sequence[range]) -> tuple[Action, ...]:
-    forwards = list(_passes(Kind.FORWARD, rounds, range(rank, ranks * chunks, ranks)))
-    backwards = list(_passes(Kind.BACKWARD, rounds, range(rank, ranks * chunks, ranks)[::-1]))
-    ahead = min(len(forwards), _warm_up(rank, ranks, chunks, rounds))
+    forwards = list(_passes(ActionKind.FORWARD, rounds, range(rank, ranks * chunks, ranks)))
+    backwards = list(_passes(ActionKind.BACKWARD, rounds, range(rank, ranks * chunks, ranks)[::-1]))
+    ahead = min(len(forwards), _warm_up_forwards(rank, ranks, chunks, rounds))
     steady = len(forwards) - ahead
     alternate = zip(forwards[ahead:], backwards[:steady], strict=True)
     return (*forwards[:ahead], *(action for pair in alternate for action in pair), *backwards[steady:])
 
 
-def _passes(kind: Kind, rounds: Sequence[range], stages: Sequence[int]) -> Iterator[Action]:
+def _passes(kind: ActionKind, rounds: Sequence[range], stages: Sequence[int]) -> Iterator[Action]:
     for microbatches in rounds:
         for stage in stages:
             for microbatch in microbatches:

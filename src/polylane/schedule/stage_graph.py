@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from polylane.graph.partition import Partition
 
 
-class Circle(ValueError):
+class CyclicStages(ValueError):
     """Stages wait for each other.
 
     Attributes:
@@ -32,19 +32,19 @@ class StageGraph:
     """The stages and what each one waits for.
 
     Attributes:
-        before: of every stage, those whose values its forward pass reads; ascending, each once. Its backward pass reads
-            gradients of the stages that read its values.
+        predecessors: of every stage, those whose values its forward pass reads; ascending, each once. Its backward pass
+            reads gradients of the stages that read its values.
     """
 
-    before: tuple[tuple[int, ...], ...]
+    predecessors: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        for stage, others in enumerate(self.before):
+        for stage, others in enumerate(self.predecessors):
             for other in others:
-                if not 0 <= other < len(self.before):
+                if not 0 <= other < len(self.predecessors):
                     raise ValueError(f"stage {stage} comes after stage {other}, which is not there")
-        if (circle := self._circle()) is not None:
-            raise Circle(circle)
+        if (circle := self._find_cycle()) is not None:
+            raise CyclicStages(circle)
 
     @classmethod
     def chain(cls, stages: int) -> StageGraph:
@@ -84,52 +84,52 @@ class StageGraph:
     @property
     def stages(self) -> int:
         """How many."""
-        return len(self.before)
+        return len(self.predecessors)
 
     @cached_property
-    def after(self) -> tuple[tuple[int, ...], ...]:
+    def successors(self) -> tuple[tuple[int, ...], ...]:
         """Of every stage, those that read its values, ascending."""
-        found: list[list[int]] = [[] for _ in self.before]
-        for stage, others in enumerate(self.before):
+        found: list[list[int]] = [[] for _ in self.predecessors]
+        for stage, others in enumerate(self.predecessors):
             for other in others:
                 found[other].append(stage)
         return tuple(map(tuple, found))
 
     @cached_property
-    def order(self) -> tuple[int, ...]:
+    def topological_order(self) -> tuple[int, ...]:
         """The stages so that each comes after those it waits for; of several that may come next the lowest number."""
-        waits = [len(others) for others in self.before]
+        waits = [len(others) for others in self.predecessors]
         ready = [stage for stage, count in enumerate(waits) if not count]
         done: list[int] = []
         while ready:
             stage = heapq.heappop(ready)
             done.append(stage)
-            for other in self.after[stage]:
+            for other in self.successors[stage]:
                 waits[other] -= 1
                 if not waits[other]:
                     heapq.heappush(ready, other)
         return tuple(done)
 
     @cached_property
-    def depth(self) -> tuple[int, ...]:
+    def depth_to_end(self) -> tuple[int, ...]:
         """Of every stage, how many stages lie on the longest way from it to the end, itself included."""
         found: dict[int, int] = {}
-        for stage in reversed(self.order):
-            found[stage] = 1 + max((found[other] for other in self.after[stage]), default=0)
+        for stage in reversed(self.topological_order):
+            found[stage] = 1 + max((found[other] for other in self.successors[stage]), default=0)
         return tuple(found[stage] for stage in range(self.stages))
 
-    def _circle(self) -> list[int] | None:
+    def _find_cycle(self) -> list[int] | None:
         """Some stages that wait for each other, the first one again at the end."""
-        left = set(range(self.stages)) - set(self.order)
+        left = set(range(self.stages)) - set(self.topological_order)
         if not left:
             return None
         way, seen = [min(left)], set[int]()
         while way[-1] not in seen:
             seen.add(way[-1])
-            way.append(next(s for s in self.before[way[-1]] if s in left))
+            way.append(next(s for s in self.predecessors[way[-1]] if s in left))
         return way[way.index(way[-1]) :][::-1]
 
 
-def stage_graph(stages: int | StageGraph) -> StageGraph:
+def as_stage_graph(stages: int | StageGraph) -> StageGraph:
     """A stage graph from what may stand for one: a number means a chain."""
     return stages if isinstance(stages, StageGraph) else StageGraph.chain(stages)

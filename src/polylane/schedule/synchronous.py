@@ -2,7 +2,8 @@
 
 A schedule is a function ``(stages, microbatches) -> lanes``; ``lanes[s]`` is what stage s does, first to last. Stages
 are a number, of a chain, or a `StageGraph`, whose branches run at the same time. It says nothing of time:
-`polylane.cost.steps.simulate_schedule` adds the durations. In the tables below a row is a stage, a column is one tick,
+`polylane.cost.simulator.schedule_tasks.simulate_schedule` adds the durations. In the tables below a row is a stage, a
+column is one tick,
 a forward takes one tick and so does a backward; ``0`` is the forward of microbatch 0, ``<0`` its backward.
 Every schedule here runs backwards in ascending order of microbatch, so gradients accumulate as on one device.
 """
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from polylane.schedule.action import Action, Kind
-from polylane.schedule.stage_graph import StageGraph, stage_graph
+from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.stage_graph import StageGraph, as_stage_graph
 
 Lanes = tuple[tuple[Action, ...], ...]
 
@@ -70,7 +71,7 @@ def one_forward_one_backward(stages: int | StageGraph, microbatches: int) -> Lan
     # 0   0  1  2  ·  · <0  3 <1  · <2  · <3
     # 1   ·  0  1  · <0  2 <1  3 <2  · <3  ·
     # 2   ·  ·  0 <0  1 <1  2 <2  3 <3  ·  ·
-    depth = _graph(stages, microbatches).depth
+    depth = _graph(stages, microbatches).depth_to_end
     return tuple(_alternate(s, min(ahead - 1, microbatches), microbatches) for s, ahead in enumerate(depth))
 
 
@@ -118,21 +119,21 @@ def live_bound(schedule: str, stages: int | StageGraph, microbatches: int, stage
     graph = _graph(stages, microbatches)
     if not 0 <= stage < graph.stages:
         raise ValueError(f"stage must lie between 0 and {graph.stages - 1}, not {stage}")
-    return _LIVE[schedule](microbatches, graph.depth[stage])
+    return _LIVE[schedule](microbatches, graph.depth_to_end[stage])
 
 
 def _forward(stage: int, microbatch: int) -> Action:
-    return Action(Kind.FORWARD, stage, microbatch)
+    return Action(ActionKind.FORWARD, stage, microbatch)
 
 
 def _backward(stage: int, microbatch: int) -> Action:
-    return Action(Kind.BACKWARD, stage, microbatch)
+    return Action(ActionKind.BACKWARD, stage, microbatch)
 
 
 def _graph(stages: int | StageGraph, microbatches: int) -> StageGraph:
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches must be a whole number of at least 1, not {microbatches!r}")
-    return stage_graph(stages)
+    return as_stage_graph(stages)
 
 
 def _check_name(schedule: str) -> None:

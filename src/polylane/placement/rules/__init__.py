@@ -1,1 +1,1 @@
-"""A file per operator family: which placements its operators admit."""
+"""Sharding rules: which strategies each torch operator has on the ranks of a mesh axis."""

@@ -10,24 +10,24 @@ from string import ascii_letters
 
 import torch
 
-from polylane.graph.precision import innermost
-from polylane.placement.attend import visible
-from polylane.placement.call import Call, Edit, Place, Strategy
-from polylane.placement.causal import Causal, CausalMask, Heads
-from polylane.placement.letters import Letters, by_letters
-from polylane.placement.placement import PARTIAL, Cuts, Placement, Shard, divided, even, joined, scaled
-from polylane.placement.region import Regional
-from polylane.placement.ring import Circle, Keys, Ring
+from polylane.graph.precision import unwrap_settings
+from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
+from polylane.placement.kernels.block_attention import count_scores
+from polylane.placement.kernels.causal_attention import CausalAttention, CausalMask, SelectHeads
+from polylane.placement.kernels.joint_gradients import joint_gradients, wrap_like
+from polylane.placement.kernels.random_region import RandomInRegion
+from polylane.placement.kernels.ring_attention import RingAttention, RingOverKeys, RingSchedule
+from polylane.placement.placement import PARTIAL, Cuts, Placement, Shard, divide_cuts, even_cuts, join_cuts, scale_cuts
+from polylane.placement.rules.by_dimension import Letters, strategies_by_dimension
 from polylane.placement.rules.registry import rule
-from polylane.placement.together import around, together
-from polylane.placement.wide import wide
+from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy
 
 # Cuts of the queries, and of the keys, that a ring tries with each other where the two are different sequences.
 MOST_RING_CUTS = 3
 
 
 @rule("scaled_dot_product_attention", composes=True)
-def attention(call: Call) -> Iterator[Strategy]:
+def attention(call: OperatorCall) -> Iterator[Strategy]:
     """query (..., H, L, E), key (..., Hk, S, E), value (..., Hv, S, Ev) -> (..., H, L, Ev); the mask broadcasts.
 
     Dropped attention draws the numbers of its part of the scores; it has no ring, and keys are not cut.
@@ -36,14 +36,14 @@ def attention(call: Call) -> Iterator[Strategy]:
         return
     yield from _samples_and_heads(call)
     if call["enable_gqa"]:
-        yield from _groups(call)
-    yield from _queries(call)
+        yield from _group_strategies(call)
+    yield from _query_strategies(call)
     if not call["dropout_p"] > 0:
-        yield from _ring(call)
-        yield from _keys(call)
+        yield from _ring_strategies(call)
+        yield from _key_strategies(call)
 
 
-def _samples_and_heads(call: Call) -> Iterator[Strategy]:
+def _samples_and_heads(call: OperatorCall) -> Iterator[Strategy]:
     """Every dimension before the last two; those of heads only where all tensors have the same heads."""
     out = call.outputs[0]
     letters = [None if n == 1 else ascii_letters[d] for d, n in enumerate(out.shape[:-2])]
@@ -56,13 +56,13 @@ def _samples_and_heads(call: Call) -> Iterator[Strategy]:
     names = {ascii_letters[d]: "batch" if d == 0 else f"dim {d}" for d in range(out.dim - 2)}
     if out.dim > 3:
         names[ascii_letters[out.dim - 3]] = "heads"
-    yield from by_letters(call, inputs, [[*letters, None, None]], names=names, local=_part)
+    yield from strategies_by_dimension(call, inputs, [[*letters, None, None]], names=names, local=_attend_locally)
 
 
-def _part(edit: Edit) -> None:
+def _attend_locally(edit: RankCall) -> None:
     """torch's own attention on a part; where it drops, what belongs to the part of the scores in hand."""
     assert edit.strategy is not None
-    edit.target = together(edit.target)
+    edit.target = joint_gradients(edit.target)
     cut = edit.strategy.outputs[0]
     if not edit.call.prefix or not isinstance(cut, Shard):
         return
@@ -70,36 +70,36 @@ def _part(edit: Edit) -> None:
     dims = max(query.dim, key.dim)
     back = cut.dim - edit.call.outputs[0].dim  # from the last dimension
     if back == -2 or any(x.dim >= -back and x.shape[back] > 1 for x in (query, key)):
-        edit.target = Regional(edit.target, dims + back, cut.ranges(edit.index), cut.size)
+        edit.target = RandomInRegion(edit.target, dims + back, cut.ranges(edit.index), cut.size)
 
 
 # ---- grouped queries -------------------------------------------------------------------------------------------------
 
 
-def _groups(call: Call) -> Iterator[Strategy]:
+def _group_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Heads of which several share keys and values (Ainslie et al., GQA, 2023): keys and values in the same groups
     where the cuts fall between groups, else whole, and each rank takes the heads that its queries use."""
     out, query, sharing = call.outputs[0], call["query"], (call["key"], call["value"])
     heads = out.shape[-3]
-    places = [query.at(-3), out.at(-3), *_mask_place(call, -3)]
-    found: dict[Cuts, None] = dict.fromkeys(call.layouts(*places))
+    places = [query.at(-3), out.at(-3), *_mask_dimension(call, -3)]
+    found: dict[Cuts, None] = dict.fromkeys(call.common_cuts(*places))
     for value in sharing:
-        for cuts in call.layouts(value.at(-3)):
-            found[scaled(cuts, heads // value.shape[-3])] = None
+        for cuts in call.common_cuts(value.at(-3)):
+            found[scale_cuts(cuts, heads // value.shape[-3])] = None
     for cuts in found:
-        placed: dict[int, Placement] = {query.index: Shard(query.dim - 3, cuts), **_masked(call, -3, cuts)}
+        placed: dict[int, Placement] = {query.index: Shard(query.dim - 3, cuts), **_mask_placement(call, -3, cuts)}
         for value in sharing:
-            own = divided(cuts, heads // value.shape[-3])
+            own = divide_cuts(cuts, heads // value.shape[-3])
             if own is not None and value.shape[-3] > 1:
                 placed[value.index] = Shard(value.dim - 3, own)
-        yield call.strategy("heads", placed, Shard(out.dim - 3, cuts), local=_grouped)
+        yield call.strategy("heads", placed, Shard(out.dim - 3, cuts), local=_attend_groups)
 
 
-def _grouped(edit: Edit) -> None:
+def _attend_groups(edit: RankCall) -> None:
     assert edit.strategy is not None
     cut = edit.strategy.outputs[0]
     assert isinstance(cut, Shard)
-    if cut.length(edit.index) == 0:
+    if cut.local_length(edit.index) == 0:
         edit["enable_gqa"] = False  # no heads share no heads
     for name in ("key", "value"):
         value = edit.call[name]
@@ -112,135 +112,140 @@ def _grouped(edit: Edit) -> None:
         if used != [head for head in own for _ in range(times)]:
             own = used
         if own != list(range(value.shape[-3])):
-            edit[name] = edit.insert(Heads(tuple(own)), edit[name])
-    _part(edit)
+            edit[name] = edit.insert(SelectHeads(tuple(own)), edit[name])
+    _attend_locally(edit)
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------
 
 
-def _queries(call: Call) -> Iterator[Strategy]:
+def _query_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Queries are independent of each other; keys and values are whole."""
     query, out = call["query"], call.outputs[0]
     keys = ((0, call["key"].shape[-2]),)
-    for cuts in _layouts(call, query.at(-2), out.at(-2), *_mask_place(call, -2)):
-        placed = {query.index: Shard(query.dim - 2, cuts), **_masked(call, -2, cuts)}
+    for cuts in _sequence_cuts(call, query.at(-2), out.at(-2), *_mask_dimension(call, -2)):
+        placed = {query.index: Shard(query.dim - 2, cuts), **_mask_placement(call, -2, cuts)}
         given = Shard(out.dim - 2, cuts)
-        scores = [visible(given.ranges(i), keys, call["is_causal"]) for i in range(call.degree)]
+        scores = [count_scores(given.ranges(i), keys, call["is_causal"]) for i in range(call.degree)]
         work = max(scores) / max(sum(scores), 1)
-        yield call.strategy("query positions", placed, given, local=_some_queries, work=work)
+        yield call.strategy("query positions", placed, given, local=_attend_local_queries, work=work)
 
 
-def _some_queries(edit: Edit) -> None:
+def _attend_local_queries(edit: RankCall) -> None:
     assert edit.strategy is not None
     cut = edit.strategy.outputs[0]
     assert isinstance(cut, Shard)
-    _part(edit)
+    _attend_locally(edit)
     queries = cut.ranges(edit.index)
     if edit.call.prefix:
         if edit.call["is_causal"]:
             mask = edit.insert(CausalMask(queries), edit["query"], edit["key"], edit["attn_mask"])
             edit["attn_mask"], edit["is_causal"] = mask, False
     elif edit.call["is_causal"]:
-        own = innermost(edit.target)
-        edit.target = around(edit.target, Keys(own.keys, queries) if isinstance(own, Keys) else Causal(own, queries))
+        own = unwrap_settings(edit.target)
+        edit.target = wrap_like(
+            edit.target,
+            RingOverKeys(own.keys, queries) if isinstance(own, RingOverKeys) else CausalAttention(own, queries),
+        )
 
 
-def _ring(call: Call) -> Iterator[Strategy]:
+def _ring_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Queries and keys (Liu et al., 2023). Where the two are one sequence they are cut alike, and causal ones also in
     stripes, so that every rank has early and late positions (Brandon et al., Striped Attention, 2023)."""
     query, key, value, out = call["query"], call["key"], call["value"], call.outputs[0]
-    of_queries = [query.at(-2), out.at(-2), *_mask_place(call, -2)]
+    of_queries = [query.at(-2), out.at(-2), *_mask_dimension(call, -2)]
     of_keys = [key.at(-2), value.at(-2)]
     if query.shape[-2] == key.shape[-2]:
-        pairs = [(cuts, cuts) for cuts in _layouts(call, *of_queries, *of_keys)]
+        pairs = [(cuts, cuts) for cuts in _sequence_cuts(call, *of_queries, *of_keys)]
     else:
-        pairs = list(product(_layouts(call, *of_queries)[:MOST_RING_CUTS], call.layouts(*of_keys)[:MOST_RING_CUTS]))
+        pairs = list(
+            product(_sequence_cuts(call, *of_queries)[:MOST_RING_CUTS], call.common_cuts(*of_keys)[:MOST_RING_CUTS])
+        )
     sizes = (math.prod(x.shape) // max(x.shape[-2], 1) for x in (key, value))
     per_key = sum(sizes) * key.dtype.itemsize
     for rows, columns in pairs:
         given = Shard(out.dim - 2, rows)
-        placed: dict[int, Placement] = {query.index: Shard(query.dim - 2, rows), **_masked(call, -2, rows)}
+        placed: dict[int, Placement] = {query.index: Shard(query.dim - 2, rows), **_mask_placement(call, -2, rows)}
         placed |= {x.index: Shard(x.dim - 2, columns) for x in (key, value)}
-        circle = _circle(call, rows, columns)
-        sent, messages = circle.traffic(per_key, out.gradient)
+        circle = _ring_schedule(call, rows, columns)
+        sent, messages = circle.max_traffic(per_key, out.gradient)
         name = "ring" if len(rows) == 1 else "striped ring"
-        local = partial(_around, circle)
-        yield call.strategy(name, placed, given, local=local, work=circle.busiest, sent=sent, messages=messages)
+        local = partial(_attend_ring, circle)
+        yield call.strategy(name, placed, given, local=local, work=circle.busiest_share, sent=sent, messages=messages)
 
 
-def _circle(call: Call, rows: Cuts, columns: Cuts) -> Circle:
+def _ring_schedule(call: OperatorCall, rows: Cuts, columns: Cuts) -> RingSchedule:
     every = range(call.degree)
     queries, keys = (tuple(Shard(0, cuts).ranges(i) for i in every) for cuts in (rows, columns))
-    return Circle(queries, keys, call["is_causal"])
+    return RingSchedule(queries, keys, call["is_causal"])
 
 
-def _around(circle: Circle, edit: Edit) -> None:
-    edit.target = around(edit.target, Ring(circle))
+def _attend_ring(circle: RingSchedule, edit: RankCall) -> None:
+    edit.target = wrap_like(edit.target, RingAttention(circle))
     edit.prefix = [*edit.prefix, edit.axis]
 
 
-def _keys(call: Call) -> Iterator[Strategy]:
+def _key_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Keys, and every rank gives a summand."""
     key, value, out = call["key"], call["value"], call.outputs[0]
     queries = ((0, call["query"].shape[-2]),)
-    rows = math.prod(_scores(call)[:-1])
-    for cuts in call.layouts(key.at(-2), value.at(-2), *_mask_place(call, -1)):
+    rows = math.prod(_score_shape(call)[:-1])
+    for cuts in call.common_cuts(key.at(-2), value.at(-2), *_mask_dimension(call, -1)):
         placed: dict[int, Placement] = {x.index: Shard(x.dim - 2, cuts) for x in (key, value)}
-        placed |= _masked(call, -1, cuts)
+        placed |= _mask_placement(call, -1, cuts)
         spans = [Shard(0, cuts).ranges(i) for i in range(call.degree)]
-        scores = [visible(queries, span, call["is_causal"]) for span in spans]
+        scores = [count_scores(queries, span, call["is_causal"]) for span in spans]
         reductions = 3 if out.gradient else 2  # of the largest score, of the sum; backward of one number more a row
-        sent = reductions * (call.degree - 1) * rows * wide(key.dtype).itemsize
+        sent = reductions * (call.degree - 1) * rows * accumulation_dtype(key.dtype).itemsize
         work = max(scores) / max(sum(scores), 1)
         yield call.strategy(
-            "keys", placed, PARTIAL, local=_some_keys, work=work, sent=sent, messages=reductions
+            "keys", placed, PARTIAL, local=_attend_local_keys, work=work, sent=sent, messages=reductions
         )  # fmt: skip
 
 
-def _scores(call: Call) -> tuple[int, ...]:
+def _score_shape(call: OperatorCall) -> tuple[int, ...]:
     """The shape of the scores."""
     query, key = call["query"].shape, call["key"].shape
     heads = (*key[:-3], query[-3]) if call["enable_gqa"] else key[:-2]
     return *torch.broadcast_shapes(query[:-2], heads), query[-2], key[-2]
 
 
-def _some_keys(edit: Edit) -> None:
+def _attend_local_keys(edit: RankCall) -> None:
     assert edit.strategy is not None
     cut = edit.strategy.inputs[edit.call["key"].index]
     assert isinstance(cut, Shard)
-    own = innermost(edit.target)
-    queries = own.queries if isinstance(own, Causal) else None
-    edit.target = around(edit.target, Keys(cut.ranges(edit.index), queries))
+    own = unwrap_settings(edit.target)
+    queries = own.queries if isinstance(own, CausalAttention) else None
+    edit.target = wrap_like(edit.target, RingOverKeys(cut.ranges(edit.index), queries))
     edit.prefix = [*edit.prefix, edit.axis]
 
 
-def _layouts(call: Call, *places: Place) -> list[Cuts]:
+def _sequence_cuts(call: OperatorCall, *places: Place) -> list[Cuts]:
     """The cuts to offer for a sequence: for a causal one striped ones too."""
-    found = call.layouts(*places)
+    found = call.common_cuts(*places)
     if found and call["is_causal"]:
-        striped = _striped(found[0][-1][-1], call.degree)
+        striped = _striped_cuts(found[0][-1][-1], call.degree)
         if striped not in found:
             found.append(striped)
     return found
 
 
-def _striped(size: int, degree: int) -> Cuts:
+def _striped_cuts(size: int, degree: int) -> Cuts:
     """As many as two segments for every rank, each cut evenly."""
     segments = max(1, min(2 * degree, size // degree))
-    ends = even(size, segments)[0]
-    return joined([even(b - a, degree) for a, b in pairwise(ends)])
+    ends = even_cuts(size, segments)[0]
+    return join_cuts([even_cuts(b - a, degree) for a, b in pairwise(ends)])
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-def _mask_place(call: Call, back: int) -> list[Place]:
+def _mask_dimension(call: OperatorCall, back: int) -> list[Place]:
     """A dimension of the mask, counted from the last, where it has one that does not broadcast."""
     mask = call["attn_mask"]
     return [mask.at(back)] if mask is not None and mask.dim >= -back and mask.shape[back] > 1 else []
 
 
-def _masked(call: Call, back: int, cuts: Cuts) -> dict[int, Placement]:
+def _mask_placement(call: OperatorCall, back: int, cuts: Cuts) -> dict[int, Placement]:
     """The mask, cut along this dimension with the scores."""
-    return {index: Shard(dim, cuts) for _, index, dim in _mask_place(call, back)}
+    return {index: Shard(dim, cuts) for _, index, dim in _mask_dimension(call, back)}

@@ -6,30 +6,40 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polylane.placement.call import Call, Edit, Strategy, Value
-from polylane.placement.empty import Nothing, is_empty, sparing
-from polylane.placement.halo import Range, Trim, by_position
-from polylane.placement.placement import PARTIAL, Cuts, Placement, Shard, divided, even, inside, repeated, scaled
+from polylane.placement.kernels.empty_shards import EmptyOutput, is_empty, skip_empty_ranks
+from polylane.placement.kernels.halo_exchange import Range, TrimRange, strategies_by_position
+from polylane.placement.placement import (
+    PARTIAL,
+    Cuts,
+    Placement,
+    Shard,
+    divide_cuts,
+    even_cuts,
+    repeat_cuts,
+    scale_cuts,
+    slice_cuts,
+)
 from polylane.placement.rules.registry import rule
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
 POSITIONS = {1: ("position",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
 
-def each(value: Any, count: int) -> list[Any]:
+def per_dimension(value: Any, count: int) -> list[Any]:
     """An argument for every dimension of positions: torch takes one for all."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values * count if len(values) == 1 else values
 
 
-def put(edit: Edit, name: str, at: int, count: int, value: Any) -> None:
+def set_argument(edit: RankCall, name: str, at: int, count: int, value: Any) -> None:
     """Change an argument for one dimension of positions."""
-    values = each(edit[name], count)
+    values = per_dimension(edit[name], count)
     values[at] = value
     edit[name] = values
 
 
 @dataclass(frozen=True)
-class Form:
+class ConvolutionShape:
     """How a convolution is laid out.
 
     Attributes:
@@ -40,9 +50,9 @@ class Form:
         transposed: the weight is (channels in, filters / groups, ...), not (filters, channels in / groups, ...).
     """
 
-    x: Value
-    weight: Value
-    bias: Value | None
+    x: TensorValue
+    weight: TensorValue
+    bias: TensorValue | None
     channels: int
     spatial: int
     groups: int
@@ -69,11 +79,11 @@ class Form:
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
     "_convolution", composes=True,
 )  # fmt: skip
-def convolution(call: Call) -> Iterator[Strategy]:
+def convolution(call: OperatorCall) -> Iterator[Strategy]:
     """x (N, C, ...) or (C, ...), weight (F, C / groups, ...), bias (F); transposed: weight (C, F / groups, ...)."""
     weight = call["weight"]
     spatial = weight.dim - 2
-    form = Form(
+    form = ConvolutionShape(
         x=call["input"],
         weight=weight,
         bias=call["bias"],
@@ -83,8 +93,8 @@ def convolution(call: Call) -> Iterator[Strategy]:
         transposed=bool(call.arguments.get("transposed", call.base.startswith("conv_transpose"))),
     )
     if form.channels == 1:
-        for cuts in call.layouts(form.x.at(0), call.outputs[0].at(0)):
-            yield sparing(call.strategy("samples", {form.x.index: Shard(0, cuts)}, Shard(0, cuts)))
+        for cuts in call.common_cuts(form.x.at(0), call.outputs[0].at(0)):
+            yield skip_empty_ranks(call.strategy("samples", {form.x.index: Shard(0, cuts)}, Shard(0, cuts)))
     yield from _by_filters(call, form)
     yield from _by_input_channels(call, form)
     yield from _by_groups(call, form)
@@ -95,46 +105,46 @@ def convolution(call: Call) -> Iterator[Strategy]:
 # ---- channels --------------------------------------------------------------------------------------------------------
 
 
-def _by_filters(call: Call, form: Form) -> Iterator[Strategy]:
+def _by_filters(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
     """A part of the filters of each group."""
     out = call.outputs[0]
     size = out.shape[form.channels] // form.groups
     asked = [(out, form.channels), (form.weight, form.filter_dim), *([(form.bias, 0)] if form.bias else [])]
     for cuts in per_group(call, form.groups, size, asked):
-        every = repeated(cuts, size, form.groups)
+        every = repeat_cuts(cuts, size, form.groups)
         placed = form.inputs(None, cuts if form.transposed else every)
         if form.bias is not None:
             placed[form.bias.index] = Shard(0, every)
-        yield sparing(call.strategy("filters", placed, Shard(form.channels, every)))
+        yield skip_empty_ranks(call.strategy("filters", placed, Shard(form.channels, every)))
 
 
-def _by_input_channels(call: Call, form: Form) -> Iterator[Strategy]:
+def _by_input_channels(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
     """A part of the input channels of each group: every rank has a summand of every output."""
     size = form.x.shape[form.channels] // form.groups
     for cuts in per_group(call, form.groups, size, [(form.x, form.channels), (form.weight, 1 - form.filter_dim)]):
-        every = repeated(cuts, size, form.groups)
+        every = repeat_cuts(cuts, size, form.groups)
         placed = form.inputs(every, None, every if form.transposed else cuts)
         if form.bias is not None:
             placed[form.bias.index] = PARTIAL
         strategy = call.strategy("input channels", placed, PARTIAL)
         part = strategy.inputs[form.x.index]
-        if isinstance(part, Shard) and any(part.length(i) == 0 for i in range(call.degree)):
+        if isinstance(part, Shard) and any(part.local_length(i) == 0 for i in range(call.degree)):
             strategy = replace(strategy, local=_without_channels)
         yield strategy
 
 
-def _without_channels(edit: Edit) -> None:
+def _without_channels(edit: RankCall) -> None:
     """Of no channels, only the bias is left."""
     assert edit.strategy is not None
     if not is_empty(edit, edit.strategy.inputs):
         return
     out, bias = edit.call.outputs[0], edit["bias"]
     spatial = edit.call["weight"].dim - 2
-    nothing = edit.insert(Nothing([edit.output_shape()], [out.dtype]), edit["input"], edit["weight"])
-    edit.replace(Biased(spatial), nothing, *([bias] if bias is not None else []))
+    nothing = edit.insert(EmptyOutput([edit.output_shape()], [out.dtype]), edit["input"], edit["weight"])
+    edit.replace(AddBias(spatial), nothing, *([bias] if bias is not None else []))
 
 
-class Biased:
+class AddBias:
     """``biased(x, bias)``: x (..., C, positions), with the bias (C) added, if there is one."""
 
     __module__, __name__ = "polylane", "biased"
@@ -146,20 +156,20 @@ class Biased:
         return x if bias is None else (x + bias.view(-1, *[1] * self.spatial)).to(x.dtype)
 
 
-def per_group(call: Call, groups: int, size: int, asked: Sequence[tuple[Value, int]]) -> Iterator[Cuts]:
+def per_group(call: OperatorCall, groups: int, size: int, asked: Sequence[tuple[TensorValue, int]]) -> Iterator[Cuts]:
     """Cuts of the ``size`` channels of one group, from those of all groups that neighbours ask for."""
     if size < 2:
         return
-    found = {even(size, call.degree): None}
+    found = {even_cuts(size, call.degree): None}
     for value, dim in asked:
-        for cuts in call.layouts(value.at(dim)):
-            one = inside(cuts, 0, size)
-            if value.shape[dim] == size or repeated(one, size, groups) == cuts:
+        for cuts in call.common_cuts(value.at(dim)):
+            one = slice_cuts(cuts, 0, size)
+            if value.shape[dim] == size or repeat_cuts(one, size, groups) == cuts:
                 found[one] = None
     yield from found
 
 
-def _by_groups(call: Call, form: Form) -> Iterator[Strategy]:
+def _by_groups(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
     """Whole groups, with their channels and their filters."""
     groups, out = form.groups, call.outputs[0]
     if groups < 2:
@@ -170,18 +180,18 @@ def _by_groups(call: Call, form: Form) -> Iterator[Strategy]:
     if form.bias is not None:
         asked.append((form.bias, 0, made))
     for cuts in in_units(call, groups, asked):
-        given = scaled(cuts, made)
+        given = scale_cuts(cuts, made)
         placed: dict[int, Placement] = {
-            form.x.index: Shard(form.channels, scaled(cuts, read)),
-            form.weight.index: Shard(0, scaled(cuts, first)),
+            form.x.index: Shard(form.channels, scale_cuts(cuts, read)),
+            form.weight.index: Shard(0, scale_cuts(cuts, first)),
         }
         if form.bias is not None:
             placed[form.bias.index] = Shard(0, given)
-        strategy = call.strategy("groups", placed, Shard(form.channels, given), local=fewer_groups)
-        yield sparing(strategy)
+        strategy = call.strategy("groups", placed, Shard(form.channels, given), local=set_local_groups)
+        yield skip_empty_ranks(strategy)
 
 
-def in_units(call: Call, count: int, asked: Sequence[tuple[Value, int, int]]) -> Iterator[Cuts]:
+def in_units(call: OperatorCall, count: int, asked: Sequence[tuple[TensorValue, int, int]]) -> Iterator[Cuts]:
     """Cuts of ``count`` units that stay whole: the even ones, and those that neighbours ask for.
 
     Args:
@@ -189,28 +199,28 @@ def in_units(call: Call, count: int, asked: Sequence[tuple[Value, int, int]]) ->
     """
     if count < 2:
         return
-    found = {even(count, call.degree): None}
+    found = {even_cuts(count, call.degree): None}
     for value, dim, unit in asked:
-        for cuts in call.layouts(value.at(dim)):
-            reduced = divided(cuts, unit)
+        for cuts in call.common_cuts(value.at(dim)):
+            reduced = divide_cuts(cuts, unit)
             if reduced is not None:
                 found[reduced] = None
     yield from found
 
 
-def fewer_groups(edit: Edit) -> None:
+def set_local_groups(edit: RankCall) -> None:
     """Let the argument ``groups`` count those of this rank."""
     assert edit.strategy is not None
     out = edit.strategy.outputs[0]
     assert isinstance(out, Shard)
-    edit["groups"] = int(edit["groups"]) * out.length(edit.index) // out.size
+    edit["groups"] = int(edit["groups"]) * out.local_length(edit.index) // out.size
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Window:
+class ReadWindow:
     """What an output of a convolution or a pool reads along one dimension.
 
     Attributes:
@@ -242,28 +252,28 @@ class Window:
         return [(low, high + 1)]
 
 
-def _by_position(call: Call, form: Form, d: int) -> Iterator[Strategy]:
+def _by_position(call: OperatorCall, form: ConvolutionShape, d: int) -> Iterator[Strategy]:
     spatial, dim = form.spatial, form.channels + 1 + d
     name = POSITIONS[spatial][d]
     padding = call["padding"]
-    kernel, dilation = form.weight.shape[2 + d], each(call["dilation"], spatial)[d]
+    kernel, dilation = form.weight.shape[2 + d], per_dimension(call["dilation"], spatial)[d]
     same = padding == "same"
-    before = (kernel - 1) * dilation // 2 if same else 0 if padding == "valid" else each(padding, spatial)[d]
-    window = Window(kernel, each(call["stride"], spatial)[d], dilation, before)
+    before = (kernel - 1) * dilation // 2 if same else 0 if padding == "valid" else per_dimension(padding, spatial)[d]
+    window = ReadWindow(kernel, per_dimension(call["stride"], spatial)[d], dilation, before)
 
-    def unpadded(edit: Edit, start: int, stop: int) -> None:
+    def unpadded(edit: RankCall, start: int, stop: int) -> None:
         if same:  # it pads what it gets once more, and gives as much as that
-            edit.after(Trim(dim, before, stop - start))
+            edit.append(TrimRange(dim, before, stop - start))
         elif padding != "valid":
-            put(edit, "padding", d, spatial, 0)
+            set_argument(edit, "padding", d, spatial, 0)
 
-    def written(edit: Edit, start: int, stop: int) -> None:
-        put(edit, "padding", d, spatial, 0)
-        put(edit, "output_padding", d, spatial, 0)
+    def written(edit: RankCall, start: int, stop: int) -> None:
+        set_argument(edit, "padding", d, spatial, 0)
+        set_argument(edit, "output_padding", d, spatial, 0)
         ((first, _),) = window.feeds(start, stop)
-        edit.after(Trim(dim, start - (first * window.stride - before), stop - start))
+        edit.append(TrimRange(dim, start - (first * window.stride - before), stop - start))
 
     if form.transposed:
-        yield from by_position(call, name, "input", (dim, dim), window.feeds, written)
+        yield from strategies_by_position(call, name, "input", (dim, dim), window.feeds, written)
     else:
-        yield from by_position(call, name, "input", (dim, dim), window.reads, unpadded)
+        yield from strategies_by_position(call, name, "input", (dim, dim), window.reads, unpadded)

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from functools import partial
 from string import ascii_lowercase
 
-from polylane.placement.call import Call, Edit, Strategy
-from polylane.placement.letters import Letters, by_letters
-from polylane.placement.placement import PARTIAL, SHARED, Placement, Shard
+from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Placement, Shard
+from polylane.placement.rules.by_dimension import Letters, strategies_by_dimension
 from polylane.placement.rules.registry import rule
-from polylane.placement.rules.vocabulary import Lookup
+from polylane.placement.rules.vocabulary import ShardedLookup
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
 @rule("embedding")
-def embedding(call: Call) -> Iterator[Strategy]:
+def embedding(call: OperatorCall) -> Iterator[Strategy]:
     """Table (v, f), indices (...) -> (..., f); by vocabulary as in Shoeybi et al., Megatron-LM, section 3."""
     table, indices = call["weight"], call["indices"]
     if _sparse(call):
@@ -25,36 +25,36 @@ def embedding(call: Call) -> Iterator[Strategy]:
     inputs: list[Letters] = [[]] * 2
     inputs[table.index], inputs[indices.index] = [None, "f"], rows
     skip = "".join(rows) if counted else ""
-    yield from by_letters(call, inputs, [[*rows, "f"]], names={"f": "features"}, skip=skip)
+    yield from strategies_by_dimension(call, inputs, [[*rows, "f"]], names={"f": "features"}, skip=skip)
     if counted:
         return
-    for cuts in call.layouts(table.at(0)):
+    for cuts in call.common_cuts(table.at(0)):
         shard = Shard(0, cuts)
         yield call.strategy(
             "vocabulary", {table.index: shard}, PARTIAL, local=partial(_looked_up, number=table.index), work=1.0
         )
 
 
-def _sparse(call: Call) -> bool:
+def _sparse(call: OperatorCall) -> bool:
     """Whether the table's gradient is a sparse tensor, which cannot be cut or summed like others."""
     return bool(call["sparse"] and call["weight"].gradient)
 
 
-def _looked_up(edit: Edit, number: int) -> None:
+def _looked_up(edit: RankCall, number: int) -> None:
     assert edit.strategy is not None
     shard = edit.strategy.inputs[number]
     assert isinstance(shard, Shard)
-    lookup = Lookup(shard.ranges(edit.index), shard.size, edit.call["padding_idx"])
+    lookup = ShardedLookup(shard.ranges(edit.index), shard.size, edit.call["padding_idx"])
     edit.replace(lookup, edit["weight"], edit["indices"])
 
 
 @rule("embedding_bag")
-def embedding_bag(call: Call) -> Iterator[Strategy]:
+def embedding_bag(call: OperatorCall) -> Iterator[Strategy]:
     """Table (v, f) -> bags (b, f), with what the backward pass needs; by features."""
     table = call["weight"]
     if _sparse(call):
         return
-    for cuts in call.layouts(table.at(1), call.outputs[0].at(1)):
+    for cuts in call.common_cuts(table.at(1), call.outputs[0].at(1)):
         # Which index gave the maximum is known for every feature, all else for every bag or index.
-        given: list[Placement] = [Shard(1, cuts) if out.dim == 2 else SHARED for out in call.outputs]
+        given: list[Placement] = [Shard(1, cuts) if out.dim == 2 else REPLICATE_PARTIAL_GRAD for out in call.outputs]
         yield call.strategy("features", {table.index: Shard(1, cuts)}, given)

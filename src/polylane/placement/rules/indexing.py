@@ -7,16 +7,25 @@ from string import ascii_uppercase
 
 import torch
 
-from polylane.placement.call import Call, Strategy, Value
-from polylane.placement.letters import Letters, broadcast, by_letters, letters_of, nothing, summands
+from polylane.placement.rules.by_dimension import (
+    Letters,
+    broadcast_labels,
+    label_dimensions,
+    no_labels,
+    partial_sums,
+    strategies_by_dimension,
+)
 from polylane.placement.rules.registry import rule
+from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
 
 
-def _is_mask(index: Value) -> bool:
+def _is_mask(index: TensorValue) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _indexed(x: Value, indices: Sequence[Value | None]) -> tuple[list[str | None], list[str | None], list[str | None]]:
+def _index_labels(
+    x: TensorValue, indices: Sequence[TensorValue | None]
+) -> tuple[list[str | None], list[str | None], list[str | None]]:
     """Letters of an indexed value, of the positions (all broadcast together), and of what is found there."""
     touched: list[int] = []
     at = 0
@@ -25,7 +34,7 @@ def _indexed(x: Value, indices: Sequence[Value | None]) -> tuple[list[str | None
         touched += range(at, at + width) if index is not None else ()
         at += width
     given = [i for i in indices if i is not None]
-    own = letters_of(x, touched)
+    own = label_dimensions(x, touched)
     masked = any(map(_is_mask, given))  # how many are found depends on the data
     wide = [None if masked else c for c in ascii_uppercase[: max((1 if _is_mask(i) else i.dim) for i in given)]]
     rest = [letter for d, letter in enumerate(own) if d not in touched]
@@ -34,52 +43,56 @@ def _indexed(x: Value, indices: Sequence[Value | None]) -> tuple[list[str | None
     return own, wide, rest[:first] + wide + rest[first:]
 
 
-def _positions(index: Value, wide: Sequence[str | None]) -> list[str | None]:
-    return nothing(index) if _is_mask(index) else broadcast(index, wide)
+def _position_labels(index: TensorValue, wide: Sequence[str | None]) -> list[str | None]:
+    return no_labels(index) if _is_mask(index) else broadcast_labels(index, wide)
 
 
-def _plain(x: Value, indices: Sequence[Value | None]) -> bool:
+def _has_plain_positions(x: TensorValue, indices: Sequence[TensorValue | None]) -> bool:
     """Whether there are positions at all, and none that add a dimension (a mask without dimensions)."""
     given = [i for i in indices if i is not None]
     return bool(given) and x.dim <= 26 and not any(_is_mask(i) and i.dim == 0 for i in given)
 
 
-def _masked(x: Value, indices: Sequence[Value | None]) -> Letters | None:
+def _masked_dimensions(x: TensorValue, indices: Sequence[TensorValue | None]) -> Letters | None:
     """The dimensions of ``x`` that a mask stands for, if that is the only index."""
     given = [(at, i) for at, i in enumerate(indices) if i is not None]
     if len(given) != 1 or x.dim > 26 or not _is_mask(given[0][1]) or given[0][1].dim == 0:
         return None
     at, mask = given[0]
-    return letters_of(x)[at : at + mask.dim]
+    return label_dimensions(x)[at : at + mask.dim]
 
 
 @rule("index")
-def index(call: Call) -> Iterator[Strategy]:
+def index(call: OperatorCall) -> Iterator[Strategy]:
     """What lies at positions: cut the dimensions that they leave as they are, or the positions themselves."""
     x, indices = call["self"], call["indices"]
-    yield from summands(call, x)
-    if _plain(x, indices):
-        own, wide, made = _indexed(x, indices)
-        yield from by_letters(call, [own, *(_positions(i, wide) for i in indices if i is not None)], [made])
+    yield from partial_sums(call, x)
+    if _has_plain_positions(x, indices):
+        own, wide, made = _index_labels(x, indices)
+        yield from strategies_by_dimension(
+            call, [own, *(_position_labels(i, wide) for i in indices if i is not None)], [made]
+        )
 
 
 @rule("index_put")
-def index_put(call: Call) -> Iterator[Strategy]:
+def index_put(call: OperatorCall) -> Iterator[Strategy]:
     """Values put at positions: dimensions left as they are; where values are added, each rank may add its own."""
     x, values, indices = call["self"], call["values"], call["indices"]
-    yield from summands(call, x, values)
-    masked = _masked(x, indices) if values.count == 1 else None
+    yield from partial_sums(call, x, values)
+    masked = _masked_dimensions(x, indices) if values.count == 1 else None
     if masked is not None:  # one number wherever a mask says so
-        yield from by_letters(call, [letters_of(x), masked, [None] * values.dim], [letters_of(x)])
+        yield from strategies_by_dimension(
+            call, [label_dimensions(x), masked, [None] * values.dim], [label_dimensions(x)]
+        )
         return
-    if not _plain(x, indices):
+    if not _has_plain_positions(x, indices):
         return
-    own, wide, found = _indexed(x, indices)
+    own, wide, found = _index_labels(x, indices)
     if values.dim > len(found):
         return
-    letters = [own, *(_positions(i, wide) for i in indices if i is not None), broadcast(values, found)]
+    letters = [own, *(_position_labels(i, wide) for i in indices if i is not None), broadcast_labels(values, found)]
     positions = "".join(letter for letter in wide if letter)
-    yield from by_letters(
+    yield from strategies_by_dimension(
         call, letters, [own],
         names=dict.fromkeys(positions, "positions"), added=[x.index],
         summed=positions if call["accumulate"] else "", skip="" if call["accumulate"] else positions,
@@ -87,80 +100,80 @@ def index_put(call: Call) -> Iterator[Strategy]:
 
 
 @rule("index_select")
-def index_select(call: Call) -> Iterator[Strategy]:
+def index_select(call: OperatorCall) -> Iterator[Strategy]:
     """Whole slices at positions: other dimensions, or the positions."""
     x, at = call["self"], call["index"]
-    yield from summands(call, x)
+    yield from partial_sums(call, x)
     if x.dim and at.dim:
         dim = int(call["dim"]) % x.dim
-        own = letters_of(x, (dim,))
-        yield from by_letters(call, [own, ["P"]], [[*own[:dim], "P", *own[dim + 1 :]]])
+        own = label_dimensions(x, (dim,))
+        yield from strategies_by_dimension(call, [own, ["P"]], [[*own[:dim], "P", *own[dim + 1 :]]])
 
 
 @rule("gather", "take_along_dim")
-def gather(call: Call) -> Iterator[Strategy]:
+def gather(call: OperatorCall) -> Iterator[Strategy]:
     """One element for each position, along one dimension: dimensions that both have, or the positions."""
     x, out = call["self"], call.outputs[0]
     at = call["index" if call.base == "gather" else "indices"]
-    yield from summands(call, x)
+    yield from partial_sums(call, x)
     if x.dim == 0 or x.dim != out.dim or x.dim != at.dim or call["dim"] is None:
         return
     dim = int(call["dim"]) % x.dim
-    letters = letters_of(out)
+    letters = label_dimensions(out)
     if call.base == "gather":  # positions may be fewer than the value is long
         letters = [
             c if x.shape[d] == n or d == dim else None for d, (c, n) in enumerate(zip(letters, at.shape, strict=True))
         ]
-    own = broadcast(x, letters)
+    own = broadcast_labels(x, letters)
     own[dim] = None
-    yield from by_letters(call, [own, broadcast(at, letters)], [letters])
+    yield from strategies_by_dimension(call, [own, broadcast_labels(at, letters)], [letters])
 
 
 @rule("scatter", "scatter_add", "scatter_reduce")
-def scatter(call: Call) -> Iterator[Strategy]:
+def scatter(call: OperatorCall) -> Iterator[Strategy]:
     """Elements to positions along one dimension: other dimensions; where they are added, each rank may add its own."""
     x, at, src = call["self"], call["index"], call.arguments.get("src")
     kind = "sum" if call.base == "scatter_add" else call.arguments.get("reduce", "put")
     if src is not None and kind in ("sum", "add", "mean", "put"):
-        yield from summands(call, x, src)
+        yield from partial_sums(call, x, src)
     if x.dim == 0 or at.dim != x.dim or (src is not None and src.dim != x.dim):
         return
     dim = int(call["dim"]) % x.dim
     every = [x, at] if src is None else [x, at, src]
-    own = letters_of(x, [d for d in range(x.dim) if d == dim or len({v.shape[d] for v in every}) > 1])
+    own = label_dimensions(x, [d for d in range(x.dim) if d == dim or len({v.shape[d] for v in every}) > 1])
     lists = [list(own) for _ in every]
     adds = src is not None and kind in ("sum", "add") and call.arguments.get("include_self", True)
     if src is not None and src.shape[dim] == at.shape[dim]:
         lists[1][dim] = lists[2][dim] = "P"
     letters = dict(zip([v.index for v in every], lists, strict=True))
-    yield from by_letters(
-        call, [letters.get(v.index, nothing(v)) for v in call.inputs], [own],
+    yield from strategies_by_dimension(
+        call, [letters.get(v.index, no_labels(v)) for v in call.inputs], [own],
         names={"P": "positions"}, summed="P" if adds else "", added=[x.index], skip="" if adds else "P",
     )  # fmt: skip
 
 
 @rule("index_add", "index_copy", "index_fill")
-def index_add(call: Call) -> Iterator[Strategy]:
+def index_add(call: OperatorCall) -> Iterator[Strategy]:
     """Whole slices to positions: other dimensions; where they are added, each rank may add its own."""
     x, at, source = call["self"], call["index"], call.arguments.get("source")
     if source is not None:
-        yield from summands(call, x, source)
+        yield from partial_sums(call, x, source)
     if x.dim == 0 or at.dim == 0 or (source is not None and source.dim != x.dim):
         return
     dim, adds = int(call["dim"]) % x.dim, call.base == "index_add"
-    own = letters_of(x, (dim,))
+    own = label_dimensions(x, (dim,))
     letters: dict[int, list[str | None]] = {x.index: own, at.index: ["P"]}
     if source is not None:
         letters[source.index] = [*own[:dim], "P", *own[dim + 1 :]]
-    yield from by_letters(
-        call, [letters.get(v.index, nothing(v)) for v in call.inputs], [own],
+    yield from strategies_by_dimension(
+        call, [letters.get(v.index, no_labels(v)) for v in call.inputs], [own],
         names={"P": "positions"}, summed="P" if adds else "", added=[x.index], skip="" if adds else "P",
     )  # fmt: skip
 
 
 @rule("one_hot")
-def one_hot(call: Call) -> Iterator[Strategy]:
+def one_hot(call: OperatorCall) -> Iterator[Strategy]:
     """A new last dimension of classes. Of how many the data may say: then of those of all ranks."""
-    letters = letters_of(call["self"])
+    letters = label_dimensions(call["self"])
     if call["num_classes"] >= 0:
-        yield from by_letters(call, [letters], [[*letters, None]])
+        yield from strategies_by_dimension(call, [letters], [[*letters, None]])

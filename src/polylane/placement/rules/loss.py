@@ -9,13 +9,13 @@ from string import ascii_lowercase
 
 import torch
 
-from polylane.placement.across import reduced_bytes
-from polylane.placement.call import Call, Edit, Strategy, Value
-from polylane.placement.empty import leaves_nobody_out
-from polylane.placement.letters import Letters, broadcast, by_letters
-from polylane.placement.placement import PARTIAL, REPLICATE, SHARED, Placement, Shard
+from polylane.placement.kernels.collective_op import all_reduce_bytes
+from polylane.placement.kernels.empty_shards import covers_all_ranks
+from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard
+from polylane.placement.rules.by_dimension import Letters, broadcast_labels, strategies_by_dimension
 from polylane.placement.rules.registry import rule
-from polylane.placement.rules.vocabulary import MEAN, NONE, SUM, ClassLoss
+from polylane.placement.rules.vocabulary import MEAN, NONE, SUM, ShardedClassLoss
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
 # Of every element for itself, all tensors broadcast.
 ELEMENTWISE = (
@@ -29,10 +29,10 @@ _OWN_MEAN = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 
 
 @rule(*ELEMENTWISE)
-def elementwise(call: Call) -> Iterator[Strategy]:
+def elementwise(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension of all tensors together."""
     letters = _all_dimensions(call)
-    inputs = [broadcast(value, letters) for value in call.inputs]
+    inputs = [broadcast_labels(value, letters) for value in call.inputs]
     skip = ""
     if call.base in _OWN_MEAN and call["reduction"] == MEAN:
         differentiated = [own for own, value in zip(inputs, call.inputs, strict=True) if value.gradient]
@@ -41,15 +41,15 @@ def elementwise(call: Call) -> Iterator[Strategy]:
 
 
 @rule("triplet_margin_loss")
-def triplet(call: Call) -> Iterator[Strategy]:
+def triplet(call: OperatorCall) -> Iterator[Strategy]:
     """Three times (..., features), broadcast; by all dimensions but the last."""
     letters = _all_dimensions(call)
-    inputs = [broadcast(value, letters) for value in call.inputs]
+    inputs = [broadcast_labels(value, letters) for value in call.inputs]
     yield from _by_rows(call, [[*own[:-1], None] if own else own for own in inputs], letters[:-1])
 
 
 @rule("cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss")
-def by_samples(call: Call) -> Iterator[Strategy]:
+def by_samples(call: OperatorCall) -> Iterator[Strategy]:
     """Vectors (samples, features) with a target each (samples), or one vector; by samples."""
     first = call.inputs[0]
     if first.dim != 2:
@@ -64,7 +64,7 @@ def by_samples(call: Call) -> Iterator[Strategy]:
 
 
 @rule("ctc_loss")
-def ctc(call: Call) -> Iterator[Strategy]:
+def ctc(call: OperatorCall) -> Iterator[Strategy]:
     """Scores (time, samples, classes), targets (samples, length) in a rectangle; by samples."""
     scores, targets = call["log_probs"], call["targets"]
     if scores.dim != 3 or targets.dim != 2:
@@ -73,13 +73,13 @@ def ctc(call: Call) -> Iterator[Strategy]:
     yield from _by_rows(call, [shapes.get(value.index, ["a"]) for value in call.inputs], ["a"], empty=False)
 
 
-def _all_dimensions(call: Call) -> list[str]:
+def _all_dimensions(call: OperatorCall) -> list[str]:
     """A letter for every dimension of all tensors broadcast together."""
     return list(ascii_lowercase[: max(value.dim for value in call.inputs)])
 
 
 def _by_rows(
-    call: Call, inputs: Sequence[Letters], letters: Sequence[str], *, empty: bool = True, skip: str = ""
+    call: OperatorCall, inputs: Sequence[Letters], letters: Sequence[str], *, empty: bool = True, skip: str = ""
 ) -> Iterator[Strategy]:
     """Cut a dimension of what the loss is summed over, or of what it gives for each.
 
@@ -91,23 +91,25 @@ def _by_rows(
     reduction = call["reduction"]
     output, summed = (letters, "") if reduction == NONE else ((), "".join(letters))
     names = {"a": "batch"}
-    for strategy in by_letters(call, inputs, [output], names=names, summed=summed, local=_on_own_rows, skip=skip):
-        if empty or leaves_nobody_out(strategy):
+    for strategy in strategies_by_dimension(
+        call, inputs, [output], names=names, summed=summed, local=_scale_local_mean, skip=skip
+    ):
+        if empty or covers_all_ranks(strategy):
             yield strategy
 
 
-def _on_own_rows(edit: Edit) -> None:
+def _scale_local_mean(edit: RankCall) -> None:
     """A mean of what is in hand counts for as much as there is in hand; a mean of nothing for nothing."""
     assert edit.strategy is not None
     shard = next(p for p in edit.strategy.inputs if isinstance(p, Shard))
     for name in ("input_lengths", "target_lengths"):  # of ctc_loss, where they are numbers
-        if name in edit.arguments and not isinstance(edit.call[name], Value):
+        if name in edit.arguments and not isinstance(edit.call[name], TensorValue):
             edit[name] = [n for start, stop in shard.ranges(edit.index) for n in edit[name][start:stop]]
     if edit.call["reduction"] != MEAN:
         return
-    length = shard.length(edit.index)
+    length = shard.local_length(edit.index)
     if length:
-        edit.after(operator.mul, length / shard.size)
+        edit.append(operator.mul, length / shard.size)
     else:
         edit["reduction"] = SUM
 
@@ -116,78 +118,80 @@ def _on_own_rows(edit: Edit) -> None:
 
 
 @rule("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d", composes=True)
-def of_classes(call: Call) -> Iterator[Strategy]:
+def of_classes(call: OperatorCall) -> Iterator[Strategy]:
     """Scores (C), (N, C) or (N, C, ...); targets are classes, or for a cross entropy probabilities of all of them."""
     yield from _by_targets(call)
     yield from _by_classes(call)
 
 
-def _probable(call: Call) -> bool:
+def _has_probabilities(call: OperatorCall) -> bool:
     """Whether targets are probabilities."""
     return bool(call["target"].dtype.is_floating_point)
 
 
-def _class_dim(call: Call) -> int:
+def _class_dim(call: OperatorCall) -> int:
     return 0 if call["self"].dim == 1 else 1
 
 
-def _by_targets(call: Call) -> Iterator[Strategy]:
+def _by_targets(call: OperatorCall) -> Iterator[Strategy]:
     scores, target, weight = call["self"], call["target"], call["weight"]
     each: list[str | None] = [*ascii_lowercase[: scores.dim]]
     each[_class_dim(call)] = None
     rows = [letter for letter in each if letter is not None]
     inputs: list[Letters] = [[None]] * len(call.inputs)
-    inputs[scores.index], inputs[target.index] = each, each if _probable(call) else rows
+    inputs[scores.index], inputs[target.index] = each, each if _has_probabilities(call) else rows
     if weight is not None:
         inputs[weight.index] = [None]
     mean = call["reduction"] == MEAN
-    counted = mean and not _probable(call)
+    counted = mean and not _has_probabilities(call)
     output, summed = (rows, "") if call["reduction"] == NONE else ([], "".join(rows))
-    local = _counted if counted else _on_own_rows
-    for strategy in by_letters(call, inputs, [output], names={"a": "batch"}, summed=summed, local=local):
-        yield replace(strategy, messages=1, sent=reduced_bytes(1, 8, call.degree, 1)) if counted else strategy
+    local = _divide_by_count if counted else _scale_local_mean
+    for strategy in strategies_by_dimension(call, inputs, [output], names={"a": "batch"}, summed=summed, local=local):
+        yield replace(strategy, messages=1, sent=all_reduce_bytes(1, 8, call.degree, 1)) if counted else strategy
 
 
-def _by_classes(call: Call) -> Iterator[Strategy]:
+def _by_classes(call: OperatorCall) -> Iterator[Strategy]:
     scores, target, weight, dim = call["self"], call["target"], call["weight"], _class_dim(call)
     cross = call.base == "cross_entropy_loss"
     places = [scores.at(dim)]
-    if _probable(call):
+    if _has_probabilities(call):
         places += [target.at(dim), *([weight.at(0)] if weight is not None else [])]
     samples = torch.Size(scores.shape).numel() // max(scores.shape[dim], 1)
-    sums = 3 + (call.arguments.get("label_smoothing", 0) > 0) if not _probable(call) else 5
-    for cuts in call.layouts(*places):
+    sums = 3 + (call.arguments.get("label_smoothing", 0) > 0) if not _has_probabilities(call) else 5
+    for cuts in call.common_cuts(*places):
         placed: dict[int, Placement] = {scores.index: Shard(dim, cuts)}
-        if _probable(call):
+        if _has_probabilities(call):
             placed[target.index] = Shard(dim, cuts)
             if weight is not None:
                 placed[weight.index] = Shard(0, cuts)
         if cross:
-            sent = reduced_bytes(samples, max(scores.dtype.itemsize, 4), call.degree, sums)
-            messages = 3 if _probable(call) else 2
+            sent = all_reduce_bytes(samples, max(scores.dtype.itemsize, 4), call.degree, sums)
+            messages = 3 if _has_probabilities(call) else 2
             yield call.strategy(
-                "classes", placed, REPLICATE, default=REPLICATE, local=_cut_classes, sent=sent, messages=messages
+                "classes", placed, REPLICATE, default=REPLICATE, local=_shard_classes, sent=sent, messages=messages
             )
         else:
-            yield call.strategy("classes", placed, PARTIAL, default=SHARED, local=_cut_classes)
+            yield call.strategy("classes", placed, PARTIAL, default=REPLICATE_PARTIAL_GRAD, local=_shard_classes)
 
 
-def _class_loss(edit: Edit) -> ClassLoss:
+def _replace_with_class_loss(edit: RankCall) -> ShardedClassLoss:
     """What is called in place of the operator; one axis may cut the classes, others the samples."""
-    if isinstance(edit.target, ClassLoss):
+    if isinstance(edit.target, ShardedClassLoss):
         return edit.target
     call = edit.call
-    return ClassLoss(call.base == "cross_entropy_loss", call["self"].shape[_class_dim(call)], call.outputs[0].dtype)
+    return ShardedClassLoss(
+        call.base == "cross_entropy_loss", call["self"].shape[_class_dim(call)], call.outputs[0].dtype
+    )
 
 
-def _counted(edit: Edit) -> None:
-    edit.target = _class_loss(edit)
+def _divide_by_count(edit: RankCall) -> None:
+    edit.target = _replace_with_class_loss(edit)
     edit["counted"] = [*edit.arguments.get("counted", []), edit.axis]
 
 
-def _cut_classes(edit: Edit) -> None:
+def _shard_classes(edit: RankCall) -> None:
     assert edit.strategy is not None
     shard = edit.strategy.inputs[edit.call["self"].index]
     assert isinstance(shard, Shard)
-    edit.target = _class_loss(edit).of(shard.ranges(edit.index))
+    edit.target = _replace_with_class_loss(edit).of(shard.ranges(edit.index))
     edit["vocabulary"] = edit.axis

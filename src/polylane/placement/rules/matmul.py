@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from string import ascii_lowercase
 
-from polylane.placement.call import Call, Strategy, Value
-from polylane.placement.empty import leaves_nobody_out
-from polylane.placement.letters import Letters, broadcast, by_letters
+from polylane.placement.kernels.empty_shards import covers_all_ranks
 from polylane.placement.placement import PARTIAL
+from polylane.placement.rules.by_dimension import Letters, broadcast_labels, strategies_by_dimension
 from polylane.placement.rules.registry import rule
+from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
 
 # Dimensions that are neither m, n nor k: those of a batch.
 _BATCH = "".join(letter for letter in ascii_lowercase if letter not in "kmn")
@@ -19,14 +19,14 @@ NAMES = {"m": "rows of the left", "n": "columns", "k": "rows"}
 
 
 def multilinear(
-    call: Call,
+    call: OperatorCall,
     factors: Mapping[int, Letters],
     output: Sequence[str],
     *,
-    added: Value | None = None,
+    added: TensorValue | None = None,
     names: Mapping[str, str] = NAMES,
     skip: str = "",
-    whole: Sequence[Value] = (),
+    whole: Sequence[TensorValue] = (),
 ) -> Iterator[Strategy]:
     """The strategies of a sum of products of its factors: shard any letter, or let a factor be a sum of summands.
 
@@ -35,7 +35,7 @@ def multilinear(
         factors: by their number among the inputs, a letter for every dimension.
         output: its letters. What factors have and it has not is summed over: the output is then partial.
         added: what is added to the products, broadcast to the output.
-        names: as in :func:`by_letters`.
+        names: as in :func:`strategies_by_dimension`.
         skip: letters that are not to be split.
         whole: factors that do not come as summands (weights).
     """
@@ -49,10 +49,10 @@ def multilinear(
         own = call.inputs[i].shape
         inputs[i] = [None if n != sizes.get(c or "") else c for n, c in zip(own, letters, strict=True)]
     if added is not None:
-        inputs[added.index] = broadcast(added, output)
+        inputs[added.index] = broadcast_labels(added, output)
     last = [] if added is None else [added.index]
     summed = "".join(letter for letter in sizes if letter not in output)
-    yield from by_letters(call, inputs, [output], names=names, summed=summed, added=last, skip=skip)
+    yield from strategies_by_dimension(call, inputs, [output], names=names, summed=summed, added=last, skip=skip)
     for i in factors:
         value = call.inputs[i]
         if value not in whole and (value.dtype.is_floating_point or value.dtype.is_complex):
@@ -60,7 +60,7 @@ def multilinear(
 
 
 @rule("linear")
-def linear(call: Call) -> Iterator[Strategy]:
+def linear(call: OperatorCall) -> Iterator[Strategy]:
     """x (..., k) W (n, k) + b (n) (Shoeybi et al., Megatron-LM, section 3: columns, then rows)."""
     x, weight = call["input"], call["weight"]
     rows = list(_BATCH[: x.dim - 1])
@@ -70,23 +70,23 @@ def linear(call: Call) -> Iterator[Strategy]:
 
 
 @rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")
-def matmul(call: Call) -> Iterator[Strategy]:
+def matmul(call: OperatorCall) -> Iterator[Strategy]:
     """(..., m, k) (..., k, n), batches broadcast; one-dimensional operands are (k)."""
     left, right = call.inputs
     yield from _product(call, left, right, None)
 
 
 @rule("addmm", "addmv", "baddbmm")
-def added(call: Call) -> Iterator[Strategy]:
+def added(call: OperatorCall) -> Iterator[Strategy]:
     """beta * self + alpha * (a product); ``self`` is broadcast."""
     bias, left, right = call.inputs
     every = _product(call, left, right, bias)
     # One number that is added to no rows remains one number (torch's addmv).
     refuses = call.base == "addmv" and bias.shape != call.outputs[0].shape
-    yield from filter(leaves_nobody_out, every) if refuses else every
+    yield from filter(covers_all_ranks, every) if refuses else every
 
 
-def _product(call: Call, left: Value, right: Value, bias: Value | None) -> Iterator[Strategy]:
+def _product(call: OperatorCall, left: TensorValue, right: TensorValue, bias: TensorValue | None) -> Iterator[Strategy]:
     most = max(left.dim, right.dim, 2) - 2
     batch = list(_BATCH[:most])
     m, n = ["m"] if left.dim > 1 else [], ["n"] if right.dim > 1 else []
@@ -98,7 +98,7 @@ def _product(call: Call, left: Value, right: Value, bias: Value | None) -> Itera
 
 
 @rule("addbmm")
-def addbmm(call: Call) -> Iterator[Strategy]:
+def addbmm(call: OperatorCall) -> Iterator[Strategy]:
     """beta * self + alpha * the sum over the batch of (batch, m, k) (batch, k, n)."""
     bias, left, right = call.inputs
     names = {**NAMES, "b": "batch"}
@@ -107,19 +107,19 @@ def addbmm(call: Call) -> Iterator[Strategy]:
 
 
 @rule("outer", "ger")
-def outer(call: Call) -> Iterator[Strategy]:
+def outer(call: OperatorCall) -> Iterator[Strategy]:
     """(m) (n) -> (m, n)."""
     yield from multilinear(call, {0: ["m"], 1: ["n"]}, ["m", "n"])
 
 
 @rule("addr")
-def addr(call: Call) -> Iterator[Strategy]:
+def addr(call: OperatorCall) -> Iterator[Strategy]:
     """beta * self + alpha * the outer product of (m) and (n)."""
     yield from multilinear(call, {1: ["m"], 2: ["n"]}, ["m", "n"], added=call["self"])
 
 
 @rule("inner")
-def inner(call: Call) -> Iterator[Strategy]:
+def inner(call: OperatorCall) -> Iterator[Strategy]:
     """(..., k) (---, k) -> (..., ---); a number scales the other operand."""
     left, right = call.inputs
     rows = ascii_lowercase[: max(left.dim - 1, 0)]
@@ -132,7 +132,7 @@ def inner(call: Call) -> Iterator[Strategy]:
 
 
 @rule("tensordot")
-def tensordot(call: Call) -> Iterator[Strategy]:
+def tensordot(call: OperatorCall) -> Iterator[Strategy]:
     """Pairs of dimensions are summed over; the others follow each other."""
     left, right = call["self"], call["other"]
     mine, theirs = list(ascii_lowercase[: left.dim]), list(ascii_lowercase[: right.dim].upper())
@@ -145,7 +145,7 @@ def tensordot(call: Call) -> Iterator[Strategy]:
 
 
 @rule("linalg_vecdot")
-def vecdot(call: Call) -> Iterator[Strategy]:
+def vecdot(call: OperatorCall) -> Iterator[Strategy]:
     """Products of vectors that lie along one dimension, everything else broadcast."""
     dims = max(value.dim for value in call.inputs)
     letters = list(_BATCH[:dims])
@@ -155,7 +155,7 @@ def vecdot(call: Call) -> Iterator[Strategy]:
 
 
 @rule("linalg_multi_dot", "chain_matmul")
-def chain(call: Call) -> Iterator[Strategy]:
+def chain(call: OperatorCall) -> Iterator[Strategy]:
     """A product of matrices; the first may be a row and the last a column."""
     letters = [list(ascii_lowercase[i : i + 2]) for i in range(len(call.inputs))]
     if call.inputs[0].dim == 1:
@@ -167,7 +167,7 @@ def chain(call: Call) -> Iterator[Strategy]:
 
 
 @rule("bilinear")
-def bilinear(call: Call) -> Iterator[Strategy]:
+def bilinear(call: OperatorCall) -> Iterator[Strategy]:
     """x (..., i), y (..., j), W (n, i, j), b (n) -> (..., n)."""
     x, y, weight = call["input1"], call["input2"], call["weight"]
     rows = [c for c in ascii_lowercase if c not in "ijn"][: x.dim - 1]
@@ -178,19 +178,19 @@ def bilinear(call: Call) -> Iterator[Strategy]:
     }
     names = {**NAMES, "i": "features of the left", "j": "features of the right"}
     every = multilinear(call, factors, [*rows, "n"], added=call["bias"], names=names, whole=[weight])
-    yield from filter(leaves_nobody_out, every)  # torch refuses to sum over no features
+    yield from filter(covers_all_ranks, every)  # torch refuses to sum over no features
 
 
 @rule("einsum")
-def einsum(call: Call) -> Iterator[Strategy]:
+def einsum(call: OperatorCall) -> Iterator[Strategy]:
     """Any equation; a letter that one operand has twice (a diagonal) is not split."""
-    every, output = terms(call["equation"], [value.dim for value in call.inputs])
+    every, output = parse_equation(call["equation"], [value.dim for value in call.inputs])
     twice = "".join({c for letters in every for c, times in Counter(letters).items() if times > 1})
     names = {c: f"dim {c}" for letters in every for c in letters}
     yield from multilinear(call, dict(enumerate(every)), output, names=names, skip=twice)
 
 
-def terms(equation: str, dims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
+def parse_equation(equation: str, dims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
     """An equation of einsum as letters for the dimensions of every operand, and of the output.
 
     What an ellipsis stands for becomes the characters "0", "1", ..., numbered from its last dimension.
@@ -205,11 +205,11 @@ def terms(equation: str, dims: Sequence[int]) -> tuple[list[list[str]], list[str
     if not arrow:
         counts = Counter(c for part in parts for c in part if c != ".")
         right = "." + "".join(sorted(c for c, times in counts.items() if times == 1))
-    expanded = [_expanded(part, width) for part, width in zip(parts, widths, strict=True)]
-    return expanded, _expanded(right.replace("...", "."), max(widths, default=0))
+    expanded = [_expand_ellipsis(part, width) for part, width in zip(parts, widths, strict=True)]
+    return expanded, _expand_ellipsis(right.replace("...", "."), max(widths, default=0))
 
 
-def _expanded(part: str, width: int) -> list[str]:
+def _expand_ellipsis(part: str, width: int) -> list[str]:
     every = [str(i) for i in reversed(range(width))]
     at = part.find(".")
     return list(part) if at < 0 else [*part[:at], *every, *part[at + 1 :]]

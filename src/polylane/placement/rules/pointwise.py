@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polylane.placement.call import Call, Strategy, Value
-from polylane.placement.letters import broadcast_inputs, by_letters, letters_of
-from polylane.placement.placement import PARTIAL, SHARED, Cuts, Shard, inside, joined
+from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Shard, join_cuts, slice_cuts
+from polylane.placement.rules.by_dimension import broadcast_input_labels, label_dimensions, strategies_by_dimension
 from polylane.placement.rules.registry import rule
+from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
 
 # Pointwise all the same, though torch does not tag them so.
 _UNTAGGED = (
@@ -56,51 +56,53 @@ _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 @rule("pointwise", *_UNTAGGED, *_COPIES)
-def pointwise(call: Call) -> Iterator[Strategy]:
+def pointwise(call: OperatorCall) -> Iterator[Strategy]:
     """Cut one dimension of the output, and of every input that has it and does not broadcast along it."""
-    if call.written or not call.outputs or call.op == "aten.where.default":  # the latter finds what is not zero
+    if call.written_inputs or not call.outputs or call.op == "aten.where.default":  # the latter finds what is not zero
         return
-    letters = letters_of(call.outputs[0])
-    yield from by_letters(call, broadcast_inputs(call, letters), [letters for _ in call.outputs])
-    yield from _of_summands(call)
+    letters = label_dimensions(call.outputs[0])
+    yield from strategies_by_dimension(call, broadcast_input_labels(call, letters), [letters for _ in call.outputs])
+    yield from _on_partial_sums(call)
 
 
-def _of_summands(call: Call) -> Iterator[Strategy]:
+def _on_partial_sums(call: OperatorCall) -> Iterator[Strategy]:
     if not call.outputs[0].dtype.is_floating_point or call.arguments.get("rounding_mode") is not None:
         return
     for names in _LINEAR.get(call.base, ()):
         given = [call.arguments.get(name) for name in names]
-        tensors = [each for each in given if isinstance(each, Value)]
+        tensors = [each for each in given if isinstance(each, TensorValue)]
         # A number is added on every rank: only nothing may be.
-        rest = all(isinstance(each, Value) or (each == 0 and each is not False) for each in given)
+        rest = all(isinstance(each, TensorValue) or (each == 0 and each is not False) for each in given)
         if tensors and rest and all(each.dtype.is_floating_point for each in tensors):
-            yield call.strategy("summands", {each.index: PARTIAL for each in tensors}, PARTIAL, default=SHARED)
+            yield call.strategy(
+                "summands", {each.index: PARTIAL for each in tensors}, PARTIAL, default=REPLICATE_PARTIAL_GRAD
+            )
 
 
 @rule("prelu")
-def prelu(call: Call) -> Iterator[Strategy]:
+def prelu(call: OperatorCall) -> Iterator[Strategy]:
     """x (N, C, ...), with a slope for every channel, or one for all."""
-    letters = letters_of(call.outputs[0])
+    letters = label_dimensions(call.outputs[0])
     slopes = [letters[1] if call["weight"].shape != (1,) and len(letters) > 1 else None] * call["weight"].dim
-    yield from by_letters(call, [letters, slopes], [letters])
+    yield from strategies_by_dimension(call, [letters, slopes], [letters])
 
 
 @rule("glu")
-def glu(call: Call) -> Iterator[Strategy]:
+def glu(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; the one that is halved if both halves are cut alike."""
     x, out = call["self"], call.outputs[0]
-    letters = letters_of(out)
+    letters = label_dimensions(out)
     halved = call["dim"] % max(x.dim, 1)
     name, letters[halved] = letters[halved], None
-    yield from by_letters(call, [letters], [letters])
+    yield from strategies_by_dimension(call, [letters], [letters])
     if name is None:
         return
     half = out.shape[halved]
-    asked = [inside(cuts, 0, half) for cuts in call.layouts(x.at(halved)) if _halves_alike(cuts, half)]
-    for cuts in dict.fromkeys([*call.layouts(out.at(halved)), *asked]):
-        both = Shard(halved, joined([cuts, cuts]))
+    asked = [slice_cuts(cuts, 0, half) for cuts in call.common_cuts(x.at(halved)) if _halves_alike(cuts, half)]
+    for cuts in dict.fromkeys([*call.common_cuts(out.at(halved)), *asked]):
+        both = Shard(halved, join_cuts([cuts, cuts]))
         yield call.strategy(f"dim {name}", {x.index: both}, Shard(halved, cuts))
 
 
 def _halves_alike(cuts: Cuts, half: int) -> bool:
-    return inside(cuts, 0, half) == inside(cuts, half, 2 * half)
+    return slice_cuts(cuts, 0, half) == slice_cuts(cuts, half, 2 * half)

@@ -10,16 +10,31 @@ from string import ascii_letters
 
 import torch
 
-from polylane.placement.call import Call, Edit, Strategy
-from polylane.placement.empty import sparing
-from polylane.placement.halo import Pick, Range, Trim, Weighted, by_position, stretches
-from polylane.placement.letters import by_letters, letters_of, summands
-from polylane.placement.placement import PARTIAL, Shard, repeated, scaled
-from polylane.placement.rules.convolution import POSITIONS, Window, each, fewer_groups, in_units, per_group, put
+from polylane.placement.kernels.empty_shards import skip_empty_ranks
+from polylane.placement.kernels.halo_exchange import (
+    PickPositions,
+    Range,
+    TrimRange,
+    WeightPositions,
+    contiguous_ranges,
+    strategies_by_position,
+)
+from polylane.placement.placement import PARTIAL, Shard, repeat_cuts, scale_cuts
+from polylane.placement.rules.by_dimension import label_dimensions, partial_sums, strategies_by_dimension
+from polylane.placement.rules.convolution import (
+    POSITIONS,
+    ReadWindow,
+    in_units,
+    per_dimension,
+    per_group,
+    set_argument,
+    set_local_groups,
+)
 from polylane.placement.rules.registry import rule
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
-def _by_kept(call: Call, kept: Sequence[int], spatial: int | None = None) -> Iterator[Strategy]:
+def _by_kept(call: OperatorCall, kept: Sequence[int], spatial: int | None = None) -> Iterator[Strategy]:
     """Cut dimensions that all inputs and outputs have in common, and that the operator leaves as they are.
 
     Args:
@@ -27,19 +42,21 @@ def _by_kept(call: Call, kept: Sequence[int], spatial: int | None = None) -> Ite
         spatial: how many dimensions of positions there are, behind samples and channels; None: who knows.
     """
     x = call.inputs[0]
-    letters = letters_of(x, [d for d in range(x.dim) if d not in kept])
+    letters = label_dimensions(x, [d for d in range(x.dim) if d not in kept])
     names = {ascii_letters[d]: f"dim {d}" for d in kept}
     if spatial is not None:
         names |= {ascii_letters[x.dim - spatial - 1]: "channels", ascii_letters[x.dim - spatial - 2]: "samples"}
-    for strategy in by_letters(call, [letters] * len(call.inputs), [letters] * len(call.outputs), names=names):
-        yield sparing(strategy)
+    for strategy in strategies_by_dimension(
+        call, [letters] * len(call.inputs), [letters] * len(call.outputs), names=names
+    ):
+        yield skip_empty_ranks(strategy)
 
 
-def _by_sample_and_channel(call: Call, spatial: int) -> Iterator[Strategy]:
+def _by_sample_and_channel(call: OperatorCall, spatial: int) -> Iterator[Strategy]:
     yield from _by_kept(call, range(call.inputs[0].dim - spatial), spatial)
 
 
-def _spatial(call: Call) -> int:
+def _spatial(call: OperatorCall) -> int:
     """The number in an operator's name: max_pool2d."""
     return next(int(c) for c in call.base if c.isdigit())
 
@@ -48,57 +65,57 @@ def _spatial(call: Call) -> int:
 
 
 @rule("max_pool1d", "max_pool2d", "max_pool3d", composes=True)
-def max_pool(call: Call) -> Iterator[Strategy]:
+def max_pool(call: OperatorCall) -> Iterator[Strategy]:
     """Samples, channels and positions."""
     spatial = _spatial(call)
     yield from _by_sample_and_channel(call, spatial)
     if not call["self"].dtype.is_floating_point:
         return
     for d in range(spatial):
-        yield from _pool(call, spatial, d, each(call["dilation"], spatial)[d], -math.inf)
+        yield from _pool(call, spatial, d, per_dimension(call["dilation"], spatial)[d], -math.inf)
 
 
 @rule(
     "max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices",
     "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
 )  # fmt: skip
-def max_pool_with_indices(call: Call) -> Iterator[Strategy]:
+def max_pool_with_indices(call: OperatorCall) -> Iterator[Strategy]:
     """Samples and channels: an index counts all positions."""
     yield from _by_sample_and_channel(call, _spatial(call))
 
 
 @rule("avg_pool1d", "avg_pool2d", "avg_pool3d", composes=True)
-def avg_pool(call: Call) -> Iterator[Strategy]:
+def avg_pool(call: OperatorCall) -> Iterator[Strategy]:
     """Samples, channels and positions; windows at the ends are weighted by what they hold."""
     spatial = _spatial(call)
     yield from _by_sample_and_channel(call, spatial)
-    yield from summands(call, call.inputs[0])
+    yield from partial_sums(call, call.inputs[0])
     for d in range(spatial):
         yield from _pool(call, spatial, d, 1, 0.0, _weights(call, spatial, d))
 
 
-def _window(call: Call, spatial: int, d: int, dilation: int) -> Window:
-    kernel = each(call["kernel_size"], spatial)[d]
-    stride = each(call["stride"], spatial)[d] if call["stride"] else kernel
-    return Window(kernel, stride, dilation, each(call["padding"], spatial)[d])
+def _window(call: OperatorCall, spatial: int, d: int, dilation: int) -> ReadWindow:
+    kernel = per_dimension(call["kernel_size"], spatial)[d]
+    stride = per_dimension(call["stride"], spatial)[d] if call["stride"] else kernel
+    return ReadWindow(kernel, stride, dilation, per_dimension(call["padding"], spatial)[d])
 
 
 def _pool(
-    call: Call, spatial: int, d: int, dilation: int, value: float, weights: Sequence[float] = ()
+    call: OperatorCall, spatial: int, d: int, dilation: int, value: float, weights: Sequence[float] = ()
 ) -> Iterator[Strategy]:
     dim = call["self"].dim - spatial + d
     window = _window(call, spatial, d, dilation)
 
-    def local(edit: Edit, start: int, stop: int) -> None:
-        put(edit, "padding", d, spatial, 0)
+    def local(edit: RankCall, start: int, stop: int) -> None:
+        set_argument(edit, "padding", d, spatial, 0)
         own = weights[start:stop]
         if any(weight != 1.0 for weight in own):
-            edit.after(Weighted(dim, own))
+            edit.append(WeightPositions(dim, own))
 
-    yield from by_position(call, POSITIONS[spatial][d], "self", (dim, dim), window.reads, local, value=value)
+    yield from strategies_by_position(call, POSITIONS[spatial][d], "self", (dim, dim), window.reads, local, value=value)
 
 
-def _weights(call: Call, spatial: int, d: int) -> list[float]:
+def _weights(call: OperatorCall, spatial: int, d: int) -> list[float]:
     """Of every output along a dimension: the window's size over how many positions of it count.
 
     How many count in all is a product over the dimensions, so that each can be set right for itself.
@@ -120,30 +137,30 @@ def _weights(call: Call, spatial: int, d: int) -> list[float]:
 @rule(
     "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"
 )
-def adaptive_avg_pool(call: Call) -> Iterator[Strategy]:
+def adaptive_avg_pool(call: OperatorCall) -> Iterator[Strategy]:
     """Samples and channels; positions where every output is the mean of as many, or where there is but one."""
     x, out, spatial = call["self"], call.outputs[0], _spatial(call)
     yield from _by_sample_and_channel(call, spatial)
-    yield from summands(call, call.inputs[0])
+    yield from partial_sums(call, call.inputs[0])
     for d in range(spatial):
         dim = x.dim - spatial + d
         if out.shape[dim] != 1:
             yield from _by_blocks(call, "self", spatial, d)
             continue
-        for cuts in call.layouts(x.at(dim)):
+        for cuts in call.common_cuts(x.at(dim)):
             part = {x.index: Shard(dim, cuts)}
-            yield sparing(call.strategy(POSITIONS[spatial][d], part, PARTIAL, local=_mean_of_part))
+            yield skip_empty_ranks(call.strategy(POSITIONS[spatial][d], part, PARTIAL, local=_mean_of_part))
 
 
-def _mean_of_part(edit: Edit) -> None:
+def _mean_of_part(edit: RankCall) -> None:
     assert edit.strategy is not None
     part = edit.strategy.inputs[0]
     assert isinstance(part, Shard)
-    edit.after(operator.mul, part.length(edit.index) / part.size)
+    edit.append(operator.mul, part.local_length(edit.index) / part.size)
 
 
 @rule("max_unpool2d", "max_unpool3d")
-def max_unpool(call: Call) -> Iterator[Strategy]:
+def max_unpool(call: OperatorCall) -> Iterator[Strategy]:
     """Samples and channels, of values and their indices alike."""
     yield from _by_sample_and_channel(call, _spatial(call))
 
@@ -151,7 +168,7 @@ def max_unpool(call: Call) -> Iterator[Strategy]:
 # ---- interpolation ---------------------------------------------------------------------------------------------------
 
 
-def _by_blocks(call: Call, argument: str, spatial: int, d: int, taps: int = 0) -> Iterator[Strategy]:
+def _by_blocks(call: OperatorCall, argument: str, spatial: int, d: int, taps: int = 0) -> Iterator[Strategy]:
     """Positions where as many inputs become one output everywhere, or one input as many outputs.
 
     Args:
@@ -167,14 +184,14 @@ def _by_blocks(call: Call, argument: str, spatial: int, d: int, taps: int = 0) -
     def reads(start: int, stop: int) -> list[Range]:
         return [(max((start // up - taps) * down, 0), min((-(-stop // up) + taps) * down, n))]
 
-    def local(edit: Edit, start: int, stop: int) -> None:
+    def local(edit: RankCall, start: int, stop: int) -> None:
         ((first, last),) = reads(start, stop)
         if edit.arguments.get("output_size") is not None:
-            put(edit, "output_size", d, spatial, (last - first) * m // n)
+            set_argument(edit, "output_size", d, spatial, (last - first) * m // n)
         if (last - first) * m // n != stop - start:
-            edit.after(Trim(dim, start - first * m // n, stop - start))
+            edit.append(TrimRange(dim, start - first * m // n, stop - start))
 
-    yield from by_position(call, POSITIONS[spatial][d], argument, (dim, dim), reads, local)
+    yield from strategies_by_position(call, POSITIONS[spatial][d], argument, (dim, dim), reads, local)
 
 
 @rule(
@@ -182,12 +199,12 @@ def _by_blocks(call: Call, argument: str, spatial: int, d: int, taps: int = 0) -
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
-def upsample(call: Call) -> Iterator[Strategy]:
+def upsample(call: OperatorCall) -> Iterator[Strategy]:
     """Samples and channels; without antialiasing also positions whose number is multiplied, or divided."""
     argument = "input" if "input" in call.arguments else "self"
     x, spatial = call[argument], call[argument].dim - 2
     yield from _by_sample_and_channel(call, spatial)
-    yield from summands(call, call.inputs[0])
+    yield from partial_sums(call, call.inputs[0])
     if call.base.endswith("_aa"):  # torch's antialiasing is wrong where only one position is made (CPU, torch 2.13)
         return
     taps = 0 if "nearest" in call.base else 2 if "cubic" in call.base else 1
@@ -201,7 +218,7 @@ def upsample(call: Call) -> Iterator[Strategy]:
 _SCALES = ("scales_d", "scales_h", "scales_w", "scales")
 
 
-def _is_regular(call: Call, d: int, n: int, m: int) -> bool:
+def _is_regular(call: OperatorCall, d: int, n: int, m: int) -> bool:
     """Whether the factor is just that of the sizes, and rounds alike for every part of them."""
     if min(n, m) < 1 or (n % m and m % n):
         return False
@@ -225,14 +242,14 @@ def _finds_nearest(n: int, m: int) -> bool:
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
-def grid_sampler(call: Call) -> Iterator[Strategy]:
+def grid_sampler(call: OperatorCall) -> Iterator[Strategy]:
     """Samples, channels, and where samples are taken; x (N, C, ...), grid (N, ..., its dimensions)."""
     x = call["input"]
     names = dict(zip("ncdhw", ("samples", "channels", "depth", "height", "width"), strict=True))
     places = "dhw"[-(x.dim - 2) :]
     letters = [["n", "c", *[None] * len(places)], ["n", *places, None]]
-    for strategy in by_letters(call, letters, [["n", "c", *places]], names=names):
-        yield sparing(strategy)
+    for strategy in strategies_by_dimension(call, letters, [["n", "c", *places]], names=names):
+        yield skip_empty_ranks(strategy)
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -242,7 +259,7 @@ def grid_sampler(call: Call) -> Iterator[Strategy]:
     "pad", "constant_pad_nd", "_pad_circular", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
     "replication_pad1d", "replication_pad2d", "replication_pad3d",
 )  # fmt: skip
-def pad(call: Call) -> Iterator[Strategy]:
+def pad(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; what is put at the ends of a cut one may come from another rank."""
     x, mode = call["self"], _mode(call)
     name = "pad" if "pad" in call.arguments else "padding"
@@ -251,18 +268,18 @@ def pad(call: Call) -> Iterator[Strategy]:
     dims = {x.dim - 1 - j: (amounts[2 * j], amounts[2 * j + 1]) for j in range(len(amounts) // 2)}
     yield from _by_kept(call, [d for d in range(x.dim) if dims.get(d, (0, 0)) == (0, 0)])
     if mode != "constant" or not value:
-        yield from summands(call, call.inputs[0])
+        yield from partial_sums(call, call.inputs[0])
     for dim, ends in dims.items():
         if ends != (0, 0) and (mode == "constant" or min(ends) >= 0):
             yield from _padded(call, name, dim, mode, value)
 
 
-def _mode(call: Call) -> str:
+def _mode(call: OperatorCall) -> str:
     named = {"constant_pad_nd": "constant", "_pad_circular": "circular", "pad": call.arguments.get("mode")}
     return str(named.get(call.base) or ("reflect" if call.base.startswith("reflection") else "replicate"))
 
 
-def _padded(call: Call, name: str, dim: int, mode: str, value: float) -> Iterator[Strategy]:
+def _padded(call: OperatorCall, name: str, dim: int, mode: str, value: float) -> Iterator[Strategy]:
     x = call["self"]
     n, at = x.shape[dim], 2 * (x.dim - 1 - dim)
     before = int(call[name][at])
@@ -271,9 +288,9 @@ def _padded(call: Call, name: str, dim: int, mode: str, value: float) -> Iterato
     def reads(start: int, stop: int) -> list[Range]:
         if mode == "constant":
             return [(start - before, stop - before)]
-        return stretches([source(p) for p in range(start, stop)])
+        return contiguous_ranges([source(p) for p in range(start, stop)])
 
-    def local(edit: Edit, start: int, stop: int) -> None:
+    def local(edit: RankCall, start: int, stop: int) -> None:
         edit[name] = [0 if i in (at, at + 1) else amount for i, amount in enumerate(edit[name])]
         if mode == "constant":
             return
@@ -281,9 +298,9 @@ def _padded(call: Call, name: str, dim: int, mode: str, value: float) -> Iterato
         where = {p: i for i, p in enumerate(given)}
         wanted = [source(p) for p in range(start, stop)]
         if wanted != given:
-            edit["self"] = edit.insert(Pick(dim, [where[p] for p in wanted]), edit["self"])
+            edit["self"] = edit.insert(PickPositions(dim, [where[p] for p in wanted]), edit["self"])
 
-    yield from by_position(call, f"dim {dim}", "self", (dim, dim), reads, local, value=value)
+    yield from strategies_by_position(call, f"dim {dim}", "self", (dim, dim), reads, local, value=value)
 
 
 def _source(mode: str, before: int, size: int) -> Callable[[int], int]:
@@ -303,22 +320,22 @@ def _source(mode: str, before: int, size: int) -> Callable[[int], int]:
 # ---- positions and channels ------------------------------------------------------------------------------------------
 
 
-def _by_units(call: Call, name: str, dims: tuple[int, int], units: tuple[int, int]) -> Iterator[Strategy]:
+def _by_units(call: OperatorCall, name: str, dims: tuple[int, int], units: tuple[int, int]) -> Iterator[Strategy]:
     """Cut dimensions of the input and the output that consist of as many units, of these sizes."""
     x, out = call["self"], call.outputs[0]
     count = x.shape[dims[0]] // units[0]
     for cuts in in_units(call, count, [(x, dims[0], units[0]), (out, dims[1], units[1])]):
-        placed = {x.index: Shard(dims[0], scaled(cuts, units[0]))}
-        yield sparing(call.strategy(name, placed, Shard(dims[1], scaled(cuts, units[1]))))
+        placed = {x.index: Shard(dims[0], scale_cuts(cuts, units[0]))}
+        yield skip_empty_ranks(call.strategy(name, placed, Shard(dims[1], scale_cuts(cuts, units[1]))))
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")
-def pixel_shuffle(call: Call) -> Iterator[Strategy]:
+def pixel_shuffle(call: OperatorCall) -> Iterator[Strategy]:
     """Channels become positions, r * r of them each, or the other way round: any dimension."""
     x, up = call["self"], call.base == "pixel_shuffle"
     r = int(call["upscale_factor" if up else "downscale_factor"])
     yield from _by_kept(call, range(x.dim - 3), 2)
-    yield from summands(call, call.inputs[0])
+    yield from partial_sums(call, call.inputs[0])
     for name, dim, units in (
         ("channels", x.dim - 3, (r * r, 1)), ("height", x.dim - 2, (1, r)), ("width", x.dim - 1, (1, r))
     ):  # fmt: skip
@@ -326,29 +343,31 @@ def pixel_shuffle(call: Call) -> Iterator[Strategy]:
 
 
 @rule("im2col", "col2im")
-def folded(call: Call) -> Iterator[Strategy]:
+def folded(call: OperatorCall) -> Iterator[Strategy]:
     """x (N, C, H, W) to (N, C * kernel, blocks), or back: samples and channels."""
     x = call["self"]
-    kernel, to_blocks = math.prod(each(call["kernel_size"], 2)), call.base == "im2col"
+    kernel, to_blocks = math.prod(per_dimension(call["kernel_size"], 2)), call.base == "im2col"
     lead = x.dim - (3 if to_blocks else 2)
-    yield from summands(call, call.inputs[0])
+    yield from partial_sums(call, call.inputs[0])
     if lead:
         yield from _by_units(call, "samples", (0, 0), (1, 1))
     yield from _by_units(call, "channels", (lead, lead), (1, kernel) if to_blocks else (kernel, 1))
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
-def channel_shuffle(call: Call) -> Iterator[Strategy]:
+def channel_shuffle(call: OperatorCall) -> Iterator[Strategy]:
     """x (N, groups * C, ...) to (N, C * groups, ...): a part of each group, or whole groups; all other dimensions."""
     x, out, groups = call["self"], call.outputs[0], int(call["groups"])
     yield from _by_kept(call, [d for d in range(x.dim) if d != 1], x.dim - 2)
-    yield from summands(call, call.inputs[0])
+    yield from partial_sums(call, call.inputs[0])
     size = x.shape[1] // max(groups, 1)
     inside = [*in_units(call, size, [(out, 1, groups)]), *per_group(call, groups, size, [(x, 1)])]
     for cuts in dict.fromkeys(inside):
-        placed = {x.index: Shard(1, repeated(cuts, size, groups))}
-        yield sparing(call.strategy("channels", placed, Shard(1, scaled(cuts, groups))))
+        placed = {x.index: Shard(1, repeat_cuts(cuts, size, groups))}
+        yield skip_empty_ranks(call.strategy("channels", placed, Shard(1, scale_cuts(cuts, groups))))
     whole = [*in_units(call, groups, [(x, 1, size)]), *per_group(call, size, groups, [(out, 1)])]
     for cuts in dict.fromkeys(whole):
-        placed = {x.index: Shard(1, scaled(cuts, size))}
-        yield sparing(call.strategy("groups", placed, Shard(1, repeated(cuts, groups, size)), local=fewer_groups))
+        placed = {x.index: Shard(1, scale_cuts(cuts, size))}
+        yield skip_empty_ranks(
+            call.strategy("groups", placed, Shard(1, repeat_cuts(cuts, groups, size)), local=set_local_groups)
+        )

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polylane.placement.call import Call, Edit, Strategy
-from polylane.placement.letters import broadcast_inputs, by_letters, letters_of, summands
+from polylane.placement.kernels.random_region import RandomInRegion
 from polylane.placement.placement import Shard
-from polylane.placement.region import Regional
+from polylane.placement.rules.by_dimension import (
+    broadcast_input_labels,
+    label_dimensions,
+    partial_sums,
+    strategies_by_dimension,
+)
 from polylane.placement.rules.pointwise import pointwise
 from polylane.placement.rules.registry import rule
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 # Of these a number is drawn for every sample and channel: the dimensions behind have no say in it.
 _OF_CHANNELS = frozenset(("feature_dropout", "feature_alpha_dropout"))
 
 
 @rule("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-def dropout(call: Call) -> Iterator[Strategy]:
+def dropout(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; what is dropped of one summand is dropped of all, so that plain dropout runs on summands."""
     if call.prefix:
         yield from _drawn(call)
@@ -24,12 +29,12 @@ def dropout(call: Call) -> Iterator[Strategy]:
         yield from pointwise(call)  # nothing is dropped
     else:
         return
-    if "alpha" not in call.base and not call.written:
-        yield from summands(call, call["input"])
+    if "alpha" not in call.base and not call.written_inputs:
+        yield from partial_sums(call, call["input"])
 
 
 @rule("rrelu")
-def rrelu(call: Call) -> Iterator[Strategy]:
+def rrelu(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; a leaky relu out of training."""
     yield from _drawn(call) if call.prefix else () if call["training"] else pointwise(call)
 
@@ -37,27 +42,29 @@ def rrelu(call: Call) -> Iterator[Strategy]:
 @rule(
     "bernoulli", "exponential", "normal", "normal_functional", "rand_like", "randint_like", "randn_like", "uniform"
 )  # fmt: skip
-def drawn(call: Call) -> Iterator[Strategy]:
+def drawn(call: OperatorCall) -> Iterator[Strategy]:
     """Numbers in the form of the inputs: any dimension."""
     yield from _drawn(call)
 
 
 @rule("multinomial")
-def multinomial(call: Call) -> Iterator[Strategy]:
+def multinomial(call: OperatorCall) -> Iterator[Strategy]:
     """Rows; who is drawn depends on all of a row."""
     rows = ["r"] if call["self"].dim == 2 else []
-    if call.prefix and not call.written:
-        yield from by_letters(call, [[*rows, None]], [[*rows, None]], names={"r": "rows"}, local=_regional)
+    if call.prefix and not call.written_inputs:
+        yield from strategies_by_dimension(
+            call, [[*rows, None]], [[*rows, None]], names={"r": "rows"}, local=_draw_locally
+        )
 
 
-def _drawn(call: Call) -> Iterator[Strategy]:
-    if call.prefix and not call.written:
-        letters = letters_of(call.outputs[0])
-        yield from by_letters(call, broadcast_inputs(call, letters), [letters], local=_regional)
+def _drawn(call: OperatorCall) -> Iterator[Strategy]:
+    if call.prefix and not call.written_inputs:
+        letters = label_dimensions(call.outputs[0])
+        yield from strategies_by_dimension(call, broadcast_input_labels(call, letters), [letters], local=_draw_locally)
 
 
-def _regional(edit: Edit) -> None:
+def _draw_locally(edit: RankCall) -> None:
     assert edit.strategy is not None
     (cut,) = edit.strategy.outputs
     if isinstance(cut, Shard) and not (edit.call.base in _OF_CHANNELS and cut.dim > 1):
-        edit.target = Regional(edit.target, cut.dim, cut.ranges(edit.index), cut.size)
+        edit.target = RandomInRegion(edit.target, cut.dim, cut.ranges(edit.index), cut.size)

@@ -8,15 +8,28 @@ from functools import partial
 from string import ascii_letters
 from typing import Any
 
-from polylane.placement.across import communicate, reduced_bytes
-from polylane.placement.call import Call, Edit, Strategy
-from polylane.placement.letters import Letters, broadcast_inputs, by_letters, letters_of, summands
+from polylane.placement.kernels.collective_op import all_reduce_bytes, call_along_axis
+from polylane.placement.kernels.reduction import (
+    ShardedExtreme,
+    ShardedLogSumExp,
+    ShardedMean,
+    ShardedNorm,
+    ShardedSoftmax,
+    ShardedVariance,
+)
 from polylane.placement.placement import PARTIAL, REPLICATE, Placement, Shard
-from polylane.placement.reduced import Extreme, LogSumExp, Mean, Norm, Softmax, Variance
+from polylane.placement.rules.by_dimension import (
+    Letters,
+    broadcast_input_labels,
+    label_dimensions,
+    partial_sums,
+    strategies_by_dimension,
+)
 from polylane.placement.rules.registry import rule, rule_of
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
-def _reduced(call: Call) -> list[int]:
+def _reduced_dims(call: OperatorCall) -> list[int]:
     """The dimensions that are reduced, from 0; all where none is named."""
     x, dims = call.inputs[0], call.arguments.get("dim")
     if dims is None or dims == []:
@@ -24,193 +37,203 @@ def _reduced(call: Call) -> list[int]:
     return sorted({d % max(x.dim, 1) for d in ([dims] if isinstance(dims, int) else dims)} if x.dim else ())
 
 
-def _left(letters: Letters, call: Call, dims: Sequence[int]) -> list[str | None]:
+def _kept_labels(letters: Letters, call: OperatorCall, dims: Sequence[int]) -> list[str | None]:
     """The letters of what a reduction gives."""
     if call.arguments.get("keepdim"):
         return [None if d in dims else letter for d, letter in enumerate(letters)]
     return [letter for d, letter in enumerate(letters) if d not in dims]
 
 
-def _over_kept(call: Call) -> Iterator[Strategy]:
+def _cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
     """Cut dimensions that are not reduced."""
-    dims = _reduced(call)
-    letters = letters_of(call.inputs[0], dims)
-    left = _left(letters, call, dims)
+    dims = _reduced_dims(call)
+    letters = label_dimensions(call.inputs[0], dims)
+    left = _kept_labels(letters, call, dims)
     if all(out.dim == len(left) for out in call.outputs):
-        yield from by_letters(call, [letters], [left for _ in call.outputs])
+        yield from strategies_by_dimension(call, [letters], [left for _ in call.outputs])
 
 
-def _additive(call: Call, local: Callable[[Edit], None] | None = None) -> Iterator[Strategy]:
+def _cut_any_dim(call: OperatorCall, local: Callable[[RankCall], None] | None = None) -> Iterator[Strategy]:
     """Cut any dimension; parts of one that is reduced are added."""
-    dims = _reduced(call)
-    letters = letters_of(call.inputs[0])
-    left = _left(letters, call, dims)
+    dims = _reduced_dims(call)
+    letters = label_dimensions(call.inputs[0])
+    left = _kept_labels(letters, call, dims)
     if call.outputs[0].dim == len(left):
         added = "".join(letters[d] or "" for d in dims)
         kept = "".join(letter for letter in letters if letter and letter not in added)
-        yield from by_letters(call, [letters], [left], skip=added)
-        yield from by_letters(call, [letters], [left], names=_over(added), summed=added, local=local, skip=kept)
+        yield from strategies_by_dimension(call, [letters], [left], skip=added)
+        yield from strategies_by_dimension(
+            call, [letters], [left], names=_reduced_label_names(added), summed=added, local=local, skip=kept
+        )
 
 
-def _over(letters: str) -> dict[str, str]:
+def _reduced_label_names(letters: str) -> dict[str, str]:
     return {letter: f"over dim {letter}" for letter in letters}
 
 
-def _composite(call: Call, function: Any, outputs: Placement | Sequence[Placement], sums: int) -> Iterator[Strategy]:
+def _cut_reduced_dim(
+    call: OperatorCall, function: Any, outputs: Placement | Sequence[Placement], sums: int
+) -> Iterator[Strategy]:
     """Cut a dimension that is reduced; the ranks talk inside ``sums`` times about what is left of it."""
-    x, dims = call.inputs[0], _reduced(call)
+    x, dims = call.inputs[0], _reduced_dims(call)
     if x.dtype.is_complex:
         return
     rows = math.prod(n for d, n in enumerate(x.shape) if d not in dims)
     size = max(call.outputs[0].dtype.itemsize, 4)
     for dim in dims:
-        for cuts in call.layouts(x.at(dim)):
+        for cuts in call.common_cuts(x.at(dim)):
             yield call.strategy(
                 f"over dim {ascii_letters[dim]}",
                 {0: Shard(dim, cuts)},
                 outputs,
-                local=partial(communicate, function=function),
-                sent=reduced_bytes(rows, size, call.degree, sums),
+                local=partial(call_along_axis, function=function),
+                sent=all_reduce_bytes(rows, size, call.degree, sums),
                 messages=sums,
             )
 
 
 @rule("sum")
-def sum_(call: Call) -> Iterator[Strategy]:
+def sum_(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; summands too."""
-    yield from _additive(call)
-    yield from summands(call, call.inputs[0])
+    yield from _cut_any_dim(call)
+    yield from partial_sums(call, call.inputs[0])
 
 
 @rule("nansum", "count_nonzero")
-def counted(call: Call) -> Iterator[Strategy]:
+def counted(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension."""
-    yield from _additive(call)
+    yield from _cut_any_dim(call)
 
 
 @rule("mean")
-def mean(call: Call) -> Iterator[Strategy]:
+def mean(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; a rank's sum is divided by the whole count."""
-    yield from _additive(call, local=_by_whole_count)
-    yield from summands(call, call.inputs[0])
+    yield from _cut_any_dim(call, local=_divide_by_whole_count)
+    yield from partial_sums(call, call.inputs[0])
 
 
-def _by_whole_count(edit: Edit) -> None:
+def _divide_by_whole_count(edit: RankCall) -> None:
     shape = edit.call.inputs[0].shape
-    edit.target = Mean(math.prod(shape[d] for d in _reduced(edit.call)), edit.call.outputs[0].dtype)
+    edit.target = ShardedMean(math.prod(shape[d] for d in _reduced_dims(edit.call)), edit.call.outputs[0].dtype)
 
 
 @rule("nanmean", "prod", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "kthvalue")
-def kept(call: Call) -> Iterator[Strategy]:
+def kept(call: OperatorCall) -> Iterator[Strategy]:
     """Dimensions that are not reduced."""
-    yield from _over_kept(call)
+    yield from _cut_kept_dims(call)
 
 
 @rule("max", "min", "amax", "amin", "any", "all", composes=True)
-def extreme(call: Call) -> Iterator[Strategy]:
+def extreme(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension, unless positions are asked for; max and min of two tensors are pointwise."""
     if len(call.inputs) == 2:
         pointwise = rule_of("aten.maximum.default")
         assert pointwise is not None
         yield from pointwise(call)
         return
-    yield from _over_kept(call)
+    yield from _cut_kept_dims(call)
     if len(call.outputs) == 1:
         sign = 1 if call.base in ("max", "amax", "any") else -1
-        dims, keepdim = _reduced(call), bool(call.arguments.get("keepdim"))
-        function = Extreme(dims, keepdim, call.outputs[0].dtype, sign, call.base in ("any", "all"))
-        yield from _composite(call, function, REPLICATE, 2 if call.outputs[0].dtype.is_floating_point else 1)
+        dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
+        function = ShardedExtreme(dims, keepdim, call.outputs[0].dtype, sign, call.base in ("any", "all"))
+        yield from _cut_reduced_dim(call, function, REPLICATE, 2 if call.outputs[0].dtype.is_floating_point else 1)
 
 
 @rule("logsumexp", "special_logsumexp", composes=True)
-def logsumexp(call: Call) -> Iterator[Strategy]:
+def logsumexp(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension."""
-    yield from _over_kept(call)
-    yield from _composite(call, LogSumExp(_reduced(call), call["keepdim"], call.outputs[0].dtype), REPLICATE, 2)
+    yield from _cut_kept_dims(call)
+    yield from _cut_reduced_dim(
+        call, ShardedLogSumExp(_reduced_dims(call), call["keepdim"], call.outputs[0].dtype), REPLICATE, 2
+    )
 
 
 @rule("var", "std", "var_mean", "std_mean", composes=True)
-def variance(call: Call) -> Iterator[Strategy]:
+def variance(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; over a cut one the ranks agree on the mean first."""
-    yield from _over_kept(call)
-    dims, keepdim = _reduced(call), bool(call.arguments.get("keepdim"))
+    yield from _cut_kept_dims(call)
+    dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
     given = call.arguments.get("correction")
     correction = float(call.arguments.get("unbiased", True) if given is None else given)
     count = math.prod(call.inputs[0].shape[d] for d in dims)
     root = call.base.startswith("std")
-    function = Variance(dims, keepdim, count, correction, root, call.base.endswith("mean"), call.outputs[0].dtype)
-    yield from _composite(call, function, REPLICATE if root else PARTIAL, len(call.outputs) + root if root else 1)
+    function = ShardedVariance(
+        dims, keepdim, count, correction, root, call.base.endswith("mean"), call.outputs[0].dtype
+    )
+    yield from _cut_reduced_dim(call, function, REPLICATE if root else PARTIAL, len(call.outputs) + root if root else 1)
 
 
 @rule("norm", "linalg_vector_norm", composes=True)
-def norm(call: Call) -> Iterator[Strategy]:
+def norm(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension for positive orders: powers are added."""
     order = call.arguments.get("p", call.arguments.get("ord"))
     order = 2.0 if order is None else float(order)
     if order == 1.0 and not call.inputs[0].dtype.is_complex:
-        yield from _additive(call)
+        yield from _cut_any_dim(call)
         return
-    yield from _over_kept(call)
+    yield from _cut_kept_dims(call)
     if 0.0 < order < math.inf:
-        function = Norm(order, _reduced(call), bool(call.arguments.get("keepdim")), call.outputs[0].dtype)
-        yield from _composite(call, function, REPLICATE, 1)
+        function = ShardedNorm(order, _reduced_dims(call), bool(call.arguments.get("keepdim")), call.outputs[0].dtype)
+        yield from _cut_reduced_dim(call, function, REPLICATE, 1)
 
 
 @rule("softmax", "log_softmax", "special_softmax", "special_log_softmax", "_softmax", "_log_softmax", "_safe_softmax")
-def softmax(call: Call) -> Iterator[Strategy]:
+def softmax(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; over a cut one the ranks reduce the maximum and the sum, backward a sum again."""
     yield from _along(call)
     x, out = call.inputs[0], call.outputs[0]
     if not x.dim:
         return
     dim = call["dim"] % x.dim
-    function = Softmax(dim, out.dtype, "log" in call.base, "safe" in call.base)
+    function = ShardedSoftmax(dim, out.dtype, "log" in call.base, "safe" in call.base)
     rows = math.prod(x.shape) // max(x.shape[dim], 1)
-    for cuts in call.layouts(x.at(dim), out.at(dim)):
+    for cuts in call.common_cuts(x.at(dim), out.at(dim)):
         yield call.strategy(
             f"over dim {ascii_letters[dim]}",
             {0: Shard(dim, cuts)},
             Shard(dim, cuts),
-            local=partial(communicate, function=function),
-            sent=reduced_bytes(rows, max(out.dtype.itemsize, 4), call.degree, 3),
+            local=partial(call_along_axis, function=function),
+            sent=all_reduce_bytes(rows, max(out.dtype.itemsize, 4), call.degree, 3),
             messages=3,
         )
 
 
 @rule("cumsum")
-def cumsum(call: Call) -> Iterator[Strategy]:
+def cumsum(call: OperatorCall) -> Iterator[Strategy]:
     """Every other dimension; summands too."""
     yield from _along(call)
-    yield from summands(call, call.inputs[0])
+    yield from partial_sums(call, call.inputs[0])
 
 
 @rule("cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "msort")
-def along(call: Call) -> Iterator[Strategy]:
+def along(call: OperatorCall) -> Iterator[Strategy]:
     """Every dimension but the one along which they work."""
     yield from _along(call)
 
 
-def _along(call: Call) -> Iterator[Strategy]:
+def _along(call: OperatorCall) -> Iterator[Strategy]:
     x = call.inputs[0]
     if x.dim:
-        letters = letters_of(x, [call.arguments.get("dim", 0) % x.dim])
-        yield from by_letters(call, [letters], [letters for _ in call.outputs])
+        letters = label_dimensions(x, [call.arguments.get("dim", 0) % x.dim])
+        yield from strategies_by_dimension(call, [letters], [letters for _ in call.outputs])
 
 
 @rule("cosine_similarity")
-def cosine_similarity(call: Call) -> Iterator[Strategy]:
+def cosine_similarity(call: OperatorCall) -> Iterator[Strategy]:
     """Every dimension but the one of the vectors."""
     out, places = call.outputs[0], max(v.dim for v in call.inputs)
     along = call["dim"] % max(places, 1)
-    letters = letters_of(out)
+    letters = label_dimensions(out)
     letters.insert(along, None)
-    yield from by_letters(call, broadcast_inputs(call, letters), [letters[:along] + letters[along + 1 :]])
+    yield from strategies_by_dimension(
+        call, broadcast_input_labels(call, letters), [letters[:along] + letters[along + 1 :]]
+    )
 
 
 @rule("diff")
-def diff(call: Call) -> Iterator[Strategy]:
+def diff(call: OperatorCall) -> Iterator[Strategy]:
     """Every dimension but the one along which neighbours are subtracted; summands too."""
     x = call.inputs[0]
-    letters = letters_of(x, [call["dim"] % max(x.dim, 1)])
-    yield from by_letters(call, [letters for _ in call.inputs], [letters])
-    yield from summands(call, *call.inputs)
+    letters = label_dimensions(x, [call["dim"] % max(x.dim, 1)])
+    yield from strategies_by_dimension(call, [letters for _ in call.inputs], [letters])
+    yield from partial_sums(call, *call.inputs)

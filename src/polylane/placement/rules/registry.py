@@ -8,10 +8,10 @@ from functools import cache
 
 import torch
 
-from polylane.placement.call import Call, Strategy
-from polylane.placement.placement import REPLICATE, SHARED, well_formed
+from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, is_valid_placement
+from polylane.placement.strategy import OperatorCall, Strategy
 
-Rule = Callable[[Call], Iterable[Strategy]]
+Rule = Callable[[OperatorCall], Iterable[Strategy]]
 
 FAMILIES = (
     "matmul",
@@ -71,7 +71,7 @@ def rule_of(op: str) -> Rule | None:
     return _RULES["pointwise"] if is_pointwise(op) else None
 
 
-def composing() -> frozenset[str]:
+def composable_operators() -> frozenset[str]:
     """The operators whose strategies go together on two axes also where one of them communicates inside."""
     _load()
     return frozenset(_COMPOSING)
@@ -85,13 +85,13 @@ def is_pointwise(op: str) -> bool:
     return function is not None and torch.Tag.pointwise in function.tags
 
 
-def strategies(call: Call) -> tuple[Strategy, ...]:
+def strategies(call: OperatorCall) -> tuple[Strategy, ...]:
     """Every way to compute a call on the ranks of an axis; the first is to compute it whole on each of them."""
     own = rule_of(call.op)
     found = [call.strategy("replicate", {}, REPLICATE, default=REPLICATE)]
-    if call.op.startswith("aten.") and not call.written:
+    if call.op.startswith("aten.") and not call.written_inputs:
         # A backward pass is linear in the gradient: from partial gradients it makes partial gradients.
-        found.append(call.strategy("replicate, with partial gradients", {}, SHARED))
+        found.append(call.strategy("replicate, with partial gradients", {}, REPLICATE_PARTIAL_GRAD))
     if own is not None:
         found += own(call)
     distinct: dict[object, Strategy] = {}
@@ -101,8 +101,8 @@ def strategies(call: Call) -> tuple[Strategy, ...]:
     return tuple(distinct.values())
 
 
-def _check(call: Call, strategy: Strategy) -> None:
+def _check(call: OperatorCall, strategy: Strategy) -> None:
     pairs = [*zip(call.inputs, strategy.inputs, strict=True), *zip(call.outputs, strategy.outputs, strict=True)]
     for value, placement in pairs:
-        if not well_formed(placement, value.shape, call.degree):
+        if not is_valid_placement(placement, value.shape, call.degree):
             raise ValueError(f"{call.op}: {strategy.name}: {placement} {value.shape} does not fit: {placement!r}")

@@ -10,21 +10,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polylane.placement.call import Call, Edit, Place, Strategy, Value
-from polylane.placement.letters import broadcast, by_letters, letters_of, nothing, summands
 from polylane.placement.placement import (
     PARTIAL,
     REPLICATE,
     Cuts,
     Placement,
     Shard,
-    divided,
-    inside,
-    repeated,
-    scaled,
-    shortest,
+    divide_cuts,
+    repeat_cuts,
+    scale_cuts,
+    simplify_cuts,
+    slice_cuts,
+)
+from polylane.placement.rules.by_dimension import (
+    broadcast_labels,
+    label_dimensions,
+    no_labels,
+    partial_sums,
+    strategies_by_dimension,
 )
 from polylane.placement.rules.registry import rule
+from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy, TensorValue
 
 aten = torch.ops.aten
 
@@ -34,7 +40,7 @@ MOST_SEGMENTS = 1024
 # ---- what cuts become of cuts ----------------------------------------------------------------------------------------
 
 
-class Block(NamedTuple):
+class DimensionBlock(NamedTuple):
     """A dimension among those that are laid out together: how many of it there are, its size, and what is inside."""
 
     outer: int
@@ -42,7 +48,7 @@ class Block(NamedTuple):
     inner: int
 
 
-def across(cuts: Cuts, source: Block, target: Block) -> Cuts | None:
+def convert_cuts(cuts: Cuts, source: DimensionBlock, target: DimensionBlock) -> Cuts | None:
     """The cuts of another dimension over the same elements by which every rank has the same of them.
 
     Both dimensions run over elements in the same order: position p of either is ``p // inner % size``.
@@ -54,18 +60,18 @@ def across(cuts: Cuts, source: Block, target: Block) -> Cuts | None:
         return cuts
     if source.outer * len(cuts) > MOST_SEGMENTS:
         return None
-    flat = repeated(scaled(cuts, source.inner), source.size * source.inner, source.outer)
-    rows = divided(shortest(flat), target.inner)
+    flat = repeat_cuts(scale_cuts(cuts, source.inner), source.size * source.inner, source.outer)
+    rows = divide_cuts(simplify_cuts(flat), target.inner)
     if rows is None:
         return None
-    made = shortest(inside(rows, 0, target.size))
-    if target.outer * len(made) > MOST_SEGMENTS or shortest(repeated(made, target.size, target.outer)) != rows:
+    made = simplify_cuts(slice_cuts(rows, 0, target.size))
+    if target.outer * len(made) > MOST_SEGMENTS or simplify_cuts(repeat_cuts(made, target.size, target.outer)) != rows:
         return None
     return made
 
 
-def pairs(
-    call: Call,
+def matching_cut_pairs(
+    call: OperatorCall,
     source: Place,
     target: Place,
     onward: Callable[[Cuts], Cuts | None],
@@ -73,11 +79,11 @@ def pairs(
 ) -> Iterator[tuple[Cuts, Cuts]]:
     """Cuts of two dimensions that fit together: what neighbours ask of either, carried over to the other."""
     found: dict[tuple[Cuts, Cuts], None] = {}
-    for cuts in call.layouts(source):
+    for cuts in call.common_cuts(source):
         made = onward(cuts)
         if made is not None:
             found[cuts, made] = None
-    for cuts in call.layouts(target):
+    for cuts in call.common_cuts(target):
         given = back(cuts)
         if given is not None:
             found[given, cuts] = None
@@ -87,7 +93,7 @@ def pairs(
 # ---- views -----------------------------------------------------------------------------------------------------------
 
 
-def _groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def _dimension_groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """Dimensions of two shapes with the same elements, in groups as small as can be. Dimensions of 1 are in none."""
     ins = [d for d, n in enumerate(source) if n != 1]
     outs = [d for d, n in enumerate(target) if n != 1]
@@ -104,10 +110,10 @@ def _groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list
         yield left, right
 
 
-def _blocks(shape: Sequence[int], dims: Sequence[int]) -> list[tuple[int, Block]]:
+def _dimension_blocks(shape: Sequence[int], dims: Sequence[int]) -> list[tuple[int, DimensionBlock]]:
     sizes = [shape[d] for d in dims]
     return [
-        (d, Block(torch.Size(sizes[:i]).numel(), sizes[i], torch.Size(sizes[i + 1 :]).numel()))
+        (d, DimensionBlock(torch.Size(sizes[:i]).numel(), sizes[i], torch.Size(sizes[i + 1 :]).numel()))
         for i, d in enumerate(dims)
     ]
 
@@ -115,27 +121,27 @@ def _blocks(shape: Sequence[int], dims: Sequence[int]) -> list[tuple[int, Block]
 @rule(
     "view", "reshape", "_unsafe_view", "flatten", "ravel", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze"
 )
-def view(call: Call) -> Iterator[Strategy]:
+def view(call: OperatorCall) -> Iterator[Strategy]:
     """The same elements in the same order: a dimension of one shape is cut where one of the other is cut alike.
 
     Heads are split off in whole heads, samples and positions are laid together as one segment for every sample.
     """
     if call.op == "aten.view.dtype":
-        yield from _retyped(call)
+        yield from _view_as_type(call)
         return
     x, out = call["self"], call.outputs[0]
-    yield from summands(call, x)
+    yield from partial_sums(call, x)
     if 0 in x.shape:
         return
-    for left, right in _groups(x.shape, out.shape):
-        for (i, a), (o, b) in product(_blocks(x.shape, left), _blocks(out.shape, right)):
-            onward, back = partial(across, source=a, target=b), partial(across, source=b, target=a)
-            for given, made in pairs(call, x.at(i), out.at(o), onward, back):
-                yield from _like_other(call, f"dim {o}", {x.index: Shard(i, given)}, Shard(o, made), _reshaped)
+    for left, right in _dimension_groups(x.shape, out.shape):
+        for (i, a), (o, b) in product(_dimension_blocks(x.shape, left), _dimension_blocks(out.shape, right)):
+            onward, back = partial(convert_cuts, source=a, target=b), partial(convert_cuts, source=b, target=a)
+            for given, made in matching_cut_pairs(call, x.at(i), out.at(o), onward, back):
+                yield from _like_other(call, f"dim {o}", {x.index: Shard(i, given)}, Shard(o, made), _reshape_locally)
 
 
 def _like_other(
-    call: Call, name: str, inputs: dict[int, Placement], made: Shard, local: Callable[[Edit], None]
+    call: OperatorCall, name: str, inputs: dict[int, Placement], made: Shard, local: Callable[[RankCall], None]
 ) -> Iterator[Strategy]:
     """A second tensor that only shows a shape may be whole, or lie like the output: its elements are not read."""
     yield call.strategy(name, inputs, made, local=local)
@@ -144,27 +150,27 @@ def _like_other(
             yield call.strategy(name, {**inputs, other.index: made}, made, local=local)
 
 
-def _reshaped(edit: Edit) -> None:
+def _reshape_locally(edit: RankCall) -> None:
     """A part is not contiguous where the whole is, and has sizes of its own."""
     edit.replace(aten.reshape.default, edit["self"], list(edit.output_shape()))
 
 
-def _retyped(call: Call) -> Iterator[Strategy]:
+def _view_as_type(call: OperatorCall) -> Iterator[Strategy]:
     """The same bytes as another type: elements of the last dimension may become more or fewer."""
     x, out = call["self"], call.outputs[0]
     same = x.dtype.itemsize == out.dtype.itemsize
-    letters = letters_of(x, () if same else (x.dim - 1,))
-    yield from by_letters(call, [letters], [letters])
+    letters = label_dimensions(x, () if same else (x.dim - 1,))
+    yield from strategies_by_dimension(call, [letters], [letters])
 
 
 @rule("view_as_complex", "view_as_real")
-def complex_view(call: Call) -> Iterator[Strategy]:
+def complex_view(call: OperatorCall) -> Iterator[Strategy]:
     """Real and imaginary part are a last dimension of two: all others may be cut."""
     x, out = call["self"], call.outputs[0]
-    letters = letters_of(min(x, out, key=lambda v: v.dim))
+    letters = label_dimensions(min(x, out, key=lambda v: v.dim))
     shapes = [[*letters, *[None] * (v.dim - len(letters))] for v in (x, out)]
-    yield from by_letters(call, shapes[:1], shapes[1:])
-    yield from summands(call, x)
+    yield from strategies_by_dimension(call, shapes[:1], shapes[1:])
+    yield from partial_sums(call, x)
 
 
 # ---- permutations ----------------------------------------------------------------------------------------------------
@@ -174,7 +180,7 @@ def complex_view(call: Call) -> Iterator[Strategy]:
     "permute", "transpose", "t", "numpy_T", "mT", "mH", "matrix_H", "adjoint",
     "movedim", "moveaxis", "swapaxes", "swapdims",
 )  # fmt: skip
-def permuted(call: Call) -> Iterator[Strategy]:
+def permuted(call: OperatorCall) -> Iterator[Strategy]:
     """The same dimensions in another order."""
     x = call["self"]
     _, base, overload = call.op.split(".")
@@ -182,92 +188,98 @@ def permuted(call: Call) -> Iterator[Strategy]:
     # Every dimension's size tells where it went.
     probe = torch.empty([d + 2 for d in range(x.dim)], device="meta")
     moved = getattr(getattr(aten, base), overload)(probe, **rest).shape
-    yield from by_letters(call, [letters_of(x)], [[ascii_letters[n - 2] for n in moved]])
-    yield from summands(call, x)
+    yield from strategies_by_dimension(call, [label_dimensions(x)], [[ascii_letters[n - 2] for n in moved]])
+    yield from partial_sums(call, x)
 
 
 # ---- expansion and repetition ----------------------------------------------------------------------------------------
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def expand(call: Call) -> Iterator[Strategy]:
+def expand(call: OperatorCall) -> Iterator[Strategy]:
     """Along an expanded dimension every rank expands to its own part what it has whole."""
     x, out = call["self"], call.outputs[0]
-    letters = letters_of(out)
-    for lies in (nothing, lambda _: letters):
+    letters = label_dimensions(out)
+    for lies in (no_labels, lambda _: letters):
         rest = [lies(v) for v in call.inputs[1:]]
-        yield from by_letters(call, [broadcast(x, letters), *rest], [letters], local=_expanded)
-    yield from summands(call, x)
+        yield from strategies_by_dimension(
+            call, [broadcast_labels(x, letters), *rest], [letters], local=_expand_locally
+        )
+    yield from partial_sums(call, x)
 
 
-def _expanded(edit: Edit) -> None:
+def _expand_locally(edit: RankCall) -> None:
     edit.replace(aten.expand.default, edit["self"], list(edit.output_shape()))
 
 
 @rule("broadcast_tensors")
-def broadcast_tensors(call: Call) -> Iterator[Strategy]:
+def broadcast_tensors(call: OperatorCall) -> Iterator[Strategy]:
     """All to one shape: who has a dimension is cut along it, who broadcasts is whole."""
-    letters = letters_of(call.outputs[0])
-    yield from by_letters(call, [broadcast(v, letters) for v in call.inputs], [letters for _ in call.outputs])
-    yield from summands(call, *call.inputs)
+    letters = label_dimensions(call.outputs[0])
+    yield from strategies_by_dimension(
+        call, [broadcast_labels(v, letters) for v in call.inputs], [letters for _ in call.outputs]
+    )
+    yield from partial_sums(call, *call.inputs)
 
 
-def _times(dim: int, arguments: Any, name: str) -> list[int]:
+def _repeat_counts(dim: int, arguments: Any, name: str) -> list[int]:
     given = list(arguments[name])
     return [1] * (dim - len(given)) + given
 
 
 @rule("repeat", "tile")
-def repeat(call: Call) -> Iterator[Strategy]:
+def repeat(call: OperatorCall) -> Iterator[Strategy]:
     """Copies of what each rank has, a segment for each copy; or to each rank some whole copies."""
     x, out = call["self"], call.outputs[0]
-    yield from summands(call, x)
+    yield from partial_sums(call, x)
     if 0 in out.shape:
         return
     name = "repeats" if call.base == "repeat" else "dims"
-    for o, times in enumerate(_times(out.dim, call.arguments, name)):
+    for o, times in enumerate(_repeat_counts(out.dim, call.arguments, name)):
         i = o - (out.dim - x.dim)
         size = x.shape[i] if i >= 0 else 1
         if size > 1:
-            a, b = Block(times, size, 1), Block(1, times * size, 1)
-            onward, back = partial(across, source=a, target=b), partial(across, source=b, target=a)
-            for given, made in pairs(call, x.at(i), out.at(o), onward, back):
+            a, b = DimensionBlock(times, size, 1), DimensionBlock(1, times * size, 1)
+            onward, back = partial(convert_cuts, source=a, target=b), partial(convert_cuts, source=b, target=a)
+            for given, made in matching_cut_pairs(call, x.at(i), out.at(o), onward, back):
                 yield call.strategy(f"dim {o}", {x.index: Shard(i, given)}, Shard(o, made))
         if times > 1:
-            for cuts in call.layouts(out.at(o)):
-                if divided(cuts, size) is not None:
-                    yield call.strategy("copies", {}, Shard(o, cuts), local=partial(_copies, name, o, size))
+            for cuts in call.common_cuts(out.at(o)):
+                if divide_cuts(cuts, size) is not None:
+                    yield call.strategy("copies", {}, Shard(o, cuts), local=partial(_repeat_locally, name, o, size))
 
 
-def _copies(name: str, dim: int, size: int, edit: Edit) -> None:
-    times = _times(len(edit.output_shape()), edit, name)
+def _repeat_locally(name: str, dim: int, size: int, edit: RankCall) -> None:
+    times = _repeat_counts(len(edit.output_shape()), edit, name)
     times[dim] = edit.output_shape()[dim] // size
     edit[name] = times
 
 
 @rule("repeat_interleave")
-def repeat_interleave(call: Call) -> Iterator[Strategy]:
+def repeat_interleave(call: OperatorCall) -> Iterator[Strategy]:
     """Every element several times: all copies of an element stay together (grouped key and value heads)."""
     if "self" not in call.arguments:  # numbers of copies to positions: how many there are depends on the data
         return
     x, out, dim = call["self"], call.outputs[0], call["dim"]
-    yield from summands(call, x)
+    yield from partial_sums(call, x)
     if dim is not None:
-        letters = letters_of(x, (dim % max(x.dim, 1),))
-        yield from by_letters(call, [letters, *map(nothing, call.inputs[1:])], [letters])
-    if isinstance(call["repeats"], Value) or 0 in out.shape:
+        letters = label_dimensions(x, (dim % max(x.dim, 1),))
+        yield from strategies_by_dimension(call, [letters, *map(no_labels, call.inputs[1:])], [letters])
+    if isinstance(call["repeats"], TensorValue) or 0 in out.shape:
         return
     at = 0 if dim is None else dim % max(x.dim, 1)
-    whole = Block(1, out.shape[at], 1)
+    whole = DimensionBlock(1, out.shape[at], 1)
     dims = range(x.dim) if dim is None else [at]
-    for i, block in _blocks(x.shape, dims):
-        own = Block(block.outer, block.size, block.inner * call["repeats"])
-        onward, back = partial(across, source=own, target=whole), partial(across, source=whole, target=own)
-        for given, made in pairs(call, x.at(i), out.at(at), onward, back):
-            yield call.strategy(f"dim {i}", {x.index: Shard(i, given)}, Shard(at, made), local=partial(_sized, at))
+    for i, block in _dimension_blocks(x.shape, dims):
+        own = DimensionBlock(block.outer, block.size, block.inner * call["repeats"])
+        onward, back = partial(convert_cuts, source=own, target=whole), partial(convert_cuts, source=whole, target=own)
+        for given, made in matching_cut_pairs(call, x.at(i), out.at(at), onward, back):
+            yield call.strategy(
+                f"dim {i}", {x.index: Shard(i, given)}, Shard(at, made), local=partial(_repeat_interleave_locally, at)
+            )
 
 
-def _sized(dim: int, edit: Edit) -> None:
+def _repeat_interleave_locally(dim: int, edit: RankCall) -> None:
     if edit["output_size"] is not None:
         edit["output_size"] = edit.output_shape()[dim]
 
@@ -276,40 +288,42 @@ def _sized(dim: int, edit: Edit) -> None:
 
 
 @rule("roll", "flip", "fliplr", "flipud", "rot90")
-def turned(call: Call) -> Iterator[Strategy]:
+def turned(call: OperatorCall) -> Iterator[Strategy]:
     """Elements change places along some dimensions, which are not cut."""
     x = call["self"]
-    yield from summands(call, x)
+    yield from partial_sums(call, x)
     if call.base == "rot90" and int(call["k"]) % 2:  # the two dimensions change places as well
         return
     dims = {"fliplr": [1], "flipud": [0]}.get(call.base) or call["dims"]
     if dims or call.base == "flip":  # a roll without dimensions goes through all of them
-        letters = letters_of(x, [d % max(x.dim, 1) for d in dims])
-        yield from by_letters(call, [letters], [letters])
+        letters = label_dimensions(x, [d % max(x.dim, 1) for d in dims])
+        yield from strategies_by_dimension(call, [letters], [letters])
 
 
 @rule("tril", "triu")
-def triangle(call: Call) -> Iterator[Strategy]:
+def triangle(call: OperatorCall) -> Iterator[Strategy]:
     """All but the part on one side of a diagonal, which lies elsewhere in some of the rows or columns."""
     x = call["self"]
-    letters = letters_of(x, (x.dim - 2, x.dim - 1))
-    yield from by_letters(call, [letters], [letters])
-    yield from summands(call, x)
+    letters = label_dimensions(x, (x.dim - 2, x.dim - 1))
+    yield from strategies_by_dimension(call, [letters], [letters])
+    yield from partial_sums(call, x)
     for dim, sign in ((x.dim - 2, 1), (x.dim - 1, -1)):
-        for cuts in call.layouts(x.at(dim)):
-            if len(shortest(cuts)) == 1:
+        for cuts in call.common_cuts(x.at(dim)):
+            if len(simplify_cuts(cuts)) == 1:
                 shard = Shard(dim, cuts)
-                yield call.strategy("columns" if sign < 0 else "rows", {0: shard}, shard, local=partial(_slid, sign))
+                yield call.strategy(
+                    "columns" if sign < 0 else "rows", {0: shard}, shard, local=partial(_shift_diagonal, sign)
+                )
 
 
-def _slid(sign: int, edit: Edit) -> None:
+def _shift_diagonal(sign: int, edit: RankCall) -> None:
     assert edit.strategy is not None and isinstance(edit.strategy.inputs[0], Shard)
     ranges = edit.strategy.inputs[0].ranges(edit.index)
     edit["diagonal"] += sign * (ranges[0][0] if ranges else 0)
 
 
 @rule("diagonal", "diagonal_copy", "diag_embed")
-def diagonal(call: Call) -> Iterator[Strategy]:
+def diagonal(call: OperatorCall) -> Iterator[Strategy]:
     """From a matrix to its diagonal or back: all dimensions but those two."""
     x, out = call["self"], call.outputs[0]
     wide = max(x.dim, out.dim)
@@ -317,46 +331,46 @@ def diagonal(call: Call) -> Iterator[Strategy]:
     letters = iter(ascii_letters)
     matrix = [None if d in pair else next(letters) for d in range(wide)]
     line = [c for c in matrix if c is not None] + [None]
-    yield from by_letters(call, *([[line], [matrix]] if call.base == "diag_embed" else [[matrix], [line]]))
-    yield from summands(call, x)
+    yield from strategies_by_dimension(call, *([[line], [matrix]] if call.base == "diag_embed" else [[matrix], [line]]))
+    yield from partial_sums(call, x)
 
 
 @rule("unfold")
-def unfold(call: Call) -> Iterator[Strategy]:
+def unfold(call: OperatorCall) -> Iterator[Strategy]:
     """Windows along a dimension, which is not cut."""
     x = call["self"]
     if x.dim:
-        letters = letters_of(x, (int(call["dimension"]) % x.dim,))
-        yield from by_letters(call, [letters], [[*letters, None]])
-    yield from summands(call, x)
+        letters = label_dimensions(x, (int(call["dimension"]) % x.dim,))
+        yield from strategies_by_dimension(call, [letters], [[*letters, None]])
+    yield from partial_sums(call, x)
 
 
 # ---- constants -------------------------------------------------------------------------------------------------------
 
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like")
-def constant_like(call: Call) -> Iterator[Strategy]:
+def constant_like(call: OperatorCall) -> Iterator[Strategy]:
     """A constant of the shape of another value: as that one lies; what is whole has its whole shape, summands too."""
-    letters = letters_of(call["self"])
-    yield from by_letters(call, [letters], [letters])
+    letters = label_dimensions(call["self"])
+    yield from strategies_by_dimension(call, [letters], [letters])
     yield call.strategy("whole", {0: PARTIAL}, REPLICATE)
 
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty")
-def constant(call: Call) -> Iterator[Strategy]:
+def constant(call: OperatorCall) -> Iterator[Strategy]:
     """A constant of any size, with another value's type: that one may lie in any way."""
     x, out = call["self"], call.outputs[0]
-    anyhow: list[Placement] = [PARTIAL, *(Shard(d, cuts) for d in range(x.dim) for cuts in call.layouts(x.at(d)))]
+    anyhow: list[Placement] = [PARTIAL, *(Shard(d, cuts) for d in range(x.dim) for cuts in call.common_cuts(x.at(d)))]
     for given in anyhow:
         yield call.strategy("whole", {0: given}, REPLICATE)
     for d in range(out.dim):
         alike = [x.at(d)] if d < x.dim and x.shape[d] == out.shape[d] else []
-        for cuts in call.layouts(out.at(d), *alike):
+        for cuts in call.common_cuts(out.at(d), *alike):
             made = Shard(d, cuts)
             ways: list[Placement] = [PARTIAL, REPLICATE, *([made] if alike else [])]
             for given in ways:
-                yield call.strategy(f"dim {d}", {0: given}, made, local=_of_own_size)
+                yield call.strategy(f"dim {d}", {0: given}, made, local=_create_locally)
 
 
-def _of_own_size(edit: Edit) -> None:
+def _create_locally(edit: RankCall) -> None:
     edit["size"] = list(edit.output_shape())

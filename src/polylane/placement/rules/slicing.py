@@ -8,10 +8,10 @@ from itertools import accumulate, chain, islice, pairwise, product
 
 import torch
 
-from polylane.placement.call import Call, Edit, Place, Strategy, Value
-from polylane.placement.letters import by_letters, letters_of, nothing, summands
-from polylane.placement.placement import PARTIAL, Cuts, Shard, even, inside, joined, shortest
+from polylane.placement.placement import PARTIAL, Cuts, Shard, even_cuts, join_cuts, simplify_cuts, slice_cuts
+from polylane.placement.rules.by_dimension import label_dimensions, no_labels, partial_sums, strategies_by_dimension
 from polylane.placement.rules.registry import rule
+from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy, TensorValue
 
 aten = torch.ops.aten
 
@@ -21,7 +21,9 @@ MOST_COMBINATIONS = 16
 # ---- one dimension of several pieces ---------------------------------------------------------------------------------
 
 
-def pieces(call: Call, whole: Place, parts: Sequence[Place], sizes: Sequence[int]) -> Iterator[tuple[Cuts, list[Cuts]]]:
+def cuts_of_pieces(
+    call: OperatorCall, whole: Place, parts: Sequence[Place], sizes: Sequence[int]
+) -> Iterator[tuple[Cuts, list[Cuts]]]:
     """Cuts of a dimension and of the pieces that it consists of: every rank has its share of every piece.
 
     First each piece cut evenly, then as the neighbours of the pieces ask, pieces of one size alike (keys and values),
@@ -32,37 +34,39 @@ def pieces(call: Call, whole: Place, parts: Sequence[Place], sizes: Sequence[int
     alike: dict[int, list[Place]] = {}
     for place, n in zip(parts, sizes, strict=True):
         alike.setdefault(n, []).append(place)
-    ways = {n: call.layouts(*places) or [even(n, call.degree)] for n, places in alike.items()}
+    ways = {n: call.common_cuts(*places) or [even_cuts(n, call.degree)] for n, places in alike.items()}
     most = max(len(way) for way in ways.values())
     together = (tuple(way[min(i, len(way) - 1)] for way in ways.values()) for i in range(most))
     found: dict[tuple[Cuts, tuple[Cuts, ...]], None] = {}
     for choice in islice(chain(together, product(*ways.values())), MOST_COMBINATIONS):
         chosen = dict(zip(ways, choice, strict=True))
         made = tuple(chosen[n] for n in sizes)
-        found[shortest(joined(made)), made] = None
-    for cuts in call.layouts(whole):
-        made = tuple(shortest(piece) for piece in _clipped(cuts, sizes))
-        if _balanced(cuts, made, sizes):
+        found[simplify_cuts(join_cuts(made)), made] = None
+    for cuts in call.common_cuts(whole):
+        made = tuple(simplify_cuts(piece) for piece in _clip_cuts(cuts, sizes))
+        if _is_balanced(cuts, made, sizes):
             found[cuts, made] = None
     for cuts, made in found:
         yield cuts, list(made)
 
 
-def _clipped(cuts: Cuts, sizes: Sequence[int]) -> list[Cuts]:
-    return [inside(cuts, a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
+def _clip_cuts(cuts: Cuts, sizes: Sequence[int]) -> list[Cuts]:
+    return [slice_cuts(cuts, a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
-def _balanced(cuts: Cuts, made: Sequence[Cuts], sizes: Sequence[int]) -> bool:
+def _is_balanced(cuts: Cuts, made: Sequence[Cuts], sizes: Sequence[int]) -> bool:
     """Whether no rank goes empty-handed of a piece, unless the segments are the pieces: somebody means it so."""
     edges = {p for segment in cuts for p in (segment[0], segment[-1])}
     if edges.issuperset(accumulate(sizes)):
         return True
     ranks = range(len(cuts[0]) - 1)
-    return all(n <= len(ranks) or all(Shard(0, c).length(i) for i in ranks) for c, n in zip(made, sizes, strict=True))
+    return all(
+        n <= len(ranks) or all(Shard(0, c).local_length(i) for i in ranks) for c, n in zip(made, sizes, strict=True)
+    )
 
 
-def _split_dim(call: Call) -> int:
-    x: Value = call["self"]
+def _split_dim(call: OperatorCall) -> int:
+    x: TensorValue = call["self"]
     named = {"hsplit": min(1, x.dim - 1), "vsplit": 0, "dsplit": 2}
     return named[call.base] if call.base in named else int(call["dim"]) % x.dim
 
@@ -71,25 +75,27 @@ def _split_dim(call: Call) -> int:
     "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk",
     "hsplit", "vsplit", "dsplit",
 )  # fmt: skip
-def split(call: Call) -> Iterator[Strategy]:
+def split(call: OperatorCall) -> Iterator[Strategy]:
     """Pieces of a dimension: cut each for itself (the three projections of a fused matrix), or along another one."""
     x, dim = call["self"], _split_dim(call)
-    letters = letters_of(x, (dim,))
-    yield from by_letters(call, [letters, *map(nothing, call.inputs[1:])], [letters for _ in call.outputs])
-    yield from summands(call, x)
+    letters = label_dimensions(x, (dim,))
+    yield from strategies_by_dimension(
+        call, [letters, *map(no_labels, call.inputs[1:])], [letters for _ in call.outputs]
+    )
+    yield from partial_sums(call, x)
     if len(call.inputs) == 1 and 0 not in x.shape:
         sizes = [out.shape[dim] for out in call.outputs]
-        for whole, parts in pieces(call, x.at(dim), [out.at(dim) for out in call.outputs], sizes):
+        for whole, parts in cuts_of_pieces(call, x.at(dim), [out.at(dim) for out in call.outputs], sizes):
             made = [Shard(dim, cuts) for cuts in parts]
-            yield call.strategy("pieces", {x.index: Shard(dim, whole)}, made, local=partial(_split_here, dim))
+            yield call.strategy("pieces", {x.index: Shard(dim, whole)}, made, local=partial(_split_locally, dim))
 
 
-def _split_here(dim: int, edit: Edit) -> None:
+def _split_locally(dim: int, edit: RankCall) -> None:
     lengths = [edit.output_shape(i)[dim] for i in range(len(edit.call.outputs))]
     edit.replace(aten.split_with_sizes.default, edit["self"], lengths, dim)
 
 
-def _cat_dim(call: Call) -> int | None:
+def _cat_dim(call: OperatorCall) -> int | None:
     """The dimension along which tensors are joined; None where some of them must be viewed otherwise first."""
     dims = {v.dim for v in call.inputs}
     if dims != {call.outputs[0].dim}:
@@ -101,57 +107,57 @@ def _cat_dim(call: Call) -> int | None:
 
 
 @rule("cat", "concat", "concatenate", "hstack", "vstack", "row_stack", "dstack", "column_stack")
-def cat(call: Call) -> Iterator[Strategy]:
+def cat(call: OperatorCall) -> Iterator[Strategy]:
     """Join along a dimension: every tensor cut for itself, or all along another dimension."""
-    yield from summands(call, *call.inputs)
+    yield from partial_sums(call, *call.inputs)
     dim, out = _cat_dim(call), call.outputs[0]
     if dim is None:
         return
-    letters = letters_of(out, (dim,))
-    yield from by_letters(call, [letters for _ in call.inputs], [letters])
+    letters = label_dimensions(out, (dim,))
+    yield from strategies_by_dimension(call, [letters for _ in call.inputs], [letters])
     if 0 not in out.shape:
         sizes = [v.shape[dim] for v in call.inputs]
-        for whole, parts in pieces(call, out.at(dim), [v.at(dim) for v in call.inputs], sizes):
+        for whole, parts in cuts_of_pieces(call, out.at(dim), [v.at(dim) for v in call.inputs], sizes):
             yield call.strategy("pieces", {i: Shard(dim, cuts) for i, cuts in enumerate(parts)}, Shard(dim, whole))
 
 
 @rule("stack")
-def stack(call: Call) -> Iterator[Strategy]:
+def stack(call: OperatorCall) -> Iterator[Strategy]:
     """Along a new dimension, which is not cut."""
     dim = int(call["dim"]) % call.outputs[0].dim
-    letters = letters_of(call.inputs[0])
-    yield from by_letters(call, [letters for _ in call.inputs], [[*letters[:dim], None, *letters[dim:]]])
-    yield from summands(call, *call.inputs)
+    letters = label_dimensions(call.inputs[0])
+    yield from strategies_by_dimension(call, [letters for _ in call.inputs], [[*letters[:dim], None, *letters[dim:]]])
+    yield from partial_sums(call, *call.inputs)
 
 
 # ---- one piece of a dimension ----------------------------------------------------------------------------------------
 
 
 @rule("unbind")
-def unbind(call: Call) -> Iterator[Strategy]:
+def unbind(call: OperatorCall) -> Iterator[Strategy]:
     """All elements along a dimension, which is not cut."""
     x, dim = call["self"], int(call["dim"]) % call["self"].dim
-    letters = letters_of(x, (dim,))
-    yield from by_letters(call, [letters], [letters[:dim] + letters[dim + 1 :] for _ in call.outputs])
-    yield from summands(call, x)
+    letters = label_dimensions(x, (dim,))
+    yield from strategies_by_dimension(call, [letters], [letters[:dim] + letters[dim + 1 :] for _ in call.outputs])
+    yield from partial_sums(call, x)
 
 
 @rule("select")
-def select(call: Call) -> Iterator[Strategy]:
+def select(call: OperatorCall) -> Iterator[Strategy]:
     """One element along a dimension. Where that is cut, its owner has it and all others a summand of zero."""
     x, dim = call["self"], int(call["dim"]) % call["self"].dim
-    letters = letters_of(x, (dim,))
-    yield from by_letters(call, [letters], [letters[:dim] + letters[dim + 1 :]])
-    yield from summands(call, x)
+    letters = label_dimensions(x, (dim,))
+    yield from strategies_by_dimension(call, [letters], [letters[:dim] + letters[dim + 1 :]])
+    yield from partial_sums(call, x)
     if x.dtype.is_floating_point or x.dtype.is_complex:
-        for cuts in call.layouts(x.at(dim)):
+        for cuts in call.common_cuts(x.at(dim)):
             given = Shard(dim, cuts)
-            yield call.strategy("the owner", {x.index: given}, PARTIAL, local=partial(_selected, given))
+            yield call.strategy("the owner", {x.index: given}, PARTIAL, local=partial(_select_locally, given))
 
 
-def _selected(given: Shard, edit: Edit) -> None:
+def _select_locally(given: Shard, edit: RankCall) -> None:
     at = int(edit["index"]) % given.size
-    own = _local_stretches(given, edit.index, at, at + 1, 1)
+    own = _local_slices(given, edit.index, at, at + 1, 1)
     if own:
         edit.replace(aten.select.int, edit["self"], given.dim, own[0][0])
     else:  # a sum of nothing: zeros, with a gradient of zeros
@@ -160,58 +166,58 @@ def _selected(given: Shard, edit: Edit) -> None:
 
 
 @rule("slice", "narrow")
-def stretch(call: Call) -> Iterator[Strategy]:
+def stretch(call: OperatorCall) -> Iterator[Strategy]:
     """A stretch of a dimension. Where that is cut, every rank has what it had of it, perhaps nothing."""
     x, out, dim = call["self"], call.outputs[0], int(call["dim"]) % call["self"].dim
-    letters = letters_of(x, (dim,))
-    yield from by_letters(call, [letters, *map(nothing, call.inputs[1:])], [letters])
-    yield from summands(call, x)
+    letters = label_dimensions(x, (dim,))
+    yield from strategies_by_dimension(call, [letters, *map(no_labels, call.inputs[1:])], [letters])
+    yield from partial_sums(call, x)
     if len(call.inputs) > 1 or 0 in out.shape:  # from where on depends on the data
         return
-    start, stop, step = _stretch(call, x.shape[dim])
+    start, stop, step = _slice_bounds(call, x.shape[dim])
     found: dict[Cuts, Cuts] = {}
-    for cuts in call.layouts(x.at(dim)):
-        found[cuts] = _thinned(cuts, start, out.shape[dim], step)
+    for cuts in call.common_cuts(x.at(dim)):
+        found[cuts] = _strided_cuts(cuts, start, out.shape[dim], step)
     if step == 1 and out.shape[dim] > 1:
-        for cuts in call.layouts(out.at(dim)):
+        for cuts in call.common_cuts(out.at(dim)):
             for whole in _around(call, cuts, start, stop):
                 found.setdefault(whole, cuts)
     for given, made in found.items():
         yield call.strategy(
-            "stretch", {x.index: Shard(dim, given)}, Shard(dim, made), local=partial(_stretched, start, stop, step)
+            "stretch", {x.index: Shard(dim, given)}, Shard(dim, made), local=partial(_slice_locally, start, stop, step)
         )
 
 
-def _stretch(call: Call, size: int) -> tuple[int, int, int]:
+def _slice_bounds(call: OperatorCall, size: int) -> tuple[int, int, int]:
     if call.base == "narrow":
         start = int(call["start"]) % max(size, 1)
         return start, start + int(call["length"]), 1
     return slice(call["start"], call["end"], call["step"]).indices(size)
 
 
-def _thinned(cuts: Cuts, start: int, length: int, step: int) -> Cuts:
+def _strided_cuts(cuts: Cuts, start: int, length: int, step: int) -> Cuts:
     """Cuts of every ``step``-th element from ``start`` on: who had it has it."""
     if start == 0 and step == 1 and length == cuts[-1][-1]:
         return cuts
     segments = [tuple(min(max(-((start - p) // step), 0), length) for p in segment) for segment in cuts]
-    return shortest(tuple(segments))
+    return simplify_cuts(tuple(segments))
 
 
-def _around(call: Call, cuts: Cuts, start: int, stop: int) -> Iterator[Cuts]:
+def _around(call: OperatorCall, cuts: Cuts, start: int, stop: int) -> Iterator[Cuts]:
     """Cuts of a dimension whose piece from ``start`` to ``stop`` is to be cut so: several slices are one matrix's q,
     k and v."""
     x, dim = call["self"], int(call["dim"])
     size = x.shape[dim]
     sizes = (start, stop - start, size - stop)
-    yield shortest(joined([even(start, call.degree), cuts, even(size - stop, call.degree)]))
-    for known in call.layouts(x.at(dim)):
+    yield simplify_cuts(join_cuts([even_cuts(start, call.degree), cuts, even_cuts(size - stop, call.degree)]))
+    for known in call.common_cuts(x.at(dim)):
         edges = {p for segment in known for p in (segment[0], segment[-1])}
         if edges.issuperset((start, stop)):
-            before, _, after = _clipped(known, sizes)
-            yield shortest(joined([before, cuts, after]))
+            before, _, after = _clip_cuts(known, sizes)
+            yield simplify_cuts(join_cuts([before, cuts, after]))
 
 
-def _local_stretches(given: Shard, index: int, start: int, stop: int, step: int) -> list[tuple[int, int]]:
+def _local_slices(given: Shard, index: int, start: int, stop: int, step: int) -> list[tuple[int, int]]:
     """Of the elements from ``start`` to ``stop``, those that a rank has: (start, stop) in its own part, by range."""
     result, at = [], 0
     for a, b in given.ranges(index):
@@ -223,11 +229,11 @@ def _local_stretches(given: Shard, index: int, start: int, stop: int, step: int)
     return result
 
 
-def _stretched(start: int, stop: int, step: int, edit: Edit) -> None:
+def _slice_locally(start: int, stop: int, step: int, edit: RankCall) -> None:
     assert edit.strategy is not None
     given = edit.strategy.inputs[edit.call["self"].index]
     assert isinstance(given, Shard)
-    own, dim, x = _local_stretches(given, edit.index, start, stop, step), given.dim, edit["self"]
+    own, dim, x = _local_slices(given, edit.index, start, stop, step), given.dim, edit["self"]
     if step == 1 and own:  # what lies between the ranges that a rank has of it is its own too
         own = [(own[0][0], own[-1][1])]
     if len(own) > 1:
@@ -239,10 +245,10 @@ def _stretched(start: int, stop: int, step: int, edit: Edit) -> None:
 
 
 @rule("select_scatter", "slice_scatter")
-def put_piece(call: Call) -> Iterator[Strategy]:
+def slice_scatter(call: OperatorCall) -> Iterator[Strategy]:
     """A value with a piece of it replaced: all dimensions but the one along which the piece is."""
     x, src, dim = call["self"], call["src"], int(call["dim"]) % call["self"].dim
-    letters = letters_of(x, (dim,))
+    letters = label_dimensions(x, (dim,))
     rest = letters if src.dim == x.dim else letters[:dim] + letters[dim + 1 :]
-    yield from by_letters(call, [letters, rest], [letters])
-    yield from summands(call, x, src)
+    yield from strategies_by_dimension(call, [letters, rest], [letters])
+    yield from partial_sums(call, x, src)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polylane.placement.across import largest, total
-from polylane.placement.move import Axis, summed
-from polylane.placement.wide import HALF, wide, widened
+from polylane.placement.kernels.accumulation_dtype import HALF, accumulation_dtype, upcast
+from polylane.placement.kernels.collective_op import all_reduce_max, all_reduce_sum
+from polylane.placement.redistribute import Axis, all_reduce_differentiable
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for how a loss is reduced
 
 Ranges = tuple[tuple[int, int], ...]
 
 
-def position(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
+def local_position(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Where a rank that has some ranges of a dimension finds what an index names.
 
     Returns:
@@ -43,7 +43,7 @@ def check_range(index: Tensor, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Lookup:
+class ShardedLookup:
     """Rows of an embedding's table: those that this rank has, and zeros for others.
 
     Attributes:
@@ -64,7 +64,7 @@ class Lookup:
         check_range(indices, self.size)
         if not table.shape[0]:
             return table.sum(0).expand(*indices.shape, table.shape[1])  # zeros that hang together with the table
-        at, own = position(indices, self.ranges)
+        at, own = local_position(indices, self.ranges)
         rows = functional.embedding(at, table, self._padding())
         return rows.masked_fill_(~own.unsqueeze(-1), 0)
 
@@ -79,7 +79,7 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class ClassLoss:
+class ShardedClassLoss:
     """Cross entropy or negative log likelihood, of some of the classes, of some of the samples, or of both.
 
     Called like torch's operator on what is in hand. Where classes are cut, it never has all logits of a sample on one
@@ -102,7 +102,7 @@ class ClassLoss:
     __module__ = "polylane"
     __name__ = "class_loss"
 
-    def of(self, ranges: Ranges) -> ClassLoss:
+    def of(self, ranges: Ranges) -> ShardedClassLoss:
         """The same on a rank that has some of the classes."""
         return replace(self, ranges=ranges)
 
@@ -130,39 +130,39 @@ class ClassLoss:
         dtype = self.dtype if scores.dtype in HALF else scores.dtype
         dim = 0 if scores.dim() == 1 else 1
         if target.is_floating_point():
-            each = self._probable(scores, target, weight, label_smoothing, dim, vocabulary)
+            each = self._loss_of_probabilities(scores, target, weight, label_smoothing, dim, vocabulary)
             count: Any = each.numel()
         else:
             ignored = target == ignore_index
             index = target.long().masked_fill(ignored, 0)
             check_range(index, self.classes)
-            own = None if weight is None else weight.to(wide(scores.dtype))
-            each = self._each(scores, index, own, label_smoothing, dim, vocabulary).masked_fill(ignored, 0)
+            own = None if weight is None else weight.to(accumulation_dtype(scores.dtype))
+            each = self._loss_of_classes(scores, index, own, label_smoothing, dim, vocabulary).masked_fill(ignored, 0)
             count = (torch.ones_like(each) if own is None else own[index]).masked_fill(ignored, 0)
         if reduction == NONE:
             return each.to(dtype)
         loss = each.sum()
         if reduction == MEAN and isinstance(count, Tensor):
-            loss = loss / total(counted, count.sum())
+            loss = loss / all_reduce_sum(counted, count.sum())
         elif reduction == MEAN:
             loss = loss / count
         return loss.to(dtype)
 
-    def _each(
+    def _loss_of_classes(
         self, scores: Tensor, index: Tensor, weight: Tensor | None, smoothing: float, dim: int, axis: Axis | None
     ) -> Tensor:
         """The loss of every sample, for the class that is right."""
         ranges = self.ranges if self.ranges is not None else ((0, self.classes),)
         if not self.logits:
-            at, own = position(index, ranges)
-            right = _taken(scores, at, own, dim).to(wide(scores.dtype))
+            at, own = local_position(index, ranges)
+            right = _gather_own(scores, at, own, dim).to(accumulation_dtype(scores.dtype))
             return -right if weight is None else -right * weight[index]
         smoothed: Tensor | None = None
         if smoothing:
-            mine = scores.new_ones(self.classes, dtype=wide(scores.dtype)) if weight is None else weight
+            mine = scores.new_ones(self.classes, dtype=accumulation_dtype(scores.dtype)) if weight is None else weight
             smoothed = torch.cat([mine[start:stop] for start, stop in ranges] or [mine[:0]])
-        at, own = position(index, ranges)
-        normalizer, right, weighted = _Reduced.apply(scores, at, own, smoothed, dim, axis)  # type: ignore[no-untyped-call]
+        at, own = local_position(index, ranges)
+        normalizer, right, weighted = _CrossEntropyTerms.apply(scores, at, own, smoothed, dim, axis)  # type: ignore[no-untyped-call]
         loss = normalizer - right
         if weight is not None:
             loss = loss * weight[index]
@@ -171,7 +171,7 @@ class ClassLoss:
             loss = loss * (1 - smoothing) + smoothing / self.classes * (every * normalizer - weighted)
         return loss  # type: ignore[no-any-return]
 
-    def _probable(
+    def _loss_of_probabilities(
         self, scores: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, dim: int, axis: Axis | None
     ) -> Tensor:
         """The loss of every sample, for probabilities of the classes in hand."""
@@ -181,20 +181,20 @@ class ClassLoss:
             target = target * weight.view([-1 if d == dim else 1 for d in range(scores.dim())])
         none = torch.zeros((), dtype=torch.long, device=scores.device)
         at = none.expand([n for d, n in enumerate(scores.shape) if d != dim])
-        normalizer, _, _ = _Reduced.apply(scores, at, torch.zeros_like(at, dtype=torch.bool), None, dim, axis)  # type: ignore[no-untyped-call]
+        normalizer, _, _ = _CrossEntropyTerms.apply(scores, at, torch.zeros_like(at, dtype=torch.bool), None, dim, axis)  # type: ignore[no-untyped-call]
         both = torch.stack([target.sum(dim).to(normalizer.dtype), (target * scores.to(normalizer.dtype)).sum(dim)])
-        both = both if axis is None else summed(axis, both)
+        both = both if axis is None else all_reduce_differentiable(axis, both)
         return both[0] * normalizer - both[1]  # type: ignore[no-any-return]
 
 
-def _taken(x: Tensor, at: Tensor, own: Tensor, dim: int) -> Tensor:
+def _gather_own(x: Tensor, at: Tensor, own: Tensor, dim: int) -> Tensor:
     """What lies at one position along ``dim``, without that dimension; 0 where it is another rank's."""
     if not x.shape[dim]:
         return x.sum(dim)  # zeros that hang together with x
     return x.gather(dim, at.unsqueeze(dim)).squeeze(dim).masked_fill(~own, 0)
 
 
-class _Reduced(torch.autograd.Function):
+class _CrossEntropyTerms(torch.autograd.Function):
     """What a cross entropy needs of logits x, without the classes' dimension and whole on every rank.
 
     These are the logarithm of the sum of exponentials, the logit at one position, and, where there are weights, the sum
@@ -206,14 +206,14 @@ class _Reduced(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, at: Tensor, own: Tensor, weight: Tensor | None, dim: int, axis: Axis | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        values, axes = widened(x), [] if axis is None else [axis]
+        values, axes = upcast(x), [] if axis is None else [axis]
         if weight is not None:
             weight = weight.view([-1 if d == dim else 1 for d in range(x.dim())])
         highest = values.amax(dim) if x.shape[dim] else values.new_full(at.shape, -torch.inf)
-        highest = largest(axes, highest)
-        sums = [(values - highest.unsqueeze(dim)).exp_().sum(dim), _taken(values, at, own, dim)]
+        highest = all_reduce_max(axes, highest)
+        sums = [(values - highest.unsqueeze(dim)).exp_().sum(dim), _gather_own(values, at, own, dim)]
         sums += [] if weight is None else [(values * weight).sum(dim)]
-        every = total(axes, torch.stack(sums))
+        every = all_reduce_sum(axes, torch.stack(sums))
         normalizer = every[0].log() + highest
         ctx.dim = dim
         ctx.save_for_backward(x, normalizer, at, own, weight)

@@ -1,1 +1,1 @@
-"""How replicas agree."""
+"""How replicas keep their weights equal: all-reduce, ZeRO, local SGD, parameter servers."""

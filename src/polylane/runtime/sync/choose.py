@@ -7,21 +7,25 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from polylane.runtime.holding import Holding
-from polylane.runtime.mesh import Waits
-from polylane.runtime.sync.local_steps import LocalSteps
-from polylane.runtime.sync.rule import Rule
-from polylane.runtime.sync.server_host import opened
-from polylane.runtime.sync.server_rule import FromServers
-from polylane.runtime.world import World
+from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.sync.gradient_sync import GradientSync
+from polylane.runtime.sync.local_sgd import LocalSgd
+from polylane.runtime.sync.parameter_server.client import ParameterServerSync
+from polylane.runtime.sync.parameter_server.host import open_server_host
+from polylane.runtime.tensor_parallel import CollectiveWaits
+from polylane.runtime.workers.world import World
 
 if TYPE_CHECKING:
-    from polylane.runtime.trainer import Trainer
+    from polylane.runtime.parameters.update import ObjectiveUpdate
 
 
-def rule_of(
-    holding: Holding, trainers: Mapping[str, Trainer], everyone: World, clip_norm: float | None, waits: Waits
-) -> Rule:
+def choose_sync(
+    holding: LocalModel,
+    trainers: Mapping[str, ObjectiveUpdate],
+    everyone: World,
+    clip_norm: float | None,
+    waits: CollectiveWaits,
+) -> GradientSync:
     """How this worker's replica agrees with the others; all workers must ask for it.
 
     Args:
@@ -32,12 +36,12 @@ def rule_of(
         waits: where the time is counted that a step spends waiting.
     """
     plan, rank, transport = holding.prepared.plan, holding.world.rank, holding.transport
-    held = {name: buffer for name, buffer in holding.held().items() if not isinstance(buffer, nn.Parameter)}
-    if plan.sync.serves:
-        host = opened(everyone, holding.prepared, holding.holders, clip_norm)
-        parameters = {name: p for trainer in trainers.values() for name, p in trainer.held.items()}
-        return FromServers(plan, host, trainers, parameters, held, transport, waits)
+    held = {name: buffer for name, buffer in holding.local_tensors().items() if not isinstance(buffer, nn.Parameter)}
+    if plan.sync.has_servers:
+        host = open_server_host(everyone, holding.prepared, holding.owning_stages, clip_norm)
+        parameters = {name: p for trainer in trainers.values() for name, p in trainer.local_parameters.items()}
+        return ParameterServerSync(plan, host, trainers, parameters, held, transport, waits)
     if plan.sync.every > 1:
-        trained = {name: trainer.held for name, trainer in trainers.items()}
-        return LocalSteps(plan.sync, plan.group(rank, ("data",)), transport, trained, held)
-    return Rule(transport)
+        trained = {name: trainer.local_parameters for name, trainer in trainers.items()}
+        return LocalSgd(plan.sync, plan.group(rank, ("data",)), transport, trained, held)
+    return GradientSync(transport)

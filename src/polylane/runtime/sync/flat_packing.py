@@ -33,7 +33,7 @@ def split_views(vector: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]
 
 
 @dataclass(frozen=True)
-class Slot:
+class PackedTensor:
     """A tensor's place in a packing.
 
     Attributes:
@@ -52,26 +52,26 @@ class Slot:
         return prod(self.shape)
 
 
-class Packing:
+class FlatPacking:
     """Named tensors laid end to end, one row (vector) for each dtype.
 
     Args:
         slots: the tensors in their order; rows follow the first tensor of each dtype.
     """
 
-    def __init__(self, slots: Iterable[Slot]) -> None:
-        self.rows: dict[torch.dtype, list[Slot]] = {}
+    def __init__(self, slots: Iterable[PackedTensor]) -> None:
+        self.rows: dict[torch.dtype, list[PackedTensor]] = {}
         for slot in slots:
             self.rows.setdefault(slot.dtype, []).append(slot)
         self.sizes = tuple((sum(slot.numel for slot in row), dtype) for dtype, row in self.rows.items())
         self.names = tuple(slot.name for row in self.rows.values() for slot in row)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of all rows together."""
         return sum(numel * dtype.itemsize for numel, dtype in self.sizes)
 
-    def packed(self, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> list[Tensor]:
+    def pack(self, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> list[Tensor]:
         """The rows, always in new memory, with zeros for tensors that are missing.
 
         Args:
@@ -86,7 +86,7 @@ class Packing:
             rows.append(torch.cat([z if f is None else f for f, z in zip(flat, zeros, strict=True)]).to(device or here))
         return rows
 
-    def unpacked(self, rows: Sequence[Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+    def unpack(self, rows: Sequence[Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
         """The tensors by name, as views of the rows.
 
         Args:

@@ -1,1 +1,1 @@
-"""How tensors travel between workers: one interface (protocol.py), a file per way."""
+"""Transports: tensors between workers, over torch.distributed or shared memory, behind one interface."""

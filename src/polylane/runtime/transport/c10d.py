@@ -12,18 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polylane.runtime.transport import objects
-from polylane.runtime.transport.backend_work import Blame, Finished, Transfer, as_bytes, as_real
+from polylane.runtime.transport import plain_objects as objects
+from polylane.runtime.transport.c10d_work import (
+    BackendResult,
+    BackendTransfer,
+    BlamePeer,
+    view_as_bytes,
+    view_as_real,
+)
 from polylane.runtime.transport.protocol import (
-    Counters,
-    Done,
-    Outcome,
-    Pending,
-    as_sent,
-    equal_sizes,
+    FinishedTransfer,
+    PendingResult,
+    PendingTransfer,
+    TransportCounters,
+    all_reduce_bytes,
     gathered_sizes,
-    normalised,
-    reduced_bytes,
+    make_contiguous,
+    normalize_group,
+    part_sizes,
     require_channel,
     require_flat,
     require_pieces,
@@ -31,13 +37,13 @@ from polylane.runtime.transport.protocol import (
     require_summable,
     undeclared,
 )
-from polylane.runtime.world import TIMEOUT, World
+from polylane.runtime.workers.world import TIMEOUT, World
 
 Channel = tuple[int, int]  # (sender, receiver)
 
 
 @dataclass
-class _Groups:
+class _ProcessGroups:
     """The process groups of one transport."""
 
     channels: dict[Channel, tuple[dist.ProcessGroup, int]] = field(default_factory=dict)
@@ -47,7 +53,7 @@ class _Groups:
     home: dist.ProcessGroup | None = None  # of the world's workers, where there are others beside them
     introduce: Callable[[dist.ProcessGroup | None], None] = lambda group: None  # see World.introduce
 
-    def make(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """A new group; a collective over the whole world."""
         mine = dist.get_rank() in ranks
         # Those beside this world are not asked. Its own go through the same list, each group in its turn: torch names
@@ -68,7 +74,7 @@ class _Groups:
         assert group is not None  # a world of more than one worker has joined one
         return group
 
-    def release(self) -> None:
+    def destroy_groups(self) -> None:
         """End the groups made here, and hold none any more.
 
         A group that lives on into the end of the interpreter may abort the process from one of gloo's threads, which
@@ -83,7 +89,7 @@ class _Groups:
         self.control = None
 
 
-class Transport:
+class C10dTransport:
     """The workers of a world over torch.distributed; the interface is :class:`~.protocol.Transport`.
 
     What the backend puts on the wire is its own affair: the counters take it to send what a ring does, and each piece
@@ -112,21 +118,23 @@ class Transport:
     ) -> None:
         self.rank = world.rank
         self.size = world.size
-        self.counters = Counters()
+        self.counters = TransportCounters()
         self._device = world.device
         self._tag = tag
         # Sends that nobody has waited for yet: gloo loses a message whose handle is dropped before it has left.
-        self._unsent: set[Transfer] = set()
+        self._unsent: set[BackendTransfer] = set()
         has_tags = world.backend == "gloo"
         # Making a group is a collective over the whole world: every rank goes through the same lists, in their order.
         if world.size > 1:
             world.connect()
-        self._groups = _Groups(home=world.group, introduce=world.introduce)
-        weakref.finalize(self, self._groups.release)  # with the transport, and at the latest before the interpreter
+        self._groups = _ProcessGroups(home=world.group, introduce=world.authenticate_group)
+        weakref.finalize(
+            self, self._groups.destroy_groups
+        )  # with the transport, and at the latest before the interpreter
         self._open_channels(channels, shared=has_tags)
         self._open_groups(groups, own_groups)
         if self.size > 1:
-            control = self._groups.world if has_tags else self._groups.make(range(self.size), backend="gloo")
+            control = self._groups.world if has_tags else self._groups.make_group(range(self.size), backend="gloo")
             self._groups.control = control
         if not has_tags:
             self._connect()
@@ -135,16 +143,16 @@ class Transport:
         """The group of each of this rank's channels, and the peer's rank in that group."""
         for sender, receiver in dict.fromkeys(channels):
             require_channel(sender, receiver, self.size)
-            group = self._groups.world if shared else self._groups.make((sender, receiver))
+            group = self._groups.world if shared else self._groups.make_group((sender, receiver))
             if self.rank in (sender, receiver):
                 peer = receiver if self.rank == sender else sender
                 self._groups.channels[sender, receiver] = group, dist.get_group_rank(group, peer)
 
     def _open_groups(self, groups: Iterable[Iterable[int]], own: bool) -> None:
-        for ranks in dict.fromkeys(normalised(group, self.size) for group in groups):
+        for ranks in dict.fromkeys(normalize_group(group, self.size) for group in groups):
             if len(ranks) == 1:
                 continue
-            group = self._groups.world if len(ranks) == self.size and not own else self._groups.make(ranks)
+            group = self._groups.world if len(ranks) == self.size and not own else self._groups.make_group(ranks)
             if self.rank in ranks:
                 self._groups.sums[ranks] = group
 
@@ -160,52 +168,52 @@ class Transport:
         for group in self._groups.sums.values():
             group.allreduce([torch.zeros(1, device=self._device)]).wait()
 
-    def send(self, tensor: Tensor, peer: int) -> Pending:
+    def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
         group, there = self._channel(self.rank, peer)
         if tensor.numel() == 0:
-            return Done(tensor)
-        wire = as_sent(tensor)
-        self.counters.put("send", wire, wire.nbytes)
-        with (blame := Blame(peer, "sending", wire)):
+            return FinishedTransfer(tensor)
+        wire = make_contiguous(tensor)
+        self.counters.count_sent("send", wire, wire.nbytes)
+        with (blame := BlamePeer(peer, "sending", wire)):
             # The group's own method: dist.isend only checks again, for 5 to 10 us.
             work = group.send([wire], there, self._tag)
-        return Transfer(work, blame, wire, unsent=self._unsent)
+        return BackendTransfer(work, blame, wire, unsent=self._unsent)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
         group, there = self._channel(peer, self.rank)
         wire = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         if wire.numel() == 0:
-            return Done(wire)
-        self.counters.add("receive", wire)
-        with (blame := Blame(peer, "receiving", wire)):
+            return FinishedTransfer(wire)
+        self.counters.count_local("receive", wire)
+        with (blame := BlamePeer(peer, "receiving", wire)):
             work = group.recv([wire], there, self._tag)
-        return Transfer(work, blame, wire)
+        return BackendTransfer(work, blame, wire)
 
-    def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
+    def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
         require_summable(tensor)
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
-            return Done(tensor)
-        wire = as_sent(tensor)
-        self.counters.put("all_reduce", wire, reduced_bytes(wire, len(members)))
-        with (blame := Blame(None, f"summing over ranks {members}", wire)):
-            work = group.allreduce([as_real(wire)])
-        return Transfer(work, blame, wire, target=tensor.detach())
+            return FinishedTransfer(tensor)
+        wire = make_contiguous(tensor)
+        self.counters.count_sent("all_reduce", wire, all_reduce_bytes(wire, len(members)))
+        with (blame := BlamePeer(None, f"summing over ranks {members}", wire)):
+            work = group.allreduce([view_as_real(wire)])
+        return BackendTransfer(work, blame, wire, target=tensor.detach())
 
-    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         group, members = self._group(ranks)
         sizes = gathered_sizes(tensor, tuple(ranks).index(self.rank), ranks, sizes)
-        own = as_sent(tensor)
+        own = make_contiguous(tensor)
         if group is None or max(sizes) == 0:
-            return Done(own.clone())
+            return FinishedTransfer(own.clone())
         # The backend gathers equal parts in the order of the group: shorter ones are padded, and cut off again.
         longest, by_rank = max(sizes), dict(zip(ranks, sizes, strict=True))
         padded = own if own.numel() == longest else torch.cat([own, own.new_zeros(longest - own.numel())])
         whole = own.new_empty(longest * len(members))
-        self.counters.put("all_gather", own, padded.nbytes * (len(members) - 1))
-        parts = [as_bytes(part) for part in whole.split(longest)]
-        with (blame := Blame(None, f"gathering from ranks {members}", own)):
-            work = group.allgather([parts], [as_bytes(padded)])
+        self.counters.count_sent("all_gather", own, padded.nbytes * (len(members) - 1))
+        parts = [view_as_bytes(part) for part in whole.split(longest)]
+        with (blame := BlamePeer(None, f"gathering from ranks {members}", own)):
+            work = group.allgather([parts], [view_as_bytes(padded)])
 
         def join() -> Tensor:
             found = dict(zip(members, whole.split(longest), strict=True))
@@ -213,113 +221,115 @@ class Transport:
                 return whole
             return torch.cat([found[rank][: by_rank[rank]] for rank in ranks])
 
-        return Finished(work, blame, join, (padded, parts))
+        return BackendResult(work, blame, join, (padded, parts))
 
-    def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+    def reduce_scatter(
+        self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> PendingTransfer:
         require_summable(tensor)
         require_flat(tensor)
         group, members = self._group(ranks)
-        sizes = equal_sizes(tensor.numel(), ranks, sizes)
-        wire = as_sent(tensor)
+        sizes = part_sizes(tensor.numel(), ranks, sizes)
+        wire = make_contiguous(tensor)
         if group is None or wire.numel() == 0:
-            return Done(wire.clone())
+            return FinishedTransfer(wire.clone())
         # Parts that differ are padded to the longest of them, as in all_gather.
         by_rank, longest = dict(zip(ranks, wire.split(list(sizes)), strict=True)), max(sizes)
         padded = wire.new_zeros(longest * len(members))
         for place, rank in zip(padded.split(longest), members, strict=True):
             place[: by_rank[rank].numel()] = by_rank[rank]
         own = wire.new_empty(longest)
-        self.counters.put("reduce_scatter", wire, padded.nbytes * (len(members) - 1) // len(members))
-        parts = [as_real(part) for part in padded.split(longest)]
-        with (blame := Blame(None, f"summing parts over ranks {members}", wire)):
-            work = group.reduce_scatter([as_real(own)], [parts])
-        return Finished(work, blame, lambda: own[: by_rank[self.rank].numel()], (padded, parts))
+        self.counters.count_sent("reduce_scatter", wire, padded.nbytes * (len(members) - 1) // len(members))
+        parts = [view_as_real(part) for part in padded.split(longest)]
+        with (blame := BlamePeer(None, f"summing parts over ranks {members}", wire)):
+            work = group.reduce_scatter([view_as_real(own)], [parts])
+        return BackendResult(work, blame, lambda: own[: by_rank[self.rank].numel()], (padded, parts))
 
-    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
+    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
-            return Done(tensor)
+            return FinishedTransfer(tensor)
         require_source(source, members)
-        wire = as_sent(tensor)
+        wire = make_contiguous(tensor)
         if source == self.rank:
-            self.counters.put("broadcast", wire, wire.nbytes * (len(members) - 1))
+            self.counters.count_sent("broadcast", wire, wire.nbytes * (len(members) - 1))
         else:
             self.counters.messages["broadcast"] += 1
         options = dist.BroadcastOptions()
         options.rootRank = members.index(source)
-        with (blame := Blame(None, f"broadcasting from rank {source}", wire)):
-            work = group.broadcast([as_bytes(wire)], options)
-        return Transfer(work, blame, wire, target=tensor.detach())
+        with (blame := BlamePeer(None, f"broadcasting from rank {source}", wire)):
+            work = group.broadcast([view_as_bytes(wire)], options)
+        return BackendTransfer(work, blame, wire, target=tensor.detach())
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
-    ) -> Outcome[list[Tensor]]:
+    ) -> PendingResult[list[Tensor]]:
         group, members = self._group(ranks)
         require_pieces(pieces, shapes, ranks)
         ranks = tuple(ranks)
         own, others = pieces[ranks.index(self.rank)], [rank for rank in members if rank != self.rank]
         if group is None:
-            return Done([own])
+            return FinishedTransfer([own])
         result = [
             own if rank == self.rank else own.new_empty(tuple(shape)) for rank, shape in zip(ranks, shapes, strict=True)
         ]
         # One exchange of bytes for all pieces; this rank's own piece has no bytes in it.
-        leaving = {rank: as_bytes(as_sent(pieces[ranks.index(rank)])) for rank in others}
-        coming = {rank: as_bytes(result[ranks.index(rank)]).numel() for rank in others}
+        leaving = {rank: view_as_bytes(make_contiguous(pieces[ranks.index(rank)])) for rank in others}
+        coming = {rank: view_as_bytes(result[ranks.index(rank)]).numel() for rank in others}
         for rank in others:
             if leaving[rank].numel():
-                self.counters.put("all_to_all", leaving[rank], leaving[rank].numel())
+                self.counters.count_sent("all_to_all", leaving[rank], leaving[rank].numel())
         given = torch.cat([leaving[rank] for rank in others])
         got = given.new_empty(sum(coming.values()))
         lengths = (
             [coming.get(rank, 0) for rank in members],
             [leaving[rank].numel() if rank in leaving else 0 for rank in members],
         )
-        with (blame := Blame(None, f"exchanging pieces among ranks {members}", own)):
+        with (blame := BlamePeer(None, f"exchanging pieces among ranks {members}", own)):
             work = group.alltoall_base(got, given, *lengths, dist.AllToAllOptions())
 
         def part() -> list[Tensor]:
             for rank, came in zip(others, got.split([coming[rank] for rank in others]), strict=True):
-                as_bytes(result[ranks.index(rank)]).copy_(came)
+                view_as_bytes(result[ranks.index(rank)]).copy_(came)
             return result
 
-        return Finished(work, blame, part, given)
+        return BackendResult(work, blame, part, given)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [value] * self.size
         if self._groups.control is not None:
-            self.counters.add("object")
-            with Blame(None, "gathering objects"):
+            self.counters.count_local("object")
+            with BlamePeer(None, "gathering objects"):
                 values = objects.all_gather(value, self._groups.control)
         return values
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
         if self._groups.control is None:
             return [value]
-        self.counters.add("object")
-        with Blame(None, f"gathering objects at rank {destination}"):
+        self.counters.count_local("object")
+        with BlamePeer(None, f"gathering objects at rank {destination}"):
             return objects.gather(value, destination, self._groups.control)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         if self._groups.control is None:
             return value
-        self.counters.add("object")
-        with Blame(source, "waiting for its object"):
+        self.counters.count_local("object")
+        with BlamePeer(source, "waiting for its object"):
             return objects.broadcast(value, source, self._groups.control)
 
     def barrier(self) -> None:
         if self._groups.control is not None:
-            with Blame(None, "waiting for all ranks"):
+            with BlamePeer(None, "waiting for all ranks"):
                 dist.barrier(group=self._groups.control)
 
     def close(self) -> None:
         while self._unsent:
             next(iter(self._unsent)).wait()
-        self._groups.release()
+        self._groups.destroy_groups()
 
     def _group(self, ranks: Iterable[int]) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
         """The process group of ranks, and they in order; None for this rank alone."""
-        members = normalised(ranks, self.size)
+        members = normalize_group(ranks, self.size)
         if members == (self.rank,):
             return None, members
         if members not in self._groups.sums:

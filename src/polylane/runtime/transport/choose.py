@@ -7,11 +7,16 @@ from collections.abc import Callable, Sequence
 
 from polylane.errors import PolylaneError
 from polylane.runtime.transport import c10d
-from polylane.runtime.transport.hierarchical import Hierarchical
-from polylane.runtime.transport.hub import Hub
+from polylane.runtime.transport.hierarchical import HierarchicalConnections
 from polylane.runtime.transport.protocol import Transport
-from polylane.runtime.transport.rendezvous import Card, Meeting, apart, hub_of
-from polylane.runtime.world import World
+from polylane.runtime.transport.shared_memory.hub import MessageHub
+from polylane.runtime.transport.shared_memory.rendezvous import (
+    HostRendezvous,
+    WorkerCard,
+    connect_hub,
+    why_no_shared_memory,
+)
+from polylane.runtime.workers.world import World
 
 VARIABLE = "POLYLANE_TRANSPORT"
 CHOICES = ("gloo", "shared_memory")
@@ -19,7 +24,7 @@ CHOICES = ("gloo", "shared_memory")
 Connect = Callable[..., Transport]
 
 
-def transport_for(world: World) -> Connect:
+def choose_transport(world: World) -> Connect:
     """What makes the transports of a world's workers; every worker calls it, and all get the same kind.
 
     Shared memory, where all workers are on CPUs of one host and can reach one another. On several hosts of which any
@@ -37,27 +42,27 @@ def transport_for(world: World) -> Connect:
     asked = os.environ.get(VARIABLE) or None
     if world.size == 1 or world.backend is None:
         _refuse_unknown(asked)
-        return c10d.Transport
-    meeting = Meeting.of(world, asked)
+        return c10d.C10dTransport
+    meeting = HostRendezvous.meet_workers(world, asked)
     try:
-        _refuse_different([card.asked for card in meeting.cards])
-        reason = apart(meeting.cards)
+        _refuse_different([card.requested_transport for card in meeting.cards])
+        reason = why_no_shared_memory(meeting.cards)
         hosts = [card.host for card in meeting.cards]
-        if asked != "gloo" and (reason is None or (asked is None and _in_groups(meeting.cards))):
-            met = hub_of(world, meeting, hosts)
-            if isinstance(met, Hub):
-                return Hierarchical(world, met, hosts)
+        if asked != "gloo" and (reason is None or (asked is None and _shares_memory_in_hosts(meeting.cards))):
+            met = connect_hub(world, meeting, hosts)
+            if isinstance(met, MessageHub):
+                return HierarchicalConnections(world, met, hosts)
             reason = met
     finally:
-        meeting.end()
+        meeting.stop_listening()
     if asked == "shared_memory":
         raise PolylaneError(f"{VARIABLE}=shared_memory cannot be: {reason}; leave it out, and gloo is used")
-    return c10d.Transport
+    return c10d.C10dTransport
 
 
-def _in_groups(cards: Sequence[Card]) -> bool:
+def _shares_memory_in_hosts(cards: Sequence[WorkerCard]) -> bool:
     """Whether workers can share memory inside each host, and any host has several."""
-    able = all(card.unable is None and card.user == cards[0].user for card in cards)
+    able = all(card.why_unable is None and card.user == cards[0].user for card in cards)
     return able and len({card.host for card in cards}) < len(cards)
 
 

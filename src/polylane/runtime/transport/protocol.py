@@ -14,7 +14,7 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Outcome(Protocol[R_co]):
+class PendingResult(Protocol[R_co]):
     """Something under way that ends in a result; every one must be waited for."""
 
     def wait(self) -> R_co:
@@ -26,7 +26,7 @@ class Outcome(Protocol[R_co]):
         ...
 
 
-class Pending(Protocol):
+class PendingTransfer(Protocol):
     """A transfer under way. Every one must be waited for: until then a sent tensor must not be written to."""
 
     def wait(self) -> Tensor:
@@ -61,21 +61,21 @@ class Transport(Protocol):
 
     rank: int
     size: int
-    counters: Counters
+    counters: TransportCounters
 
-    def send(self, tensor: Tensor, peer: int) -> Pending:
+    def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
         """Start to send a tensor, of any dtype, strides and size, to a peer; it is kept alive until it has left."""
         ...
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
         """Start to receive what a peer sends next, into a new contiguous tensor on this worker's device."""
         ...
 
-    def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> Pending:
+    def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
         """Start to sum a tensor over the ranks of a declared group, in place; not to be read before the wait."""
         ...
 
-    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         """Start to join every rank's tensor, of one dimension and any dtype, into a new one, in the order of ``ranks``.
 
         Args:
@@ -85,7 +85,9 @@ class Transport(Protocol):
         """
         ...
 
-    def reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Pending:
+    def reduce_scatter(
+        self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> PendingTransfer:
         """Start to sum a tensor of one dimension over ``ranks``, of which each gets its own part, as a new tensor.
 
         Args:
@@ -95,13 +97,13 @@ class Transport(Protocol):
         """
         ...
 
-    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> Pending:
+    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
         """Start to overwrite a tensor of any dtype, in place, by the source's, at the ranks of a declared group."""
         ...
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
-    ) -> Outcome[list[Tensor]]:
+    ) -> PendingResult[list[Tensor]]:
         """Start to give each rank of a declared group a piece and to get one from each.
 
         Args:
@@ -115,7 +117,7 @@ class Transport(Protocol):
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's plain value, by rank; see :mod:`polylane.values` for what is plain."""
+        """Every rank's plain value, by rank; see :mod:`polylane.runtime.transport.serialization` for what is plain."""
         ...
 
     def gather_object(self, value: Any, destination: int) -> list[Any] | None:
@@ -136,7 +138,7 @@ class Transport(Protocol):
 
 
 @dataclass(slots=True)
-class Counters:
+class TransportCounters:
     """What one worker has handed to its transport, and what left it for others.
 
     The kinds are the methods: ``"send"``, ``"receive"``, ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``,
@@ -154,13 +156,13 @@ class Counters:
     bytes: Counter[str] = field(default_factory=Counter)
     wire: Counter[str] = field(default_factory=Counter)
 
-    def add(self, kind: str, tensor: Tensor | None = None) -> None:
+    def count_local(self, kind: str, tensor: Tensor | None = None) -> None:
         """Count one message."""
         self.messages[kind] += 1
         if tensor is not None:
             self.bytes[kind] += tensor.numel() * tensor.element_size()
 
-    def put(self, kind: str, tensor: Tensor, wire: int) -> None:
+    def count_sent(self, kind: str, tensor: Tensor, wire: int) -> None:
         """Count one message of which ``wire`` bytes leave this worker."""
         self.messages[kind] += 1
         self.bytes[kind] += tensor.nbytes
@@ -177,7 +179,7 @@ class Counters:
         return self.wire.total() - self.wire["header"]
 
 
-def reduced_bytes(tensor: Tensor, ranks: int) -> int:
+def all_reduce_bytes(tensor: Tensor, ranks: int) -> int:
     """Bytes that each of ``ranks`` ranks sends in an all-reduce: reduce-scatter and all-gather, ring or direct.
 
     Each of the two sends every part but one: 2 n (p - 1) / p bytes of n (Patarasuk and Yuan 2009, section 3).
@@ -185,7 +187,7 @@ def reduced_bytes(tensor: Tensor, ranks: int) -> int:
     return 2 * tensor.nbytes * (ranks - 1) // ranks
 
 
-def equal_sizes(elements: int, ranks: Sequence[int], sizes: Sequence[int] | None) -> tuple[int, ...]:
+def part_sizes(elements: int, ranks: Sequence[int], sizes: Sequence[int] | None) -> tuple[int, ...]:
     """The elements of each rank's part of a whole: ``sizes``, or by default equal parts.
 
     Raises:
@@ -225,7 +227,7 @@ def require_flat(tensor: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Generic[R]):
+class FinishedTransfer(Generic[R]):
     """An operation that had nothing to do.
 
     Attributes:
@@ -273,7 +275,7 @@ def require_summable(tensor: Tensor) -> None:
         raise TypeError(f"no transport sums {tensor.dtype}: convert the tensor first, to int32 or float32 say")
 
 
-def as_sent(tensor: Tensor) -> Tensor:
+def make_contiguous(tensor: Tensor) -> Tensor:
     """The tensor's values in one plain piece of memory; itself where it is one already."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -281,7 +283,7 @@ def as_sent(tensor: Tensor) -> Tensor:
 
 
 def copy_back(wire: Tensor, target: Tensor) -> Tensor:
-    """The caller's tensor, with the values of the plain memory that stood for it (see :func:`as_sent`).
+    """The caller's tensor, with the values of the plain memory that stood for it (see :func:`make_contiguous`).
 
     Args:
         wire: contiguous, with the result of the operation in it.
@@ -332,7 +334,7 @@ def undeclared(rank: int, what: str) -> ValueError:
     return ValueError(f"rank {rank} has no {what}: declare it when the transport is made")
 
 
-def normalised(ranks: Iterable[int], size: int) -> tuple[int, ...]:
+def normalize_group(ranks: Iterable[int], size: int) -> tuple[int, ...]:
     """A group's name: its ranks in order.
 
     Raises:

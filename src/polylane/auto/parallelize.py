@@ -1,0 +1,110 @@
+"""``polylane.parallelize``, the public entry point: split the training of a plain model over the workers that are here.
+
+No module is called parallelize: importing it would put the module in the place of the function in ``polylane``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from polylane.auto.on_workers import resolve_plan
+from polylane.auto.plan_broadcast import compile_on_all_ranks
+from polylane.compile.compiled_training import OptimizerFactory, SchedulerFactory, build_objectives
+from polylane.compile.training_problem import TrainingProblem
+from polylane.errors import PolylaneError
+from polylane.graph.capture.export import Loss
+from polylane.plan.plan import Plan, default_microbatches
+from polylane.plan.spec import Spec
+from polylane.plan.sync import SUM
+from polylane.runtime.job import Job
+from polylane.runtime.parameters.materialize import Init
+from polylane.runtime.workers.world import World
+
+
+def parallelize(
+    model: nn.Module,
+    loss: Loss | Mapping[str, Loss],
+    optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
+    *,
+    example: Any,
+    plan: str | Spec | Plan = "data=1",
+    scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None = None,
+    batch_size: int | None = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    init: Init | None = None,
+    alone: bool = False,
+) -> Job:
+    """Split the training of a plain model over the workers that torchrun started.
+
+    A process that nothing started others beside is refused a plan for several, unless it may train alone.
+
+    Args:
+        model: an ordinary ``nn.Module``. If workers built it with different weights, those of rank 0 count.
+        loss: ``loss(model, batch)`` -> a scalar mean over the batch, or :class:`polylane.Mean`; or several by name.
+        optimizer: (name, parameter) pairs -> a torch.optim optimizer; or one for each loss.
+        example: a batch, for its form and size.
+        plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`; ``"auto"``
+        for the best one that takes every worker: rank 0 measures the model on the example, and says on stderr what
+        it chose. For one loss, and workers of one host.
+        scheduler: optimizer -> learning-rate scheduler, which is stepped after every step; leave it out to step your
+        own.
+        batch_size: of the training, if it is another than the example's.
+        clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes.
+        seed: of the order of samples and of all random numbers.
+        init: for a model built on the meta device: ``init(module)`` fills the tensors that the module itself owns;
+        default: its ``reset_parameters()``. The weights are those of ``torch.manual_seed(seed);
+        model.to_empty(device=...); model.apply(init)``, and no worker holds more of them than its part and one module.
+        alone: where this process is the only worker (``python script.py``), train the plan's microbatches on it, the
+        reference of what the plan computes; where there are others it changes nothing.
+
+    Raises:
+        PolylaneError: the plan does not fit the workers or the model, or there is none that does; one sentence says
+        how.
+    """
+    world = World.join()
+    problem = TrainingProblem(model, build_objectives(loss, optimizer, scheduler), example, batch_size, init)
+    spec = resolve_plan(world, problem, plan)
+    if world.size == 1:
+        if not alone:
+            _refuse_single_process(spec)
+        chosen = problem.prepare(_alone(spec, problem.samples), fewer=spec.microbatches is None)
+        return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
+    together = compile_on_all_ranks(world, problem, spec)
+    return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
+
+
+def _refuse_single_process(spec: Spec | Plan) -> None:
+    """Refuse a plan for several workers in a process that has no others beside it.
+
+    Raises:
+        PolylaneError: the plan takes more than one.
+    """
+    if spec.processes == 1:
+        return
+    script = Path(sys.argv[0]).name
+    script = script if script.endswith(".py") else "script.py"
+    raise PolylaneError(
+        f"the plan takes {spec.processes:,} workers, and this is one process: start it with torchrun --nproc-per-node "
+        f"{spec.processes} {script}, or pass alone=True to train the same microbatches on one worker"
+    )
+
+
+def _alone(spec: Spec | Plan, samples: int) -> Spec:
+    """The same training on one worker, with the same microbatches; a single replica has nothing to synchronize.
+
+    Args:
+        spec: the plan for several workers.
+        samples: of a batch, which decide how many microbatches there are where the plan does not say it.
+    """
+    if isinstance(spec, Plan):
+        return Spec(schedule=spec.schedule, microbatches=spec.microbatches, precision=spec.precision)
+    microbatches = default_microbatches(spec, samples)
+    plain = replace(spec, data=1, pipeline=1, sequence=1, tensor=1, stages=(), sync=SUM, slow=())
+    return replace(plain, microbatches=microbatches)

@@ -1,0 +1,135 @@
+"""Cluster files: YAML that a person can write -> Cluster, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import yaml
+
+from polylane.cluster.catalogue import device_presets, link_presets
+from polylane.cluster.cluster import Cluster, Hosts, Links
+from polylane.cluster.device import Device
+from polylane.cluster.figures import expected_figure, resolve_figures
+from polylane.cluster.link import Link, Positive
+from polylane.errors import PolylaneError
+from polylane.yaml_file import FileForm, error_sentence, first_error, read
+
+
+class _File(pydantic.BaseModel):
+    """What a cluster file may say."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    polylane: Literal[1] = 1
+    hosts: tuple[Hosts, ...]
+    links: Links = Links()
+    speeds: dict[int, Positive] = {}
+
+
+def load(path: str | Path) -> Cluster:
+    """Read a cluster file.
+
+    Raises:
+        PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names both.
+    """
+    data = read(path)
+    try:
+        return from_mapping(data)
+    except PolylaneError as error:
+        raise PolylaneError(f"{path}: {error}") from error
+
+
+def from_mapping(data: dict[Any, Any]) -> Cluster:
+    """The cluster that a file's mapping describes.
+
+    Raises:
+        PolylaneError: as :func:`load`, without the file.
+    """
+    _check_filled(data)
+    try:
+        file = _File.model_validate(_resolve_file(data))
+    except pydantic.ValidationError as error:
+        raise PolylaneError(error_sentence(first_error(error), _FORM, data)) from error
+    return Cluster(file.hosts, file.links, file.speeds)
+
+
+def dump(cluster: Cluster) -> str:
+    """The cluster as YAML; reading it again gives an equal one. What equals a preset is said by its name."""
+    data: dict[str, Any] = {"polylane": 1, "hosts": [_dump_hosts(group) for group in cluster.hosts]}
+    links = {name: _preset_or_figures(link, link_presets()) for name, link in cluster.links if link is not None}
+    if links:
+        data["links"] = links
+    if cluster.speeds:
+        data["speeds"] = dict(cluster.speeds)
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
+
+
+def _dump_hosts(group: Hosts) -> dict[str, Any]:
+    own = _to_plain(group.model_dump(exclude_defaults=True, exclude={"device", "link"}))
+    data = {"count": group.count, "devices": group.devices, **own}
+    data["device"] = _preset_or_figures(group.device, device_presets())
+    if group.link is not None:
+        data["link"] = _preset_or_figures(group.link, link_presets())
+    return data
+
+
+def _preset_or_figures(given: Device | Link, presets: dict[str, dict[str, Any]]) -> str | dict[str, Any]:
+    """A preset's name, or the figures."""
+    preset = presets.get(given.kind)
+    if preset is not None and type(given).model_validate(preset) == given:
+        return given.kind
+    return dict(_to_plain(given.model_dump(exclude_defaults=True)))
+
+
+def _to_plain(given: Any) -> Any:
+    """A value as YAML has it: dicts and lists."""
+    if isinstance(given, Mapping):
+        return {key: _to_plain(value) for key, value in given.items()}
+    return [_to_plain(value) for value in given] if isinstance(given, tuple) else given
+
+
+def _check_filled(given: object, place: str = "") -> None:
+    """A key with nothing behind it is a mistake everywhere."""
+    if given is None:
+        raise PolylaneError(f"{place} is empty")
+    items = given.items() if isinstance(given, dict) else enumerate(given) if isinstance(given, list) else ()
+    for key, value in items:
+        _check_filled(value, f"{place}.{key}" if place else str(key))
+
+
+def _resolve_file(data: dict[Any, Any]) -> dict[Any, Any]:
+    """The file's mapping with figures in place of names and units."""
+    data, hosts, links = dict(data), data.get("hosts"), data.get("links")
+    if isinstance(hosts, list):
+        data["hosts"] = [_resolve_group(group, f"hosts.{index}") for index, group in enumerate(hosts)]
+    if isinstance(links, dict):
+        data["links"] = {name: resolve_figures(link, link_presets(), f"links.{name}") for name, link in links.items()}
+    return data
+
+
+def _resolve_group(group: object, place: str) -> object:
+    if not isinstance(group, dict):
+        return group
+    presets = {"device": device_presets(), "link": link_presets()}
+    return {
+        key: resolve_figures(v, presets[key], f"{place}.{key}") if key in presets else v for key, v in group.items()
+    }
+
+
+def _keys(place: Sequence[int | str]) -> list[str]:
+    """The keys of a mapping in a cluster file, by its place."""
+    path = [str(part) for part in place if isinstance(part, str)]
+    models: dict[tuple[str, ...], type[pydantic.BaseModel]] = {
+        (): _File,
+        ("hosts",): Hosts,
+        ("hosts", "device"): Device,
+        ("hosts", "link"): Link,
+        ("links",): Links,
+    }
+    return list(models.get(tuple(path), Link).model_fields)
+
+
+_FORM = FileForm("a cluster", _keys, lambda place: expected_figure(*map(str, reversed(place))))

@@ -1,0 +1,112 @@
+"""A cluster in one line: ``8:h100-80g``, ``16x8:a100-80g,hosts=roce-200``, ``2x4x8:a100-80g,sites=internet-1g``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from polylane.cluster.catalogue import device_presets, usual_links
+from polylane.cluster.cluster import Cluster
+from polylane.cluster.cluster_file import from_mapping, load
+from polylane.errors import PolylaneError, format_value, suggest_name
+from polylane.settings import split_pairs
+
+_FORM = "[SITESx]HOSTSxDEVICES:DEVICE, as in 16x8:a100-80g, or a cluster file ending in .yaml"
+_HEAD = re.compile(r"(?:(?:([0-9]+)\s*x\s*)?([0-9]+)\s*x\s*)?([0-9]+)\s*:\s*(\S+)")
+
+# The keys that may follow, and where a cluster file has them.
+_KEYS = {
+    "link": "hosts.0.link",
+    "hosts": "links.hosts",
+    "sites": "links.sites",
+    "cores": "hosts.0.cores",
+    "speed": "hosts.0.speed",
+    "price": "hosts.0.price",
+}
+
+# As many devices as a cluster may have: ten times the largest machines.
+MOST = 2**20
+
+
+def load_or_parse(text: str) -> Cluster:
+    """The cluster that a person names: a file, or one line.
+
+    Raises:
+        PolylaneError: it cannot be read; naming the file and the key, or the line and the key.
+    """
+    path = Path(text)
+    return load(path) if path.suffix in (".yaml", ".yml") or path.is_file() else parse(text)
+
+
+def parse(text: str) -> Cluster:
+    """Read a cluster in one line; where links are not said, they are those that such devices mostly have.
+
+    Raises:
+        PolylaneError: naming the key at fault and what it may be.
+    """
+    try:
+        return _parse_line(text)
+    except PolylaneError as error:
+        raise PolylaneError(f"cluster {format_value(text)}: {error}") from None
+
+
+def _parse_line(text: str) -> Cluster:
+    head, *items = (piece.strip() for piece in text.split(","))
+    found = _HEAD.fullmatch(head)
+    if found is None:
+        raise PolylaneError(f"{format_value(head)} is not of the form {_FORM}")
+    device, keys = found[4], split_pairs(items, list(_KEYS), "hosts=ethernet-25g")
+    given = (("sites", found[1] or "1"), ("hosts", found[2] or "1"), ("devices", found[3]))
+    sites, hosts, devices = (_parse_count(name, digits) for name, digits in given)
+    if sites * hosts * devices > MOST:
+        each = f"{hosts} hosts of {devices} devices"
+        every = each if sites == 1 else f"{sites} sites of {each}"
+        raise PolylaneError(f"{every} are more than {MOST:,} devices, the most there can be")
+    if device not in device_presets():
+        known = f"known are {', '.join(device_presets())}{suggest_name(device, list(device_presets()))}"
+        raise PolylaneError(f"there is no device {format_value(device)}, {known}")
+    for key, linked in (("link", devices), ("hosts", hosts)):
+        if linked > 1 and key not in keys:
+            keys[key] = _usual_link(device, key)
+    if sites > 1 and "sites" not in keys:
+        raise PolylaneError("sites is missing: say what links the sites, as in sites=internet-1g")
+    links = {key: keys.pop(key) for key in ("hosts", "sites") if key in keys}
+    own = {key: _parse_number(key, value) for key, value in keys.items()}
+    group = {"count": hosts, "devices": devices, "device": device, **own}
+    names = [f"site{number}" for number in range(sites)] if sites > 1 else [""]
+    return _build_cluster({"hosts": [{**group, "site": name} for name in names], "links": links})
+
+
+def _build_cluster(data: dict[str, Any]) -> Cluster:
+    """The cluster; its errors name the line's keys, not a file's."""
+    try:
+        return from_mapping(data)
+    except PolylaneError as error:
+        text = str(error)
+        key = next((key for key, place in _KEYS.items() if text.startswith(place)), None)
+        raise PolylaneError(text if key is None else key + text[len(_KEYS[key]) :]) from None
+
+
+def _usual_link(device: str, key: str) -> str:
+    """How such devices are mostly linked."""
+    if device not in usual_links():
+        where = "the devices of a host" if key == "link" else "the hosts"
+        raise PolylaneError(f"{key} is missing: say what links {where}, as in {key}=ethernet-10g")
+    return usual_links()[device][key]
+
+
+def _parse_count(name: str, digits: str) -> int:
+    if not digits.strip("0") or len(digits.lstrip("0")) > len(str(MOST)):
+        raise PolylaneError(f"{name} must be from 1 to {MOST:,}, not {format_value(digits)}")
+    return int(digits)
+
+
+def _parse_number(key: str, value: str) -> object:
+    """A count, or a figure; as a YAML file would have it."""
+    if key == "cores":
+        return int(value) if value.isascii() and value.isdecimal() else value
+    try:
+        return value if key == "link" else float(value)
+    except ValueError:
+        return value

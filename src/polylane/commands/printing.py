@@ -1,0 +1,92 @@
+"""What commands print: JSON, files, and numbers as people read them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from polylane.errors import PolylaneError
+
+FEW = 8  # numbers that are listed one by one
+
+_THOUSANDS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def print_json(data: Any) -> None:
+    """One JSON object on stdout, on one line where that is piped and indented on a terminal."""
+    print(dump_json(data, indent=2 if sys.stdout.isatty() else None), flush=True)
+
+
+def dump_json(data: Any, indent: int | None = None) -> str:
+    """Strict JSON: NaN and infinities, which it cannot spell, become null."""
+    return json.dumps(_null_if_infinite(data), indent=indent, allow_nan=False)
+
+
+def _null_if_infinite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: _null_if_infinite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_null_if_infinite(value) for value in data]
+    return data
+
+
+def console() -> Console:
+    """Rich's, on stdout: as wide as the terminal, 120 characters where it is piped."""
+    return Console(highlight=False, width=shutil.get_terminal_size((120, 24)).columns)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, its folder too.
+
+    Raises:
+        PolylaneError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PolylaneError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def format_count(number: float, unit: str = "") -> str:
+    """``1.23 M``, ``45 kB``, ``0``: a count to three digits that matter."""
+    for scale, letter in _THOUSANDS:
+        if abs(number) >= scale:
+            value = number / scale
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {letter}{unit}"
+    return f"{number:.0f} {unit}".rstrip()
+
+
+def format_seconds(duration: float) -> str:
+    """``3.2 s``, ``4 min 05 s``, ``2 h 03 min``."""
+    if duration < 100:
+        return f"{duration:.1f} s"
+    whole = round(duration)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """``0, 3``, and of many what is ascending in one: ``0-63, 256-319, ..., 768-831 (256)``."""
+    if len(numbers) <= FEW:
+        return ", ".join(map(str, numbers))
+    starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
+    ends = [*(i - 1 for i in starts[1:]), len(numbers) - 1]
+    runs = [f"{numbers[a]}-{numbers[b]}" if b > a else f"{numbers[a]}" for a, b in zip(starts, ends, strict=True)]
+    shown = runs if len(runs) <= FEW // 2 else [*runs[:2], "...", runs[-1]]
+    return f"{', '.join(shown)} ({len(numbers):,})"
+
+
+def format_plural(number: int, word: str) -> str:
+    """``1 worker``, ``4 workers``."""
+    return f"{number} {word}" + ("" if number == 1 else "s")

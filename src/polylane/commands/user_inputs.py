@@ -1,0 +1,318 @@
+"""What commands are given: a recipe, a plan, a number of workers; and one sentence where one of them is wrong."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polylane import recipe as recipes
+from polylane.commands.requests import RecipeRequest, WorkersRequest
+from polylane.errors import PolylaneError
+from polylane.plan import spec as specs
+from polylane.plan.spec import Spec
+from polylane.recipe import Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from polylane.compile.training_problem import TrainingProblem
+    from polylane.plan.plan import Plan
+
+
+# How many workers are started on one host: more would only wait for each other.
+MOST_STARTED = 256
+EACH_CORE = 4
+
+# The plan ------------------------------------------------------------------------------------------------------------
+
+
+def choose_plan(request: WorkersRequest) -> Spec | Plan:
+    """The plan that a command line asks for: one line or a file; without either, replicas on all workers.
+
+    Raises:
+        PolylaneError: the plan cannot be read, or takes another number of workers, or more than a host can start.
+    """
+    text, workers = request.plan, request.workers
+    if text == specs.AUTO:
+        return find_plan(request, workers)
+    if text is None:
+        plan: Spec | Plan = Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1")))
+    else:
+        plan = read_plan(text) if isinstance(text, str) else text
+    if workers is not None and plan.processes != workers:
+        product = " times ".join(specs.format_degrees(plan.meshes))
+        product += f", and servers={plan.sync.server_count}" if plan.sync.dedicated else ""
+        raise PolylaneError(f"--workers {workers}, but the plan takes {plan.processes} ({product}): they must be equal")
+    most = max(MOST_STARTED, EACH_CORE * (os.cpu_count() or 1))
+    if plan.processes > most and "RANK" not in os.environ:
+        raise PolylaneError(
+            f"the plan takes {plan.processes:,} workers, and at most {most} are started on one host: use fewer, or let "
+            "torchrun start them on several hosts"
+        )
+    return plan
+
+
+def find_plan(request: RecipeRequest, workers: int | None = None) -> Plan:
+    """The plan that is best for a recipe on this machine, for at most so many workers, or as many as it has cores.
+
+    Raises:
+        PolylaneError: the recipe is wrong, nothing fits, or torchrun started several processes, which would all
+            measure at once.
+    """
+    if "RANK" in os.environ:
+        raise PolylaneError(
+            "--plan auto measures in one process: run this command without torchrun, or write the plan first "
+            "(polylane inspect RECIPE --plan auto --write plan.yaml) and give that file"
+        )
+    recipe = open_recipe(request)
+    from polylane.auto.choose import best_plan
+    from polylane.probe.machine import local_cluster
+    from polylane.runtime.workers.fork import limit_to_one_thread
+
+    limit_to_one_thread()
+    problem, _ = open_problem(recipe, request)
+    # A step has the samples of the example, which are fewer than were asked for where there are no more.
+    problem, most = replace(problem, batch_size=None), workers or os.cpu_count() or 1
+    return best_plan(problem, range(1, most + 1), local_cluster(most), copies=True)
+
+
+def read_plan(text: str) -> Spec | Plan:
+    """A plan from one line or from a file.
+
+    Raises:
+        PolylaneError: naming the key at fault.
+    """
+    if not text.endswith((".yaml", ".yml")) and not _file_exists(text):
+        return specs.parse(text)
+    from polylane.plan import plan as plans
+
+    return plans.load(text)
+
+
+def _file_exists(text: str) -> bool:
+    """Whether a file has this name, which may be none that a file can have."""
+    try:
+        return bool(text.strip()) and Path(text).exists()
+    except OSError:
+        return False
+
+
+def check_positive(option: str, value: float | None) -> None:
+    """Refuse a bound that is not above zero.
+
+    Raises:
+        PolylaneError: naming the option.
+    """
+    if value is not None and not value > 0:
+        raise PolylaneError(f"{option} must be above 0, not {value:g}")
+
+
+# The recipe ----------------------------------------------------------------------------------------------------------
+
+
+def open_recipe(request: RecipeRequest) -> Recipe:
+    """A recipe whose functions turn what they raise into one sentence.
+
+    The loss stays as it is: it is captured, and capture has its own words for what fails inside.
+    `open_data` does the same for data(split).
+
+    Raises:
+        RecipeError: the recipe or a setting is wrong.
+    """
+    recipe = recipes.load(request.recipe, recipes.parse_assignments(request.settings))
+    scheduler, collate = recipe.scheduler, recipe.collate
+    return replace(
+        recipe,
+        model=_guard_function(recipe, "model()", recipe.model),
+        optimizer=_guard_function(recipe, "optimizer(parameters)", recipe.optimizer),
+        scheduler=scheduler and _guard_function(recipe, "scheduler(optimizer)", scheduler),
+        collate=collate and _guard_function(recipe, "collate(samples)", collate),
+    )
+
+
+def _guard_function(recipe: Recipe, call: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(*args: Any) -> Any:
+        with blamed_on(recipe, call):
+            return function(*args)
+
+    return guarded
+
+
+@contextmanager
+def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
+    """Turn what is raised inside into one sentence that says which function, at which of the user's lines, and what."""
+    try:
+        yield
+    except PolylaneError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split()) or "no message"
+        raise RecipeError(f"{_user_line(error, recipe.path)}: {call} raised {type(error).__name__}: {said}") from error
+
+
+def _user_line(error: BaseException, path: Path) -> str:
+    """The deepest of the user's own lines that led to an error; an environment in the recipe's folder is not theirs."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(path.parent) and "site-packages" not in frame.filename
+    ]
+    file, line = (Path(frames[-1].filename), f":{frames[-1].lineno}") if frames else (path, "")
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}{line}"
+
+
+def build_model(recipe: Recipe, seed: int) -> nn.Module:
+    """The model with the weights that the seed gives it on one device.
+
+    Raises:
+        RecipeError: a function of the recipe raised, or did not return what it should.
+    """
+    import torch
+
+    torch.manual_seed(seed)
+    model = recipe.model()
+    if not isinstance(model, torch.nn.Module):
+        raise RecipeError(f"model() must return a torch.nn.Module, not a {type(model).__name__}")
+    return model
+
+
+def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
+    """Make an optimizer and a scheduler once and forget them: what is wrong with them is told before any worker starts.
+
+    Raises:
+        PolylaneError: one of them raised, the scheduler is none, or there is nothing to train.
+    """
+    from polylane.compile.compiled_training import named_parameters, refuse_untrainable
+    from polylane.runtime.parameters.clipping import build_scheduler
+
+    parameters = named_parameters(model, [recipe.loss])
+    try:
+        optimizer = recipe.optimizer(parameters)
+    except RecipeError:
+        refuse_untrainable(parameters)  # torch's optimizers fail of an empty list
+        raise
+    build_scheduler(recipe.scheduler, optimizer)
+
+
+def open_problem(recipe: Recipe, request: RecipeRequest) -> tuple[TrainingProblem, Any]:
+    """The recipe's model with its weights, its loss and optimizer and a first batch; and the data that it is of.
+
+    Raises:
+        PolylaneError: one of the recipe's functions raised, or did not return what it should.
+    """
+    model = build_model(recipe, request.seed)
+    rehearse_optimizer(recipe, model)
+    dataset = open_data(recipe, "train")
+    return problem_of(recipe, model, example_batch(recipe, dataset, request.batch), request.batch), dataset
+
+
+def problem_of(recipe: Recipe, model: nn.Module, example: Any, batch: int) -> TrainingProblem:
+    """A model of the recipe's with its one loss.
+
+    Args:
+        recipe: the user's functions, as they were opened.
+        model: what its ``model()`` returned.
+        example: a batch of its training data, of any size.
+        batch: samples of a step, over all workers.
+    """
+    from polylane.compile.compiled_training import Objective
+    from polylane.compile.training_problem import TrainingProblem
+
+    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
+    return TrainingProblem(model, {"loss": objective}, example, batch, recipe.init)
+
+
+# The data ------------------------------------------------------------------------------------------------------------
+
+
+def open_data(recipe: Recipe, split: str) -> Any:
+    """The dataset of a split, None for a test split that the recipe does not have (None, or no samples).
+
+    Raises:
+        PolylaneError: data(split) raised, or what it returned is no dataset.
+    """
+    from polylane.runtime.data.loader import refuse_data_loader
+
+    with blamed_on(recipe, f"data({split!r})"):
+        dataset = recipe.data(split)
+    refuse_data_loader(dataset, f"data({split!r})")
+    if split != "train" and (dataset is None or (hasattr(dataset, "__len__") and len(dataset) == 0)):
+        return None
+    if not is_mapped(dataset) and not isinstance(dataset, Iterable):
+        raise PolylaneError(
+            f"data({split!r}) must return a dataset, map-style or iterable, or a list of samples, not a "
+            f"{type(dataset).__name__}" + ("" if split == "train" else "; or None, where there is nothing to test on")
+        )
+    return dataset
+
+
+def is_mapped(dataset: Any) -> bool:
+    """Whether samples have numbers: a map-style dataset or a list."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def example_batch(recipe: Recipe, dataset: Any, size: int) -> Any:
+    """A batch of the first samples of the training data, for the form and the size of what is to come.
+
+    Raises:
+        PolylaneError: there are no samples, or they do not make a batch.
+    """
+    with blamed_on(recipe, "data('train')"):
+        indices = range(min(size, len(dataset))) if is_mapped(dataset) else None
+        samples = list(itertools.islice(dataset, size)) if indices is None else [dataset[i] for i in indices]
+    return collate_samples(recipe, samples)
+
+
+def collate_samples(recipe: Recipe, samples: list[Any]) -> Any:
+    """Samples as a batch, by the recipe's own function or torch's.
+
+    Raises:
+        PolylaneError: there are none, or they do not fit together.
+    """
+    from torch.utils.data import default_collate
+
+    if not samples:
+        raise PolylaneError("data('train') has no samples")
+    if recipe.collate is not None:
+        return recipe.collate(samples)
+    try:
+        return default_collate(samples)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise RecipeError(
+            f"the samples of data('train') do not make a batch ({said}): give the recipe a collate(samples)"
+        ) from error
+
+
+def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]:
+    """The batches that a training begins with, whole: as many as there are steps, over epochs as training counts them.
+
+    Raises:
+        PolylaneError: there are no samples, or they do not make a batch.
+    """
+    from polylane.runtime.data.loader import sample_order
+
+    dataset = open_data(recipe, "train")
+    found: list[Any] = []
+    for epoch in range(count):  # an epoch has one batch at least
+        if len(found) == count:
+            break
+        with blamed_on(recipe, "data('train')"):
+            indices = sample_order(len(dataset), epoch, seed) if is_mapped(dataset) else None
+            wanted = size * (count - len(found))
+            stream = itertools.islice(dataset, wanted) if indices is None else (dataset[i] for i in indices[:wanted])
+            samples = list(stream)
+        found += [collate_samples(recipe, samples[at : at + size]) for at in range(0, len(samples), size)] or [
+            collate_samples(recipe, [])
+        ]
+        if indices is None and isinstance(dataset, Iterator):
+            dataset = open_data(recipe, "train")
+    return found

@@ -1,0 +1,1 @@
+"""Model + plan -> CompiledTraining: graph, partition, layouts; no process is started."""

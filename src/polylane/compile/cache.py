@@ -1,0 +1,308 @@
+"""Compile cache: what is compiled for each form of batch; one look-up in every step, one slow path for an unknown form.
+
+The form of a batch is all that a captured graph depends on: how the batch is nested, dtypes and sizes of its tensors
+but for the number of samples, and the settings of the user's that the capture took for constant (attributes, flags,
+the environment). The idea is that of the guards of ``torch.compile`` (Ansel et al., ASPLOS'24): compare what the code
+was compiled for, run it if that is the same, compile again if it is not. Forms that were not used for long make room.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from polylane.compile.batch_split import Batch, BatchForm
+from polylane.compile.compiled_graph import CompiledGraph
+from polylane.compile.compiled_training import CompiledTraining, named_parameters, optimized_names
+from polylane.compile.python_effects import leaf_paths
+from polylane.errors import PolylaneError
+from polylane.graph.batch import batch_signature, take_first_samples
+from polylane.graph.partition import Partition
+from polylane.graph.python_state.captured_settings import CapturedSettings
+from polylane.graph.python_state.side_effects import SideEffects
+from polylane.program.program import Program
+
+FORMS_KEPT = 32  # compiled graphs that are kept at once, beside those compiled ahead: those that were used last
+SIZES_KEPT = 64  # numbers of samples for which a graph's programs are kept at once
+SETTINGS_KEPT = 8  # settings of one objective and mode that are kept at once
+MANY_FORMS = 8  # further forms of batches, from which on the user is told
+MANY_SETTINGS = 4  # captures with other settings, from which on the user is told
+
+Bound = TypeVar("Bound")
+
+
+class CacheKey(NamedTuple):
+    """What a compiled graph was compiled for.
+
+    Attributes:
+        objective: name of the loss.
+        training: whether in training mode; else in evaluation mode, forward only.
+        structure: how the batch is nested, see :func:`polylane.graph.batch.batch_structure`.
+        signature: dtypes and sizes of its leaves, see :func:`polylane.graph.batch.batch_signature`.
+        settings: number of the user's settings that the graph was captured with; 0 are those at the start.
+    """
+
+    objective: str
+    training: bool
+    structure: Any
+    signature: tuple[Any, ...]
+    settings: int
+
+
+class Compiler(Protocol[Bound]):
+    """The slow path: what a worker does for a form of batch that the cache does not know."""
+
+    def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
+        """Capture and compile an objective's graph from a small batch; ``which`` says to the user what batch it is."""
+        ...
+
+    def lower(self, key: CacheKey, graph: CompiledGraph, replica_local: bool) -> tuple[Program, ...]:
+        """Every worker's program for a graph; ``replica_local``: replicas do not sum gradients with each other."""
+        ...
+
+    def bind(
+        self, key: CacheKey, graph: CompiledGraph, programs: tuple[Program, ...], microbatches: int, replica_local: bool
+    ) -> Bound:
+        """Bind the first microbatches of the programs to this worker's tensors and connections."""
+        ...
+
+    def fit_to_samples(self, bound: Bound, samples: int) -> Bound:
+        """Make bound programs ready for batches of one size."""
+        ...
+
+
+@dataclass
+class _Entry(Generic[Bound]):
+    """One graph, with what was made of it so far.
+
+    Attributes:
+        graph: as it was captured and compiled.
+        programs: of all workers, by whether replicas go their own ways.
+        bound: programs bound to this worker, by (microbatches, whether replicas go their own ways).
+        fitted: bound programs for one size of batch, by (samples, whether replicas go their own ways).
+    """
+
+    graph: CompiledGraph
+    programs: dict[bool, tuple[Program, ...]] = field(default_factory=dict)
+    bound: dict[tuple[int, bool], Bound] = field(default_factory=dict)
+    fitted: OrderedDict[tuple[int, bool], Bound] = field(default_factory=OrderedDict)
+
+
+class CompileCache(Generic[Bound]):
+    """All that one worker compiled for the batches of a training.
+
+    Args:
+        training: as it was compiled ahead of the workers.
+        compiler: the slow path.
+        example: a batch of the form that the training was compiled for.
+
+    Attributes:
+        sampled: of every leaf of the example, whether it is split with the samples.
+    """
+
+    def __init__(self, training: CompiledTraining, compiler: Compiler[Bound], example: Any) -> None:
+        whole = Batch.whole(example)
+        self._training, self._compiler, self._example = training, compiler, BatchForm.of_batch(example)
+        self.sampled = whole.sampled
+        self._example_key = self._example.structure, batch_signature(whole.leaves, self.sampled)
+        self._entries: OrderedDict[CacheKey, _Entry[Bound]] = OrderedDict()
+        self._versions: dict[tuple[str, bool], SettingsVersions] = {}
+        self._further: set[tuple[Any, ...]] = set()
+        ahead = ((True, training.graphs), (False, training.evaluations))
+        for in_training, graphs in ahead:
+            for name in training.objectives:
+                graph = graphs.get(name)
+                partition = None if graph is None else graph.partition
+                self._versions[name, in_training] = SettingsVersions(training, name, in_training, partition)
+                if graph is not None:
+                    self._entries[CacheKey(name, in_training, *self._example_key, 0)] = _Entry(graph)
+        self._ahead = frozenset(self._entries)
+
+    def compiled_for(self, objective: str, batch: Batch, training: bool = True, replica_local: bool = False) -> Bound:
+        """The programs for a batch, bound to this worker: looked up by the batch's form and size, or compiled now.
+
+        Where operators are split every worker must ask for the same form at the same time.
+
+        Args:
+            objective: name of the loss.
+            batch: the whole batch, or this worker's samples of it.
+            training: whether in training mode; else in evaluation mode, forward only.
+            replica_local: whether each replica goes its own way in this step.
+
+        Raises:
+            PolylaneError: what the user changed, or a batch of this form, is nothing that the plan can follow.
+        """
+        number = self._versions[objective, training].current(self._forget)
+        structure = (batch.form or self._example).structure
+        key = CacheKey(objective, training, structure, batch_signature(batch.leaves, batch.sampled), number)
+        entry = self._entries.get(key)
+        fitted = None if entry is None else entry.fitted.get((batch.samples, replica_local))
+        if fitted is None:
+            fitted = self._compile(key, batch, replica_local)
+        self._entries.move_to_end(key)
+        return fitted
+
+    def bind_ahead(self, replica_local: Sequence[bool]) -> None:
+        """Bind what was compiled ahead for training, so that what is wrong with it is said before the first step.
+
+        Args:
+            replica_local: whether replicas go their own ways, all cases that the training has.
+        """
+        for key, entry in self._entries.items():
+            for own_way in replica_local if key.training else ():
+                self._bound(key, entry, self._training.plan.microbatches, own_way)
+
+    def __len__(self) -> int:
+        """How many graphs it holds."""
+        return len(self._entries)
+
+    def _compile(self, key: CacheKey, batch: Batch, replica_local: bool) -> Bound:
+        """The slow path; it keeps whatever of it is there already: the graph, programs for another size."""
+        if key not in self._entries:
+            graph = self._captured(key, batch)
+            self._versions[key.objective, key.training].add(key.settings, graph.partition)
+            self._entries[key] = _Entry(graph)
+            self._make_room()
+        entry = self._entries[key]
+        microbatches = self._training.microbatches_of(batch.samples)
+        bound = self._bound(key, entry, microbatches, replica_local)
+        fitted = entry.fitted[batch.samples, replica_local] = self._compiler.fit_to_samples(bound, batch.samples)
+        if len(entry.fitted) > SIZES_KEPT:
+            entry.fitted.popitem(last=False)
+        return fitted
+
+    def _captured(self, key: CacheKey, batch: Batch) -> CompiledGraph:
+        of_example = (key.structure, key.signature) == self._example_key
+        which = "a batch like the example" if of_example else "a batch of another form than the example's"
+        which += "" if key.training else " in evaluation mode"
+        example = (batch.form or self._example).rebuild(take_first_samples(batch.leaves, 4, batch.sampled))
+        graph = self._compiler.capture(key.objective, key.training, example, which)
+        if not of_example and len(self._further) < MANY_FORMS:
+            self._further.add((key.structure, key.signature))
+            if len(self._further) == MANY_FORMS:
+                warnings.warn(
+                    f"batches of {MANY_FORMS} other forms than the example's have come: for each form (sizes of "
+                    "tensors other than the number of samples, dtypes, nesting) the model is captured anew, which "
+                    f"takes time, and only the last {FORMS_KEPT} are kept; pad batches to a few sizes",
+                    stacklevel=5,
+                )
+        return graph
+
+    def _bound(self, key: CacheKey, entry: _Entry[Bound], microbatches: int, replica_local: bool) -> Bound:
+        if replica_local not in entry.programs:
+            entry.programs[replica_local] = self._compiler.lower(key, entry.graph, replica_local)
+        if (microbatches, replica_local) not in entry.bound:
+            programs = entry.programs[replica_local]
+            entry.bound[microbatches, replica_local] = self._compiler.bind(
+                key, entry.graph, programs, microbatches, replica_local
+            )
+        return entry.bound[microbatches, replica_local]
+
+    def _make_room(self) -> None:
+        """Forget the graph that was not used for longest, if there are too many; those compiled ahead stay."""
+        further = [key for key in self._entries if key not in self._ahead]
+        if len(further) > FORMS_KEPT:
+            del self._entries[further[0]]
+
+    def _forget(self, objective: str, training: bool, settings: int) -> None:
+        """Forget all graphs that were captured with settings that have made room for others."""
+        for key in [*self._entries]:
+            if (key.objective, key.training, key.settings) == (objective, training, settings):
+                del self._entries[key]
+
+
+@dataclass
+class _Version:
+    """Settings, their number, and what was seen of the runs that were captured with them."""
+
+    number: int
+    settings: CapturedSettings
+    effects: SideEffects
+
+
+class SettingsVersions:
+    """The settings that one objective was captured with in one mode, by number; 0 are those at the start.
+
+    Args:
+        training: as it was compiled ahead of the workers.
+        objective: name of the loss.
+        in_training: the mode.
+        ahead: what was captured before there were workers; None: nothing.
+    """
+
+    def __init__(self, training: CompiledTraining, objective: str, in_training: bool, ahead: Partition | None) -> None:
+        self._training, self._objective, self._in_training = training, objective, in_training
+        self._losses = [each.loss for each in training.objectives.values()]
+        self._leaves = {path for each in training.partitions.values() for path in leaf_paths(each.graph)}
+        self._known: list[_Version] = []  # those that were used last come first
+        self._next = 0
+        self._first = None if ahead is None else self.add(0, ahead)
+
+    def current(self, forget: Callable[[str, bool, int], None]) -> int:
+        """The number of the settings as they are now; a new one where they never were so.
+
+        Args:
+            forget: is told of the settings that make room: objective, mode and number.
+
+        Raises:
+            PolylaneError: what was changed cannot be captured anew.
+        """
+        for i, known in enumerate(self._known):
+            if known.settings.find_change() is None:
+                if i:
+                    self._known.insert(0, self._known.pop(i))
+                return known.number
+        if self._known:
+            self._see_that_it_can_be(self._known[0].settings)
+        if len(self._known) == SETTINGS_KEPT:
+            forget(self._objective, self._in_training, self._known.pop().number)
+        return self._next
+
+    def add(self, number: int, partition: Partition) -> CapturedSettings:
+        """Remember the settings as they are now, with which a graph was captured."""
+        effects = partition.graph.code.effects or SideEffects()
+        known = next((each for each in self._known if each.number == number), None)
+        if known is not None:  # for a batch of another form, which may have run other functions
+            effects = replace(
+                effects.merged_with(known.effects),
+                functions_run=effects.functions_run | known.effects.functions_run,
+                environment_keys=(*known.effects.environment_keys, *effects.environment_keys),
+            )
+            self._known.remove(known)
+        settings = CapturedSettings(self._training.model, self._losses, effects, self._leaves, self._in_training)
+        self._known.insert(0, _Version(number, settings, effects))
+        self._next = max(self._next, number + 1)
+        return settings
+
+    def _see_that_it_can_be(self, last: CapturedSettings) -> None:
+        change = last.find_change()
+        if self._next == MANY_SETTINGS:
+            warnings.warn(
+                f"{change} is another one again: for each of its values the model is captured anew, which takes time; "
+                "read from a registered buffer it would be part of the one that is there",
+                stacklevel=5,
+            )
+        if not self._in_training or self._first is None:
+            return
+        graph, plan = self._training.partitions[self._objective].graph, self._training.plan
+        objective = self._training.objectives[self._objective]
+        named = named_parameters(self._training.model, self._losses)
+        for name in self._first.changed_requires_grad():
+            info = graph.parameters.get(name)
+            parameter = dict(named).get(name)
+            if info is None or parameter is None:
+                continue
+            if parameter.requires_grad and not info.trainable and name in optimized_names(named, objective.optimizer):
+                raise PolylaneError(
+                    f"{name} requires a gradient now, but did not when the training was prepared, so that the "
+                    "optimizer was made without it: let it require one then, and freeze it before the first step"
+                )
+            if not parameter.requires_grad and info.trainable and (plan.sync.shard != "none" or plan.sync.has_servers):
+                words = ",".join(plan.sync.to_words())
+                raise PolylaneError(
+                    f"{words}: {name} was frozen between steps, but what replicas hold parts of is trained together: "
+                    "freeze it before the training is prepared"
+                )

@@ -1,0 +1,403 @@
+"""From what the user hands over to a graph, a plan and its cuts: all that happens before any worker computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_graph, split_operators, warn_of_untried
+from polylane.compile.optimizer_probe import find_whole_parameters
+from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
+from polylane.compile.sync_check import check_sync
+from polylane.errors import PolylaneError
+from polylane.graph.batch import clone_leaves, count_parts, flatten, sample_count, sampled_leaves, take_first_samples
+from polylane.graph.capture.export import Loss, python_kept
+from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition, align_partition
+from polylane.plan import fit_to_graph as fit
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec, parse
+from polylane.samples.batch_layout import BatchLayout, MeasuredLayouts
+from polylane.samples.counts import capture_with_counts
+from polylane.samples.derivation import derive_batch_layouts
+from polylane.samples.loss_coupling import loss_couples_samples
+from polylane.samples.microbatches import (
+    limit_microbatches,
+    make_split_check,
+    min_samples_for,
+    requested_microbatches,
+)
+from polylane.samples.min_samples import MinSamples
+from polylane.sharding.stage_layouts import StageLayouts, layouts_like
+
+Parameters = list[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One loss and the optimizer that minimizes it; most trainings have one, a GAN has two."""
+
+    name: str
+    loss: Loss
+    optimizer: OptimizerFactory
+    scheduler: SchedulerFactory | None = None
+
+
+@dataclass(frozen=True)
+class CompiledTraining:
+    """A model compiled for a plan, before any worker computes. It never changes: a worker keeps what it compiles for
+    further forms of batches in its own :class:`polylane.compile.cache.CompileCache`.
+
+    Attributes:
+        model: the user's, unchanged.
+        objectives: by name, the first one is what the plan was made for.
+        graphs: every objective's graph in training mode, by name.
+        evaluations: the graphs in evaluation mode, by name; empty unless they were asked for ahead of the workers.
+        plan: how it is split.
+        in_float64: whether casts to lower types inside keep float64 (for proofs).
+        init: fills a module's own tensors, for a model on the meta device.
+        min_samples: how few samples a microbatch may have in training.
+    """
+
+    model: nn.Module
+    objectives: Mapping[str, Objective]
+    graphs: Mapping[str, CompiledGraph]
+    evaluations: Mapping[str, CompiledGraph]
+    plan: Plan
+    in_float64: bool
+    init: Callable[[nn.Module], None] | None
+    min_samples: MinSamples
+
+    @property
+    def partitions(self) -> dict[str, Partition]:
+        """The partitions of every objective's graph, by name."""
+        return {name: graph.partition for name, graph in self.graphs.items()}
+
+    @property
+    def main_partition(self) -> Partition:
+        """The partition that the plan was made for."""
+        return next(iter(self.graphs.values())).partition
+
+    @property
+    def layouts(self) -> dict[str, StageLayouts]:
+        """How the operators of every objective's graph are split, by name; empty where none is."""
+        return {name: graph.layouts for name, graph in self.graphs.items() if graph.layouts.distinct}
+
+    @property
+    def batch_is_sharded(self) -> bool:
+        """Whether replicas split operators between them, because the loss couples samples."""
+        return any(graph.layouts.batch_is_sharded for graph in self.graphs.values())
+
+    def axes(self, stage: int) -> tuple[str, ...]:
+        """The axes along which a stage's operators are split; "data" among them where the samples of a batch meet."""
+        return next(iter(self.graphs.values())).layouts.axes(stage)
+
+    def microbatches_of(self, samples: int) -> int:
+        """Into how many a batch is divided in training: a short one into fewer, if the model needs the samples."""
+        return count_parts(samples, self.plan.microbatches, self.min_samples.samples)
+
+    def graph_of(self, partition: Partition) -> CompiledGraph:
+        """One of the graphs that were compiled ahead, by its partition.
+
+        Raises:
+            KeyError: there is none with this partition.
+        """
+        for graph in (*self.graphs.values(), *self.evaluations.values()):
+            if graph.partition is partition:
+                return graph
+        raise KeyError("no graph of this training has this partition")
+
+    def layouts_of(self, partition: Partition) -> StageLayouts:
+        """How the operators of one of these graphs are split; its parameters lie as the main graph's do."""
+        return self.graph_of(partition).layouts
+
+    def batch_layouts_of(self, partition: Partition) -> Mapping[str, BatchLayout]:
+        """How the parts of a batch are brought together in the values of one of these graphs that cross."""
+        return self.graph_of(partition).orders
+
+    def compile_further(self, partition: Partition) -> CompiledGraph:
+        """Compile one more graph of the model (evaluation, batches of another form); parameters lie as in the main one.
+
+        Raises:
+            PolylaneError: a value crosses between stages with different numbers of replicas, and cannot be divided
+            anew.
+        """
+        main = next(iter(self.graphs.values())).layouts
+        layouts = layouts_like(main, partition, self.plan) if main.distinct else main
+        seen = (
+            derive_batch_layouts(partition.graph, self.plan.per_sample)
+            if self.plan.resplits_batch
+            else MeasuredLayouts()
+        )
+        return compile_graph(partition, self.plan, layouts, seen)
+
+
+def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
+    """All parameters by the model's own names, each once; a loss module's own under "loss."."""
+    named = list(model.named_parameters())
+    for loss in losses:
+        if isinstance(loss, nn.Module):
+            named += [(f"loss.{name}", parameter) for name, parameter in loss.named_parameters()]
+    return named
+
+
+def optimized_names(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
+    """Names of the parameters that an optimizer factory takes out of those it is given, without the frozen ones.
+
+    Raises:
+        PolylaneError: the factory fails, or takes a parameter that is not the model's; or nothing is there to train.
+    """
+    names = {id(parameter): name for name, parameter in parameters}
+    try:
+        optimizer = factory(list(parameters))
+    except Exception as error:
+        refuse_untrainable(parameters)  # torch's optimizers fail of an empty list
+        raise PolylaneError(f"optimizer(parameters) fails: {type(error).__name__}: {error}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PolylaneError(
+            f"optimizer(parameters) must return a torch.optim.Optimizer, not a {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PolylaneError(
+            "torch.optim.LBFGS evaluates the loss several times a step, which no plan can do: take another optimizer"
+        )
+    taken = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in taken):
+        raise PolylaneError("optimizer(parameters) must optimize the parameters it is given, not copies of them")
+    refuse_untrainable(parameters)
+    found = {names[id(parameter)] for parameter in taken if parameter.requires_grad}
+    if not found:
+        raise PolylaneError("the optimizer takes no parameter that requires a gradient, so that it would train nothing")
+    return found
+
+
+def refuse_untrainable(parameters: Parameters) -> None:
+    """See that there is something to train.
+
+    Raises:
+        PolylaneError: no parameter requires a gradient, or none has any elements.
+    """
+    if not parameters:
+        raise PolylaneError("the model has no parameters, so that there is nothing to train: see what model() returns")
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise PolylaneError(
+            "no parameter of the model requires a gradient, so that there is nothing to train: unfreeze some"
+        )
+    if not any(parameter.requires_grad and parameter.numel() for _, parameter in parameters):
+        raise PolylaneError(
+            "no parameter of the model that requires a gradient has any elements, so that there is nothing to train: "
+            "give it a width"
+        )
+
+
+def build_objectives(
+    loss: Loss | Mapping[str, Loss],
+    optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
+    scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None,
+) -> dict[str, Objective]:
+    """One objective, or one for each name of a mapping.
+
+    Raises:
+        PolylaneError: the mappings do not have the same names.
+    """
+    if not isinstance(loss, Mapping):
+        if isinstance(optimizer, Mapping) or isinstance(scheduler, Mapping):
+            raise PolylaneError(
+                "one loss takes one optimizer and one scheduler: give a mapping of losses, or no mapping at all"
+            )
+        return {"loss": Objective("loss", loss, optimizer, scheduler)}
+    if not isinstance(optimizer, Mapping) or set(loss) != set(optimizer):
+        raise PolylaneError(f"losses named {sorted(loss)} take a mapping of optimizers with the same names")
+    shared = [
+        name for name, each in loss.items() if isinstance(each, nn.Module) and next(each.parameters(), None) is not None
+    ]
+    if len(shared) > 1:
+        raise PolylaneError(f"losses {', '.join(sorted(shared))} both have parameters: move them into the model")
+    schedulers = scheduler if isinstance(scheduler, Mapping) else dict.fromkeys(loss, scheduler)
+    return {name: Objective(name, loss[name], optimizer[name], schedulers.get(name)) for name in loss}
+
+
+def compile_training(
+    model: nn.Module,
+    objectives: dict[str, Objective],
+    example: Any,
+    plan: str | Spec | Plan,
+    *,
+    batch_size: int | None = None,
+    fewer: bool = False,
+    in_float64: bool = False,
+    evaluation: bool = False,
+    init: Callable[[nn.Module], None] | None = None,
+    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None = None,
+) -> CompiledTraining:
+    """Capture every objective, choose the cuts, and refuse what would not be exact.
+
+    Args:
+        model: as the user built it.
+        objectives: what is minimized.
+        example: a batch.
+        plan: one line, a read plan file, or a Spec.
+        batch_size: of the training, if it is another than the example's.
+        fewer: the microbatches may be fewer than the plan says, if the model needs more samples in each.
+        in_float64: for proofs; ``model`` and ``example`` are float64 already.
+        evaluation: capture the evaluation mode here too, once for all workers that are forked from this process.
+        init: fills the tensors that a module itself owns, for a model on the meta device.
+        seconds: time of every node of a graph; default: measured here, node by node.
+
+    Raises:
+        PolylaneError: a plan for another model, too many stages, too few samples for the model in a microbatch, or
+        samples that cannot be split exactly.
+    """
+    with python_kept(model, *(objective.loss for objective in objectives.values())):
+        return _compile_training(
+            model, objectives, example, plan, batch_size, fewer, in_float64, evaluation, init, seconds
+        )
+
+
+def _compile_training(
+    model: nn.Module,
+    objectives: dict[str, Objective],
+    example: Any,
+    plan: str | Spec | Plan,
+    batch_size: int | None,
+    fewer: bool,
+    in_float64: bool,
+    evaluation: bool,
+    init: Callable[[nn.Module], None] | None,
+    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
+) -> CompiledTraining:
+    leaves, rebuild = flatten(example)
+    total = batch_size or sample_count(leaves)
+    spec = parse(plan) if isinstance(plan, str) else plan
+    microbatches = requested_microbatches(spec, total)
+    # What a worker will have in hand: the sizes that count for time and memory.
+    hand = max(2, -(-total // (microbatches * spec.data)))
+    part = take_first_samples(leaves, min(hand, sample_count(leaves)))
+    parameters = named_parameters(model, [o.loss for o in objectives.values()])
+    graphs = {
+        n: _capture_objective(model, o, parameters, rebuild(clone_leaves(part)), in_float64)
+        for n, o in objectives.items()
+    }
+    fewer = fewer or spec.microbatches is None
+    if spec.microbatches is None and keeps_python_state(graphs.values()):
+        microbatches = 1
+    fewest = min_samples_for(spec, graphs.values())
+    microbatches = limit_microbatches(microbatches, total, fewest, fewer)
+    for graph in graphs.values():
+        refuse_repeated_effects(graph, spec, microbatches)
+    partitions, seen, meets = _partition_objectives(
+        model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
+    )
+    chosen = _complete_plan(next(iter(partitions.values())), spec, microbatches)
+    captured = {
+        name: recapture_objective(model, objectives[name], partition, rebuild(clone_leaves(part)), False, in_float64)
+        for name, partition in (partitions.items() if evaluation else ())
+    }
+    for partition in partitions.values():
+        refuse_effects(partition, chosen)
+    check_sync(chosen, partitions, meets)
+    layouts = dict.fromkeys(partitions, StageLayouts((None,) * chosen.pipeline))
+    if chosen.axes or meets:
+        whole = find_whole_parameters(parameters, [o.optimizer for o in objectives.values()])
+        warn_of_untried(whole, chosen)
+        sampled = sampled_leaves(leaves) if meets else ()
+        layouts = split_operators(partitions, chosen, -(-total // microbatches), whole, sampled)
+    compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
+    training = CompiledTraining(
+        model=model,
+        objectives=MappingProxyType(objectives),
+        graphs=MappingProxyType(compiled),
+        evaluations=MappingProxyType({}),
+        plan=chosen,
+        in_float64=in_float64,
+        init=init,
+        min_samples=fewest,
+    )
+    evaluations = {name: training.compile_further(each) for name, each in captured.items()}
+    return replace(training, evaluations=MappingProxyType(evaluations))
+
+
+def _partition_objectives(
+    model: nn.Module,
+    objectives: Mapping[str, Objective],
+    graphs: Mapping[str, Graph],
+    spec: Spec | Plan,
+    leaves: list[Any],
+    part: list[Any],
+    microbatches: int,
+    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
+    *,
+    in_float64: bool,
+) -> tuple[dict[str, Partition], dict[str, MeasuredLayouts], bool]:
+    """Every objective's cuts, what is known of how samples lie in their values, and whether samples meet in a loss."""
+    partitions, seen, meets = dict[str, Partition](), dict[str, MeasuredLayouts](), False
+    for objective in objectives.values():
+        graph = graphs[objective.name]
+        if spec.data > 1 or microbatches > 1:
+            seen_to = make_split_check(graph, model, objective.loss, leaves, in_float64)
+            sync = "" if spec.sync.is_plain_sum else ",".join(spec.sync.to_words())
+            meets = loss_couples_samples(graph, microbatches, spec.data, spec.per_sample, seen_to, sync) or meets
+        known = seen[objective.name] = (
+            derive_batch_layouts(graph, spec.per_sample) if spec.resplits_batch else MeasuredLayouts()
+        )
+        main = next(iter(partitions.values()), None)
+        partitions[objective.name] = cut_graph(graph, model, objective.loss, part, spec, main, seconds, known)
+    return partitions, seen, meets
+
+
+def _capture_objective(
+    model: nn.Module, objective: Objective, parameters: Parameters, batch: Any, in_float64: bool
+) -> Graph:
+    trainable = optimized_names(parameters, objective.optimizer)
+    return capture_with_counts(model, objective.loss, batch, trainable=trainable, in_float64=in_float64)
+
+
+def recapture_objective(
+    model: nn.Module,
+    objective: Objective,
+    main: Partition,
+    batch: Any,
+    training: bool,
+    in_float64: bool,
+    which: str = "the example batch",
+) -> Partition:
+    """Capture an objective in another mode, for batches of another form, or anew, and cut it where ``main`` is cut.
+
+    Parameters that were frozen meanwhile get no gradient.
+    """
+    known = dict(named_parameters(model, [objective.loss]))
+    trainable = [n for n, info in main.graph.parameters.items() if info.trainable and known[n].requires_grad]
+    effects = main.graph.code.effects
+    more: dict[str, Any] = {"trainable": trainable, "training": training, "in_float64": in_float64}
+    graph = capture_with_counts(model, objective.loss, batch, **more, which=which, effects=effects)
+    return align_partition(main, graph)
+
+
+def _complete_plan(main: Partition, spec: Spec | Plan, microbatches: int) -> Plan:
+    """The plan, with all that it says of its graph.
+
+    Raises:
+        PolylaneError: of some axis' ranks there are so many that some would have no part of anything.
+    """
+    graph = main.graph
+    plan = (
+        fit.with_fingerprint(spec, graph)
+        if isinstance(spec, Plan)
+        else fit.plan_from_partition(main, spec, microbatches)
+    )
+    shapes = [*(node.shape for node in graph.nodes), *(info.shape for info in graph.parameters.values())]
+    longest = max((size for shape in shapes for size in shape), default=1)
+    for axis in plan.axes:
+        if plan.degree(axis) > longest:
+            raise PolylaneError(
+                f"{axis}={plan.degree(axis)}: nothing in the model can be cut into so many parts, its longest "
+                f"dimension is {longest}: lower {axis}"
+            )
+    return plan

@@ -1,0 +1,146 @@
+"""Which parameters an optimizer must see whole, and why: those whose update is not made element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from polylane.errors import PolylaneError
+from polylane.optim.trust import set_sum_over_holders
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+SIZE = 4  # of every dimension of the parameters that it is tried on
+ROUNDING = 1e-13  # of values of the order of one, where norms are summed in another order
+MOST_SAID = 200  # characters of an error
+
+
+LOOKS = "its optimizer looks at all of it at once"
+
+
+class UntriedOptimizer(str):
+    """Why nothing is known of an optimizer, so that all its parameters stay whole."""
+
+    __slots__ = ()
+
+
+def find_whole_parameters(
+    parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[Factory]
+) -> dict[str, str]:
+    """Parameters of which an optimizer looks at more than one element at a time, and those of which that is not known.
+
+    LARS and LAMB take a parameter's norm (You et al., 2017 and 2020), Adafactor the means of rows and columns (Shazeer
+    and Stern, 2018), Muon orthogonalizes a matrix. Each optimizer is tried on small parameters of the same names and
+    numbers of dimensions, whole and in halves: where the outcome differs, a part of the parameter is not enough. One
+    that asks for sums over all parts (:class:`polylane.optim.SumOverHolders`) has them here as it will have them then.
+
+    Returns:
+        Name -> why it must stay whole; an :class:`UntriedOptimizer` where the optimizer does not run on small
+        parameters.
+    """
+    found: dict[str, str] = {}
+    for factory in optimizers:
+        try:
+            found |= dict.fromkeys(_find_non_elementwise(parameters, factory), LOOKS)
+        except Exception as error:
+            why = UntriedOptimizer(f"its optimizer does not run on small parameters ({_describe_error(error)})")
+            found |= {n: why for n, p in parameters if p.dim() > 0}
+    return found
+
+
+def _describe_error(error: Exception) -> str:
+    said = " ".join(str(error).split()) or "no message"
+    said = said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…"
+    return said if isinstance(error, PolylaneError) else f"{type(error).__name__}: {said}"
+
+
+def _find_non_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: Factory) -> set[str]:
+    random = torch.Generator().manual_seed(0)
+    cut = [(n, p.dim()) for n, p in parameters if p.dim() > 0]
+    values = {n: torch.randn([SIZE] * dim, generator=random, dtype=torch.float64) for n, dim in cut}
+    steps = [{n: torch.randn(v.shape, generator=random, dtype=torch.float64) for n, v in values.items()} for _ in "12"]
+    different = set[str]()
+    with torch.random.fork_rng(devices=[]):
+        whole = _train_values(factory, values, steps)
+        for dim in range(max(map(len, (v.shape for v in values.values())), default=0)):
+            halves = _train_in_halves(factory, values, steps, dim)
+            for n, value in whole.items():
+                joined = torch.cat([half[n] for half in halves], min(dim, value.dim() - 1))
+                if not torch.allclose(value, joined, rtol=1e-9, atol=ROUNDING):
+                    different.add(n)
+    return different
+
+
+class _HalfSums:
+    """Sums over both halves, as far as they are known: of the first calls; of others those over its own half.
+
+    Args:
+        known: of every call, by the parameters' names.
+
+    Attributes:
+        names: of the half's parameters, by id.
+        asked: what this half has in the sums of every call, by name.
+    """
+
+    def __init__(self, known: Sequence[dict[str, torch.Tensor]]) -> None:
+        self._known = known
+        self.names: dict[int, str] = {}
+        self.asked: list[dict[str, torch.Tensor]] = []
+
+    def __call__(self, parameters: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+        names, call = [self.names[id(parameter)] for parameter in parameters], len(self.asked)
+        self.asked.append(dict(zip(names, values.clone(), strict=True)))
+        if call >= len(self._known) or not names:
+            return values
+        return torch.stack([self._known[call][n] for n in names])
+
+
+def _train_in_halves(
+    factory: Factory, values: dict[str, torch.Tensor], steps: Sequence[dict[str, torch.Tensor]], dim: int
+) -> list[dict[str, torch.Tensor]]:
+    """Both halves, trained as two workers would.
+
+    Where they ask for sums, they are trained once more for every call, which is then answered with what both had.
+    """
+    known: list[dict[str, torch.Tensor]] = []
+    parts = (slice(0, SIZE // 2), slice(SIZE // 2, SIZE))
+    while True:
+        first, second = (_HalfSums(known), _HalfSums(known))
+        halves = [
+            _train_values(factory, _take_half(values, dim, part), [_take_half(step, dim, part) for step in steps], sums)
+            for part, sums in zip(parts, (first, second), strict=True)
+        ]
+        call = len(known)
+        if len(first.asked) == len(second.asked) == call:
+            return halves
+        if len(first.asked) != len(second.asked) or first.asked[call].keys() != second.asked[call].keys():
+            raise ValueError("sum_over_holders must be called once a step, with the same parameters on every worker")
+        known.append({n: own + second.asked[call][n] for n, own in first.asked[call].items()})
+
+
+def _take_half(values: dict[str, torch.Tensor], dim: int, part: slice) -> dict[str, torch.Tensor]:
+    """Parts along a dimension, or along the last of what has fewer."""
+    return {n: v[(slice(None),) * min(dim, v.dim() - 1) + (part,)] for n, v in values.items()}
+
+
+def _train_values(
+    factory: Factory,
+    values: dict[str, torch.Tensor],
+    gradients: Sequence[dict[str, torch.Tensor]],
+    sums: _HalfSums | None = None,
+) -> dict[str, torch.Tensor]:
+    own = {n: nn.Parameter(v.clone()) for n, v in values.items()}
+    optimizer = factory(list(own.items()))
+    given = {id(parameter) for parameter in own.values()}
+    if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("optimizer(parameters) takes other parameters than those that it is given")
+    if sums is not None:
+        sums.names = {id(parameter): n for n, parameter in own.items()}
+        set_sum_over_holders(optimizer, sums)
+    for step in gradients:
+        for n, parameter in own.items():
+            parameter.grad = step[n].clone()
+        optimizer.step()
+    return {n: parameter.detach() for n, parameter in own.items()}

@@ -1,0 +1,105 @@
+"""Training problem: a model, the losses to minimize, and a batch of data; nothing of how the work is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from polylane.compile.compiled_training import (
+    CompiledTraining,
+    Objective,
+    Parameters,
+    compile_training,
+    named_parameters,
+    optimized_names,
+)
+from polylane.compile.optimizer_probe import find_whole_parameters
+from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count, take_first_samples
+from polylane.graph.graph import Graph
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec
+from polylane.planner.problem import CapturedProblem
+from polylane.runtime.parameters.materialize import Init
+from polylane.samples.counts import capture_with_counts
+
+
+@dataclass(frozen=True)
+class TrainingProblem:
+    """What is to be trained.
+
+    Attributes:
+        model: the user's module; on the meta device where only predictions are wanted.
+        objectives: the losses with their optimizers, by name: one in most trainings, two for a GAN.
+        example: a batch as the user's data gives it, for its form and its size.
+        batch_size: samples of a step, over all workers; None: as many as the example has.
+        init: fills the tensors that a module itself owns, for a model on the meta device; None: the module's own
+            ``reset_parameters()``.
+    """
+
+    model: nn.Module
+    objectives: dict[str, Objective]
+    example: Any
+    batch_size: int | None = None
+    init: Init | None = None
+
+    @property
+    def objective(self) -> Objective:
+        """The first of the losses, which plans are made for."""
+        return next(iter(self.objectives.values()))
+
+    @cached_property
+    def flat_example(self) -> tuple[list[Any], Rebuild]:
+        """The example's leaves, and what makes a batch of leaves again."""
+        return flatten(self.example)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step, over all workers."""
+        return self.batch_size or sample_count(self.flat_example[0])
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """All parameters of the model and of the first loss, by name, each once."""
+        return named_parameters(self.model, [self.objective.loss])
+
+    def capture(self, samples: int | None = None) -> Graph:
+        """The graph of the first loss.
+
+        Args:
+            samples: how many of the example's samples it is captured with, if there are as many; None: all of them.
+
+        Raises:
+            PolylaneError: the optimizer is wrong, or the model cannot be captured.
+        """
+        leaves, rebuild = self.flat_example
+        batch = self.example
+        if samples is not None:
+            batch = rebuild(clone_leaves(take_first_samples(leaves, min(samples, sample_count(leaves)))))
+        trainable = optimized_names(self.parameters, self.objective.optimizer)
+        return capture_with_counts(self.model, self.objective.loss, batch, trainable=trainable)
+
+    def captured(self, graph: Graph, **known: Any) -> CapturedProblem:
+        """What costs depend on, of one of its graphs.
+
+        Args:
+            graph: one that :meth:`capture` returned, of any number of samples.
+            known: ``pins`` and ``profile`` of :class:`polylane.planner.problem.CapturedProblem`.
+        """
+        whole = find_whole_parameters(self.parameters, [self.objective.optimizer])
+        return CapturedProblem(graph, self.objective.optimizer, {n: str(why) for n, why in whole.items()}, **known)
+
+    def prepare(self, plan: str | Spec | Plan, **how: Any) -> CompiledTraining:
+        """The problem compiled for a plan.
+
+        Args:
+            plan: one line, read or not, or a plan.
+            how: further arguments of :func:`polylane.compile.compiled_training.compile_training`.
+
+        Raises:
+            PolylaneError: a plan for another model, or one that the model or the batch cannot be trained by.
+        """
+        more = {"batch_size": self.batch_size, "init": self.init, **how}
+        return compile_training(self.model, self.objectives, self.example, plan, **more)

@@ -1,0 +1,65 @@
+"""Where a graph computes attention: from queries and keys to what is made of the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from polylane.graph.graph import Graph, Node
+
+_WHOLE = "scaled_dot_product_attention"
+_PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
+_SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax"))
+# What may stand between a softmax and the two products: it changes no more than single scores, or how they lie.
+_BETWEEN = frozenset(
+    (
+        *("mul", "div", "add", "sub", "where", "masked_fill", "dropout", "to", "_to_copy", "type_as", "clone"),
+        *("view", "reshape", "expand", "unsqueeze", "squeeze", "contiguous", "transpose", "permute", "unflatten"),
+        *("flatten", "movedim", "float", "tril", "maximum", "clamp"),
+    )
+)
+
+
+def find_attention_cores(graph: Graph) -> tuple[frozenset[str], ...]:
+    """The nodes of every attention: a fused operator, or all between two products of activations around a softmax.
+
+    What they make between queries, keys and values and their own result, the scores above all, is large for what it
+    takes to compute it again (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+    2022, section 5).
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    readers: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        for name in node.inputs:
+            readers.setdefault(name, []).append(node)
+    found = [frozenset((node.name,)) for node in graph.nodes if _base_op(node) == _WHOLE]
+    taken: set[str] = set()
+    for node in graph.nodes:
+        if _base_op(node) in _SOFTMAX and node.name not in taken:
+            before = _reachable_nodes(node, lambda n: [nodes[name] for name in n.inputs])
+            after = _reachable_nodes(node, lambda n: readers.get(n.name, ()))
+            if before is not None and after is not None:
+                core = frozenset((*before, *after))
+                if not core & taken:
+                    found.append(core)
+                    taken |= core
+    return tuple(found)
+
+
+def _base_op(node: Node) -> str:
+    return node.op.split(".")[1].rstrip("_") if node.op.startswith("aten.") else node.op
+
+
+def _reachable_nodes(start: Node, following: Callable[[Node], Iterable[Node]]) -> set[str] | None:
+    """All nodes from a softmax to a product of activations, both included; None where there is no such product."""
+    names, stack, product = {start.name}, [start], False
+    while stack:
+        for node in following(stack.pop()):
+            base = _base_op(node)
+            if node.name in names or not (base in _BETWEEN or base in _PRODUCTS):
+                continue
+            names.add(node.name)
+            if base in _PRODUCTS and not node.parameters:
+                product = True
+            elif base in _BETWEEN:
+                stack.append(node)
+    return names if product else None

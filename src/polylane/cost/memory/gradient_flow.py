@@ -1,0 +1,75 @@
+"""Flow: in which memory the gradients of a backward pass lie, as autograd hands them on and adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from polylane.cost.memory.operator_trial import TensorForm
+from polylane.cost.memory.saved_tensors import Key, SavedByOperator
+
+
+class GradientFlow:
+    """A backward pass, node by node from the last.
+
+    Attributes:
+        sizes: bytes of every piece of memory that gradients lie in.
+        is_parameter_gradient: whether it is a parameter's gradient, which goes nowhere from here.
+        touched_pieces: the pieces that every node of the graph touches, by its position.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.is_parameter_gradient: list[bool] = []  # whether it is a parameter's
+        self.touched_pieces: dict[int, list[int]] = {}
+        self._of: dict[Key, int] = {}
+        self._users: dict[int, int] = {}
+
+    def start_from_loss(self, loss: Key) -> None:
+        """The gradient of the loss."""
+        self._set_gradient(loss, self._new_piece(0, False))
+
+    def run_backward_of(self, saved: SavedByOperator, forms: Mapping[Key, TensorForm]) -> None:
+        """The backward pass of one operator."""
+        given = {j: self._of[key] for j, key in enumerate(saved.output_keys) if key in self._of}
+        if not given:
+            return
+        touched = self.touched_pieces.setdefault(saved.at, [])
+        touched += given.values()
+        for key in saved.output_keys:
+            self._drop_gradient(key)
+        for key, spec in zip(saved.input_keys, saved.gradient_origins, strict=False):
+            if spec is None:
+                continue
+            kind, number = spec
+            if kind == "output" and number in given:
+                found = given[number]
+            else:
+                found = self._new_piece(forms[key].bytes if kind == "output" else number, forms[key].is_parameter)
+            touched += [found, *self._accumulate(key, found, forms[key])]
+
+    def _accumulate(self, key: Key, found: int, form: TensorForm) -> list[int]:
+        """A gradient on top of what has come from later readers: in place, where nobody else holds that memory."""
+        before = self._of.get(key)
+        if before is None:
+            self._set_gradient(key, found)
+            return []
+        if self._users[before] == 1:
+            return [before]
+        self._drop_gradient(key)
+        total = self._new_piece(form.bytes, form.is_parameter)
+        self._set_gradient(key, total)
+        return [before, total]
+
+    def _new_piece(self, size: int, ends: bool) -> int:
+        self.sizes.append(size)
+        self.is_parameter_gradient.append(ends)
+        return len(self.sizes) - 1
+
+    def _set_gradient(self, key: Key, gradient: int) -> None:
+        self._of[key] = gradient
+        self._users[gradient] = self._users.get(gradient, 0) + 1
+
+    def _drop_gradient(self, key: Key) -> None:
+        gradient = self._of.pop(key, None)
+        if gradient is not None:
+            self._users[gradient] -= 1

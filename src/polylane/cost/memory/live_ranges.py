@@ -1,0 +1,242 @@
+"""Residence: how long every piece of memory of a graph's passes lives, and what a run of nodes needs at most.
+
+A forward pass makes values, and keeps those that autograd asks for; the backward pass goes the same way back, frees
+what was kept and makes gradients. For any run of nodes (a stage, a block) the bytes that are alive at every node follow
+from the nodes at which each piece of memory is touched: a few sums over arrays, exact for any cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from polylane.cost.memory.gradient_flow import GradientFlow
+from polylane.cost.memory.intervals import (
+    NEVER,
+    Floats,
+    Intervals,
+    Ints,
+    Range,
+    alive_bytes,
+    first_and_last,
+    slice_ranges,
+)
+from polylane.cost.memory.saved_tensors import Key, SavedByOperator, SavedTensors
+from polylane.graph.graph import Graph
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """What one microbatch needs on one rank of a stage, in bytes.
+
+    Attributes:
+        saved: that autograd keeps from the forward to the backward pass, of what the stage makes.
+        values_received: values that come from other stages; they stay until the backward pass is over.
+        values_sent: values that go to other stages; they stay as long.
+        gradients_received: gradients that come from other stages, for values that were sent.
+        gradients_sent: gradients that go to other stages, for values that were received.
+        forward_peak: alive at most in a forward pass, received and sent values included.
+        backward_peak: alive at most in a backward pass, with all that was kept at its beginning; gradients of
+            parameters count only while they are made.
+        first_backward_peak: the same where they stay: in the first backward pass of a step.
+        batch_bytes: of the samples themselves.
+    """
+
+    saved: float
+    values_received: float
+    values_sent: float
+    gradients_received: float
+    gradients_sent: float
+    forward_peak: float
+    backward_peak: float
+    first_backward_peak: float
+    batch_bytes: float
+
+    def scaled(self, factor: float) -> PeakMemory:
+        """For so many times the samples: all of it grows with them."""
+        return PeakMemory(*(factor * getattr(self, each.name) for each in fields(self)))
+
+    @property
+    def live_bytes(self) -> float:
+        """Bytes that a microbatch holds between its passes."""
+        return self.saved + self.values_received + self.values_sent
+
+
+class LiveRanges:
+    """Everything that a graph's passes hold on one rank, by the nodes that touch it.
+
+    Args:
+        graph: what is run.
+        keeping: what its operators keep, on one rank where they are split; it says for how many samples.
+        again: groups of nodes that are computed once more in the backward pass, so that nothing that they make is kept
+            unless a node outside needs it (see :func:`attention_cores`).
+    """
+
+    def __init__(self, graph: Graph, keeping: SavedTensors, again: Sequence[Collection[str]] = ()) -> None:
+        self._graph, self._keeping = graph, keeping
+        self._again = {name: number for number, names in enumerate(again) for name in names}
+        self._pieces: dict[Key, int] = {}
+        self._sizes: list[int] = []
+        self._made: list[int] = []  # at which node
+        self._flows: list[bool] = []
+        self._free: list[bool] = []
+        self._build()
+
+    # ---- what a stage needs ------------------------------------------------------------------------------------------
+
+    def microbatch_memory(self, pieces: Sequence[Range]) -> PeakMemory:
+        """What one microbatch needs of a stage made up of these ranges of nodes, ascending."""
+        count = sum(end - first for first, end in pieces)
+        local = np.full(len(self._graph.nodes) + 1, -1, dtype=np.int64)  # the last stands for "nowhere"
+        local[np.concatenate([np.arange(a, b) for a, b in pieces])] = np.arange(count)
+        touched, at = self._values.in_ranges(pieces)
+        first, last = first_and_last(touched, at, len(self._bytes))
+        ids = np.flatnonzero(last >= 0)  # all pieces that the stage touches
+        own = (local[self._maker[ids]] >= 0) | self._is_free[ids]
+        begins = np.where(self._is_free[ids], first[ids], local[self._maker[ids]])
+        inside = np.bincount(touched, minlength=len(self._bytes))[ids]
+        leaves = own & ~self._is_free[ids] & (inside < self._times[ids])
+        size = self._bytes[ids]
+        saved = first_and_last(*self._kept.in_ranges(pieces), len(self._bytes))[0][ids]
+        is_saved = saved < NEVER
+        received, sent = float(size[~own].sum()), float(size[leaves].sum())
+        keeps = slice_ranges(self._own, pieces)
+        stays = is_saved & own & ~leaves
+        # Forward: own values live from where they are made to their last reader, or to the end.
+        ends = np.where(is_saved | leaves, count - 1, last[ids])
+        alive = alive_bytes(begins[own], ends[own], size[own], count) + np.cumsum(keeps)
+        forward = float((alive + slice_ranges(self._forward, pieces)).max(initial=0.0)) + received
+        # Backward: what was kept is there down to the first node that keeps it.
+        held = alive_bytes(saved[stays], np.full(int(stays.sum()), count - 1), size[stays], count) + np.cumsum(keeps)
+        held += self._live_gradient_bytes(pieces, local, count) + slice_ranges(self._backward, pieces)
+        asked = float(size[leaves & self._flowing[ids]].sum())
+        finished = self._finished_gradient_bytes(pieces, count)
+        constant = received + sent + asked
+        return PeakMemory(
+            saved=float(size[stays].sum() + keeps.sum()),
+            values_received=received,
+            values_sent=sent,
+            gradients_received=asked,
+            gradients_sent=float(size[~own & self._flowing[ids]].sum()),
+            forward_peak=forward,
+            backward_peak=float(held.max(initial=0.0)) + constant,
+            first_backward_peak=float((held + finished).max(initial=0.0)) + constant,
+            batch_bytes=self._batch_bytes,
+        )
+
+    def _live_gradient_bytes(self, pieces: Sequence[Range], local: Ints, count: int) -> Floats:
+        """Bytes of gradients that the stage makes, at every node of a backward pass."""
+        touched, at = self._gradients.in_ranges(pieces)
+        first, last = first_and_last(touched, at, len(self._gradient_bytes))
+        ids = np.flatnonzero(last >= 0)
+        lowest, highest = self._gradient_lowest[ids], self._gradient_highest[ids]
+        goes = (local[lowest] < 0) & ~self._gradient_ends[ids]  # to the stage before
+        begins = np.where(goes, 0, first[ids])
+        size = np.where((local[highest] < 0) & (first[ids] == last[ids]), 0.0, self._gradient_bytes[ids])
+        return alive_bytes(begins, last[ids], size, count)
+
+    def _finished_gradient_bytes(self, pieces: Sequence[Range], count: int) -> Floats:
+        """Bytes of parameters' gradients that are complete before the backward pass of every node."""
+        touched, at = self._parameters.in_ranges(pieces)
+        first, last = first_and_last(touched, at, len(self._parameter_bytes))
+        ids = np.flatnonzero(last >= 0)
+        done = np.bincount(first[ids], self._trained_bytes[ids], count + 1)
+        return np.asarray(np.cumsum(done[::-1])[::-1][1:], dtype=np.float64)
+
+    def parameter_bytes(self, pieces: Sequence[Range]) -> tuple[float, float]:
+        """Bytes of the parameters that a stage reads, and of those among them that are trained, on one rank."""
+        ids = np.unique(self._parameters.in_ranges(pieces)[0])
+        return float(self._parameter_bytes[ids].sum()), float(self._trained_bytes[ids].sum())
+
+    # ---- building ----------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        nodes, saved = self._graph.nodes, tuple(self._keeping.nodes.values())
+        values, kept = [list[int]() for _ in nodes], [list[int]() for _ in nodes]
+        self._own: Floats = np.zeros(len(nodes))
+        self._forward: Floats = np.zeros(len(nodes))
+        self._backward: Floats = np.zeros(len(nodes))
+        # By group: pieces, and the first node that would have kept each; nodes, and bytes of their own.
+        dropped, lost = dict[int, dict[int, int]](), dict[int, list[tuple[int, int]]]()
+        for each in saved:
+            i, group = each.at, self._again.get(nodes[each.at].name)
+            given = [
+                self._output_piece(key, i, nodes[i].recomputable)
+                for key in each.output_keys
+                if key in self._keeping.forms
+            ]
+            read = [self._memory_piece(key) for key in each.input_keys]
+            values[i] += [p for p in (*read, *given) if p is not None]
+            keeps = [p for p in map(self._memory_piece, each.keys) if p is not None]
+            if group is None:
+                self._own[i] += each.own_bytes
+                kept[i] += keeps
+            else:  # it keeps what enters it
+                keeps += [p for p in read if p is not None and self._recompute_group(p) != group]
+                kept[i] += [p for p in keeps if self._recompute_group(p) != group]
+                for piece in keeps:
+                    if self._recompute_group(piece) == group:
+                        dropped.setdefault(group, {}).setdefault(piece, i)
+                lost.setdefault(group, []).append((i, each.own_bytes))
+            made = sum(spec[1] for spec in each.gradient_origins if spec is not None and spec[0] == "new")
+            self._forward[i] = max(self._forward[i], each.forward_peak)
+            self._backward[i] = max(self._backward[i], each.backward - made)
+        for i, node in enumerate(nodes):
+            again = self._again.get(node.name)
+            if again is not None:  # its backward pass begins with all that it did not keep, and frees it on its way
+                self._backward[i] += sum(own for at, own in lost.get(again, ()) if at <= i)
+                self._backward[i] += sum(self._sizes[p] for p, at in dropped.get(again, {}).items() if at <= i)
+        self._values, self._kept = Intervals.from_nodes(values), Intervals.from_nodes(kept)
+        self._bytes: Floats = np.array(self._sizes, dtype=np.float64)
+        self._maker: Ints = np.array(self._made, dtype=np.int64)
+        self._flowing, self._is_free = np.array(self._flows, dtype=bool), np.array(self._free, dtype=bool)
+        self._times = np.bincount(self._values.piece, minlength=len(self._bytes))
+        self._build_gradients(saved)
+        self._build_parameters()
+        forms = self._keeping.forms
+        self._batch_bytes = float(sum(form.bytes for key, form in forms.items() if key[0].startswith("input:")))
+
+    def _recompute_group(self, piece: int) -> int | None:
+        """The group of nodes, computed once more, that makes a piece."""
+        return self._again.get(self._graph.nodes[self._made[piece]].name)
+
+    def _memory_piece(self, key: Key) -> int | None:
+        """The piece of memory in which a tensor lies; None for what counts elsewhere: parameters, the batch."""
+        return self._pieces.get(self._keeping.storage_of[key])
+
+    def _output_piece(self, key: Key, position: int, free: bool) -> int | None:
+        """The piece in which a tensor lies that an operator gives: a new one, unless it shares another one's."""
+        if self._keeping.storage_of[key] == key:
+            self._pieces[key] = len(self._sizes)
+            self._sizes.append(self._keeping.storage_bytes[key])
+            self._made.append(position)
+            self._flows.append(self._keeping.forms[key].gradient)
+            self._free.append(free)
+        return self._memory_piece(key)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def _build_gradients(self, saved: Sequence[SavedByOperator]) -> None:
+        """Play a backward pass over the whole graph, and note which gradient's memory every node touches."""
+        flow = GradientFlow()
+        if self._keeping.loss_key is not None:
+            flow.start_from_loss(self._keeping.loss_key)
+        for each in reversed(saved):
+            flow.run_backward_of(each, self._keeping.forms)
+        self._gradients = Intervals.from_nodes([flow.touched_pieces.get(i, ()) for i in range(len(self._graph.nodes))])
+        self._gradient_bytes: Floats = np.array(flow.sizes, dtype=np.float64)
+        self._gradient_ends = np.array(flow.is_parameter_gradient, dtype=bool)
+        piece, node_at = self._gradients.piece, self._gradients.node
+        self._gradient_lowest, self._gradient_highest = first_and_last(piece, node_at, len(flow.sizes))
+
+    def _build_parameters(self) -> None:
+        names = {name: i for i, name in enumerate(self._graph.parameters)}
+        self._parameters = Intervals.from_nodes([[names[p] for p in node.parameters] for node in self._graph.nodes])
+        sizes, trained = np.zeros(len(names)), np.zeros(len(names))
+        for name, i in names.items():
+            info = self._graph.parameters[name]
+            sizes[i] = self._keeping.storage_bytes.get((f"parameter:{name}", 0), info.bytes)
+            trained[i] = sizes[i] if info.trainable else 0.0
+        self._parameter_bytes, self._trained_bytes = sizes, trained

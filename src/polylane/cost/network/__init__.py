@@ -1,0 +1,1 @@
+"""Seconds of messages and collectives on a cluster: the alpha-beta model over its links."""

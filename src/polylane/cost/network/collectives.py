@@ -1,0 +1,290 @@
+"""How long collectives and messages take on a cluster: latency, steps and bytes through the links of its tree.
+
+The algorithms are those of NCCL: a ring; a tree, which is a chain inside a host and a double binary tree between hosts
+(Sanders, Speck and Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009); sums made by
+the switch of a host. The fastest one is taken, for each size. What a link gives is in
+:class:`polylane.cluster.link.Link`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, cast, get_args
+
+from polylane.cluster.cluster import Cluster
+from polylane.cluster.link import Kind, Link
+from polylane.cluster.rank_span import Level, LinkUse, Ranks, RankSpan
+from polylane.cost.cost_table import CollectiveClock
+from polylane.cost.network.alpha_beta import RankSpeed, bytes_per_rank
+
+Algorithm = Literal["ring", "tree", "switch"]
+
+# What NCCL chooses among.
+NCCL: tuple[Algorithm, ...] = ("ring", "tree", "switch")
+
+# What a tree reaches of a ring's rate: the factor in NCCL's tuning table.
+_TREE = 0.92
+
+# How often a rank takes the whole value in and out of its buffers.
+_COPIES = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5, "broadcast": 0.5, "send": 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFlow:
+    """Bytes through one link: ``(per_byte + copies) · s + per_root · sqrt(s)`` seconds for a value of ``s`` bytes.
+
+    ``copies`` is for taking them in and out of buffers.
+    """
+
+    link: str
+    level: Level
+    per_byte: float
+    per_root: float
+    copies: float = 0.0
+
+    def seconds(self, size: float, root: float) -> float:
+        """For ``size`` bytes, with their square root."""
+        return (self.per_byte + self.copies) * size + self.per_root * root
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCurve:
+    """Seconds of one algorithm over sizes.
+
+    Attributes:
+        algorithm: which.
+        delay: seconds to the first byte.
+        hop_seconds: seconds of its steps.
+        phases: one after the other; the flows of a phase go on together, and the slowest one counts.
+    """
+
+    algorithm: Algorithm
+    delay: float
+    hop_seconds: float
+    phases: tuple[tuple[LinkFlow, ...], ...]
+
+    def seconds(self, size: float) -> float:
+        """For a value of ``size`` bytes."""
+        root, total = math.sqrt(size), self.delay + self.hop_seconds
+        for flows in self.phases:
+            total += max([flow.seconds(size, root) for flow in flows])
+        return total
+
+
+def collective_seconds(
+    cluster: Cluster,
+    kind: str,
+    size: float,
+    ranks: Ranks,
+    groups: int | None = 1,
+    algorithms: tuple[Algorithm, ...] = NCCL,
+) -> float:
+    """Seconds of a collective that starts on all ranks at once.
+
+    Args:
+        cluster: where.
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "broadcast"; "" for none.
+        size: of the whole value in bytes, as it is where all its parts are together. Nothing still takes its latency.
+        ranks: the group.
+        groups: how many such groups use the same links at the same time; None: as many as there is room for, every
+            device being in one of them.
+        algorithms: what may be chosen; where nothing of it is possible, a ring is.
+
+    Raises:
+        ValueError: an unknown collective.
+    """
+    curves = _curves_of_group(cluster, kind, ranks, groups, algorithms)
+    return min([curve.seconds(size) for curve in curves]) if curves else 0.0
+
+
+def make_collective_clock(cluster: Cluster, ranks: Ranks) -> CollectiveClock:
+    """Seconds of a collective, or of a "message", of so many bytes along an axis, which all groups of its kind send."""
+
+    own = collective_seconds
+
+    def seconds(collective: str, size: float) -> float:
+        if collective == "message":
+            return message_seconds(cluster, size, ranks[0], ranks[1])
+        return own(cluster, collective, size, ranks, None)
+
+    return seconds
+
+
+def fastest(
+    cluster: Cluster,
+    kind: str,
+    size: float,
+    ranks: Ranks,
+    groups: int | None = 1,
+    algorithms: tuple[Algorithm, ...] = NCCL,
+) -> CollectiveCurve | None:
+    """The algorithm whose seconds :func:`collective_seconds` gives; None where it takes none."""
+    found = _curves_of_group(cluster, kind, ranks, groups, algorithms)
+    return min(found, key=lambda curve: curve.seconds(size), default=None)
+
+
+def message_seconds(cluster: Cluster, size: float, source: int, target: int, streams: int = 1) -> float:
+    """Seconds of a message of ``size`` bytes, with ``streams`` of them at once over the same links.
+
+    A message is not cut in steps that wait for each other: it has no ramp. One of no bytes still takes its latency.
+    """
+    if source == target:
+        return 0.0
+    delay, per_byte = _message_curve(cluster.span((source, target)), streams)
+    return delay + per_byte * size
+
+
+def fit_rank_speed(
+    cluster: Cluster, ranks: Ranks, dtype: str = "bfloat16", size: float = 2.0**26, groups: int | None = None
+) -> RankSpeed:
+    """How fast a rank of a group is, as one latency and one bandwidth: exact for an all-reduce of ``size`` bytes.
+
+    Args:
+        cluster: where.
+        ranks: the group; the slowest of its devices counts.
+        dtype: a key of the devices' rates.
+        size: bytes of a typical value.
+        groups: as in :func:`collective_seconds`.
+
+    Raises:
+        PolylaneError: a device does not say how fast it is with that dtype.
+    """
+    devices = cluster.devices(ranks)
+    flops, own = min(device.rate(dtype) for device in devices), min(device.stream for device in devices)
+    if len(ranks) < 2:
+        return RankSpeed(flops, own, 0.0, math.inf)
+    best, root = fastest(cluster, "all_reduce", size, ranks, groups), math.sqrt(size)
+    assert best is not None
+    slowest = [max(flows, key=lambda flow: flow.seconds(size, root)) for flows in best.phases]
+    latency = best.delay + best.hop_seconds
+    whole = latency + sum(flow.per_byte for flow in slowest) * size + sum(flow.per_root for flow in slowest) * root
+    whole += sum(flow.copies for flow in slowest) * size
+    return RankSpeed(flops, own, latency, bytes_per_rank("all_reduce", size, len(ranks)) / (whole - latency))
+
+
+def _curves_of_group(
+    cluster: Cluster, kind: str, ranks: Ranks, groups: int | None, algorithms: tuple[Algorithm, ...]
+) -> tuple[CollectiveCurve, ...]:
+    if kind == "" or len(ranks) < 2:
+        return ()
+    return collective_curves(cluster.span(ranks), kind, groups, algorithms)
+
+
+@lru_cache(maxsize=2**14)
+def collective_curves(
+    span: RankSpan, kind: str, groups: int | None = 1, algorithms: tuple[Algorithm, ...] = NCCL
+) -> tuple[CollectiveCurve, ...]:
+    """The algorithms for a collective on a group; arguments as in :func:`collective_seconds`."""
+    name = _check_kind(kind)
+    if span.ranks < 2:
+        return ()
+    made = {"ring": _ring_curve, "tree": _tree_curve, "switch": _switch_curve}
+    found = [made[algorithm](span, name, groups) for algorithm in algorithms]
+    return tuple(curve for curve in found if curve is not None) or (_ring_curve(span, name, groups),)
+
+
+def _check_kind(kind: str) -> Kind:
+    if kind == "send" or kind not in get_args(Kind):
+        raise ValueError(f"{kind} is no collective")
+    return cast(Kind, kind)
+
+
+def _ring_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCurve:
+    """Every rank sends to the next one; all-to-all sends each message straight to its rank, one after the other."""
+    passes = 2 if kind == "all_reduce" else 1
+    hops = passes * sum(crossing.ring_edges * crossing.link.hop for crossing in span.crossings)
+    share = {"all_reduce": 2.0, "broadcast": span.ranks / (span.ranks - 1)}.get(kind, 1.0)
+    volume = None if kind == "all_to_all" else share * (span.ranks - 1) / span.ranks
+    flows = tuple(_link_flow(span, crossing, kind, groups, volume) for crossing in span.crossings)
+    return CollectiveCurve("ring", _start_latency(span, kind), hops, (flows,))
+
+
+def _tree_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCurve | None:
+    """Up a tree and down again; between two, each sends the value but once."""
+    if kind not in ("all_reduce", "broadcast"):
+        return None
+    passes = 2 if kind == "all_reduce" else 1
+    hops = passes * sum(_tree_depth(crossing) * crossing.link.hop for crossing in span.crossings)
+    flows = tuple(
+        _link_flow(span, crossing, kind, groups, (1 if crossing.unit_count == 2 else passes) / _TREE)
+        for crossing in span.crossings
+    )
+    return CollectiveCurve("tree", _start_latency(span, kind), hops, (flows,))
+
+
+def _tree_depth(crossing: LinkUse) -> int:
+    """Steps from the root to the last rank: a chain inside a host, a binary tree between hosts."""
+    return crossing.max_units - 1 if crossing.level == Level.HOST else math.ceil(math.log2(crossing.max_units))
+
+
+def _switch_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCurve | None:
+    """The switch of a host reads a part from every rank, adds up and hands the sum to all: (1 + 1/n) of the value.
+
+    A device sends all of its value, and then the sum of its own part (NVLink SHARP; for the principle: Graham et al.,
+    Scalable Hierarchical Aggregation Protocol (SHArP), COMHPC 2016).
+    """
+    link = span.crossings[0].link
+    if kind != "all_reduce" or span.level != Level.HOST or not link.switch:
+        return None
+    rate, volume = link.switch * link.bandwidth, 1 + 1 / span.ranks
+    copies = _copy_seconds_per_byte(span, span.crossings[0], kind)
+    flow = LinkFlow(link.kind, Level.HOST, volume / rate, math.sqrt(volume * link.half) / rate, copies)
+    return CollectiveCurve("switch", link.delay(kind), 2 * link.hop, ((flow,),))
+
+
+def _start_latency(span: RankSpan, kind: Kind) -> float:
+    return max(crossing.link.delay(kind) for crossing in span.crossings)
+
+
+def _copy_seconds_per_byte(span: RankSpan, crossing: LinkUse, kind: Kind) -> float:
+    """Seconds for each byte of the value taken in and out of buffers, inside hosts."""
+    local = crossing.link.local
+    return 0.0 if local is None or crossing.level > Level.HOST else _COPIES.get(kind, 1 / span.ranks) / local
+
+
+def _link_flow(span: RankSpan, crossing: LinkUse, kind: Kind, groups: int | None, volume: float | None) -> LinkFlow:
+    """What goes through a link.
+
+    Args:
+        span: the group.
+        crossing: the link.
+        kind: the collective.
+        groups: as in :func:`collective_seconds`.
+        volume: what leaves each unit, as a share of the value; None: all-to-all.
+    """
+    per_byte = per_root = 0.0
+    for ranks, devices in crossing.units:
+        inside = crossing.level == Level.HOST
+        leaves = _all_to_all_volume(span.ranks, ranks, inside) if volume is None else volume
+        senders = 1 if inside else ranks
+        rate = _bytes_per_second(crossing.link, kind, ranks, inside, devices // ranks if groups is None else groups)
+        per_byte = max(per_byte, leaves / rate)
+        per_root = max(per_root, math.sqrt(leaves * crossing.link.half * senders) / rate)
+    return LinkFlow(
+        crossing.link.kind, crossing.level, per_byte, per_root, _copy_seconds_per_byte(span, crossing, kind)
+    )
+
+
+def _all_to_all_volume(ranks: int, own: int, inside: bool) -> float:
+    """What leaves a unit in an all-to-all: each rank holds an n-th of the value, and sends an n-th of that to each."""
+    return (own - 1 if inside else own * (ranks - own)) / ranks**2
+
+
+def _bytes_per_second(link: Link, kind: Kind, ranks: int, inside: bool, groups: int) -> float:
+    """Bytes per second that leave a unit with some ranks of a group, of so many that use the link at the same time."""
+    shared = link.shared_bandwidth(kind)
+    if inside:
+        alone = link.solo_bandwidth(kind, ranks)
+        return alone if shared is None else min(alone, shared / (ranks * groups))
+    alone = ranks * link.solo_bandwidth(kind)
+    return alone if shared is None else min(alone, shared / groups)
+
+
+@lru_cache(maxsize=2**14)
+def _message_curve(span: RankSpan, streams: int) -> tuple[float, float]:
+    """Seconds to the first byte of a message, and for each further one."""
+    widest = span.crossings[-1].link
+    slowest = min(_bytes_per_second(each.link, "send", 1, False, streams) for each in span.crossings)
+    return widest.delay("send") + widest.hop, 1 / slowest + _copy_seconds_per_byte(span, span.crossings[0], "send")

@@ -1,0 +1,119 @@
+"""What operators ask for that compute little: bytes."""
+
+from __future__ import annotations
+
+import math
+
+from polylane.cost.operators.demand import NOTHING, LocalCall, Operation, PassDemand
+
+
+def bandwidth_bound(
+    local: LocalCall, forward: float, backward: float, kernels: tuple[float, float] = (1, 1)
+) -> Operation:
+    back = PassDemand(bytes=backward, kernels=kernels[1]) if local.has_backward else NOTHING
+    return Operation("memory", PassDemand(bytes=forward, kernels=kernels[0]), back, itemsize=local.first_itemsize)
+
+
+def read_and_write(local: LocalCall) -> Operation:
+    """Reads all that goes in and writes all that comes out; the backward pass reads both and the gradient as well."""
+    forward = local.bytes_read + local.bytes_written
+    return bandwidth_bound(local, forward, local.input_gradient_bytes + local.bytes_written + local.bytes_read)
+
+
+def linear_combination(local: LocalCall) -> Operation:
+    """Gradients of sums are the gradient itself; where two inputs have one, a fork before it adds them up."""
+    forward = local.bytes_read + local.bytes_written
+    if not local.has_backward:
+        return bandwidth_bound(local, forward, 0.0)
+    whole = [s for s, v in zip(local.inputs, local.call.inputs, strict=True) if v.gradient]
+    forks = sum(math.prod(s) == math.prod(local.outputs[0]) for s in whole) > 1
+    smaller = any(math.prod(s) < math.prod(local.outputs[0]) for s in whole)
+    moved = 3 * local.bytes_written * forks + local.bytes_written * smaller
+    return bandwidth_bound(local, forward, moved, (1, float(forks + smaller)))
+
+
+def dropout(local: LocalCall) -> Operation:
+    if not _is_training(local):
+        return view(local)
+    kept = float(math.prod(local.outputs[0]))  # a byte for each element says whether it was kept
+    moved = local.bytes_read + local.bytes_written + kept
+    return bandwidth_bound(local, moved, moved)
+
+
+def _is_training(local: LocalCall) -> bool:
+    flag = local.call.arguments.get("train", local.call.arguments.get("training", True))
+    return bool(flag) and local.call.arguments.get("p", 0.5) != 0
+
+
+def saves_output(local: LocalCall) -> Operation:
+    """The backward pass reads what the forward pass gave and the gradient, and writes one."""
+    return bandwidth_bound(
+        local, local.bytes_read + local.bytes_written, 2 * local.bytes_written + local.input_gradient_bytes
+    )
+
+
+def normalization(local: LocalCall) -> Operation:
+    """The backward pass reads inputs and gradient once for its input's gradient, and once for its parameters'."""
+    parameters = any(v.gradient for v in local.call.inputs[1:])
+    moved = 2 * local.bytes_written + local.input_gradient_bytes + 2 * local.bytes_written * parameters
+    return bandwidth_bound(local, local.bytes_read + local.bytes_written, moved, (1, 1 + parameters))
+
+
+def class_loss(local: LocalCall) -> Operation:
+    """The logarithm of a softmax, picked at the targets, in float32: what comes in 16 bits is converted, both ways."""
+    value = local.call.inputs[0]
+    elements, item = math.prod(local.inputs[0]), local.itemsize_of(value)
+    converted = (item + 4) * (item < 4)
+    wide = max(item, 4)
+    return bandwidth_bound(local, elements * (2 * wide + converted), elements * (4 * wide + converted), (3, 4))
+
+
+def embedding(local: LocalCall) -> Operation | None:
+    weight = local.shape("weight")
+    if weight is None:
+        return None
+    table = math.prod(weight) * local.first_itemsize
+    return bandwidth_bound(
+        local, 2 * local.bytes_written + local.bytes_read - table, 4 * table + 3 * local.bytes_written, (1, 3)
+    )
+
+
+def view(local: LocalCall) -> Operation:
+    return Operation("view", NOTHING, NOTHING, itemsize=local.first_itemsize)
+
+
+def break_down_collective(local: LocalCall) -> Operation:
+    """Views of parts that adjoin: their gradients are put together again."""
+    back = PassDemand(bytes=2 * local.input_gradient_bytes, kernels=1) if local.has_backward else NOTHING
+    return Operation("view", NOTHING, back, itemsize=local.first_itemsize)
+
+
+def slice_view(local: LocalCall) -> Operation:
+    """A view of one part: its gradient is written among zeros."""
+    back = (
+        PassDemand(bytes=local.input_gradient_bytes + 2 * local.bytes_written, kernels=2)
+        if local.has_backward
+        else NOTHING
+    )
+    return Operation("view", NOTHING, back, itemsize=local.first_itemsize)
+
+
+def expand_view(local: LocalCall) -> Operation:
+    """A view that repeats: gradients are summed."""
+    grown = sum(math.prod(s) for s in local.outputs) > sum(math.prod(s) for s in local.inputs)
+    back = (
+        PassDemand(bytes=local.bytes_written + local.input_gradient_bytes, kernels=1)
+        if local.has_backward and grown
+        else NOTHING
+    )
+    return Operation("view", NOTHING, back, itemsize=local.first_itemsize)
+
+
+def fill_tensor(local: LocalCall) -> Operation:
+    return bandwidth_bound(local, local.bytes_written, 0.0, (1, 0))
+
+
+def copy_tensor(local: LocalCall) -> Operation:
+    return bandwidth_bound(
+        local, local.bytes_read + local.bytes_written, local.input_gradient_bytes + local.bytes_written
+    )

@@ -1,0 +1,210 @@
+"""What operators made of matrix products ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from polylane.cost.operators.demand import LocalCall, Operation, PassDemand, Product, Shape
+
+
+def _product(local: LocalCall, product: Product, left: bool, right: bool, weight: float, bias: bool) -> Operation:
+    """A product; ``left`` and ``right`` say which factors have gradients, ``weight`` bytes of one that is a parameter.
+
+    A parameter's gradient is added to what earlier microbatches left there.
+    """
+    forward = PassDemand((product,), kernels=1)
+    if not local.has_backward:
+        return Operation("matmul", forward, itemsize=local.first_itemsize)
+    m, n, k = product.m, product.n, product.k
+    back = [replace(product, n=k, k=n)] if left else []
+    back += [replace(product, m=n, n=k, k=m)] if right else []
+    moved = 3 * weight * right + local.bytes_written * bias
+    kernels = len(back) + bool(weight * right) + bias
+    return Operation("matmul", forward, PassDemand(tuple(back), moved, kernels=kernels), itemsize=local.first_itemsize)
+
+
+def linear(local: LocalCall) -> Operation | None:
+    x, weight = local.shape("input"), local.shape("weight")
+    if not x or weight is None or len(weight) != 2 or not local.outputs[0]:
+        return None
+    n, k = weight
+    product = Product(math.prod(x[:-1]), n, k, row_elements=min(n, k))
+    size = n * k * local.first_itemsize
+    return _product(
+        local, product, local.has_gradient("input"), local.has_gradient("weight"), size, local.has_gradient("bias")
+    )
+
+
+def matmul(left: str, right: str, bias: str = "") -> Callable[[LocalCall], Operation | None]:
+    def rule(local: LocalCall) -> Operation | None:
+        a, b, out = local.shape(left), local.shape(right), local.outputs[0]
+        if not a or not b:
+            return None
+        k = a[-1]
+        if len(b) == 1:
+            product = Product(math.prod(a[:-1]), 1, k, row_elements=k)
+        elif len(b) == 2:
+            product = Product(math.prod(a[:-1]), b[-1], k, row_elements=min(b[-1], k))
+        else:
+            m = a[-2] if len(a) > 1 else 1
+            product = Product(m, b[-1], k, batch=math.prod(out) / max(m * b[-1], 1), row_elements=min(b[-1], k))
+        return _product(
+            local,
+            product,
+            local.has_gradient(left),
+            local.has_gradient(right),
+            0.0,
+            bool(bias) and local.has_gradient(bias),
+        )
+
+    return rule
+
+
+def einsum(local: LocalCall) -> Operation | None:
+    """Two factors: letters of both and of the result count the products, the others rows, columns and terms."""
+    equation, shapes = local.call.arguments.get("equation"), local.inputs
+    if not isinstance(equation, str) or len(shapes) != 2 or "->" not in equation or "." in equation:
+        return None
+    given, out = equation.replace(" ", "").split("->")
+    left, right = given.split(",")
+    sizes = dict(zip(left + right, (*shapes[0], *shapes[1]), strict=True))
+
+    def size(letters: set[str]) -> int:
+        return math.prod(sizes[letter] for letter in letters)
+
+    a, b, c = set(left), set(right), set(out)
+    n, k = size((b & c) - a), size((a & b) - c)
+    product = Product(size((a & c) - b), n, k, batch=size(a & b & c), row_elements=min(n, k))
+    gradients = [v.gradient for v in local.call.inputs]
+    return _product(local, product, gradients[0], gradients[1], 0.0, False)
+
+
+def contraction(local: LocalCall) -> Operation | None:
+    """Two factors without a batch: the terms of each sum follow from how much is read and given."""
+    sizes = [math.prod(shape) for shape in (*local.inputs[:2], local.outputs[0])]
+    if len(sizes) < 3 or not all(sizes):
+        return None
+    k = math.sqrt(sizes[0] * sizes[1] / sizes[2])
+    gradients = [v.gradient for v in local.call.inputs]
+    return _product(local, Product(sizes[0] / k, sizes[1] / k, k), gradients[0], gradients[1], 0.0, False)
+
+
+def bilinear(local: LocalCall) -> Operation | None:
+    first, weight = local.shape("input1"), local.shape("weight")
+    if not first or weight is None or len(weight) != 3:
+        return None
+    product = Product(math.prod(first[:-1]), weight[0], weight[1] * weight[2], row_elements=min(weight))
+    size = math.prod(weight) * local.first_itemsize
+    return _product(
+        local, product, local.has_gradient("input1"), local.has_gradient("weight"), size, local.has_gradient("bias")
+    )
+
+
+def convolution(local: LocalCall) -> Operation | None:
+    x, weight = local.shape("input"), local.shape("weight")
+    if not x or not weight or len(weight) < 3:
+        return None
+    out = local.outputs[0]
+    space = len(weight) - 2
+    transposed = "transpose" in local.call.base or bool(local.call.arguments.get("transposed"))
+    groups = max(int(local.call.arguments.get("groups", 1)), 1)
+    if transposed:  # the backward pass of a convolution that reads what this one gives
+        x, out = out, x
+    pixels = math.prod(out) // max(out[-space - 1], 1)
+    n, k = weight[0] / groups, math.prod(weight[1:])
+    forward = Product(pixels, n, k, batch=groups, row_elements=min(weight[0], weight[1]))
+    inner = max(math.prod(x) // max(x[-space - 1], 1), 1)  # of the gradient of what is read: as many operations
+    data = replace(forward, m=inner, n=weight[1], k=forward.flops / (2.0 * groups * inner * max(weight[1], 1)))
+    weights = replace(forward, m=n, n=k, k=pixels)
+    first, second = (data, forward) if transposed else (forward, data)
+    if not local.has_backward:
+        return Operation("convolution", PassDemand((first,), kernels=1), itemsize=local.first_itemsize)
+    back = tuple(
+        p for p, wanted in ((second, local.has_gradient("input")), (weights, local.has_gradient("weight"))) if wanted
+    )
+    moved = 3 * math.prod(weight) * local.first_itemsize * local.has_gradient(
+        "weight"
+    ) + local.bytes_written * local.has_gradient("bias")
+    kernels = len(back) + local.has_gradient("weight") + local.has_gradient("bias")
+    return Operation(
+        "convolution",
+        PassDemand((first,), kernels=1),
+        PassDemand(back, moved, kernels=kernels),
+        itemsize=local.first_itemsize,
+    )
+
+
+# How often the scores of an attention with dropout are read or written: a product, a mask, softmax, dropout, a product;
+# and back through them.
+OVER_SCORES = (8, 11)
+
+
+def attention(local: LocalCall) -> Operation | None:
+    query, key, value = (local.shape(name) for name in ("query", "key", "value"))
+    if query is None or key is None or value is None or len(query) < 2:
+        return None
+    if local.call.arguments.get("dropout_p"):
+        return _attention_with_scores(local, query, key, value)
+    causal = 0.5 if local.call.arguments.get("is_causal") else 1.0
+    flops = 2.0 * causal * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    forward = PassDemand(bytes=local.bytes_read + local.bytes_written, flops=flops, kernels=1)
+    if not local.has_backward:
+        return Operation("attention", forward, itemsize=local.first_itemsize, key_length=key[-2])
+    # Backward: the scores again, and one product for each gradient of scores, queries, keys and values: five for two.
+    moved = local.bytes_read + 2 * local.bytes_written + local.input_gradient_bytes
+    backward = PassDemand(bytes=moved, flops=2.5 * flops, kernels=2)
+    return Operation("attention", forward, backward, itemsize=local.first_itemsize, key_length=key[-2])
+
+
+def _attention_with_scores(local: LocalCall, query: Shape, key: Shape, value: Shape) -> Operation:
+    """With dropout, which is drawn by key: no kernel keeps the scores to itself, or leaves out those behind a mask."""
+    heads, rows, columns = math.prod(query[:-2]), query[-2], key[-2]
+    scores = heads * rows * columns * local.first_itemsize
+    first = Product(rows, columns, query[-1], batch=heads, row_elements=query[-1])
+    second = Product(rows, value[-1], columns, batch=heads, row_elements=value[-1])
+    there, back = (times * scores for times in OVER_SCORES)
+    forward = PassDemand((first, second), local.bytes_read + local.bytes_written + there, kernels=5)
+    if not local.has_backward:
+        return Operation("matmul", forward, itemsize=local.first_itemsize)
+    moved = local.bytes_read + 2 * local.bytes_written + local.input_gradient_bytes + back
+    backward = PassDemand((first, first, second, second), moved, kernels=8)
+    return Operation("matmul", forward, backward, itemsize=local.first_itemsize)
+
+
+def recurrent(local: LocalCall) -> Operation | None:
+    """Products with the inputs of all steps at once, and with the state step by step.
+
+    The weights of a layer and direction come as (gates, inputs) and (gates, state), so every second one is the state's.
+    """
+    x = local.inputs[0]
+    weights = [
+        shape
+        for shape, v in zip(local.inputs[1:], local.call.inputs[1:], strict=True)
+        if len(shape) == 2 and v.gradient
+    ]
+    if len(x) < 2 or not weights:
+        return None
+    rows = math.prod(x[:-1])
+    packed = "batch_sizes" in local.call.arguments
+    steps = 1 if packed else x[1 if local.call.arguments.get("batch_first") and len(x) > 2 else 0]
+    products = []
+    for index, (gates, terms) in enumerate(weights):
+        state = index % 2 == 1
+        times = max(steps, 1) if state else 1
+        products.append(Product(rows / times, gates, terms, repeats=times, row_elements=min(gates, terms)))
+    size = sum(math.prod(shape) for shape in weights) * local.first_itemsize
+    moved = 4 * sum(rows * gates for gates, _ in weights) * local.first_itemsize
+    kernels = len(weights) * 2.0 + 2.0 * sum(p.repeats for p in products if p.repeats > 1)
+    forward = PassDemand(tuple(products), moved, kernels=kernels)
+    if not local.has_backward:
+        return Operation("recurrent", forward, itemsize=local.first_itemsize)
+    back = tuple(
+        each
+        for p in products
+        for each in (replace(p, n=p.k, k=p.n), replace(p, m=p.n, n=p.k, k=p.m * p.repeats, repeats=1))
+    )
+    return Operation(
+        "recurrent", forward, PassDemand(back, 2 * moved + 3 * size, kernels=2 * kernels), itemsize=local.first_itemsize
+    )

@@ -1,0 +1,1 @@
+"""Discrete-event simulation: the tasks of all workers played over shared cores and links."""

@@ -1,0 +1,278 @@
+"""Play lanes that share cores and links: from event to event, everything under way at the speed that it then has."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from polylane.cost.network.fair_share import max_min_speeds, water_fill_level
+from polylane.cost.simulator.matching import Role, ScheduledTask, Transmission
+from polylane.cost.simulator.shared_cores import SharedCores
+
+
+@dataclass(slots=True, eq=False)
+class _Activity:
+    """A task or a transfer under way.
+
+    Attributes:
+        full: its seconds undisturbed.
+        lane, op: of a task.
+        message, hosts, links: of a transfer, with how many of its lanes each host has, and what it takes of each link.
+        seconds_done: of its seconds, at the moment ``since``; from then on it gains ``speed`` each second.
+        freed_count: how many of the travels that its op frees have been freed.
+        version: which of its events is the valid one.
+        speed_limit: of a transfer, the speed that its hosts' cores allow.
+    """
+
+    full: float
+    since: float
+    lane: int = -1
+    op: ScheduledTask | None = None
+    message: Transmission | None = None
+    hosts: dict[int, int] = field(default_factory=dict)
+    links: dict[Hashable, float] = field(default_factory=dict)
+    seconds_done: float = 0
+    speed: float = 0
+    freed_count: int = 0
+    version: int = 0
+    speed_limit: float = 1
+
+
+class ContentionSimulator:
+    """All lanes, with what is under way.
+
+    Args:
+        lanes: as matched; when every task and travel runs is written to them.
+        hosts: those whose cores may not do for all.
+        links: the capacity of those that may not do for all.
+    """
+
+    def __init__(
+        self, lanes: list[list[ScheduledTask]], hosts: Sequence[SharedCores], links: Mapping[Hashable, float]
+    ) -> None:
+        self.lanes = lanes
+        self.hosts = hosts
+        self.capacity = links
+        self.now: float = 0
+        self.at = [0] * len(lanes)
+        self.again = list(range(len(lanes)))
+        self.events: list[tuple[float, int, int, _Activity | Transmission]] = []
+        self.count = 0
+        self.host_of = {lane: number for number, host in enumerate(hosts) for lane in host.lanes}
+        self.factors = [[1.0, *map(host.slowdown, range(1, len(host.lanes) + 1))] for host in hosts]
+        # Insertion order decides how sums are rounded: dictionaries, not sets.
+        self.computing: list[dict[_Activity, None]] = [{} for _ in hosts]
+        self.moving: list[dict[_Activity, None]] = [{} for _ in hosts]
+        self.levels = [float("inf")] * len(hosts)
+        self.users: dict[Hashable, dict[_Activity, None]] = {link: {} for link in links}
+        self.changed_hosts: dict[int, None] = {}
+        self.changed_links: dict[Hashable, None] = {}
+
+    def run(self) -> None:
+        """Play to the end, or until nothing can proceed."""
+        while True:
+            while self.again:
+                self._advance(self.again.pop())
+            self._share_resources()
+            if not self.events:
+                return
+            self.now = self.events[0][0]
+            while self.events and self.events[0][0] == self.now:
+                _, _, version, what = heapq.heappop(self.events)
+                if isinstance(what, Transmission):
+                    self._deliver(what)
+                elif version == what.version:
+                    self._handle_progress(what)
+
+    # Lanes
+
+    def _advance(self, lane: int) -> None:
+        """Go on in a lane that does nothing at the moment."""
+        ops = self.lanes[lane]
+        while self.at[lane] < len(ops):
+            op = ops[self.at[lane]]
+            if self._must_wait(lane, op):
+                return
+            if op.task.seconds and op.role is not Role.ASK:
+                self._compute(lane, op)
+                return
+            for _, travel in op.released:
+                self._mark_ready(travel)
+            self._finish_op(lane, op)
+
+    def _must_wait(self, lane: int, op: ScheduledTask) -> bool:
+        """Whether the lane, having come to a task, has to wait."""
+        if op.role in (Role.COMPUTE, Role.SEND):
+            missing = next((travel for travel in op.awaited if travel.arrival is None), None)
+            if missing is None:
+                op.start = self.now
+        else:
+            assert op.message is not None
+            if op.start is None:
+                op.start = self.now
+                if op.requests_on_arrival:
+                    self._mark_ready(op.message)
+            missing = None if op.role is Role.ASK or op.message.arrival is not None else op.message
+            if missing is None and op.role is not Role.ASK:
+                op.start = max(op.start, op.message.requested_at)
+        if missing is not None:
+            missing.waiting_lanes += (lane,)
+        return missing is not None
+
+    def _finish_op(self, lane: int, op: ScheduledTask) -> None:
+        op.end = self.now
+        self.at[lane] += 1
+        if op.role is Role.SEND and op.requests_on_arrival:
+            assert op.message is not None
+            self._mark_ready(op.message)
+
+    def _compute(self, lane: int, op: ScheduledTask) -> None:
+        work = _Activity(op.task.seconds, self.now, lane=lane, op=op)
+        if lane not in self.host_of:
+            self._set_speed(work, 1)
+            return
+        host = self.host_of[lane]
+        self.computing[host][work] = None
+        self.changed_hosts[host] = None
+
+    # Transfers
+
+    def _mark_ready(self, travel: Transmission) -> None:
+        travel.requested_at = self.now
+        travel.missing_count -= 1
+        if not travel.missing_count:
+            self._begin_transfer(travel)
+
+    def _begin_transfer(self, travel: Transmission) -> None:
+        transfer, travel.start = travel.transfer, self.now
+        work = _Activity(transfer.seconds, self.now, message=travel)
+        if not transfer.seconds:
+            self._finish_transfer(work, travel)
+            return
+        if transfer.cpu:
+            for lane in travel.end_lanes:
+                if lane in self.host_of:
+                    work.hosts[self.host_of[lane]] = work.hosts.get(self.host_of[lane], 0) + 1
+        work.links = {link: amount for link, amount in transfer.links.items() if link in self.capacity}
+        for host in work.hosts:
+            self.moving[host][work] = None
+        self.changed_hosts |= dict.fromkeys(work.hosts)
+        for link in work.links:
+            self.users[link][work] = None
+        self.changed_links |= dict.fromkeys(work.links)
+        if not work.hosts and not work.links:
+            self._set_speed(work, 1)
+
+    def _finish_transfer(self, work: _Activity, travel: Transmission) -> None:
+        """A transfer has ended: those behind it may move, and it arrives."""
+        for host in work.hosts:
+            del self.moving[host][work]
+        self.changed_hosts |= dict.fromkeys(work.hosts)
+        for link in work.links:
+            del self.users[link][work]
+        self.changed_links |= dict.fromkeys(work.links)
+        travel.end = self.now
+        if travel.transfer.latency:
+            self._push_event(self.now + travel.transfer.latency, 0, travel)
+        else:
+            self._deliver(travel)
+        for behind in travel.next_on_channel:
+            behind.missing_count -= 1
+            if not behind.missing_count:
+                self._begin_transfer(behind)
+
+    def _deliver(self, travel: Transmission) -> None:
+        travel.arrival = self.now
+        self.again += travel.waiting_lanes
+
+    # Events
+
+    def _push_event(self, time: float, version: int, what: _Activity | Transmission) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (time, self.count, version, what))
+
+    def _handle_progress(self, work: _Activity) -> None:
+        """Work has come to the next travel that it frees, or to its end."""
+        if work.op is not None and work.freed_count < len(work.op.released):
+            self._mark_ready(work.op.released[work.freed_count][1])
+            work.freed_count += 1
+            self._schedule(work)
+        elif work.op is not None:
+            if work.lane in self.host_of:
+                del self.computing[self.host_of[work.lane]][work]
+                self.changed_hosts[self.host_of[work.lane]] = None
+            self._finish_op(work.lane, work.op)
+            self.again.append(work.lane)
+        else:
+            assert work.message is not None
+            self._finish_transfer(work, work.message)
+
+    def _schedule(self, work: _Activity) -> None:
+        """The event of when work comes to what is next."""
+        target = work.full
+        if work.op is not None and work.freed_count < len(work.op.released):
+            fraction = work.op.released[work.freed_count][0]
+            target = target if fraction == 1 else fraction * target
+        left = target - work.seconds_done
+        self._push_event(
+            max(self.now, work.since + (left if work.speed == 1 else left / work.speed)), work.version, work
+        )
+
+    def _set_speed(self, work: _Activity, speed: float) -> None:
+        """Let work go on at another speed; one that keeps its speed keeps its end, to the last digit."""
+        if speed != work.speed:
+            if work.speed:
+                work.seconds_done += (self.now - work.since) * work.speed
+                work.version += 1
+            work.since, work.speed = self.now, speed
+            self._schedule(work)
+
+    # Shares
+
+    def _share_resources(self) -> None:
+        """New speeds for all who share what somebody has taken up or let go of."""
+        for host in self.changed_hosts:
+            self._share_cores(host)
+        self.changed_hosts.clear()
+        while self.changed_links:
+            self._share_links(next(iter(self.changed_links)))
+
+    def _share_cores(self, host: int) -> None:
+        computing, moving = self.computing[host], self.moving[host]
+        demands = [(work.message.transfer.cpu, work.hosts[host]) for work in moving if work.message is not None]
+        self.levels[host] = water_fill_level(self.hosts[host].cores, [(1.0, len(computing)), *demands])
+        rate = min(1.0, self.levels[host]) * self.factors[host][len(computing)]
+        for work in computing:
+            assert work.op is not None
+            waited = work.op.task.waited
+            slowed = rate if rate == 1 or not waited else work.full / ((work.full - waited) / rate + waited)
+            self._set_speed(work, slowed)
+        for work in moving:
+            assert work.message is not None
+            cpu = work.message.transfer.cpu
+            cap = min(1.0, *(self.levels[each] / cpu for each in work.hosts))
+            if cap != work.speed_limit:
+                work.speed_limit = cap
+                self.changed_links |= dict.fromkeys(work.links)
+            if not work.links:
+                self._set_speed(work, cap)
+
+    def _share_links(self, link: Hashable) -> None:
+        """New speeds for all transfers that share a link with this one, or with each other."""
+        links: dict[Hashable, None] = {link: None}
+        works: dict[_Activity, None] = {}
+        for each in (look := [link]):
+            self.changed_links.pop(each, None)
+            for work in self.users[each]:
+                if work not in works:
+                    works[work] = None
+                    look += [other for other in work.links if other not in links]
+                    links |= dict.fromkeys(work.links)
+        found = max_min_speeds(
+            [work.speed_limit for work in works],
+            [work.links for work in works],
+            {each: self.capacity[each] for each in links},
+        )
+        for work, speed in zip(works, found, strict=True):
+            self._set_speed(work, speed)

@@ -1,0 +1,82 @@
+"""Play lanes that share nothing: every start and end is a longest path, found in time linear in the tasks."""
+
+from __future__ import annotations
+
+from polylane.cost.simulator.matching import Role, ScheduledTask, Transmission
+
+
+def longest_path(lanes: list[list[ScheduledTask]]) -> None:
+    """Find when every task and travel runs; those that can never run are left without an end."""
+    at = [0] * len(lanes)
+    clock: list[float] = [0] * len(lanes)
+    again = list(range(len(lanes)))
+    while again:
+        lane = again.pop()
+        ops, now = lanes[lane], clock[lane]
+        index = at[lane]
+        while index < len(ops):
+            op = ops[index]
+            missing = _unknown_message(op, now, again)
+            if missing is not None:
+                missing.waiting_lanes += (lane,)  # whoever ends it tries this lane again
+                break
+            now = _finish_time(op, now, again)
+            index += 1
+        at[lane], clock[lane] = index, now
+
+
+def _unknown_message(op: ScheduledTask, now: float, again: list[int]) -> Transmission | None:
+    """What is not known yet of that for which the lane waits, having come so far."""
+    if op.role is Role.COMPUTE:
+        return next((travel for travel in op.awaited if travel.arrival is None), None) if op.awaited else None
+    if op.role is Role.SEND:
+        return None
+    travel = op.message
+    assert travel is not None
+    if op.start is None:
+        op.start = now
+        if op.requests_on_arrival:
+            _mark_ready(travel, now, again)
+    return travel if travel.arrival is None and op.role is not Role.ASK else None
+
+
+def _finish_time(op: ScheduledTask, now: float, again: list[int]) -> float:
+    """When the lane is done with a task for which it waits no more."""
+    travel, seconds = op.message, op.task.seconds
+    if op.role is Role.COMPUTE:
+        for awaited in op.awaited:
+            now = max(now, awaited.arrival or 0)
+        op.start, op.end = now, now + seconds
+        for fraction, freed in op.released:
+            _mark_ready(freed, op.end if fraction == 1 else now + fraction * seconds, again)
+        return op.end
+    assert travel is not None
+    if op.role is Role.SEND:
+        op.start, op.end = now, now + seconds
+        if op.requests_on_arrival:
+            _mark_ready(travel, op.end, again)
+        return op.end
+    if op.role is not Role.ASK:
+        assert travel.arrival is not None
+        op.start = max(now, travel.requested_at)
+        now = max(now, travel.arrival) + seconds
+    op.end = now
+    return now
+
+
+def _mark_ready(travel: Transmission, time: float, again: list[int]) -> None:
+    """One more who is ready for a travel; the last one lets it move, and with it those behind it."""
+    travel.requested_at = max(travel.requested_at, time)
+    travel.missing_count -= 1
+    moving = [] if travel.missing_count else [travel]
+    while moving:
+        travel = moving.pop()
+        travel.start = max(travel.requested_at, travel.channel_free_at)
+        travel.end = travel.start + travel.transfer.seconds
+        travel.arrival = travel.end + travel.transfer.latency
+        again += travel.waiting_lanes
+        for behind in travel.next_on_channel:
+            behind.channel_free_at = max(behind.channel_free_at, travel.end)
+            behind.missing_count -= 1
+            if not behind.missing_count:
+                moving.append(behind)

@@ -1,0 +1,308 @@
+"""What one rank of a stage takes: seconds of its passes, bytes that it holds and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from polylane.cost.cost_table import Array, Clock, CollectiveClock, CostTable, ShardedGraphCost
+from polylane.cost.memory.attention_cores import find_attention_cores
+from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
+from polylane.cost.memory.rank_activations import saved_on_rank
+from polylane.cost.memory.saved_by_operators import trace_saved_tensors
+from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
+from polylane.cost.network.alpha_beta import RankSpeed
+from polylane.cost.operators.training_options import Recompute
+from polylane.graph.cut_points import crossing_bytes, narrow_positions
+from polylane.graph.graph import Graph
+from polylane.placement.operator_view import OperatorView
+from polylane.placement.placement import REPLICATE_PARTIAL_GRAD
+from polylane.placement.rewrite import AxisSplit
+from polylane.placement.strategy import OperatorCall
+from polylane.plan.spec import Degrees
+
+# Nodes first..end-1 of a graph.
+Range = tuple[int, int]
+
+
+class MeshSplit(Protocol):
+    """How the operators of a graph lie on the axes of a mesh."""
+
+    splits: dict[str, AxisSplit]
+
+    @property
+    def view(self) -> OperatorView:
+        """The graph as it was when the splits were chosen."""
+        ...
+
+    def at(self, samples: int) -> tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]:
+        """Every operator as a call, and the splits by axis, for so many samples in hand."""
+        ...
+
+
+Lay = Callable[[Degrees], MeshSplit]
+MakeSheet = Callable[[Mapping[str, AxisSplit], OperatorView | None], ShardedGraphCost]
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """One microbatch on one rank of a stage.
+
+    Attributes:
+        forward, backward: seconds of computation.
+        waits, backward_waits: seconds in collectives within the passes, on top.
+        sent: bytes sent in these collectives, both ways.
+        stalled: of the seconds of computation, those in which the device waits for the host to issue operators.
+    """
+
+    forward: float
+    backward: float
+    waits: float
+    backward_waits: float
+    sent: float
+    stalled: float = 0.0
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of both passes, waiting included."""
+        return self.forward + self.backward + self.waits + self.backward_waits
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """The parameters of one rank of a stage that have gradients and optimizer states.
+
+    Attributes:
+        trained_elements: how many elements they have.
+        trained_tensors: how many parameters they are.
+    """
+
+    trained_elements: int
+    trained_tensors: int
+
+
+class StageCosts:
+    """Prices stages of one graph: every table is made once.
+
+    Args:
+        graph: what is split.
+        lay: how its operators lie on a mesh.
+        sheet: makes a sheet of the graph with such splits, and its view where that is known (see
+            :class:`polylane.cost.cost_table.ShardedGraphCost`).
+        setting: what decides which memory operators keep.
+    """
+
+    def __init__(self, graph: Graph, lay: Lay, sheet: MakeSheet, setting: BackendSetting) -> None:
+        self.graph, self._lay, self._make, self.setting = graph, lay, sheet, setting
+        self._keepings: dict[tuple[int, int, int], SavedTensors] = {}
+        self._residences: dict[tuple[int, int, int, bool], LiveRanges] = {}
+        self._laid: dict[tuple[int, int], MeshSplit] = {}
+        self._sheets: dict[tuple[int, int], ShardedGraphCost] = {}
+        self._tables: dict[tuple[object, ...], CostTable] = {}
+        self._live: dict[tuple[int, int], Array] = {}
+        self._needs: dict[tuple[object, ...], PeakMemory] = {}
+        self._summed: dict[tuple[int, int], Mapping[str, tuple[str, ...]]] = {}
+
+    def without_prices(self) -> StageCosts:
+        """The same graph, laid out as it is, to be priced on other devices or links."""
+        other = StageCosts(self.graph, self._lay, self._make, self.setting)
+        other._laid, other._sheets = self._laid, self._sheets
+        other._keepings, other._residences = self._keepings, self._residences
+        return other
+
+    def sharded_graph(self, mesh: Degrees) -> ShardedGraphCost:
+        """The graph as it lies on the operator axes of a mesh."""
+        key = (mesh.sequence, mesh.tensor)
+        if key not in self._sheets:
+            if key != (1, 1):
+                self._laid[key] = self._lay(mesh)
+            laid = self._laid.get(key)
+            self._sheets[key] = self._make({}, None) if laid is None else self._make(laid.splits, laid.view)
+        return self._sheets[key]
+
+    def table(
+        self,
+        mesh: Degrees,
+        samples: int,
+        where: object,
+        clock: Clock,
+        exchange: Mapping[str, CollectiveClock],
+        rates: RankSpeed | None = None,
+    ) -> CostTable:
+        """What every node takes; ``where`` names clock and exchange: equal ones give equal times."""
+        key = (mesh.sequence, mesh.tensor, samples, where)
+        if key not in self._tables:
+            self._tables[key] = limit_by_host(
+                self.sharded_graph(mesh).table(samples, clock, exchange, rates), self.block_positions
+            )
+        return self._tables[key]
+
+    def microbatch_memory(
+        self, mesh: Degrees, samples: int, pieces: Sequence[Range], exact: bool, again: bool = False
+    ) -> PeakMemory:
+        """What one microbatch holds of a stage.
+
+        Args:
+            mesh, samples, pieces: of the stage, the samples in hand.
+            exact: of these samples; else in proportion to the graph's own.
+            again: attention is computed again in the backward pass.
+        """
+        own = samples if exact else self.graph.samples
+        key = (mesh.sequence, mesh.tensor, own, again, *pieces)
+        if key not in self._needs:
+            self._needs[key] = self.live_ranges(mesh, own, again).microbatch_memory(pieces)
+        return self._needs[key].scaled(samples / own)
+
+    def live_ranges(self, mesh: Degrees, samples: int, again: bool = False) -> LiveRanges:
+        """What the graph's passes hold on a rank with so many samples in hand; ``again`` as of :meth:`need`."""
+        again = again and bool(self.attention_cores)
+        key = (mesh.sequence, mesh.tensor, samples, again)
+        if key not in self._residences:
+            keeping = self._saved_tensors(mesh, samples)
+            self._residences[key] = LiveRanges(self.graph, keeping, self.attention_cores if again else ())
+        return self._residences[key]
+
+    def _saved_tensors(self, mesh: Degrees, samples: int) -> SavedTensors:
+        key = (mesh.sequence, mesh.tensor, samples)
+        if key not in self._keepings:
+            self.sharded_graph(mesh)
+            setting, laid = replace(self.setting, samples=samples), self._laid.get(key[:2])
+            if laid is None:
+                self._keepings[key] = trace_saved_tensors(self.graph, setting)
+            else:
+                calls, splits = laid.at(samples)
+                self._keepings[key] = saved_on_rank(self.graph, setting, calls, splits, aliases=laid.view.aliases)
+        return self._keepings[key]
+
+    @cached_property
+    def attention_cores(self) -> tuple[frozenset[str], ...]:
+        """The nodes of every attention."""
+        return find_attention_cores(self.graph)
+
+    def recompute_counts(self, recompute: Recompute) -> Array:
+        """Of every node, how often it is computed again in the backward pass: 0 or 1."""
+        found = np.full(len(self.graph.nodes), 1.0 if recompute == "full" else 0.0)
+        if recompute == "selective":
+            found[[self.graph.positions[name] for core in self.attention_cores for name in core]] = 1.0
+        return found
+
+    @cached_property
+    def first_uses(self) -> Mapping[str, int]:
+        """Of every parameter, the position of the first node that reads it."""
+        found: dict[str, int] = {}
+        for position, node in enumerate(self.graph.nodes):
+            for name in node.parameters:
+                found.setdefault(name, position)
+        return found
+
+    def weights(self, mesh: Degrees, pieces: Sequence[Range]) -> WeightBytes:
+        """The parameters that a rank of a stage trains."""
+        names = {name for first, end in pieces for i in range(first, end) for name in self.graph.nodes[i].parameters}
+        trained, sheet = [name for name in names if self.graph.parameters[name].trainable], self.sharded_graph(mesh)
+        keys = [(f"parameter:{name}", 0) for name in trained]
+        elements = sum(int(sheet.busiest_bytes(key, sheet.view.samples) // sheet.itemsize(key)) for key in keys)
+        return WeightBytes(elements, len(trained))
+
+    def partial_gradient_axes(self, mesh: Degrees) -> Mapping[str, tuple[str, ...]]:
+        """Parameters whose gradients are summands on the ranks of an axis, and the axes."""
+        key = (mesh.sequence, mesh.tensor)
+        if key not in self._summed:
+            splits, found = self.sharded_graph(mesh).splits, {}
+            for name in self.graph.parameters:
+                axes = tuple(
+                    a
+                    for a, split in splits.items()
+                    if split.source_placements.get((f"parameter:{name}", 0)) == REPLICATE_PARTIAL_GRAD
+                )
+                if axes:
+                    found[name] = axes
+            self._summed[key] = found
+        return self._summed[key]
+
+    @cached_property
+    def block_positions(self) -> tuple[int, ...]:
+        """Positions between which lie the blocks that are recomputed, or gathered, as one; both ends included."""
+        return (0, *narrow_positions(self.graph, most=1 << 30), len(self.graph.nodes))
+
+    def block_input_bytes(self, mesh: Degrees) -> Array:
+        """Running sum over the nodes: bytes per sample that enter the blocks that begin before each position."""
+        live, begins = self.cut_bytes(mesh), np.zeros(len(self.graph.nodes) + 1)
+        for position in self.block_positions[:-1]:
+            begins[position + 1] = live[position]
+        return np.cumsum(begins)
+
+    def cut_bytes(self, mesh: Degrees) -> Array:
+        """For every position, bytes per sample that a rank holds of the values which a cut there would divide."""
+        key = (mesh.sequence, mesh.tensor)
+        if key not in self._live:
+            sheet = self.sharded_graph(mesh)
+            samples = sheet.view.samples
+            self._live[key] = (
+                crossing_bytes(self.graph, lambda name: sheet.busiest_value_bytes(name, samples)) / samples
+            )
+        return self._live[key]
+
+
+def limit_by_host(table: CostTable, bounds: Sequence[int]) -> CostTable:
+    """A table in which the host's time counts where the device has less to do.
+
+    The host issues the operators of a block while the device computes and waits for collectives; it does not run
+    ahead of the device farther than that, as measured steps of many models have it.
+
+    Args:
+        table: of the device's own time, and the host's beside it.
+        bounds: positions between which the blocks lie, both ends included.
+    """
+    at = np.asarray(bounds)
+    block = np.searchsorted(at, np.arange(len(table.forward) - 1), side="right") - 1  # of every node
+    gaps = []
+    for own, waits, issued in (("forward", "waits", "issued"), ("backward", "backward_waits", "backward_issued")):
+        host = np.diff(getattr(table, issued)[at])
+        gap = np.maximum(host - np.diff(getattr(table, own)[at] + getattr(table, waits)[at]), 0.0)
+        each = np.diff(getattr(table, issued)) * (gap / np.where(host > 0, host, 1.0))[block]
+        gaps.append(np.concatenate([[0.0], np.cumsum(each)]))
+    forward, backward = gaps
+    return replace(
+        table,
+        forward=table.forward + forward,
+        backward=table.backward + backward,
+        stalled=forward,
+        backward_stalled=backward,
+    )
+
+
+def sum_passes(table: CostTable, pieces: Sequence[Range]) -> PassCosts:
+    """What a stage of these nodes takes, without recomputation."""
+    names = ("forward", "backward", "waits", "backward_waits", "sent", "stalled", "backward_stalled")
+    forward, backward, waits, backward_waits, sent, there, back = (
+        sum(table.between(name, first, end) for first, end in pieces) for name in names
+    )
+    return PassCosts(forward, backward, waits, backward_waits, sent, there + back)
+
+
+def add_recomputation(table: CostTable, repeated: Array) -> CostTable:
+    """A table in which some nodes run forward once more in the backward pass, collectives and all.
+
+    Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing
+    Activation Recomputation in Large Transformer Models", 2022.
+
+    Args:
+        table: without recomputation.
+        repeated: of every node, how often (:meth:`StageCosts.repeated`).
+    """
+
+    def more(there: Array) -> Array:
+        return np.concatenate([[0.0], np.cumsum(repeated * np.diff(there))])
+
+    return replace(
+        table,
+        backward=table.backward + more(table.forward),
+        backward_waits=table.backward_waits + more(table.waits),
+        sent=table.sent + more(table.sent) / 2,  # half of it is of the forward pass
+        backward_issued=table.backward_issued + more(table.issued),
+        backward_stalled=table.backward_stalled + more(table.stalled),
+    )

@@ -1,0 +1,1 @@
+"""Capture: model and loss -> Graph, by torch.export, with leaves where export cannot follow."""

@@ -1,0 +1,143 @@
+"""Writes in place: turned into new values where nobody else sees the memory, kept on one stage where somebody does."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from polylane.graph.capture.functionalize import functional_name, functionalize
+from polylane.graph.capture.leaves import LeafCall
+
+# These may hand back their argument itself, without saying so in their schema.
+_SILENT_ALIASES = (
+    "aten.dropout.default",
+    "aten.feature_dropout.default",
+    "aten.alpha_dropout.default",
+    "aten.feature_alpha_dropout.default",
+    "aten.pad.default",
+    "aten.repeat_interleave.self_int",
+    "aten.type_as.default",
+)
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node writes in place."""
+    if node.op != "call_function":
+        return []
+    if isinstance(node.target, LeafCall):  # of its buffers nobody knows
+        first = len(node.target.parameters)
+        tensors: Any = node.args[1]
+        return list(tensors[first : first + len(node.target.buffers)])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    written = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            written += [v for v in values if isinstance(v, fx.Node)]
+    if str(node.target) in ("aten.batch_norm.default", "aten.instance_norm.default") and node.args[5]:
+        written += [value for value in node.args[3:5] if isinstance(value, fx.Node)]  # running mean and variance
+    return written
+
+
+def _aliased_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node's value may share memory with."""
+    if node.op != "call_function":
+        return []
+    if node.target is operator.getitem:
+        return [a for a in node.args if isinstance(a, fx.Node)]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        if not callable(getattr(node.target, "fake", None)):
+            return []  # a size
+        return list(node.all_input_nodes)  # the user's own Python may return views
+    if str(node.target) in _SILENT_ALIASES:
+        return [a for a in node.args[:1] if isinstance(a, fx.Node)]
+    shared = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            shared += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    return shared
+
+
+def alias_groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For every node the first node whose memory its value may share."""
+    root: dict[fx.Node, fx.Node] = {}
+
+    def find(node: fx.Node) -> fx.Node:
+        while root.setdefault(node, node) is not node:
+            node = root[node]
+        return node
+
+    for node in graph.nodes:
+        find(node)
+        for other in _aliased_arguments(node):
+            if _is_part(other):
+                continue
+            root[find(node)] = find(other)
+    return {node: find(node) for node in graph.nodes}
+
+
+def _is_part(node: fx.Node) -> bool:
+    return node.op == "placeholder" and bool(node.meta["role"][0] == "part")
+
+
+def functionalize_writes(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Turn writes in place into their functional twins where nothing else sees the memory.
+
+    Returns:
+        The groups of nodes that share memory somebody still writes: each must stay whole on one stage.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    groups = alias_groups(graph)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node, first in groups.items():
+        members.setdefault(first, []).append(node)
+    for node in list(graph.nodes):
+        if not functional_name(node) or len(written_arguments(node)) != 1:
+            continue
+        (written,) = written_arguments(node)
+        first = groups[written]
+        # Alone: no earlier view of the memory is read later, and it is nobody's placeholder.
+        others = (n for n in members[first] if order[n] < order[node] and n is not written)
+        if first.op == "placeholder" or any(order[user] > order[node] for n in others for user in n.users):
+            continue
+        before = functionalize(node)
+        if before is not None:
+            order |= dict.fromkeys(before, order[node])
+            written.replace_all_uses_with(node, delete_user_cb=_later_than(order, node))
+    return _written_groups(graph)
+
+
+def _later_than(order: dict[fx.Node, int], node: fx.Node) -> Callable[[fx.Node], bool]:
+    return lambda user: order[user] > order[node]
+
+
+def _written_groups(graph: fx.Graph) -> list[list[fx.Node]]:
+    groups = alias_groups(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node, first in groups.items():
+        members.setdefault(first, []).append(node)
+    written: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for value in written_arguments(node):
+            written.setdefault(groups[value], []).append(node)
+    together = []
+    for first, writers in written.items():
+        if first.op == "placeholder":  # a buffer: it lives where it is used
+            touching = {m for m in members[first] if m.op != "placeholder"} | {
+                u for m in members[first] for u in m.users
+            }
+            together.append(sorted((n for n in touching if n.op != "output"), key=order.__getitem__))
+            continue
+        # From where the memory begins to its last write; what comes later only reads.
+        last = max(order[w] for w in writers)
+        inside = {n for n in members[first] if order[n] <= last} | set(writers)
+        together.append(sorted(inside, key=order.__getitem__))
+    return together

@@ -1,0 +1,201 @@
+"""Give every random operator of a graph its key, and name those that have none."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from polylane.graph.capture.describe_nodes import source_of
+from polylane.graph.capture.export import format_line
+from polylane.graph.capture.functionalize import complete_arguments, functional_name
+from polylane.graph.capture.inline import op_name
+from polylane.graph.capture.leaves import LeafCall
+from polylane.graph.capture.python_operators import FunctionCall
+from polylane.graph.operators.counter_rng import python_seed_of, salt_of, seed_of
+from polylane.graph.operators.keyed_random import KEYED
+from polylane.graph.operators.python_context import running_as_slice
+from polylane.graph.precision import UnderSetting, unwrap_settings
+from polylane.graph.python_state.random_generators import python_seeded
+from polylane.graph.python_state.side_effects import SideEffect
+from polylane.graph.symbolic_sizes import batch_dimension
+
+
+class PythonOnSlice:
+    """The user's own Python on one part: random numbers by key, as far as their shape tells, and shared statistics.
+
+    Python's and numpy's generators start from a number that all workers have alike.
+    """
+
+    __module__ = "polylane"
+
+    def __init__(self, target: Any, name: str) -> None:
+        self.target, self.name, self.salt = target, name, salt_of(name)
+        self.__name__ = target.__name__
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether it uses statistics of the batch."""
+        return bool(getattr(unwrap_settings(self.target), "normalizes", False))
+
+    @property
+    def fewest(self) -> int:
+        """Samples that it needs in training."""
+        return int(getattr(unwrap_settings(self.target), "fewest", 1))
+
+    @property
+    def effects(self) -> tuple[SideEffect, ...]:
+        """What it does besides computing."""
+        return tuple(getattr(unwrap_settings(self.target), "effects", ()))
+
+    def __call__(self, part: Any, tensors: Sequence[Tensor]) -> Any:
+        with python_seeded(python_seed_of(part, self.salt)):
+            own = unwrap_settings(self.target)
+            if own.random or getattr(own, "normalizes", False):
+                return self._keyed(part, tensors)
+            return self.target(part, tensors)
+
+    def _keyed(self, part: Any, tensors: Sequence[Tensor]) -> Any:
+        devices = {t.device for t in tensors if t.device.type == "cuda"}
+        with torch.random.fork_rng(devices=[device.index for device in devices]):
+            torch.manual_seed(seed_of(part, self.salt))  # for operators that have no key
+            with running_as_slice(part, self.name):
+                return self.target(part, tensors)
+
+
+def copy_python_call(target: Any) -> Any:
+    """The user's own Python on a copy of its module, under the same settings; what keeps nothing as it is.
+
+    One module cannot run on two sets of tensors at once, and its buffers and Python state belong to its own calls.
+    """
+    if isinstance(target, (UnderSetting, PythonOnSlice)):
+        outer = copy.copy(target)
+        outer.target = copy_python_call(target.target)
+        return outer
+    return target.copy_call() if isinstance(target, LeafCall) else target
+
+
+class KeyedInPlace:
+    """A keyed operator that writes its value over its first argument."""
+
+    __module__ = "polylane"
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        self.__name__ = function.__name__ + "_"
+
+    def __call__(self, part: Any, salt: int, batch_dim: int | None, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x.copy_(self.function(part, salt, batch_dim, x, *args, **kwargs))
+
+
+class DrawnPerSlice:
+    """A keyed operator on a value whose size depends on data: each part draws numbers of its own."""
+
+    __module__ = "polylane"
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+
+    def __call__(self, part: Any, salt: int, *args: Any, **kwargs: Any) -> Any:
+        return self.function(dataclasses.replace(part, seed=seed_of(part, salt)), salt, *args, **kwargs)
+
+
+def key_random_operators(graph: fx.Graph, part: fx.Node, name: Callable[[fx.Node], str]) -> tuple[bool, list[str]]:
+    """Replace random operators by those with a key.
+
+    Args:
+        graph: changed in place.
+        part: its placeholder of the part in hand.
+        name: gives a node's own name: the same in every plan, so that the numbers are the same too.
+
+    Returns:
+        Whether there was any, and a sentence for each whose numbers depend on how the samples are divided all the same.
+    """
+    notes, found = [], False
+    for node in [n for n in graph.nodes if isinstance(unwrap_settings(n.target), (LeafCall, FunctionCall))]:
+        if isinstance(unwrap_settings(node.target), LeafCall) or unwrap_settings(node.target).random:
+            node.target = PythonOnSlice(node.target, name(node))
+    for node in [n for n in graph.nodes if n.op == "call_function" and _is_random(n)]:
+        found = True
+        salt = salt_of(name(node))
+        reason = _key_node(node, part, salt)
+        if reason:
+            line = format_line(source_of(node))
+            notes.append(
+                f"the random numbers of {name(node)} may depend on how the samples are divided: {reason}{line}"
+            )
+    return found, notes
+
+
+def _key_node(node: fx.Node, part: fx.Node, salt: int) -> str:
+    """Give one random node its key; why its numbers depend on the layout nevertheless, or ""."""
+    if isinstance(node.target, PythonOnSlice):
+        return "they are drawn by the user's own Python"
+    plain = op_name(node)
+    function = KEYED.get(plain)
+    if function is None and functional_name(node) in KEYED:
+        function, node.args = KeyedInPlace(KEYED[functional_name(node)]), complete_arguments(node)
+    if function is None or "generator" in node.kwargs:
+        return "torch draws them from its own generator"
+    of = node.args[0] if plain in _LIKE_THEIR_INPUT else node
+    val = of.meta.get("val") if isinstance(of, fx.Node) else None
+    node.meta["op"] = plain
+    ragged = _is_ragged(val)
+    node.target = DrawnPerSlice(function) if ragged else function
+    node.args = (part, salt, None if ragged else batch_dimension(val), *node.args)
+    return "their number depends on the data" if ragged else ""
+
+
+# Drawn in the form of the first argument; all others in that of their value.
+_LIKE_THEIR_INPUT = frozenset(
+    (
+        "aten.scaled_dot_product_attention.default",
+        "aten.lstm.input",
+        "aten.gru.input",
+        "aten.rnn_tanh.input",
+        "aten.rnn_relu.input",
+    )
+)
+
+
+def _is_ragged(val: Any) -> bool:
+    sizes = val.shape if isinstance(val, Tensor) else ()
+    return any(isinstance(s, torch.SymInt) and bool(free_unbacked_symbols(s.node.expr)) for s in sizes)
+
+
+def draws_by_sample(graph: fx.Graph) -> bool:
+    """Whether all random numbers go by the samples' places, so that they are the same however a batch is divided."""
+    own = (PythonOnSlice, DrawnPerSlice)
+    return not any(isinstance(n.target, own) or _is_random(n) for n in graph.nodes if n.op == "call_function")
+
+
+def _is_random(node: fx.Node) -> bool:
+    target: Any = unwrap_settings(node.target)
+    if isinstance(target, PythonOnSlice):
+        target = unwrap_settings(target.target)
+    if isinstance(target, (LeafCall, FunctionCall)):
+        return target.random
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    base = op_name(node).split(".")[1]
+    if base in _PROBABILITY_AT:
+        schema = [argument.name for argument in target._schema.arguments]
+        given = {**dict(zip(schema, node.args, strict=False)), **node.kwargs}
+        return all(bool(given.get(key, False)) for key in _PROBABILITY_AT[base])
+    return base in _UNTAGGED or torch.Tag.nondeterministic_seeded in target.tags
+
+
+_PROBABILITY_AT = {
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), ("p", "train")),
+    **dict.fromkeys(("dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_"), ("p", "train")),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), ("dropout", "train")),
+    **dict.fromkeys(("rrelu", "rrelu_"), ("training",)),
+    "scaled_dot_product_attention": ("dropout_p",),
+}
+_UNTAGGED = frozenset(("multinomial", "normal_functional"))

@@ -1,0 +1,399 @@
+"""A first version of a graph: exported, what cannot be captured made a leaf, and held against the model itself."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from polylane.errors import PolylaneError
+from polylane.graph.batch import sample_count, take_first_samples
+from polylane.graph.capture import inline as rewrite
+from polylane.graph.capture.aliasing import functionalize_writes
+from polylane.graph.capture.export import (
+    BadLoss,
+    ModelWithLoss,
+    NotCaptured,
+    export,
+    format_line,
+    reason_of,
+    snapshot_model,
+    snapshot_tensors,
+)
+from polylane.graph.capture.leaves import (
+    LeafCall,
+    NormalizationWatch,
+    leaves_kept,
+    observe_calls,
+    opaque_call,
+    source_line_of,
+)
+from polylane.graph.capture.python_operators import FunctionCall, forget_sites
+from polylane.graph.capture.self_check import (
+    FEW,
+    Difference,
+    first_difference,
+    other_batch,
+    resize_batch,
+    runs_without_gradients,
+)
+from polylane.graph.precision import unwrap_autocast, wrap_autocast
+from polylane.graph.python_state.random_generators import generator_states, states_equal
+from polylane.graph.python_state.side_effects import SideEffects, find_side_effects
+from polylane.graph.symbolic_sizes import allowed_sizes, compute_sizes_locally, refused_sizes, symbolic_inputs
+
+
+@dataclass(frozen=True)
+class CaptureAttempt:
+    """Captured code before anything is keyed or described.
+
+    Attributes:
+        graph: flat code; constants: what it closes over.
+        shared_memory_groups: groups of nodes that share memory somebody writes.
+        refused_sizes: numbers of samples that it does not hold for, as far as tried.
+        is_fixed_size: it holds for the example's number of samples alone.
+        is_opaque: it is a single leaf.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Tensor]
+    shared_memory_groups: list[list[fx.Node]]
+    refused_sizes: list[int]
+    is_fixed_size: bool = False
+    is_opaque: bool = False
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One eager run of the loss.
+
+    Attributes:
+        results: what it returned.
+        random: whether it drew random numbers.
+        values: the fewest per channel of a batch statistic; None without.
+        is_mean: whether it returned a scalar.
+        leaf_count: tensors and other leaves of the batch.
+        effects: what it does besides computing.
+    """
+
+    results: tuple[Tensor, ...]
+    random: bool
+    values: int | None
+    is_mean: bool
+    leaf_count: int
+    effects: SideEffects = field(default_factory=SideEffects)
+
+
+def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
+    """Run the loss once as it is. A loss that fails by itself is the user's error, not a limit of capture.
+
+    Raises:
+        BadLoss: it returns something else than a loss; in training, one that has no gradient; or it takes gradients.
+        PolylaneError: it fails.
+    """
+    restore = snapshot_model(whole)
+    before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
+
+    def run() -> tuple[Tensor, ...]:
+        nonlocal drawn
+        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        result: tuple[Tensor, ...] = whole(*given)
+        drawn = drawn or not states_equal(before, generator_states())
+        return result
+
+    try:
+        with torch.enable_grad(), NormalizationWatch() as normalizing, _watching_backward() as taken:
+            results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
+        if taken and not runs_without_gradients(whole, leaves):
+            raise BadLoss(
+                "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty does), "
+                "which cannot be captured: leave them out of the loss"
+            )
+        if whole.training:
+            _refuse_without_gradient(whole, results[0])
+        values = tuple(each.detach() for each in results)
+        dry = DryRun(values, drawn, normalizing.values, whole.mean, len(leaves), effects)
+    except BadLoss as error:
+        raise BadLoss(f"{error}{format_line(source_line_of(whole.loss_function))}") from None
+    except PolylaneError:
+        raise
+    except Exception as error:
+        fault = NotCaptured.of(whole, error)
+        where = "on the meta device " if abstract else ""
+        within = f" in {fault.path}" if fault.path else ""
+        raise PolylaneError(
+            f"loss(model, batch) fails {where}on {which}{within}: {reason_of(error)}{format_line(fault.line)}"
+        ) from error
+    finally:
+        restore()
+    return dry
+
+
+@contextmanager
+def _watching_backward() -> Iterator[list[bool]]:
+    """Notice whether autograd runs backwards meanwhile: the list has something in it then."""
+    own: Any = torch.autograd
+    backwards, noted = own._engine_run_backward, list[bool]()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        noted.append(True)
+        return backwards(*args, **kwargs)
+
+    own._engine_run_backward = run
+    try:
+        yield noted
+    finally:
+        own._engine_run_backward = backwards
+
+
+def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
+    """What plain PyTorch's backward() raises on.
+
+    Raises:
+        BadLoss: nothing would be trained.
+    """
+    if loss.requires_grad:
+        return
+    if not any(parameter.requires_grad for parameter in whole.parameters()):
+        raise BadLoss("no parameter of the model requires a gradient, so that there is nothing to train: unfreeze some")
+    raise BadLoss(
+        "the loss does not depend on any parameter that requires a gradient, so that nothing would be trained: return "
+        "one that is differentiable, without argmax, detach() or no_grad() on the way"
+    )
+
+
+def capture_with_leaves(
+    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool
+) -> tuple[CaptureAttempt, list[str]]:
+    """Export, turning what cannot be captured into leaves, until the self-check holds; and a sentence for each leaf."""
+    kept = _modules_with_effects(dry.effects)
+    if "" in kept:
+        if abstract:
+            raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")
+        return _capture_opaque(whole, leaves, dry), [f"the model is opaque, without a graph: it {kept['']}"]
+    while True:
+        try:
+            draft = _attempt_capture(whole, leaves, kept)
+        except NotCaptured as fault:
+            path, why = fault.path, f"{fault.reason}{format_line(fault.line)}"
+            if abstract:
+                raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
+        else:
+            _attach_effects(draft, dry.effects)
+            if abstract:
+                return draft, _describe_leaves(whole, kept)
+            difference = _run_self_check(whole, draft, leaves)
+            if difference is None:
+                return draft, _describe_leaves(whole, kept)
+            path, why = _find_faulty_module(whole, draft, leaves, kept, difference)
+        while path and path in kept:  # as a leaf it still fails: then what contains it
+            path = path.rpartition(".")[0]
+        if not path:
+            return _capture_opaque(whole, leaves, dry), [f"the model is opaque, without a graph: {why}"]
+        kept = {other: note for other, note in kept.items() if not other.startswith(f"{path}.")}
+        kept[path] = f"{path} is a leaf, kept whole: {why}"
+
+
+def _modules_with_effects(effects: SideEffects) -> dict[str, str]:
+    """Modules that do more than compute, and why each is a leaf; or "" for model and loss together."""
+    paths = sorted({effect.path for effect in effects.found})
+    outermost = [p for p in paths if not any(_is_inside(p, other) for other in paths if other != p)]
+    kept = {p: "; ".join(effect.describe for effect in effects.found if _is_inside(effect.path, p)) for p in outermost}
+    return {path: f"{path} is a leaf, kept whole: it {why}" if path else why for path, why in kept.items()}
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _attach_effects(draft: CaptureAttempt, effects: SideEffects) -> None:
+    """Let every leaf know what it does besides computing."""
+    for node in draft.graph.nodes:
+        if isinstance(node.target, LeafCall):
+            node.target.effects = tuple(e for e in effects.found if _is_inside(e.path, node.target.path))
+
+
+def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> list[str]:
+    lines = ", ".join(sorted(whole.tracing.recomputed_lines))
+    recomputed = f"torch.utils.checkpoint has no effect: all activations are kept ({lines})"
+    parameters = whole.named_tensors("parameters")
+    empty = ", ".join(name for name, tensor in parameters if tensor.requires_grad and not tensor.numel())
+    nothing = f"nothing is trained of parameters without elements (a width of 0?): {empty}"
+    return [*kept.values(), *([recomputed] if lines else []), *([nothing] if empty else [])]
+
+
+def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any]) -> Difference | None:
+    # One sample, and sizes of which capture itself says that they go another way.
+    sizes = sorted({1, *draft.refused_sizes[:3], *draft.refused_sizes[-1:]})
+    wrap_autocast(draft.graph)
+    noted = _watch_random(draft.graph)
+    try:
+        return first_difference(whole, draft.graph, draft.constants, leaves, sizes)
+    finally:
+        for node, target in noted.items():
+            node.target = target
+        unwrap_autocast(draft.graph)
+
+
+def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """Let custom functions notice, while the self-check runs, whether they draw random numbers."""
+    noted: dict[fx.Node, Any] = {}
+
+    def noting(function: FunctionCall) -> Any:
+        def run(part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+            before = generator_states()
+            result = function(part, tensors)
+            function.random = function.random or not states_equal(before, generator_states())
+            return result
+
+        run.__module__ = "polylane"
+        return run
+
+    for node in graph.nodes:
+        if isinstance(node.target, FunctionCall):
+            noted[node] = node.target
+            node.target = noting(node.target)
+    return noted
+
+
+def _attempt_capture(
+    whole: ModelWithLoss, leaves: Sequence[Any], paths: Sequence[str] | dict[str, str]
+) -> CaptureAttempt:
+    with ExitStack() as stack:
+        stack.callback(forget_sites)
+        stack.callback(snapshot_model(whole))
+        if paths:
+            modules = {path: whole.model.get_submodule(path) for path in paths}
+            observed, samples = _observe_two_sizes(whole, modules, leaves)
+            stack.enter_context(leaves_kept(modules, observed, samples, whole.tracing))
+        program = export(whole, leaves)
+        graph, constants = rewrite.copy_with_roles(program)
+        part = rewrite.add_slice_input(graph)
+        rewrite.inline_sites(graph, part)
+    lowest, highest = allowed_sizes(program)
+    refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves))
+    fixed = lowest == highest
+    rewrite.drop_assertions(graph)
+    compute_sizes_locally(graph, part)
+    rewrite.merge_tied(graph, whole.tied)
+    together = functionalize_writes(graph)
+    graph.lint()
+    return CaptureAttempt(graph, constants, together, refused, fixed)
+
+
+def _observe_two_sizes(
+    whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]
+) -> tuple[tuple[Any, Any], tuple[int, int]]:
+    """Calls of ``modules`` at two batch sizes, and those sizes; at one alone where the model works with no other."""
+    one = take_first_samples(leaves, FEW)
+    samples = sample_count(one)
+    other = other_batch(one) if samples > 2 else resize_batch(one, 2 * samples)
+    seen: dict[int, Any] = {}
+    for batch in (one, other, leaves, other_batch(leaves)):
+        if len(seen) < 2 and sample_count(batch) not in seen:
+            with suppress(NotCaptured):
+                seen[sample_count(batch)] = _observe_once(whole, modules, batch)
+    (first, a), (second, b) = (list(seen.items()) * 2)[:2]
+    return (a, b), (first, second)
+
+
+def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> Any:
+    restore = snapshot_model(whole)
+    try:
+        return observe_calls(modules, lambda: whole(*leaves))
+    except Exception as error:
+        raise NotCaptured.of(whole, error) from error
+    finally:
+        restore()
+
+
+def _find_faulty_module(
+    whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any], kept: dict[str, str], difference: Difference
+) -> tuple[str, str]:
+    """The module to keep whole, and why."""
+    why = f"captured, {difference.what} came out different"
+    if draft.is_fixed_size:  # int() or range() of a size
+        why = f"it fixes the number of samples to the example's, and {difference.what} came out different"
+    elif draft.refused_sizes:
+        why = f"what it computes depends on the number of samples, and {difference.what} came out different with some"
+    if difference.buffer is not None and (owner := difference.buffer.rpartition(".")[0]) and owner not in kept:
+        return owner, f"{why}{format_line(source_line_of(type(whole.model.get_submodule(owner)).forward))}"
+    path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
+    line = source_line_of(type(whole.model.get_submodule(path)).forward) if path else ""
+    return path, f"{why}{format_line(line)}"
+
+
+def _passes_self_check(whole: ModelWithLoss, leaves: Sequence[Any], paths: Sequence[str]) -> bool:
+    if not paths:
+        return False
+    try:
+        return _run_self_check(whole, _attempt_capture(whole, leaves, paths), leaves) is None
+    except NotCaptured:
+        return False
+
+
+def _find_culprits(whole: ModelWithLoss, leaves: Sequence[Any], kept: list[str], prefix: str) -> list[str]:
+    """The innermost modules within ``prefix`` that must be leaves for the self-check to hold; [prefix] if it is one."""
+    children = [path for path in _called_children(whole, leaves, prefix) if path not in kept]
+    if not children or not _passes_self_check(whole, leaves, [*kept, *children]):
+        return [prefix]
+    needed = _minimize_leaves(whole, leaves, kept, children)
+    found: list[str] = []
+    for path in needed:
+        found += _find_culprits(whole, leaves, [*kept, *(other for other in needed if other != path)], path)
+    return found
+
+
+def _minimize_leaves(whole: ModelWithLoss, leaves: Sequence[Any], kept: list[str], candidates: list[str]) -> list[str]:
+    """The few among ``candidates`` that are needed as leaves, by halving (Zeller's delta debugging)."""
+    if len(candidates) == 1:
+        return candidates
+    half = len(candidates) // 2
+    first, second = candidates[:half], candidates[half:]
+    for part in (first, second):
+        if _passes_self_check(whole, leaves, [*kept, *part]):
+            return _minimize_leaves(whole, leaves, kept, part)
+    needed = _minimize_leaves(whole, leaves, [*kept, *second], first)
+    return needed + _minimize_leaves(whole, leaves, [*kept, *needed], second)
+
+
+def _called_children(whole: ModelWithLoss, leaves: Sequence[Any], prefix: str) -> list[str]:
+    """The nearest modules within ``prefix`` that are called in a run: containers such as a ModuleList are not."""
+    inside = {
+        path: m for path, m in whole.model.named_modules() if path and path.startswith(f"{prefix}." if prefix else "")
+    }
+    called = [path for path, calls in _observe_once(whole, inside, leaves).items() if calls]
+    return [path for path in called if not any(path.startswith(f"{other}.") for other in called)]
+
+
+def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun) -> CaptureAttempt:
+    """The whole model and loss as one leaf: the user's Python runs on every worker."""
+    call = opaque_call(whole, leaves, dry.results, dry)
+    call.source, call.effects = source_line_of(whole.loss_function), dry.effects.found
+    graph = fx.Graph()
+    part = graph.placeholder("part")
+    part.meta["role"] = ("part", 0)
+    inputs: list[fx.Node] = []
+    for kind in ("parameter", "buffer"):
+        first_names = {name for name, _ in whole.named_tensors(f"{kind}s")} - set(whole.tied)
+        for name, tensor in whole.named_tensors(f"{kind}s"):
+            if name in first_names:
+                inputs.append(graph.placeholder(f"{kind[0]}_{name.replace('.', '_')}"))
+                inputs[-1].meta |= {"role": (kind, name), "val": tensor.detach().to("meta")}
+    opened = symbolic_inputs(leaves)
+    for i in call.tensor_positions:
+        inputs.append(graph.placeholder(f"leaves_{i}"))
+        inputs[-1].meta |= {"role": ("input", i), "val": opened[i]}
+    node = graph.call_function(call, (part, inputs))
+    node.meta["val"] = [value.detach().to("meta") for value in dry.results]
+    outputs = []
+    for i, value in enumerate(dry.results):
+        outputs.append(graph.call_function(operator.getitem, (node, i)))
+        outputs[-1].meta["val"] = value.detach().to("meta")
+    graph.output(tuple(outputs))
+    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True)

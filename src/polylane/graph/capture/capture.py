@@ -1,0 +1,153 @@
+"""Model and loss -> Graph: torch.export where it holds, opaque leaves where it does not, and the reason either way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from polylane.graph.batch import cast_leaves, flatten, sample_count
+from polylane.graph.capture import inline as rewrite
+from polylane.graph.capture.assign_keys import key_random_operators
+from polylane.graph.capture.attempt import CaptureAttempt, DryRun, capture_with_leaves, dry_run
+from polylane.graph.capture.describe_nodes import describe_nodes, find_gradient_flow, label_nodes, recomputable_nodes
+from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
+from polylane.graph.capture.self_check import resize_batch
+from polylane.graph.flops import DTYPE_NAMES
+from polylane.graph.graph import Code, Graph, TensorInfo
+from polylane.graph.operators.sync_batch_norm import sync_batch_norms
+from polylane.graph.precision import cast_module, promote_to_float64, wrap_autocast
+from polylane.graph.python_state.side_effects import SideEffects
+
+
+def capture(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    *,
+    trainable: Collection[str] | None = None,
+    training: bool = True,
+    in_float64: bool = False,
+    which: str = "the example batch",
+    effects: SideEffects | None = None,
+) -> Graph:
+    """Capture ``loss(model, batch)`` as one flat graph that holds for any number of samples.
+
+    Args:
+        model: unchanged by this, whatever happens.
+        loss: ``loss(model, batch)``, a scalar mean over the batch or a :class:`polylane.Mean`.
+        batch: an example; tensors whose first dimension is the number of samples are split with them.
+        trainable: names of the parameters to differentiate; default: all that require a gradient.
+        training: capture the training or the evaluation mode.
+        effects: of the same model in another mode: who keeps state there is a leaf here, too, and finds it.
+        in_float64: let casts to a lower floating type inside keep float64; ``model`` and ``batch`` are float64 already.
+        which: what errors call the batch.
+
+    Raises:
+        PolylaneError: the loss itself fails, or does not return what it should.
+    """
+    given, rebuild = flatten(batch)
+    leaves = _at_least_two_samples(given)
+    whole = ModelWithLoss(model, loss, rebuild)
+    with _model_restored(whole, training):
+        abstract = any(p.is_meta for p in model.parameters())
+        if abstract:
+            leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        with ExitStack() as stack:
+            if in_float64:  # as the user's code expects it; the graph is promoted afterwards
+                stack.enter_context(cast_module(whole, torch.float32))
+                leaves = cast_leaves(leaves, torch.float32)
+            dry = dry_run(whole, leaves, abstract, which)
+            if effects is not None:
+                dry = replace(dry, effects=dry.effects.merged_with(effects))
+            draft, notes = capture_with_leaves(whole, leaves, dry, abstract)
+        return _finish_graph(whole, draft, dry, notes, sample_count(leaves), trainable, in_float64)
+
+
+def _at_least_two_samples(leaves: Sequence[Any]) -> list[Any]:
+    """An example of one sample says nothing about which sizes follow the batch: let it be two."""
+    if sample_count(leaves) > 1:
+        return list(leaves)
+    return resize_batch(leaves, 2)
+
+
+@contextmanager
+def _model_restored(whole: ModelWithLoss, training: bool) -> Iterator[None]:
+    """Train or eval mode for the while, and everything about the model as it was afterwards.
+
+    Modules that the user froze in eval mode inside a training model stay so.
+    """
+    restore = snapshot_model(whole)
+    try:
+        whole.training = training
+        if whole.model.training != training:
+            whole.model.train(training)
+        yield
+    finally:
+        restore()
+
+
+def _finish_graph(
+    whole: ModelWithLoss,
+    draft: CaptureAttempt,
+    dry: DryRun,
+    notes: Sequence[str],
+    samples: int,
+    trainable: Collection[str] | None,
+    in_float64: bool,
+) -> Graph:
+    graph, constants = draft.graph, draft.constants
+    rewrite.drop_dead_nodes(graph)
+    label_nodes(graph)
+    if in_float64:
+        promote_to_float64(graph, constants)
+    part = next(node for node in graph.nodes if node.op == "placeholder")
+    random, keyless = key_random_operators(graph, part, lambda node: str(node.meta["name"]))
+    statistics = sync_batch_norms(graph, part)
+    wrap_autocast(graph)
+    graph.lint()
+    results: Any = graph.output_node().args[0]
+    tied = whole.tied
+    info = {name: _tensor_info(p) for name, p in whole.named_tensors("parameters") if name not in tied}
+    if trainable is not None:
+        info = {name: TensorInfo(i.shape, i.dtype, i.bytes, name in trainable) for name, i in info.items()}
+    nodes, uncut = _describe_graph(graph, draft.shared_memory_groups, {name for name, i in info.items() if i.trainable})
+    return Graph(
+        nodes=nodes,
+        parameters=info,
+        tied=tied,
+        buffers={name: _tensor_info(b) for name, b in whole.named_tensors("buffers") if name not in tied},
+        samples=samples,
+        unsplittable_ranges=uncut,
+        notes=(*notes, *keyless),
+        loss_is_mean=dry.is_mean,
+        is_opaque=draft.is_opaque,
+        code=Code(graph, constants, dry.leaf_count, random, statistics, dry.effects),
+        outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),
+    )
+
+
+def _describe_graph(graph: fx.Graph, together: Sequence[Sequence[fx.Node]], trainable: set[str]) -> tuple[Any, Any]:
+    alive = set(graph.nodes)
+    groups = [[node for node in group if node in alive] for group in together]
+    written = {node for group in groups for node in group}
+    written |= {
+        n for node in written for n in node.all_input_nodes if n.op == "placeholder" and n.meta["role"][0] == "buffer"
+    }
+    nodes = describe_nodes(graph, find_gradient_flow(graph, trainable, groups), recomputable_nodes(graph, written))
+    position = {node.id: i for i, node in enumerate(nodes)}
+    spans = [[position[node.name] for node in group if node.name in position] for group in groups]
+    return nodes, tuple(sorted({(min(span), max(span)) for span in spans if len(span) > 1}))
+
+
+def _tensor_info(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(
+        tuple(tensor.shape),
+        DTYPE_NAMES[tensor.dtype],
+        tensor.numel() * tensor.element_size(),
+        bool(tensor.requires_grad),
+    )

@@ -1,0 +1,157 @@
+"""From executable code to plain nodes: names, shapes, work and the user's own lines."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from polylane.graph import flops as work
+from polylane.graph.capture.inline import op_name
+from polylane.graph.capture.leaves import LeafCall
+from polylane.graph.graph import Node
+from polylane.graph.precision import unwrap_settings
+from polylane.graph.python_state.user_lines import is_users
+from polylane.graph.symbolic_sizes import SymbolicSize, batch_dimension, is_dynamic
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_NO_GRADIENT = (
+    "aten.detach",
+    "aten.zeros",
+    "aten.ones",
+    "aten.full",
+    "aten.empty",
+    "aten.new_",
+    "aten.arange",
+    "aten.rand",
+)
+
+
+def module_of(node: fx.Node) -> str:
+    """The user's module path: "" for the model itself, "loss" for what the loss function does outside of it."""
+    stack = [
+        path for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if not key.startswith("_empty")
+    ]
+    path = stack[-1] if stack else ""
+    if path == "model" or path.startswith("model."):
+        return str(path.removeprefix("model").removeprefix("."))
+    return "loss"
+
+
+def source_of(node: fx.Node) -> str:
+    """The innermost line of the user's that made a node, "file:line"."""
+    target = unwrap_settings(node.target)
+    target = unwrap_settings(getattr(target, "target", target))  # of what is keyed
+    if isinstance(target, LeafCall):
+        return target.source
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+    own = [f"{file}:{line}" for file, line in frames if is_users(file)]
+    return own[-1] if own else ""
+
+
+def label_nodes(graph: fx.Graph) -> None:
+    """Give every operator its user-facing name: module path / operator # number."""
+    counts: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        node.meta.setdefault("op", op_name(node))
+        operation = node.meta["op"].removeprefix("aten.").split(".")[0]
+        target = unwrap_settings(node.target)
+        module = target.path if isinstance(target, LeafCall) else module_of(node)
+        node.meta["module"] = module
+        base = f"{module}/{operation}" if module else operation
+        counts[base] += 1
+        node.meta["name"] = base if counts[base] == 1 else f"{base}#{counts[base]}"
+
+
+def find_gradient_flow(
+    graph: fx.Graph, trainable: set[str], together: Sequence[Sequence[fx.Node]]
+) -> dict[fx.Node, bool]:
+    """Whether a gradient may flow back through a value: a superset of what autograd will find.
+
+    Nodes that write to the same memory (``together``) share what flows: a view that is written to changes its base.
+    """
+    group_of = {node: i for i, group in enumerate(together) for node in group}
+    flowing: set[int] = set()
+    while True:
+        flows: dict[fx.Node, bool] = {}
+        for node in graph.nodes:
+            flows[node] = _has_gradient(node, flows, trainable, group_of.get(node, -1) in flowing)
+        found = {group_of[node] for node, flow in flows.items() if flow and node in group_of}
+        if found <= flowing:
+            return flows
+        flowing |= found
+
+
+def _has_gradient(node: fx.Node, flows: dict[fx.Node, bool], trainable: set[str], written: bool) -> bool:
+    if node.op == "placeholder":
+        kind, key = node.meta["role"]
+        return kind == "parameter" and key in trainable
+    floating = any(t.is_floating_point() or t.is_complex() for t in work.tensors_of(node.meta.get("val")))
+    blocked = node.op == "call_function" and node.meta["op"].startswith(_NO_GRADIENT)
+    return floating and (written or (not blocked and any(flows[n] for n in node.all_input_nodes)))
+
+
+def recomputable_nodes(graph: fx.Graph, written: set[fx.Node]) -> set[fx.Node]:
+    """Nodes computed from sizes, constants and buffers that nobody writes: cheap to compute anew wherever needed."""
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            role = node.meta["role"][0]
+            if role in ("constant", "part") or (role == "buffer" and node not in written):
+                free.add(node)
+            continue
+        own = node.op == "call_function" and node not in written and _is_repeatable(unwrap_settings(node.target))
+        if own and all(n in free for n in node.all_input_nodes):
+            free.add(node)
+    return free
+
+
+def _is_repeatable(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in target.tags
+    own = getattr(target, "__module__", "").startswith("polylane")
+    return isinstance(target, SymbolicSize) or not own  # operator.getitem, torch.sym_not and their like
+
+
+def _can_cross_stages(val: Any) -> bool:
+    if not isinstance(val, Tensor):
+        return False
+    return not any(isinstance(s, torch.SymInt) and free_unbacked_symbols(s.node.expr) for s in val.shape)
+
+
+def describe_nodes(graph: fx.Graph, flows: dict[fx.Node, bool], free: set[fx.Node]) -> tuple[Node, ...]:
+    """The plain nodes of ``graph``, which :func:`label_nodes` has named."""
+    return tuple(describe_node(n, flows[n], n in free) for n in graph.nodes if n.op == "call_function")
+
+
+def describe_node(node: fx.Node, requires_grad: bool, free: bool) -> Node:
+    """The plain node of an operator that has a name; see :class:`~polylane.graph.graph.Node` for the arguments."""
+    val = node.meta.get("val")
+    reads = node.all_input_nodes
+    roles = [n.meta["role"] for n in reads if n.op == "placeholder"]
+    return Node(
+        name=node.meta["name"],
+        id=node.name,
+        op=node.meta["op"],
+        inputs=tuple(n.meta["name"] for n in reads if n.op == "call_function"),
+        shape=work.shape_of(val),
+        batch_dim=batch_dimension(val),
+        dtype=work.DTYPE_NAMES.get(val.dtype, "") if isinstance(val, Tensor) else "",
+        flops=work.flops_of(node, node.meta["op"]),
+        bytes=work.bytes_of(val),
+        parameters=tuple(role[1] for role in roles if role[0] == "parameter"),
+        buffers=tuple(role[1] for role in roles if role[0] == "buffer"),
+        module=node.meta["module"],
+        source=source_of(node),
+        requires_grad=requires_grad,
+        recomputable=free,
+        can_cross_stages=_can_cross_stages(val),
+        fixed_shape=tuple(-1 if is_dynamic(s) else int(s) for s in val.shape) if isinstance(val, Tensor) else (),
+    )

@@ -1,0 +1,162 @@
+"""Writes in place as new values: what an operator that writes its first argument would give if it did not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.graph.flops import shape_of, size_hint
+
+_TWINS = {
+    "aten.bernoulli_.float": "aten.bernoulli.p",
+    "aten.float_power_.Scalar": "aten.float_power.Tensor_Scalar",
+    "aten.float_power_.Tensor": "aten.float_power.Tensor_Tensor",
+    "aten.floor_divide_.Tensor": "aten.floor_divide.default",
+    "aten.normal_.default": "aten.normal_functional.default",
+    "aten.pow_.Scalar": "aten.pow.Tensor_Scalar",
+    "aten.pow_.Tensor": "aten.pow.Tensor_Tensor",
+    "aten.transpose_.default": "aten.transpose.int",
+    "aten.zero_.default": "aten.zeros_like.default",
+}
+# They draw over whatever was there: torch knows that nothing flows back only where they write in place.
+_DRAWING = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal_functional", "random", "uniform")
+# Through these torch's gradients flow as if nothing had been written, unless they give what they say: truth values.
+_LOGICAL = ("logical_and", "logical_not", "logical_or", "logical_xor")
+_UNFILLED = ("aten.empty", "aten.new_empty")
+_MADE = (*_UNFILLED, "aten.zeros", "aten.ones", "aten.full", "aten.rand", "aten.new_")
+
+
+def is_unfilled(op: str) -> bool:
+    """Whether an operator gives memory as it was found: no values, and none that could be compared."""
+    return op.startswith(_UNFILLED)
+
+
+def functional_name(node: fx.Node) -> str:
+    """The operator that gives as a new value what ``node`` writes in place ("aten.add.Tensor"), or ""."""
+    name, _, overload = str(node.target).removeprefix("aten.").partition(".")
+    if not str(node.target).startswith("aten.") or not name.endswith("_") or name.endswith("__"):
+        return ""
+    return _TWINS.get(f"aten.{name}.{overload}", f"aten.{name[:-1]}.{overload}")
+
+
+def complete_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """A node's positional arguments, with the defaults that its functional twin does not have itself."""
+    target: Any = node.target
+    twin, args = _operator(functional_name(node)), list(node.args)
+    if twin is None:
+        return tuple(args)
+    needed = sum(not a.kwarg_only and not a.has_default_value() for a in twin._schema.arguments)
+    own = [a for a in target._schema.arguments if not a.kwarg_only and a.name not in node.kwargs]
+    return (*args, *(a.default_value for a in own[len(args) : needed]))
+
+
+def functionalize(node: fx.Node) -> list[fx.Node] | None:
+    """Turn a write in place into an operator that gives the same as a new value, gradients included.
+
+    Returns:
+        The nodes put before it; None where it has no such twin, and writes as before.
+    """
+    vals = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    if len({val.device for val in vals if isinstance(val, Tensor)}) > 1:
+        return None
+    if str(node.target) == "aten.copy_.default":
+        return _functionalize_copy(node)
+    twin = _operator(functional_name(node))
+    if twin is None or not _accepts_same_arguments(node.target, twin):
+        return None
+    args, name = complete_arguments(node), twin._schema.name.removeprefix("aten::")
+    given, wanted = _try_without_data(twin, args, node.kwargs), node.meta.get("val")
+    if given is None or not isinstance(wanted, Tensor) or tuple(given.shape) != shape_of(wanted):
+        return None
+    if given.dtype != wanted.dtype and name in _LOGICAL:
+        return None
+    before: list[fx.Node] = []
+    if name in _DRAWING:
+        args = tuple(_without_gradient(node, a, before) for a in args)
+    if given.dtype == wanted.dtype:
+        node.target, node.args = twin, args
+        return before
+    before.append(_insert_before(node, twin, args, _cast(wanted, given.dtype), node.kwargs))
+    node.target, node.args, node.kwargs = torch.ops.aten.to.dtype, (before[-1], wanted.dtype), {}
+    return before
+
+
+def _operator(name: str) -> Any:
+    _, base, overload = (name or "..").split(".")
+    return getattr(getattr(torch.ops.aten, base, None), overload, None) if base else None
+
+
+def _accepts_same_arguments(own: Any, twin: Any) -> bool:
+    """Whether two operators take a tensor, and then the same arguments in the same order."""
+    a, b = ([x for x in op._schema.arguments if not x.kwarg_only] for op in (own, twin))
+    if twin is torch.ops.aten.zeros_like.default:
+        return True
+    alike = len(a) == len(b) and all(str(x.type) == str(y.type) for x, y in zip(a, b, strict=True))
+    return alike and str(a[0].type) == "Tensor"
+
+
+def _try_without_data(operator: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """What an operator gives for the example's sizes, without data; None where torch cannot tell."""
+
+    def example(node: fx.Node) -> Any:
+        val = node.meta["val"]
+        if not isinstance(val, Tensor):
+            return val if isinstance(val, (bool, float)) else size_hint(val)
+        return torch.empty_strided(shape_of(val), [size_hint(n) for n in val.stride()], dtype=val.dtype, device="meta")
+
+    try:
+        with torch.no_grad():
+            given = operator(*fx.map_arg(args, example), **fx.map_arg(kwargs, example))
+    except Exception:
+        return None
+    return given if isinstance(given, Tensor) else None
+
+
+def _functionalize_copy(node: fx.Node) -> list[fx.Node] | None:
+    """``written.copy_(source)``: the source, in the type, the shape and the order in memory of what is written."""
+    written: Any = node.args[0]
+    source: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("src")
+    to, of = written.meta.get("val"), source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(to, Tensor) or not isinstance(of, Tensor):
+        return None
+    before: list[fx.Node] = []
+    if of.dtype != to.dtype:
+        of = _cast(of, to.dtype)
+        before.append(_insert_before(node, torch.ops.aten.to.dtype, (source, to.dtype), of))
+        source = before[-1]
+    if [str(n) for n in of.shape] != [str(n) for n in to.shape]:
+        before.append(_insert_before(node, torch.ops.aten.expand_as.default, (source, written), to))
+        source = before[-1]
+    ordered = _is_contiguous(to) and (source.target is torch.ops.aten.expand_as.default or not _is_contiguous(of))
+    node.target, node.args = torch.ops.aten.clone.default, (source,)
+    node.kwargs = {"memory_format": torch.contiguous_format} if ordered else {}
+    return before
+
+
+def _is_contiguous(val: Tensor) -> bool:
+    """By the example's sizes: asking a tensor with open sizes would fix them."""
+    return torch.empty_strided(shape_of(val), [size_hint(n) for n in val.stride()], device="meta").is_contiguous()
+
+
+def _without_gradient(node: fx.Node, value: Any, before: list[fx.Node]) -> Any:
+    val = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(val, Tensor) or str(value.target).startswith(_MADE):
+        return value
+    before.append(_insert_before(node, torch.ops.aten.detach.default, (value,), val))
+    return before[-1]
+
+
+def _insert_before(node: fx.Node, target: Any, args: Any, val: Tensor, kwargs: Any = None) -> fx.Node:
+    """A new node in front of one, of the same line of the user's."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, tuple(args), dict(kwargs or {}))
+    made.meta = {**node.meta, "val": val}
+    return made
+
+
+def _cast(val: Any, dtype: torch.dtype) -> Tensor:
+    with val.fake_mode:
+        cast: Tensor = val.detach().to(dtype)
+    return cast

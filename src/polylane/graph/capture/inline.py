@@ -1,0 +1,160 @@
+"""From an exported program to flat code: regions inlined, checks dropped, operators of our own put in their places."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.capture.functionalize import functional_name
+from polylane.graph.capture.python_operators import call_of_site
+
+_ASSERTIONS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range", "aten._assert_async")
+
+
+def op_name(node: fx.Node) -> str:
+    """ "aten.linear.default" for an operator, the callable's own name otherwise."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def copy_with_roles(program: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[str, Tensor]]:
+    """A flat copy of a program's graph whose placeholders know what they stand for, and its lifted constants.
+
+    Regions under ``no_grad`` or ``autocast`` are inlined: the results of the former are detached, the operators of the
+    latter remember the setting.
+    """
+    graph, constants, values = fx.Graph(), dict[str, Tensor](), dict[fx.Node, Any]()
+    kinds = torch.export.graph_signature.InputKind
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    leaf = 0
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            spec = specs[node.name]
+            values[node] = copied = graph.placeholder(node.name)
+            copied.meta = dict(node.meta)
+            if spec.kind is kinds.USER_INPUT:
+                copied.meta["role"], leaf = ("input", leaf), leaf + 1
+            elif spec.kind in (kinds.PARAMETER, kinds.BUFFER):
+                copied.meta["role"] = (spec.kind.name.lower(), str(spec.target).removeprefix("model."))
+            else:
+                copied.meta["role"] = ("constant", node.name)
+                constants[node.name] = program.constants[str(spec.target)]
+        elif node.op == "output":
+            graph.output(fx.map_arg(node.args[0], values.__getitem__))
+        else:
+            _copy_node(node, graph, values, program.graph_module, {})
+    return graph, constants
+
+
+def _copy_node(
+    node: fx.Node, graph: fx.Graph, values: dict[fx.Node, Any], owner: fx.GraphModule, extra: dict[str, Any]
+) -> None:
+    if node.op == "get_attr":
+        values[node] = getattr(owner, str(node.target))
+        return
+    if node.target is operator.getitem and isinstance(values.get(node.args[0]), (tuple, list)):  # type: ignore[arg-type]
+        values[node] = values[node.args[0]][node.args[1]]  # type: ignore[index]
+        return
+    name = str(node.target)
+    if "wrap_with_set_grad_enabled" in name or "wrap_with_autocast" in name:
+        values[node] = _inline(node, graph, values, extra)
+        return
+    copied = graph.node_copy(node, lambda n: values[n])
+    copied.meta = {**node.meta, **extra}
+    if name.startswith("aten.randint_like"):  # torch takes it for differentiable, and then has no derivative
+        with graph.inserting_before(copied):
+            copied.args = (_detached(graph, copied.args[0]), *copied.args[1:])  # type: ignore[arg-type]
+    values[node] = copied
+
+
+def _inline(node: fx.Node, graph: fx.Graph, values: dict[fx.Node, Any], extra: dict[str, Any]) -> Any:
+    args = [values.get(a, a) if isinstance(a, fx.Node) else a for a in node.args]
+    at = next(i for i, a in enumerate(args) if isinstance(a, fx.GraphModule))
+    region: Any = args[at]
+    inputs = iter(args[at + 1 :])
+    if "autocast" in str(node.target):
+        extra = {**extra, "autocast": tuple(args[:at])}  # device type, dtype, enabled, cache
+    inner: dict[fx.Node, Any] = {}
+    outside = set(graph.nodes)
+    result: Any = None
+    for each in region.graph.nodes:
+        if each.op == "placeholder":
+            inner[each] = next(inputs)
+        elif each.op == "output":
+            result = fx.map_arg(each.args[0], inner.__getitem__)
+        else:
+            _copy_node(each, graph, inner, region, extra)
+    if "set_grad_enabled" in str(node.target) and not args[0]:
+        own = {n: None for n in graph.nodes if n not in outside}
+        for each in own:
+            _write_without_gradient(graph, each)
+        result = fx.map_arg(result, lambda n: _detached(graph, n) if n in own else n)
+    return result
+
+
+def _write_without_gradient(graph: fx.Graph, node: fx.Node) -> None:
+    """What a region without gradients writes in place outlives it, a buffer even the step: let no gradient hang on."""
+    if not functional_name(node):
+        return
+    written = set(written_arguments(node))
+    with graph.inserting_before(node):
+        node.args, node.kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: n if n in written else _detached(graph, n)
+        )
+
+
+def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    val = value.meta.get("val")
+    if not isinstance(val, Tensor) or not val.is_floating_point():
+        return value
+    detached = graph.call_function(torch.ops.aten.detach.default, (value,))
+    detached.meta = dict(value.meta)
+    return detached
+
+
+def add_slice_input(graph: fx.Graph) -> fx.Node:
+    """The first placeholder of every graph: the samples in hand."""
+    with graph.inserting_before(next(iter(graph.nodes))):
+        part = graph.placeholder("part")
+    part.meta["role"] = ("part", 0)
+    return part
+
+
+def drop_assertions(graph: fx.Graph) -> None:
+    """Capture's own checks of dtypes and sizes: they were made, and the self-check stands for them."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and str(node.target).startswith(_ASSERTIONS) and not node.users:
+            graph.erase_node(node)
+
+
+def inline_sites(graph: fx.Graph, part: fx.Node) -> None:
+    """Let opaque operators be the callables they stand for."""
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) == "polylane.opaque.default":
+            number, tensors = node.args
+            node.target, node.args = call_of_site(number), (part, tensors)
+
+
+def drop_dead_nodes(graph: fx.Graph) -> None:
+    """Erase what nothing reads and what writes nothing that lasts."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not written_arguments(node) and op_name(node) != "leaf":
+            graph.erase_node(node)
+
+
+def merge_tied(graph: fx.Graph, tied: dict[str, str]) -> None:
+    """One placeholder for all names of a tied weight."""
+    seen: dict[tuple[str, Any], fx.Node] = {}
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        kind, key = node.meta["role"]
+        node.meta["role"] = role = (kind, tied.get(key, key) if isinstance(key, str) else key)
+        if role in seen:
+            node.replace_all_uses_with(seen[role])
+            graph.erase_node(node)
+        else:
+            seen[role] = node

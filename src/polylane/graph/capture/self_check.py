@@ -1,0 +1,200 @@
+"""The self-check before first use: two steps on two different batches, eager against captured, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from polylane.graph.batch import cast_leaves, is_sampled, sample_count, take_first_samples
+from polylane.graph.capture.export import ModelWithLoss, snapshot_model
+from polylane.graph.precision import Promoted, cast_module
+from polylane.graph.sample_slice import SampleSlice
+
+# Two orders of summation differ by rounding; in float64, by less than this.
+ROUNDING = 1e-9
+
+# Samples that a self-check makes do with, where the model does.
+FEW = 4
+
+Tables = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a captured graph computed differently from the model itself."""
+
+    what: str  # "the loss", "the gradient of fc.weight", "the buffer bn.running_mean"
+    parameter: str | None = None
+    buffer: str | None = None
+
+
+def tensors_by_role(whole: ModelWithLoss, constants: Mapping[str, Tensor], leaves: Sequence[Any]) -> Tables:
+    """What the placeholders of a graph stand for, by role: a model's own parameters and buffers, and a batch."""
+    return {
+        "parameter": dict(whole.named_tensors("parameters")),
+        "buffer": dict(whole.named_tensors("buffers")),
+        "constant": constants,
+        "input": leaves,
+    }
+
+
+def placeholder_value(node: fx.Node, table: Tables, part: SampleSlice) -> Any:
+    """The value of a placeholder."""
+    kind, key = node.meta["role"]
+    return part if kind == "part" else table[kind][key]
+
+
+def run_code(code: Callable[..., Any], graph: fx.Graph, table: Tables, part: SampleSlice) -> Any:
+    """Run captured code on the values of ``table``."""
+    return code(*[placeholder_value(node, table, part) for node in graph.nodes if node.op == "placeholder"])
+
+
+def other_batch(leaves: Sequence[Any]) -> list[Any]:
+    """A different batch of another size: the samples turned by one, the last one left out where three or more are."""
+    samples = sample_count(leaves)
+    return resize_batch(leaves, samples - 1 if samples > 2 else samples, turn=1)
+
+
+def resize_batch(leaves: Sequence[Any], count: int, turn: int = 0) -> list[Any]:
+    """A batch of ``count`` samples, those of ``leaves`` from ``turn`` samples before its first on, over and over."""
+    samples = sample_count(leaves)
+    return [
+        leaf[(torch.arange(count, device=leaf.device) - turn) % samples] if is_sampled(leaf, samples) else leaf
+        for leaf in leaves
+    ]
+
+
+def first_difference(
+    whole: ModelWithLoss,
+    graph: fx.Graph,
+    constants: dict[str, Tensor],
+    leaves: Sequence[Any],
+    sizes: Collection[int] = (),
+) -> Difference | None:
+    """Two consecutive steps of the model itself and of its captured code; the first thing that is not the same.
+
+    What differs, but in float64 only by rounding, counts as the same: a library that asks whether it is being exported
+    may choose another kernel. None where all is the same.
+
+    Args:
+        whole: the model and its loss, restored afterwards.
+        graph: its captured code; constants: what the code closes over.
+        leaves: an example batch.
+        sizes: further numbers of samples to try; those for which the model itself fails are passed over.
+    """
+    code = fx.GraphModule(nn.Module(), graph)
+    found = None
+    first = take_first_samples(leaves, FEW)
+    if sample_count(first) < sample_count(leaves) and not runs_without_gradients(whole, first):
+        first = list(leaves)
+    runs = [[first, other_batch(first)], *([resize_batch(leaves, size)] for size in sizes)]
+    for batches in runs:
+        found = found or _find_difference(whole, code, graph, constants, batches, exact=True)
+        if found is not None:
+            break
+    if found is None or not _differs_by_rounding_only(whole, code, graph, constants, runs):
+        return found
+    return None
+
+
+def runs_without_gradients(whole: ModelWithLoss, batch: Sequence[Any]) -> bool:
+    """Whether the loss of a batch does not fail under ``torch.no_grad()``; the model is as before afterwards."""
+    restore = snapshot_model(whole)
+    try:
+        with torch.no_grad():
+            whole(*batch)
+    except Exception:
+        return False
+    finally:
+        restore()
+    return True
+
+
+def _differs_by_rounding_only(
+    whole: ModelWithLoss, code: Any, graph: fx.Graph, constants: dict[str, Tensor], runs: Sequence[Any]
+) -> bool:
+    raised = {
+        name: value.double() if value.is_floating_point() and value.dtype != torch.float64 else value
+        for name, value in constants.items()
+    }
+    with ExitStack() as stack:
+        stack.enter_context(cast_module(whole, torch.float64))
+        stack.enter_context(Promoted())
+        try:
+            return all(
+                _find_difference(
+                    whole, code, graph, raised, [cast_leaves(b, torch.float64) for b in batches], exact=False
+                )
+                is None
+                for batches in runs
+            )
+        except Exception:
+            return False
+
+
+def _find_difference(
+    whole: ModelWithLoss, code: Any, graph: fx.Graph, constants: dict[str, Tensor], batches: Sequence[Any], exact: bool
+) -> Difference | None:
+    def captured(batch: Sequence[Any]) -> Any:
+        count = sample_count(batch)
+        return run_code(code, graph, tensors_by_role(whole, constants, batch), SampleSlice(count, batch=count))
+
+    restore = snapshot_model(whole)
+    try:
+        expected = _run_steps(whole, lambda batch: whole(*batch), batches)
+        if not expected:  # the model itself fails on a batch of that size
+            return None
+        restore()
+        got = _run_steps(whole, captured, batches[: len({step for step, _, _ in expected})])
+    finally:
+        restore()
+    same = _equal_bits if exact else _equal_up_to_rounding
+    found = next((d for (_, d, a), (_, _, b) in zip(expected, got, strict=False) if not same(a, b)), None)
+    return found or (Difference("the run") if len(got) < len(expected) else None)
+
+
+def _run_steps(
+    whole: ModelWithLoss, run: Callable[[Sequence[Any]], Any], batches: Sequence[Sequence[Any]]
+) -> list[tuple[int, Difference, Any]]:
+    """Everything that steps on ``batches`` leave behind, up to the first that fails."""
+    seen: list[tuple[int, Difference, Any]] = []
+    for step, batch in enumerate(batches):
+        whole.zero_grad(set_to_none=True)
+        try:
+            result = run([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in batch])
+            values = [value.detach().clone() for value in result]
+            if result[0].requires_grad:
+                result[0].backward()
+        except Exception:
+            return seen
+        seen += [(step, Difference("the loss"), value) for value in values]
+        for name, parameter in whole.named_parameters():
+            plain = name.removeprefix("model.")
+            grad = None if parameter.grad is None else parameter.grad.clone()
+            seen.append((step, Difference(f"the gradient of {plain}", parameter=plain), grad))
+        for name, buffer in whole.named_buffers():
+            plain = name.removeprefix("model.")
+            seen.append((step, Difference(f"the buffer {plain}", buffer=plain), buffer.detach().clone()))
+    return seen
+
+
+def _equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        # A parameter that the loss does not reach: eager leaves no gradient, captured code may leave zeros.
+        other = a if b is None else b
+        return other is None or not bool(other.any())
+    if a.device.type == "cpu":
+        return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)  # atomics on accelerators reorder sums
+
+
+def _equal_up_to_rounding(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or not a.is_floating_point() or a.shape != b.shape:
+        return _equal_bits(a, b)
+    scale = float(a.abs().max()) if a.numel() else 0.0
+    return _equal_bits(a, b) or bool((a - b).abs().max() <= ROUNDING * (1 + scale))

@@ -1,0 +1,3 @@
+"""Operators of our own that a captured graph calls: keyed random numbers, synchronized batch norm, whole-batch
+counts.
+"""

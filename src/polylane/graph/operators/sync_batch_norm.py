@@ -1,0 +1,125 @@
+"""Batch normalization over a microbatch that is divided over replicas: all see the statistics of the whole.
+
+Ioffe and Szegedy, Batch Normalization (ICML'15), algorithm 1, with the sums taken over replicas; torch's SyncBatchNorm
+refuses to work on CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional
+
+from polylane.errors import PolylaneError
+from polylane.graph.sample_slice import SampleSlice
+
+VALUES = 2  # per channel, that training needs: one has no variance
+
+
+class SyncStatistics(torch.autograd.Function):
+    """Normalize by statistics over all replicas; one sum forward, one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, part: SampleSlice, eps: float) -> Any:
+        assert part.sum_replicas is not None
+        dims = [d for d in range(x.dim()) if d != 1]
+        channels = x.shape[1]
+        count = x.numel() // max(channels, 1)
+        # In float64: a sum of squares less a squared sum cancels.
+        sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+        if part.weight:
+            variance, mean = torch.var_mean(x, dims, correction=0)
+            mean, variance = mean.double(), variance.double()
+            sums[:channels] = mean * count
+            sums[channels:-1] = (variance + mean * mean) * count
+            sums[-1] = count
+        part.sum_replicas(sums)
+        total = sums[-1]
+        mean = sums[:channels] / total
+        variance = sums[channels:-1] / total - mean * mean
+        shape = [1, channels] + [1] * (x.dim() - 2)
+        inverse = (variance + eps).rsqrt().to(x.dtype)
+        normal = (x - mean.to(x.dtype).view(shape)) * inverse.view(shape)
+        ctx.save_for_backward(normal, inverse, weight)
+        ctx.part, ctx.dims, ctx.shape, ctx.total, ctx.has_bias = part, dims, shape, total, bias is not None
+        out = normal if weight is None else normal * weight.view(shape)
+        ctx.mark_non_differentiable(mean, variance, total)
+        return (
+            (out.clone() if out is normal else out) if bias is None else out + bias.view(shape),
+            mean,
+            variance,
+            total,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        normal, inverse, weight = ctx.saved_tensors
+        grad, part, shape = grads[0], ctx.part, ctx.shape
+        own = torch.stack([grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)])
+        sums = own.to(torch.float64, copy=True)  # own keeps this replica's
+        part.sum_replicas(sums)
+        means = (sums / ctx.total).to(grad.dtype)
+        scale = inverse if weight is None else inverse * weight
+        dx = (grad - means[0].view(shape) - normal * means[1].view(shape)) * scale.view(shape)
+        return (
+            dx * part.weight,
+            own[1] if weight is not None else None,
+            own[0] if ctx.has_bias else None,
+            None,
+            None,
+        )
+
+
+def batch_norm(
+    part: SampleSlice,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """aten.batch_norm in training, over all replicas' samples of the microbatch."""
+    if part.sum_replicas is None:
+        _require_values(part, x.numel() // max(x.shape[1], 1))
+        return torch.batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+    out, mean, variance, total = SyncStatistics.apply(x, weight, bias, part, eps)  # type: ignore[no-untyped-call]
+    _require_values(part, int(total))
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
+            unbiased = variance * (total / (total - 1))
+            running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
+    return out  # type: ignore[no-any-return]
+
+
+def _require_values(part: SampleSlice, count: int) -> None:
+    """As torch.nn refuses it in training (the operator itself would give nan)."""
+    if count < VALUES:
+        raise PolylaneError(
+            f"BatchNorm has {count} value per channel in microbatch {part.microbatch} of a batch of {part.batch}: use "
+            "fewer microbatches, or leave out a last batch that is so short"
+        )
+
+
+def sync_batch_norms(graph: fx.Graph, part: fx.Node) -> bool:
+    """Let training batch normalizations see all replicas. Returns whether there was any."""
+    found = False
+    for node in graph.nodes:
+        found = found or getattr(node.target, "normalizes", False)  # the user's own Python, as one part of several
+        if node.op == "call_function" and str(node.target) == "aten.batch_norm.default" and node.args[5]:
+            node.meta["op"] = str(node.target)
+            node.target, node.args, found = batch_norm, (part, *node.args), True
+    return found
+
+
+def whole_batch_norm(xs: list[Tensor], *args: Any) -> list[Tensor]:
+    """Batch normalization of parts side by side in one process, as replicas would see it."""
+    weight, bias, mean, variance, training, momentum, eps = args[:7]
+    out = functional.batch_norm(torch.cat(xs), mean, variance, weight, bias, training, momentum, eps)
+    return list(torch.split(out, [len(x) for x in xs]))

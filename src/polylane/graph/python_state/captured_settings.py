@@ -1,0 +1,296 @@
+"""Settings: what a captured graph took for constant though the user may change it between steps.
+
+Attributes of modules that are plain values (a temperature, dropout's p), tensors that are no buffers, the training
+flags of parts, whether parameters require a gradient, plain globals and variables that the loss reads, the environment.
+They are compared before every step with what they were at the capture; where one differs, the graph is another one.
+
+Only names that the functions which ran do say are looked at: a number that a training loop keeps on the model for
+itself is none of the graph's. What leaves keep in attributes is none either: they look for themselves.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from polylane.errors import PolylaneError
+from polylane.graph.python_state.own_objects import (
+    MISSING,
+    PLAIN,
+    is_of_project_class,
+    is_project_file,
+    names_in_code,
+)
+from polylane.graph.python_state.side_effects import SideEffects
+from polylane.graph.python_state.state import TORCHS, PythonName, find_python_names
+
+_DEPTH = 3  # objects and containers inside of each other that are looked into
+_MANY = 4_000  # places at most
+_DYNAMIC = frozenset(("getattr", "__dict__", "vars", "__getattr__", "__getattribute__"))
+
+
+@dataclass(frozen=True)
+class _WatchedNames:
+    """Names of one dict, and what they stood for; read in one go."""
+
+    owner: Any
+    names: tuple[str, ...]
+    read: Callable[[Any], Any]
+    values: Any
+    label: Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class _WatchedTensor:
+    """A tensor that is no buffer: the same one, not written to."""
+
+    owner: Any
+    name: str
+    tensor: Tensor
+    version: int
+    label: str
+
+
+class CapturedSettings:
+    """What was so at a capture.
+
+    Args:
+        model: the user's.
+        losses: likewise.
+        effects: what was seen of the capture's run.
+        leaves: paths of modules that look for themselves; "": all of them.
+        training: of the mode that was captured.
+    """
+
+    def __init__(
+        self, model: nn.Module, losses: Sequence[Any], effects: SideEffects, leaves: Collection[str], training: bool
+    ) -> None:
+        self._model, self._training = model, training
+        named = [(path, module) for path, module in model.named_modules()]
+        of_losses = [
+            (f"loss.{path}" if path else "loss", module)
+            for loss in losses
+            if isinstance(loss, nn.Module)
+            for path, module in loss.named_modules()
+        ]
+        self._paths = [path for path, _ in named]
+        self._inside = [module for _, module in named]
+        self._others = [module for _, module in of_losses]
+        self._children = [(path, module, tuple(module._modules.values())) for path, module in (*named, *of_losses)]
+        self._slots = [
+            (module._parameters, key, f"{path}.{key}" if path else key)
+            for path, module in (*named, *of_losses)
+            for key, value in module._parameters.items()
+            if value is not None
+        ]
+        self._parameters = [own[key] for own, key, _ in self._slots]
+        self._modes, self._gradients = self._modes_now(), self._gradients_now()
+        self._look = _WatchList(effects, leaves)
+        for path, module in (*named, *of_losses):
+            self._look.module(path, module)
+        for place in find_python_names(
+            (*named, *of_losses), [x for x in losses if not isinstance(x, nn.Module)], effects.functions_run
+        ):
+            if not isinstance(place.owner, nn.Module):
+                self._look.watch_name(place)
+        self._look.watch_environment(effects.environment_keys)
+
+    def _modes_now(self) -> list[bool]:
+        # A capture puts the whole model into its mode, unless it is: parts that the user froze stay so.
+        inside = [module.training for module in self._inside]
+        if inside[0] is not self._training:
+            inside = [self._training] * len(inside)
+        return inside + [module.training for module in self._others]
+
+    def _gradients_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def find_change(self) -> str | None:
+        """The first thing that is not as it was, in words; None where all is.
+
+        Raises:
+            PolylaneError: a parameter or a module was replaced by another one.
+        """
+        for path, module, children in self._children:
+            if tuple(module._modules.values()) != children:
+                raise PolylaneError(_describe_replaced(path, module, children))
+        for (own, key, label), parameter in zip(self._slots, self._parameters, strict=True):
+            if own.get(key) is not parameter:
+                raise PolylaneError(
+                    f"{label} was replaced by another parameter after the training was prepared, which no optimizer "
+                    f"knows: write into the one that is there, {label}.data.copy_(values)"
+                )
+        if self._modes_now() != self._modes:
+            now, paths = self._modes_now(), [*self._paths, *["loss"] * len(self._others)]
+            at = next(i for i, (a, b) in enumerate(zip(now, self._modes, strict=True)) if a is not b)
+            return f"{paths[at] or 'the model'}.training"
+        if self._gradients_now() != self._gradients:
+            return f"{self.changed_requires_grad()[0]}.requires_grad"
+        return self._look.find_change()
+
+    def changed_requires_grad(self) -> list[str]:
+        """Names of the parameters of which it changed whether they require a gradient."""
+        pairs = zip(self._slots, self._gradients_now(), self._gradients, strict=True)
+        return [label for (_, _, label), now, before in pairs if now is not before]
+
+
+def _describe_replaced(path: str, module: nn.Module, before: Sequence[Any]) -> str:
+    now = list(module._modules.items())
+    key = next((k for i, (k, m) in enumerate(now) if i >= len(before) or m is not before[i]), "")
+    name = ".".join(part for part in (path, key) if part) or "the model"
+    return (
+        f"{name} was replaced by another module after the training was prepared: build the model with both, and let an "
+        "attribute say which of them runs"
+    )
+
+
+class _WatchList:
+    """Collects what is looked at, and looks."""
+
+    def __init__(self, effects: SideEffects, leaves: Collection[str]) -> None:
+        said: set[str] = set()
+        own: set[str] = set()
+        for code in effects.functions_run:
+            said |= names_in_code(code)
+            own |= set(code.co_names) if is_project_file(code.co_filename) else set()
+        self._said = None if own & _DYNAMIC else said
+        self._touched = {place.key for place in effects.written_names}
+        self._leaves = leaves
+        self._rows: list[_WatchedNames] = []
+        self._kept: list[_WatchedTensor] = []
+        self._sizes: list[tuple[Any, int, Callable[[str], str], Any, frozenset[Any]]] = []
+        self._lists: list[tuple[Any, list[Any], str]] = []
+        self._cells: list[tuple[PythonName, Any]] = []
+        self._environment: dict[str, str | None] = {}
+        self._seen: set[int] = set()
+
+    # ---- what there is to look at
+
+    def module(self, path: str, module: nn.Module) -> None:
+        """Attributes of a module."""
+        if any(not leaf or path == leaf or path.startswith(f"{leaf}.") for leaf in self._leaves):
+            return
+        prefix = f"{path}." if path else "model."
+        self._dict(module.__dict__, lambda name: f"{prefix}{name}", 0, module, TORCHS)
+
+    def watch_name(self, place: PythonName) -> None:
+        """A global, a variable, an attribute of an object."""
+        if place.key in self._touched or "" in self._leaves:
+            return
+        value = place.get()
+        if isinstance(place.owner, types.CellType):
+            if type(value) in PLAIN:
+                self._cells.append((place, value))
+            else:
+                self._value(value, place.label, 1)
+        elif place.kind == "default":
+            self._value(value, place.label, 1)
+        else:
+            names = place.owner if isinstance(place.owner, dict) else vars(place.owner)
+            self._names(names, [place.name], lambda _: place.label, 0)
+
+    def watch_environment(self, keys: Iterable[str]) -> None:
+        """Keys of it."""
+        self._environment = {key: os.environ.get(key) for key in keys}
+
+    def _dict(
+        self,
+        own: Mapping[str, Any],
+        label: Callable[[str], str],
+        depth: int,
+        owner: Any,
+        without: Collection[str] = (),
+    ) -> None:
+        if id(own) in self._seen or len(self._seen) > _MANY:
+            return
+        self._seen.add(id(own))
+        names = [n for n in own if isinstance(n, str) and n not in without and self._counts(owner, n)]
+        self._names(own, names, label, depth)
+        self._sizes.append((own, len(own), label, owner, frozenset(own)))
+
+    def _counts(self, owner: Any, name: str) -> bool:
+        return (self._said is None or name in self._said) and (id(owner), name) not in self._touched
+
+    def _names(self, own: Any, names: Sequence[str], label: Callable[[str], str], depth: int) -> None:
+        plain = tuple(name for name in names if _is_plain(own[name]))
+        if plain:
+            read = operator.itemgetter(*plain)
+            self._rows.append(_WatchedNames(own, plain, read, read(own), label))
+        for name in names:
+            value = own[name]
+            if isinstance(value, Tensor):
+                self._kept.append(_WatchedTensor(own, name, value, value._version, label(name)))
+            elif name not in plain:
+                self._value(value, label(name), depth + 1)
+
+    def _value(self, value: Any, label: str, depth: int) -> None:
+        if depth > _DEPTH or id(value) in self._seen:
+            return
+        if isinstance(value, dict):
+            self._dict(value, lambda name: f"{label}[{name!r}]", depth, value)
+        elif isinstance(value, list):
+            if len(value) <= _MANY and all(_is_plain(each) for each in value):
+                self._seen.add(id(value))
+                self._lists.append((value, list(value), label))
+        elif is_of_project_class(value) and hasattr(value, "__dict__"):
+            self._dict(value.__dict__, lambda name: f"{label}.{name}", depth, value)
+
+    # ---- looking
+
+    def find_change(self) -> str | None:
+        """The first thing that is not as it was."""
+        for row in self._rows:
+            try:
+                if row.read(row.owner) == row.values:
+                    continue
+            except Exception:  # it is gone, or something that cannot be compared with what was there
+                pass
+            return row.label(_first_changed(row))
+        for kept in self._kept:
+            if kept.owner.get(kept.name, None) is not kept.tensor or kept.tensor._version != kept.version:
+                return kept.label
+        for own, size, label, owner, names in self._sizes:
+            if len(own) != size and (new := self._new(own, owner, names)):
+                return label(new)
+        for values, before, name in self._lists:
+            if values != before:
+                return name
+        for place, value in self._cells:
+            now = place.get()
+            if now is not value and (now is MISSING or not bool(now == value)):
+                return place.label
+        for key, text in self._environment.items():
+            if os.environ.get(key) != text:
+                return f"the environment's {key}"
+        return None
+
+    def _new(self, own: Mapping[str, Any], owner: Any, names: frozenset[Any]) -> str | None:
+        """What a dict has now and had not: a name that counts, or what has no name, such as a hook."""
+        new = [n for n in own if n not in names and (not isinstance(n, str) or self._counts(owner, n))]
+        return str(new[0]) if new else None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or (type(value) is tuple and len(value) < 9 and all(type(v) in PLAIN for v in value))
+
+
+def _first_changed(row: _WatchedNames) -> str:
+    values = row.values if len(row.names) > 1 else (row.values,)
+    for name, value in zip(row.names, values, strict=True):
+        now = row.owner.get(name, MISSING)
+        if now is not value and (now is MISSING or not _equal(now, value)):
+            return name
+    return row.names[0]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:
+        return False

@@ -1,0 +1,392 @@
+"""Effects: what a forward or a loss does besides computing: it keeps state in Python, draws numbers, reads the clock.
+
+``torch.export`` runs the user's Python once and freezes all of that. It is seen by running them as they are. State
+counts as kept where it still changes from the second run to the third on the same batch, from the same weights and
+random numbers: caches that are built once, and flags that are set once, settle before. (Whether what is computed
+depends on such a flag, the self-check sees: it makes two steps.) Clocks are seen as they are called, by a profiler; the
+environment is read as a setting (see :mod:`polylane.graph.python_state.captured_settings`).
+
+What was seen is then located, line by line: the module whose call it happens in, or the innermost that contains all
+who write and read the same state, has to run as it is.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from polylane.graph.python_state.own_objects import MISSING, is_project_file, names_in_code
+from polylane.graph.python_state.random_generators import generator_states, generators_drawn_from, restore_generators
+from polylane.graph.python_state.state import PythonName, find_python_names
+from polylane.graph.python_state.state_digests import StateDigests
+from polylane.graph.python_state.user_lines import is_users
+
+_CLOCKS = {
+    getattr(time, name): f"time.{name}"
+    for name in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+}
+_CLOCK_METHODS = ("datetime.now", "datetime.utcnow", "date.today", "datetime.today")
+_ENVIRONMENT = type(os.environ).__getitem__.__code__
+
+
+@dataclass(frozen=True)
+class SideEffect:
+    """Something that a module, or the loss, does besides computing.
+
+    Attributes:
+        path: of the module that has to run as it is; "": model and loss.
+        what: in words, "writes self.calls".
+        line: "file:line", or "".
+        kind: "state", "random" or "clock".
+    """
+
+    path: str
+    what: str
+    line: str
+    kind: str
+
+    @property
+    def describe(self) -> str:
+        """For the user."""
+        return f"{self.what} ({self.line})" if self.line else self.what
+
+
+@dataclass(frozen=True)
+class SideEffects:
+    """What running a loss was seen to do, and to look at.
+
+    Attributes:
+        found: what it does besides computing.
+        written_names: places that it wrote, be it once.
+        environment_keys: keys of the environment that it read.
+        functions_run: the functions that ran.
+    """
+
+    found: tuple[SideEffect, ...] = ()
+    written_names: tuple[PythonName, ...] = ()
+    environment_keys: tuple[str, ...] = ()
+    functions_run: frozenset[types.CodeType] = frozenset()
+
+    def merged_with(self, other: SideEffects) -> SideEffects:
+        """Besides what is found here, the state that another run of the same model kept."""
+        kept = [effect for effect in other.found if effect.kind == "state"]
+        found, touched = dict.fromkeys((*self.found, *kept)), dict.fromkeys((*self.written_names, *other.written_names))
+        return replace(self, found=tuple(found), written_names=tuple(touched))
+
+
+@dataclass
+class _WatchedRun:
+    """What is run, and what it may reach.
+
+    Attributes:
+        model: the user's; loss: likewise.
+        run: one forward pass of the loss.
+        restore: puts parameters, buffers and torch's random state back.
+    """
+
+    model: nn.Module
+    loss: Any
+    run: Callable[[], Any]
+    restore: Callable[[], None]
+    paths: dict[int, str] = field(init=False)
+    torch_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paths = {id(module): path for path, module in self.model.named_modules()}
+        self.torch_ids = torch_object_ids(self.model, self.loss)
+
+    def python_names(self) -> list[PythonName]:
+        return python_names_of(self.model, self.loss)
+
+    def digests(self) -> dict[tuple[int, str], tuple[PythonName, Any]]:
+        digests = StateDigests(self.torch_ids)
+        return {place.key: (place, digests.of(place.get())) for place in self.python_names()}
+
+
+def python_names_of(model: nn.Module, *losses: Any) -> list[PythonName]:
+    """Where a model and losses may keep something in Python."""
+    modules = list(model.named_modules())
+    for loss in losses:
+        if isinstance(loss, nn.Module):
+            modules += [(f"loss.{name}" if name else "loss", module) for name, module in loss.named_modules()]
+    return find_python_names(modules, [loss for loss in losses if not isinstance(loss, nn.Module)])
+
+
+def torch_object_ids(model: nn.Module, *losses: Any) -> frozenset[int]:
+    """Ids of modules, parameters and buffers: what torch itself looks after."""
+    roots = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
+    return frozenset(id(each) for root in roots for each in (*root.modules(), *root.parameters(), *root.buffers()))
+
+
+def find_side_effects(
+    model: nn.Module, loss: Any, run: Callable[[], Any], again: Callable[[], None]
+) -> tuple[Any, SideEffects]:
+    """Run a loss, and see what it does besides computing: what the first run returned, and the effects.
+
+    Whoever calls restores everything afterwards.
+
+    Args:
+        model: the user's; loss: likewise.
+        run: one forward pass of the loss.
+        again: puts parameters, buffers and torch's random state back.
+    """
+    scene = _WatchedRun(model, loss, run, again)
+    before, random, watch = scene.digests(), generator_states(), _ClockWatch(scene.paths, model)
+    with watch.profiling():
+        result = run()
+    drawn = generators_drawn_from(random, generator_states())
+    first = scene.digests()
+    touched = changing = _changed_names(before, first)
+    for _ in range(2):
+        if changing:
+            again()
+            restore_generators(random)
+            run()
+            now = scene.digests()
+            changing = [place for place in _changed_names(first, now) if place.key in {other.key for other in changing}]
+            first = now
+    found = list(dict.fromkeys(watch.clocks))
+    if changing or drawn:
+        again()
+        restore_generators(random)
+        found += _locate_effects(scene, changing, drawn)
+    read = tuple(dict.fromkeys(watch.environment))
+    return result, SideEffects(tuple(found), tuple(touched), read, frozenset(watch.ran))
+
+
+_Table = Mapping[tuple[int, str], tuple[PythonName, Any]]
+
+
+def _changed_names(before: _Table, after: _Table) -> list[PythonName]:
+    every = {**before, **after}
+    return [
+        place
+        for key, (place, _) in every.items()
+        if before.get(key, (0, MISSING))[1] != after.get(key, (0, MISSING))[1]
+    ]
+
+
+# ---- clocks and the environment --------------------------------------------------------------------------------------
+
+
+class _ClockWatch:
+    """Notices clocks that the user's own lines look at, or those of the model's own files; and the environment's keys.
+
+    Anything else that calls a clock (a profiler, a hook of the garbage collector) is no part of the forward.
+    """
+
+    def __init__(self, paths: Mapping[int, str], model: nn.Module) -> None:
+        self._paths = paths
+        self._files = {type(module).forward.__code__.co_filename for module in model.modules() if _is_written(module)}
+        self.clocks: list[SideEffect] = []
+        self.environment: list[str] = []
+        self.ran: set[types.CodeType] = set()
+
+    @contextmanager
+    def profiling(self) -> Iterator[None]:
+        other = sys.getprofile()
+        sys.setprofile(self._on_event)
+        try:
+            yield
+        finally:
+            if other is None or callable(other):
+                sys.setprofile(other)
+            else:  # cProfile: no function that could be set, but an object that sets itself
+                sys.setprofile(None)
+                other.enable()
+
+    def _on_event(self, frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "c_call":
+            clock = _clock_name(function)
+            if clock and self._is_watched(frame):
+                self.clocks.append(
+                    SideEffect(
+                        innermost_module(frame, self._paths),
+                        f"reads the clock, {clock}",
+                        _line_of_frame(frame),
+                        "clock",
+                    )
+                )
+        elif event == "call":
+            self.ran.add(frame.f_code)
+            if frame.f_code is _ENVIRONMENT:
+                key = frame.f_locals.get("key")
+                if isinstance(key, str) and self._is_watched(_caller(frame)):
+                    self.environment.append(key)
+
+    def _is_watched(self, frame: types.FrameType) -> bool:
+        file = frame.f_code.co_filename
+        return file in self._files or (is_project_file(file) and not _is_stdlib(frame))
+
+
+def _is_written(module: nn.Module) -> bool:
+    """Whether a module's forward is Python that somebody wrote, rather than torch's own."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and is_users(code.co_filename)
+
+
+def _clock_name(function: Any) -> str:
+    try:
+        name = _CLOCKS.get(function, "")
+    except TypeError:
+        return ""
+    method = getattr(function, "__qualname__", "")
+    return name or (method if method in _CLOCK_METHODS else "")
+
+
+_PYTHONS = (sys.stdlib_module_names | {"numpy"}) - {"__main__"}
+
+
+def _is_stdlib(frame: types.FrameType) -> bool:
+    """Whether a line is Python's own library's, or numpy's: whoever called it is meant."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _PYTHONS
+
+
+def _caller(frame: types.FrameType) -> types.FrameType:
+    """The nearest caller that is not Python's own library."""
+    while frame.f_back is not None and _is_stdlib(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _line_of_frame(frame: types.FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def innermost_module(frame: types.FrameType | None, paths: Mapping[int, str]) -> str:
+    """The innermost module of a model whose call a frame belongs to."""
+    while frame is not None:
+        if frame.f_code is _CALL and (path := paths.get(id(frame.f_locals.get("self")))) is not None:
+            return path
+        frame = frame.f_back
+    return ""
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+# ---- by which line, in which module ----------------------------------------------------------------------------------
+
+
+def _locate_effects(scene: _WatchedRun, changing: Sequence[PythonName], drawn: Sequence[str]) -> list[SideEffect]:
+    """Run once more, looking at what changes after every line of the user's."""
+    tracer = _Tracer(scene, changing, drawn)
+    with tracer.tracing():
+        scene.run()
+    found = []
+    for place in changing:
+        writers = tracer.wrote.get(place.key, [])
+        everyone = {path for path, _ in writers} | tracer.readers(place)
+        path = _common_module(everyone or {place.path or ""}, tracer.called)
+        verb = "draws from" if type(place.get()).__name__ in ("Generator", "RandomState", "Random") else "writes"
+        label = place.label if place.kind != "attribute" or place.path is None else f"self.{place.name}"
+        found.append(SideEffect(path, f"{verb} {label}", writers[0][1] if writers else "", "state"))
+    for name in drawn:
+        for path, line in tracer.wrote.get((0, name), [("", "")]):
+            found.append(SideEffect(path, f"draws from {name}", line, "random"))
+    return list(dict.fromkeys(found))
+
+
+class _Tracer:
+    """Finds the lines after which something is different, and which functions ran inside of which modules."""
+
+    def __init__(self, scene: _WatchedRun, changing: Sequence[PythonName], drawn: Sequence[str]) -> None:
+        self._paths, self._known = scene.paths, scene.torch_ids
+        self._modules = dict(scene.model.named_modules())
+        self._changing, self._drawn = changing, drawn
+        self._last: tuple[str, str] = ("", "")
+        self._ran: set[tuple[types.CodeType, str]] = set()
+        self.called: set[str] = {""}
+        self.wrote: dict[tuple[int, str], list[tuple[str, str]]] = {}
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        other = sys.gettrace()
+        self._state = self._read_state()
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(other)
+            self._note_changes()
+
+    def _read_state(self) -> dict[tuple[int, str], Any]:
+        digests = StateDigests(self._known)
+        found: dict[tuple[int, str], Any] = {place.key: digests.of(place.get()) for place in self._changing}
+        if self._drawn:
+            now = generator_states()
+            found[0, "Python's random"] = now[1]
+            found[0, "numpy.random"] = (now[2][2], now[2][1].tobytes()) if len(now) > 2 else None
+        return found
+
+    def _note_changes(self) -> None:
+        state = self._read_state()
+        for key, value in state.items():
+            if value != self._state[key] and self._last not in self.wrote.setdefault(key, []):
+                self.wrote[key].append(self._last)
+        self._state = state
+
+    def _call(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code is _CALL:
+            path = self._paths.get(id(frame.f_locals.get("self")))
+            if path is not None:
+                self.called.add(path)
+        if not is_users(frame.f_code.co_filename) or _is_stdlib(frame):
+            return None
+        self._ran.add((frame.f_code, innermost_module(frame, self._paths)))
+        return self._line
+
+    def _line(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        self._note_changes()
+        if event == "line":
+            self._last = innermost_module(frame, self._paths), _line_of_frame(frame)
+        return self._line
+
+    def readers(self, place: PythonName) -> set[str]:
+        """Modules in whose calls functions ran that say the name of a place."""
+        found = set()
+        for code, path in self._ran:
+            if place.name in names_in_code(code) and not (
+                place.path not in (None, path) and self._names_own_attribute(code, path, place)
+            ):
+                found.add(path)
+        return found
+
+    def _names_own_attribute(self, code: types.CodeType, path: str, place: PythonName) -> bool:
+        """Whether a function says a name of its own module's, which has an attribute that is called the same."""
+        if place.name not in self._modules[path].__dict__ or not code.co_argcount:
+            return False
+        before = None
+        for step in dis.get_instructions(code):
+            reads = step.argval == place.name and step.opname != "STORE_ATTR"  # who writes was seen
+            if reads and not (
+                step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+                and before is not None
+                and before.argval == code.co_varnames[0]
+            ):
+                return False
+            if step.opname not in ("COPY", "SWAP", "CACHE"):
+                before = step
+        return True
+
+
+def _common_module(paths: set[str], called: set[str]) -> str:
+    """The innermost module that was called and contains all of these."""
+    split = [path.split(".") if path else [] for path in paths]
+    common = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    while common and ".".join(common) not in called:
+        common.pop()
+    return ".".join(common)

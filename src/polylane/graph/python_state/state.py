@@ -1,0 +1,249 @@
+"""Python state: where the user's Python keeps something outside of parameters and buffers.
+
+A capture runs the user's Python once and keeps what it computed, not how it counts. What it may have looked at or
+changed is found by walking from what it can reach: attributes of modules, of their classes and of the loss; what
+functions close over; their defaults and attributes; the globals that they name. Functions are walked in the user's own
+files alone; what modules of libraries keep, they keep in attributes, or in caches that settle.
+
+Whether any of it changed, :mod:`polylane.graph.python_state.state_digests` tells;
+:mod:`polylane.graph.python_state.state_restore` puts it back.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from polylane.graph.python_state.own_objects import (
+    MISSING,
+    defaults_of,
+    file_of,
+    is_of_project_class,
+    is_own_or_installed,
+    is_project_file,
+    names_in_code,
+)
+
+# Attributes of a module that hold what torch itself looks after: they are restored elsewhere.
+TORCHS = frozenset(("_parameters", "_buffers", "_modules", "training", "_call_impl"))
+# Tables of hooks and the like, mostly empty: looked at where there is something in them.
+_TORCHS_TABLES = frozenset(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict))
+
+
+@dataclass(frozen=True, eq=False)
+class PythonName:
+    """Something that the user's Python can read and write by a name.
+
+    Attributes:
+        owner: the module, class, function, object, dict of globals, or cell that has it.
+        name: as the code says it.
+        label: for the user.
+        kind: "attribute", "global", "variable" (of a closure) or "default".
+        path: of the module that has it, if one does.
+    """
+
+    owner: Any
+    name: str
+    label: str
+    kind: str
+    path: str | None = None
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.owner), self.name
+
+    def get(self) -> Any:
+        """What is there now."""
+        if isinstance(self.owner, types.CellType):
+            try:
+                return self.owner.cell_contents
+            except ValueError:
+                return MISSING
+        if self.kind == "default":
+            return defaults_of(self.owner).get(self.name, MISSING)
+        return _listed_values(self.owner).get(self.name, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Let it be that again."""
+        if isinstance(self.owner, types.CellType):
+            if value is not MISSING:
+                self.owner.cell_contents = value
+        elif self.kind == "default":
+            return  # the object is the same; what is in it is put back by whoever remembered it
+        elif isinstance(self.owner, type):
+            if value is not MISSING:
+                setattr(self.owner, self.name, value)
+            elif self.name in vars(self.owner):
+                delattr(self.owner, self.name)
+        elif value is not MISSING:
+            _listed_values(self.owner)[self.name] = value
+        else:
+            _listed_values(self.owner).pop(self.name, None)
+
+
+def _listed_values(owner: Any) -> Any:
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def find_python_names(
+    modules: Iterable[tuple[str, nn.Module]],
+    roots: Iterable[Any] = (),
+    ran: Collection[types.CodeType] | None = None,
+    *,
+    everything: bool = False,
+) -> list[PythonName]:
+    """All places that modules, and whatever else is called, can reach.
+
+    Args:
+        modules: by path.
+        roots: a loss, say: functions, bound methods, partials, objects that can be called.
+        ran: the functions that are followed; default: all.
+        everything: whether functions and classes of libraries are followed too, and modules that are reached by name;
+            for a root of which nothing else is known.
+    """
+    walk = _NameFinder(ran, everything)
+    for path, module in modules:
+        walk.module(path, module)
+    for root in roots:
+        walk.callable(root)
+    return walk.found
+
+
+_RUNS = (types.FunctionType, staticmethod, classmethod, property, functools.partial, functools.cached_property)
+
+
+class _NameFinder:
+    def __init__(self, ran: Collection[types.CodeType] | None, everything: bool) -> None:
+        self.found: list[PythonName] = []
+        self._ran, self._everything = ran, everything
+        self._follows = is_own_or_installed if everything else is_project_file
+        self._seen: set[int] = set()
+        self._keys: set[tuple[int, str]] = set()
+
+    def _add(self, owner: Any, name: str, label: str, kind: str, path: str | None = None) -> None:
+        place = PythonName(owner, name, label, kind, path)
+        if place.key not in self._keys:
+            self._keys.add(place.key)
+            self.found.append(place)
+
+    def _new(self, value: Any) -> bool:
+        known = id(value) in self._seen
+        self._seen.add(id(value))
+        return not known
+
+    def module(self, path: str, module: nn.Module) -> None:
+        if not self._new(module):
+            return
+        for name, value in module.__dict__.items():
+            if name not in TORCHS and (name not in _TORCHS_TABLES or value):
+                self._add(module, name, f"{path}.{name}" if path else name, "attribute", path)
+                if name.endswith("_hooks") and value:
+                    for hook in list(value.values()):
+                        self.callable(hook)
+                elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                    self.callable(value)
+        self._class(type(module))
+
+    def callable(self, value: Any) -> None:
+        """A function, or what stands for one, and all that it can reach."""
+        while isinstance(value, functools.partial):
+            for part in (*value.args, *value.keywords.values()):
+                self._value(part)
+            value = value.func
+        if isinstance(value, types.MethodType):
+            self._object(value.__self__)
+            value = value.__func__
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, functools.cached_property):
+            value = value.func
+        if isinstance(value, property):
+            for part in (value.fget, value.fset):
+                self.callable(part)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, type):
+            self._class(value)
+        elif value is not None:
+            self._object(value)
+
+    def _value(self, value: Any) -> None:
+        """Something reached by name: what it runs, if it runs."""
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
+            self.callable(value)
+        elif self._everything and isinstance(value, nn.Module):
+            self._object(value)
+        elif is_of_project_class(value):
+            self._class(type(value))
+
+    def _object(self, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            for path, module in value.named_modules():
+                self.module(path, module)
+        elif is_of_project_class(value) and self._new(value):
+            for name, each in getattr(value, "__dict__", {}).items():
+                self._add(value, name, f"{type(value).__name__}.{name}", "attribute")
+                self._value(each)
+            self._class(type(value))
+
+    def _class(self, kind: type) -> None:
+        for each in kind.__mro__:
+            own = each.__module__ == "__main__" or self._follows(file_of(each))
+            if not own or not self._new(each):
+                continue
+            for name, value in list(vars(each).items()):
+                if name.startswith("__") and name.endswith("__") and not callable(value):
+                    continue
+                if isinstance(value, _RUNS):
+                    self.callable(value)
+                elif not isinstance(value, (type, types.GetSetDescriptorType, types.MemberDescriptorType)):
+                    self._add(each, name, f"{each.__name__}.{name}", "attribute")
+
+    def _function(self, function: types.FunctionType) -> None:
+        code = function.__code__
+        own = self._follows(code.co_filename)
+        if not self._new(function) or not (own or self._everything):
+            return
+        if not own or (self._ran is not None and code not in self._ran):  # a decorator, perhaps
+            if "__wrapped__" in vars(function):
+                self.callable(vars(function)["__wrapped__"])
+            return
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if not isinstance(value, (types.ModuleType, nn.Module)) and name != "__class__":
+                self._add(cell, name, f"{name} of {function.__qualname__}", "variable")
+            self._value(value)
+        for name in defaults_of(function):
+            self._add(function, name, f"the default {name} of {function.__qualname__}", "default")
+        for name, value in list(vars(function).items()):
+            if name == "__wrapped__":
+                self.callable(value)
+            else:
+                self._add(function, name, f"{function.__qualname__}.{name}", "attribute")
+        named = names_in_code(code)
+        for name in named & function.__globals__.keys():
+            value = function.__globals__[name]
+            if isinstance(value, types.ModuleType):
+                if is_project_file(getattr(value, "__file__", None) or ""):
+                    self._globals(vars(value), named, f"{value.__name__}.")
+            else:
+                self._global(function.__globals__, name, "")
+
+    def _globals(self, owner: dict[str, Any], named: Collection[str], prefix: str) -> None:
+        for name in sorted(named & owner.keys()):
+            if not isinstance(owner[name], types.ModuleType):
+                self._global(owner, name, prefix)
+
+    def _global(self, owner: dict[str, Any], name: str, prefix: str) -> None:
+        value = owner[name]
+        if not isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type, nn.Module)):
+            self._add(owner, name, f"the global {prefix}{name}", "global")
+        self._value(value)

@@ -1,0 +1,183 @@
+"""Sizes that follow the number of samples: as functions, as nodes, and the batch sizes for which a graph holds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
+
+from polylane.graph.batch import is_sampled, sample_count
+
+
+def size_function(expression: Any, ragged: bool = False) -> Callable[[int], Any]:
+    """A size of the graph (an expression of the batch's symbols) as a function of the number of samples.
+
+    Args:
+        ragged: let a size that depends on data (how many rows a mask selects) stand for as many rows.
+
+    Raises:
+        ValueError: the size depends on data.
+    """
+    if isinstance(expression, (int, float)):
+        return lambda samples: expression
+    node = getattr(expression, "node", None)
+    expr = sympy.sympify(node.expr if node is not None else expression)
+    if expr.is_number:
+        fixed = int(expr)
+        return lambda samples: fixed
+    if free_unbacked_symbols(expr) and not ragged:
+        raise ValueError(f"{expr} is known at run time only")
+    samples = sympy.Symbol("samples", integer=True)
+    single = expr.subs(dict.fromkeys(expr.free_symbols, samples))
+    if single == samples:
+        return lambda n: n
+    function: Callable[[int], Any] = sympy.lambdify([samples], single, modules=[_FUNCTIONS, "math"])
+    return function
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv,
+    "ToFloat": float,
+    "TruncToInt": int,
+    "FloatPow": operator.pow,
+    "PowByNatural": operator.pow,
+    "Max": max,
+    "Min": min,
+}
+
+
+class SymbolicSize:
+    """A size as a node of the graph: reads the number of samples off the part in hand."""
+
+    __name__ = "size"
+    __module__ = "polylane"
+
+    def __init__(self, of: Callable[[int], Any], like: Any) -> None:
+        self.of = of
+        truth, real = (bool, torch.SymBool), (float, torch.SymFloat)
+        self.convert = bool if isinstance(like, truth) else float if isinstance(like, real) else int
+
+    def __call__(self, part: Any) -> Any:
+        return self.convert(self.of(part.samples))
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
+
+
+def compute_sizes_locally(graph: fx.Graph, part: fx.Node) -> None:
+    """Let sizes that follow from the batch's be computed from the part in hand, so that no cut has to carry them."""
+    for node in list(graph.nodes):
+        val = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(val, _NUMBERS):
+            continue
+        try:
+            of = size_function(val)
+        except ValueError:
+            continue
+        node.target, node.args, node.kwargs = SymbolicSize(of, val), (part,), {}
+
+
+def symbolic_inputs(leaves: Sequence[Any]) -> list[Any]:
+    """Tensors without data in the form of a batch's, whose first size is the number of samples where they are split."""
+    samples, mode = sample_count(leaves), FakeTensorMode(shape_env=ShapeEnv())
+
+    def opened(leaf: Tensor) -> Tensor:
+        sizes = [DimDynamic.STATIC] * leaf.dim()
+        if is_sampled(leaf, samples):
+            sizes[0] = DimDynamic.DYNAMIC
+        form: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        return mode.from_tensor(leaf.detach().to("meta"), symbolic_context=form)
+
+    return [opened(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def batch_dimension(val: Any) -> int | None:
+    """The first dimension that grows with the samples."""
+    if not isinstance(val, Tensor):
+        return None
+    return next((i for i, size in enumerate(val.shape) if is_dynamic(size)), None)
+
+
+def is_dynamic(size: Any) -> bool:
+    """Whether a size is not fixed: it follows the samples, or the data."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+# Beyond so many samples nothing is tried out.
+MOST = 1024
+
+
+def allowed_sizes(program: torch.export.ExportedProgram) -> tuple[int, int]:
+    """The fewest and the most samples that an exported program holds for, as capture found out; at most MOST."""
+    symbols = {
+        symbol
+        for node in program.graph.nodes
+        if node.op == "placeholder" and isinstance(val := node.meta.get("val"), Tensor)
+        for size in val.shape
+        if isinstance(size, torch.SymInt)
+        for symbol in cast(Any, size).node.expr.free_symbols
+    }
+    ranges = [span for symbol, span in program.range_constraints.items() if symbol in symbols]
+    lowest = max((int(span.lower) for span in ranges), default=1)
+    highest = min((int(span.upper) for span in ranges if span.upper <= MOST), default=MOST)
+    return max(lowest, 1), highest
+
+
+def refused_sizes(graph: fx.Graph, lowest: int, highest: int, most: int) -> list[int]:
+    """Numbers of samples from 1 to ``most``, and the first above all that hold, for which captured code does not hold.
+
+    Args:
+        graph: the code, with its checks.
+        lowest, highest: what :func:`allowed_sizes` says.
+        most: how far to look.
+    """
+    refused = {n for n in range(1, most + 1) if not lowest <= n <= highest}
+    if highest < MOST:
+        refused.add(highest + 1)
+    for node in graph.nodes:
+        if node.op != "call_function" or not str(node.target).startswith("aten._assert_scalar"):
+            continue
+        condition = node.args[0]
+        val = condition.meta.get("val") if isinstance(condition, fx.Node) else condition
+        try:
+            holds = size_function(val)
+        except ValueError:  # about sizes that depend on data
+            continue
+        refused |= {samples for samples in range(1, most + 1) if not holds(samples)}
+    return sorted(refused)
+
+
+class ConcreteSizes:
+    """Sizes of a graph as numbers, at one number of samples; one that depends on data as in the example.
+
+    Args:
+        samples: in hand.
+        ragged: take a size that depends on data for as many rows as there are samples.
+    """
+
+    def __init__(self, samples: int, ragged: bool = False) -> None:
+        self.samples, self.ragged = samples, ragged
+        self._known: dict[object, int] = {}
+
+    def __call__(self, size: Any) -> int:
+        """A size as a number."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if expression not in self._known:
+            try:
+                self._known[expression] = int(size_function(size, self.ragged)(self.samples))
+            except ValueError:
+                self._known[expression] = int(size.node.hint) if size.node.hint is not None else 1
+        return self._known[expression]

@@ -1,0 +1,108 @@
+"""A timeline as one HTML file that stands alone: zoom, move, point at a span, and a table of the figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from polylane.observe.messages import transfer_times
+from polylane.observe.swimlane.layout import (
+    IDLE,
+    STYLES,
+    LaneRow,
+    build_rows,
+    format_bytes,
+    format_duration,
+    format_headline,
+    format_percent,
+    legend_styles,
+)
+from polylane.observe.swimlane.svg import escape
+from polylane.observe.timeline import Span, Timeline
+from polylane.schedule.action import ActionKind
+
+_TEMPLATE = Path(__file__).with_name("swimlane.html")
+
+
+def html(timeline: Timeline) -> str:
+    """The swimlane as a page of its own: no other file, no network, light or dark as the reader's system is.
+
+    Pointing at a span shows its rank, kind, stage, microbatch, value, peer, start, duration, bytes, and how fast these
+    were at least. The table below the lanes holds, for each rank, busy, exposed communication and idle time, the peak
+    of live microbatches, and the bytes sent where they are known.
+    """
+    lanes = build_rows(timeline)
+    parts = {
+        "title": escape(timeline.title or "swimlane"),
+        "headline": escape(format_headline(timeline)),
+        "legend": "".join(_legend(timeline)),
+        "table": "\n".join(_table(timeline, [row.label for row in lanes])),
+        # "<" cannot stand in a script: "</script>" would end it
+        "data": json.dumps(_data(timeline, lanes), separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)
+
+
+def _legend(timeline: Timeline) -> Iterator[str]:
+    for style in legend_styles(timeline):
+        fill = "var(--idle)" if style is IDLE else style.fill
+        yield f'<li><i style="background: {fill}"></i>{escape(style.name)}</li>'
+
+
+def _table(timeline: Timeline, labels: Sequence[str]) -> Iterator[str]:
+    makespan, unit = timeline.makespan(), timeline.unit
+    busy, exposed, idle = timeline.busy(), timeline.exposed_communication(), timeline.idle()
+    sent = timeline.sent() if any(timeline.sent()) else ()
+    heads = ["", "utilization", "busy", "exposed communication", "idle", "peak live microbatches"]
+    heads += ["sent"] if sent else []
+    yield f"<thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead>\n<tbody>"
+    for rank, (label, live) in enumerate(zip(labels, timeline.peak_live_microbatches(), strict=True)):
+        times = (format_duration(each[rank], unit) for each in (busy, exposed, idle))
+        share = format_percent(busy[rank] / makespan if makespan else 0.0)
+        yield _line(label, [share, *times, str(live), *(format_bytes(one) for one in sent[rank : rank + 1])])
+    yield "</tbody>\n<tfoot>"
+    times = (format_duration(sum(each), unit) for each in (busy, exposed, idle))
+    cells = [format_percent(timeline.utilization()), *times, "", *([format_bytes(sum(sent))] if sent else [])]
+    yield _line(f"all, of {format_duration(makespan * timeline.ranks, unit)}", cells)
+    yield "</tfoot>"
+
+
+def _line(label: str, cells: Sequence[str]) -> str:
+    return f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _data(timeline: Timeline, lanes: Sequence[LaneRow]) -> dict[str, Any]:
+    """What the page's script reads; a span is eleven numbers in a row, see FIELDS there."""
+    kinds = list(ActionKind)
+    values: dict[str, int] = {}
+    first, times = timeline.start(), transfer_times(timeline.spans)
+
+    def flat(spans: Sequence[Span]) -> list[float]:
+        numbers: list[float] = []
+        for span in spans:
+            action = span.action
+            value = -1 if action.value is None else values.setdefault(action.value, len(values))
+            numbers += [
+                # to the nanosecond: ten digits less for each span, and nobody zooms in further
+                round(span.start - first, 9),
+                round(span.end - first, 9),
+                kinds.index(action.kind),
+                action.stage,
+                -1 if action.microbatch is None else action.microbatch,
+                value,
+                -1 if action.peer is None else action.peer,
+                int(action.gradient),
+                round(span.waited, 9),
+                span.bytes,
+                round(times.get(span, 0), 9),
+            ]
+        return numbers
+
+    drawn = [{"label": row.label, "main": flat(row.main), "thin": flat(row.thin)} for row in lanes]
+    styles = [{"name": str(kind), "fill": STYLES[kind].fill, "ink": STYLES[kind].ink} for kind in kinds]
+    head = {"unit": timeline.unit, "extent": timeline.makespan(), "kinds": styles}
+    return {**head, "values": list(values), "lanes": drawn}

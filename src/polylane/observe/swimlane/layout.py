@@ -1,0 +1,183 @@
+"""What every picture of a timeline shares: the rows of a lane, its label, the colours, the axis and the headline."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from polylane.observe.timeline import Span, Timeline, union_intervals
+from polylane.schedule.action import COMPUTE, ActionKind
+
+
+@dataclass(frozen=True, slots=True)
+class SpanStyle:
+    """How one sort of span is drawn: its name in the legend, its fill, the ink of its number, its letter in text."""
+
+    name: str
+    fill: str
+    ink: str
+    glyph: str
+    ansi: str
+
+
+# Okabe and Ito's palette, "Color Universal Design", 2008: told apart with any colour vision. Forward and backward also
+# differ in lightness, so that a picture printed grey still reads.
+_TRAVEL = SpanStyle("send / receive", "#cc79a7", "#000000", "~", "45;30")
+STYLES: dict[ActionKind, SpanStyle] = {
+    ActionKind.FORWARD: SpanStyle("forward", "#0072b2", "#ffffff", "▓", "44;97"),
+    ActionKind.BACKWARD: SpanStyle("backward", "#e69f00", "#000000", "░", "43;30"),
+    ActionKind.SEND: _TRAVEL,
+    ActionKind.RECEIVE: _TRAVEL,
+    ActionKind.REDUCE: SpanStyle("reduce", "#882255", "#ffffff", "+", "41;97"),
+    ActionKind.STEP: SpanStyle("step", "#009e73", "#000000", "#", "42;30"),
+}
+IDLE = SpanStyle("idle", "#eceff2", "#57606a", "·", "2")
+IDLE_DARK = "#262c36"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRow:
+    """One rank: compute and what stands between compute on the main row, what runs beside it on the thin one below."""
+
+    label: str
+    main: tuple[Span, ...]
+    thin: tuple[Span, ...]
+
+
+def build_rows(timeline: Timeline) -> tuple[LaneRow, ...]:
+    """A row per rank, spans in order of start."""
+    lanes = timeline.lanes()
+    labels = _labels(lanes, timeline.unit)
+    return tuple(LaneRow(label, *_main_and_thin(lane)) for label, lane in zip(labels, lanes, strict=True))
+
+
+def _main_and_thin(lane: Sequence[Span]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    computed = union_intervals(span for span in lane if span.action.kind in COMPUTE)
+    starts = [start for start, _ in computed]
+    main: list[Span] = []
+    thin: list[Span] = []
+    taken = -math.inf  # the end of the last communication on the main row
+    for span in lane:
+        if span.action.kind in COMPUTE:
+            main.append(span)
+            continue
+        before = bisect_right(starts, span.start) - 1
+        within = before >= 0 and computed[before][1] > span.start
+        runs_into = before + 1 < len(starts) and starts[before + 1] < span.end
+        if within or runs_into or span.start < taken:
+            thin.append(span)
+        else:
+            main.append(span)
+            taken = span.end
+    return tuple(main), tuple(thin)
+
+
+def _labels(lanes: Sequence[Sequence[Span]], unit: str) -> list[str]:
+    """``stage 0`` in theory where every rank is the stage of its number, else ``rank 0`` and the stages it runs."""
+    stages = [sorted({span.action.stage for span in lane}) for lane in lanes]
+    if unit == "ticks" and any(stages) and all(of in ([rank], []) for rank, of in enumerate(stages)):
+        return [f"stage {rank}" for rank in range(len(lanes))]
+    return [f"rank {rank}" + (f" · stage {', '.join(map(str, of))}" if of else "") for rank, of in enumerate(stages)]
+
+
+def legend_styles(timeline: Timeline) -> list[SpanStyle]:
+    """The styles that occur, in the order of `Kind`, and idle."""
+    kinds = {span.action.kind for span in timeline.spans}
+    return [*dict.fromkeys(style for kind, style in STYLES.items() if kind in kinds), IDLE]
+
+
+def format_headline(timeline: Timeline) -> str:
+    """``utilization 72.7 % (96/132) · makespan 33 ticks``: in ticks with the area coloured and the whole rectangle.
+
+    Where it is known, what all ranks sent follows: ``· 1.2 MB sent``.
+    """
+    makespan, unit = timeline.makespan(), timeline.unit
+    cells = (
+        f" ({format_number(sum(timeline.busy()))}/{format_number(timeline.ranks * makespan)})"
+        if unit == "ticks"
+        else ""
+    )
+    sent = f" · {format_bytes(sum(timeline.sent()))} sent" if any(timeline.sent()) else ""
+    return (
+        f"utilization {format_percent(timeline.utilization())}{cells} · makespan "
+        f"{format_duration(makespan, unit)}{sent}"
+    )
+
+
+def format_percent(part: float) -> str:
+    """``72.7 %``, of a part from 0 to 1."""
+    return f"{part * 100:.1f} %"
+
+
+def format_duration(value: float, unit: str, digits: int = 4) -> str:
+    """A duration as people say it, to so many digits that count: ``1.5 ms``, ``33 ticks``."""
+    if unit != "seconds":
+        return f"{format_number(value, digits)} {unit[:-1] if value == 1 and unit.endswith('s') else unit}"
+    name, scale = scale_time_unit(value, unit)
+    return f"{format_number(value * scale, digits)} {name}"
+
+
+def format_bytes(count: float) -> str:
+    """So many bytes as people say it: ``24 B``, ``1.2 MB``, ``340 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def format_number(value: float, digits: int = 4) -> str:
+    """So many digits that count, and every digit of a whole number."""
+    return str(round(value)) if value == round(value) or abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def scale_time_unit(extent: float, unit: str) -> tuple[str, float]:
+    """The unit to count so much time in, and how many of it make one of the timeline's: ("ms", 1000.0)."""
+    if unit != "seconds":
+        return unit, 1
+    for name, scale in (("s", 1.0), ("ms", 1e3)):
+        if extent * scale >= 1:
+            return name, scale
+    return ("µs", 1e6) if extent else ("s", 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeAxis:
+    """The marks under a picture: ``(time since the first span, label)`` each, and the unit that the labels count."""
+
+    unit: str
+    marks: tuple[tuple[float, str], ...]
+
+
+def time_axis(extent: float, unit: str, most: int = 12) -> TimeAxis:
+    """Round marks from 0 to ``extent``, at most ``most`` and one; steps of 1, 2 or 5 times a power of ten."""
+    name, scale = scale_time_unit(extent, unit)
+    if not extent:
+        return TimeAxis(name, ((0, "0"),))
+    least = extent * scale / most
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
+    if unit == "ticks":
+        step = max(step, 1)
+    count = math.floor(extent * scale / step * (1 + 1e-9))
+    return TimeAxis(name, tuple((i * step / scale, format_number(i * step)) for i in range(count + 1)))
+
+
+def style_shares(spans: Iterable[Span], first: float, width: float, bins: int) -> list[dict[SpanStyle, float]]:
+    """Per bin of ``width`` from ``first``, the part of it, from 0 to 1, that each style covers: for spans too small to
+    draw one by one. What overlaps is scaled down to fill the bin, so that the coloured area stays true."""
+    found: list[dict[SpanStyle, float]] = [{} for _ in range(bins)]
+    for span in spans:
+        style = STYLES[span.action.kind]
+        start, end = (span.start - first) / width, (span.end - first) / width
+        for at in range(max(0, int(start)), min(bins, math.ceil(end))):
+            covered = min(end, at + 1) - max(start, at)
+            if covered > 0:
+                found[at][style] = found[at].get(style, 0.0) + covered
+    for one in found:
+        whole = sum(one.values())
+        if whole > 1:
+            one.update({style: part / whole for style, part in one.items()})
+    return found

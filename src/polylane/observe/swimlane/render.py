@@ -1,0 +1,8 @@
+"""The swimlane: one renderer for theory, prediction and measurement, in characters, SVG, HTML and Perfetto's format."""
+
+from polylane.observe.swimlane.html import html
+from polylane.observe.swimlane.perfetto import perfetto
+from polylane.observe.swimlane.svg import svg
+from polylane.observe.swimlane.text import ansi, text
+
+__all__ = ["ansi", "html", "perfetto", "svg", "text"]

@@ -1,0 +1,170 @@
+"""A timeline in characters: a cell per tick where it is theory, a column per slice of time where it is seconds."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from polylane.observe.swimlane.layout import (
+    IDLE,
+    STYLES,
+    LaneRow,
+    SpanStyle,
+    TimeAxis,
+    build_rows,
+    format_bytes,
+    format_duration,
+    format_headline,
+    legend_styles,
+    style_shares,
+    time_axis,
+)
+from polylane.observe.timeline import Span, Timeline
+from polylane.schedule.action import ActionKind
+
+_Cell = tuple[str, SpanStyle]  # what stands there, and what it stands for
+_Paint = Callable[[Sequence[_Cell]], str]
+
+
+def text(timeline: Timeline, width: int = 100) -> str:
+    """The swimlane in plain characters, readable without colour.
+
+    In ticks, as people draw it: a cell per tick, the forward of microbatch 3 is ``3``, its backward ``<3``. In seconds,
+    or where the ticks do not fit: each column shows what fills most of its time, with the microbatch first where
+    there is room; communication beside compute stands on a line of its own below.
+
+    Args:
+        timeline: any timeline.
+        width: characters in a line, labels included.
+    """
+    return _draw(timeline, width, _plain)
+
+
+def ansi(timeline: Timeline, width: int = 100) -> str:
+    """The same characters with ANSI colours, for a terminal (``rich.text.Text.from_ansi`` reads them, too)."""
+    return _draw(timeline, width, _coloured)
+
+
+def _plain(cells: Sequence[_Cell]) -> str:
+    return "".join(characters for characters, _ in cells).rstrip()
+
+
+def _coloured(cells: Sequence[_Cell]) -> str:
+    runs = (
+        (style, "".join(characters for characters, _ in run)) for style, run in groupby(cells, lambda cell: cell[1])
+    )
+    return "".join(f"\x1b[{style.ansi}m{run}\x1b[0m" if run.strip() else run for style, run in runs).rstrip()
+
+
+def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
+    lanes = build_rows(timeline)
+    margin = max((len(row.label) for row in lanes), default=0)
+    room = max(width - margin - 3, 20)
+    cell = _cell_width(timeline)
+    if cell and timeline.makespan() * cell <= room:
+        grid = _cells(timeline, lanes, cell)
+        per_column = ""
+        taken = round(timeline.makespan()) * cell
+        ruler = _ruler(time_axis(timeline.makespan(), timeline.unit, most=max(taken // 4, 1)), cell, taken, cell)
+        key = _legend_lines(timeline, {ActionKind.FORWARD: "0 forward", ActionKind.BACKWARD: "<0 backward"})
+    else:
+        grid = _columns(timeline, lanes, room)
+        per_column = f" · a column is {format_duration(timeline.makespan() / room, timeline.unit)}"
+        scale = room / (timeline.makespan() or 1)
+        ruler = _ruler(time_axis(timeline.makespan(), timeline.unit, most=max(room // 12, 1)), scale, room, 1)
+        key = _legend_lines(timeline, {})
+    lines = [timeline.title] if timeline.title else []
+    lines += [format_headline(timeline) + per_column, f"{'':{margin}} │ {ruler}".rstrip()]
+    lines += [f"{label:{margin}} │ {paint(cells)}".rstrip() for label, cells in grid]
+    return "\n".join([*lines, key, *_bytes_sent_lines(timeline, width)]) + "\n"
+
+
+def _bytes_sent_lines(timeline: Timeline, width: int) -> list[str]:
+    """What each rank sent, where that is known."""
+    sent = timeline.sent()
+    return textwrap.wrap(f"sent by each rank: {', '.join(map(format_bytes, sent))}", width) if any(sent) else []
+
+
+def _legend_lines(timeline: Timeline, instead: dict[ActionKind, str]) -> str:
+    words = {STYLES[kind]: word for kind, word in instead.items()}
+    return "   ".join(words.get(style, f"{style.glyph} {style.name}") for style in legend_styles(timeline))
+
+
+def _ruler(marks: TimeAxis, scale: float, room: int, cell: int) -> str:
+    """The numbers of the axis over the last character of their cell, and its unit; none touches the one before."""
+    line = ""
+    for at, label in marks.marks:
+        place = max(round(at * scale) + cell - len(label), 0) if cell > 1 else round(at * scale)
+        if (place > len(line) or not line) and place + len(label) <= room:
+            line += " " * (place - len(line)) + label
+    return f"{line} {marks.unit}"
+
+
+# --- a cell per tick ---
+
+
+def _cell_width(timeline: Timeline) -> int:
+    """Characters of one tick: a sign and the largest microbatch; 0 where something starts or ends between ticks."""
+    first = timeline.start()
+    if timeline.unit != "ticks" or not all(
+        (span.start - first) % 1 == 0 and (span.end - first) % 1 == 0 for span in timeline.spans
+    ):
+        return 0
+    return 1 + max((len(str(span.action.microbatch or 0)) for span in timeline.spans), default=1)
+
+
+def _cells(timeline: Timeline, lanes: Sequence[LaneRow], cell: int) -> list[tuple[str, list[_Cell]]]:
+    first, ticks = timeline.start(), round(timeline.makespan())
+    grid = []
+    for row in lanes:
+        for label, spans, empty in ((row.label, row.main, IDLE.glyph), ("", row.thin, "")):
+            cells = [(f"{empty:>{cell}}", IDLE)] * ticks
+            for span in spans:
+                filled = (f"{_sign(span):>{cell}}", STYLES[span.action.kind])
+                for tick in range(round(span.start - first), round(span.end - first)):
+                    cells[tick] = filled
+            if spans or label:
+                grid.append((label, cells))
+    return grid
+
+
+def _sign(span: Span) -> str:
+    kind, microbatch = span.action.kind, span.action.microbatch
+    if microbatch is None or kind not in (ActionKind.FORWARD, ActionKind.BACKWARD):
+        return STYLES[kind].glyph
+    return str(microbatch) if kind is ActionKind.FORWARD else f"<{microbatch}"
+
+
+# --- a column per slice of time ---
+
+
+def _columns(timeline: Timeline, lanes: Sequence[LaneRow], room: int) -> list[tuple[str, list[_Cell]]]:
+    first, width = timeline.start(), (timeline.makespan() or 1) / room
+    grid = []
+    for row in lanes:
+        main = [_fullest_style(share, IDLE.glyph) for share in style_shares(row.main, first, width, room)]
+        for span in row.main:
+            _write_number(main, span, (span.start - first) / width, (span.end - first) / width)
+        grid.append((row.label, main))
+        thin = [_fullest_style(share, " ") for share in style_shares(row.thin, first, width, room)]
+        if any(style is not IDLE for _, style in thin):
+            grid.append(("", thin))
+    return grid
+
+
+def _fullest_style(share: dict[SpanStyle, float], empty: str) -> _Cell:
+    """What fills most of a column, idle time included."""
+    style, part = max(share.items(), key=lambda item: item[1], default=(IDLE, 0.0))
+    return (style.glyph, style) if part >= 1 - sum(share.values()) and part > 0 else (empty, IDLE)
+
+
+def _write_number(cells: list[_Cell], span: Span, start: float, end: float) -> None:
+    """The microbatch on the first of its own columns, where one more is left: that also marks where it starts."""
+    if span.action.microbatch is None or span.action.kind not in (ActionKind.FORWARD, ActionKind.BACKWARD):
+        return
+    label, style = str(span.action.microbatch), STYLES[span.action.kind]
+    left, right = math.ceil(start - 0.5), min(math.floor(end + 0.5), len(cells))
+    if right - left > len(label) and all(shown is style for _, shown in cells[left:right]):
+        cells[left : left + len(label)] = [(digit, style) for digit in label]

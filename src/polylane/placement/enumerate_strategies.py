@@ -1,0 +1,130 @@
+"""All strategies of all operators of a graph: rules and the cuts that neighbours ask for, until nothing new appears."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from polylane.placement.operator_view import GraphInput, OperatorNode, OperatorView, TensorKey, with_neighbour_cuts
+from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Cuts, Placement, Shard, even_cuts
+from polylane.placement.rules.registry import strategies
+from polylane.placement.strategy import OperatorCall, Place, Strategy
+
+# Ways to cut one dimension that are looked at: the even one, and those that heads, groups and fused matrices ask for.
+MOST_CUTS = 8
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """What may be chosen from.
+
+    Attributes:
+        strategies: of every operator, by name.
+        source_placements: of every placeholder, by key.
+    """
+
+    strategies: Mapping[str, tuple[Strategy, ...]]
+    source_placements: Mapping[TensorKey, tuple[Placement, ...]]
+
+
+def enumerate_strategies(view: OperatorView, degree: int) -> StrategyOptions:
+    """Everything that the rules offer for a view."""
+    search = _StrategySearch(view, degree)
+    search.run()
+    return StrategyOptions(search.found, {key: search.placements(source) for key, source in view.sources.items()})
+
+
+class _StrategySearch:
+    """Cuts spread from tensor to tensor: a head asks that a projection be cut between heads."""
+
+    def __init__(self, view: OperatorView, degree: int) -> None:
+        self.view, self.degree = view, degree
+        self.cuts: dict[tuple[TensorKey, int], dict[Cuts, None]] = {}
+        self.found: dict[str, tuple[Strategy, ...]] = {}
+        self._cache: dict[object, tuple[Strategy, ...]] = {}
+        self._asked: dict[int, Sequence[_Cut]] = {}  # by the identity of what is in the cache
+        forms: dict[object, int] = {}
+        self._forms = {step.name: forms.setdefault(_strategy_key(step.call), len(forms)) for step in view.operators}
+        self._users: dict[TensorKey, list[OperatorNode]] = {}
+        for step in view.operators:
+            for key in {*step.input_keys, *step.output_keys}:
+                self._users.setdefault(key, []).append(step)
+
+    def run(self) -> None:
+        waiting = deque(self.view.operators)
+        queued = {step.name for step in waiting}
+        while waiting:
+            step = waiting.popleft()
+            queued.discard(step.name)
+            self.found[step.name] = found = self._strategies(step)
+            for key in self._spread_cuts(step, found):
+                for user in self._users.get(key, ()):
+                    if user.name not in queued:
+                        queued.add(user.name)
+                        waiting.append(user)
+
+    def _strategies(self, step: OperatorNode) -> tuple[Strategy, ...]:
+        call = step.call
+        if step.is_pinned:
+            if step.name not in self._cache:
+                self._cache[step.name] = (call.strategy("replicate", {}, REPLICATE, default=REPLICATE),)
+            return self._cache[step.name]
+        candidates: dict[Place, tuple[Cuts, ...]] = {}
+        for part, keys in (("in", step.input_keys), ("out", step.output_keys)):
+            for index, key in enumerate(keys):
+                for dim in range((call.inputs if part == "in" else call.outputs)[index].dim):
+                    known = self.cuts.get((key, dim))
+                    if known:
+                        candidates[part, index, dim] = tuple(known)
+        signature = self._forms[step.name], tuple(candidates.items())
+        if signature not in self._cache:
+            self._cache[signature] = strategies(with_neighbour_cuts(call, candidates))
+        return self._cache[signature]
+
+    def _spread_cuts(self, step: OperatorNode, found: Sequence[Strategy]) -> list[TensorKey]:
+        """Tell the neighbours which cuts are of use here. Returns the tensors that got new ones."""
+        changed: dict[TensorKey, None] = {}
+        if id(found) not in self._asked:
+            self._asked[id(found)] = _distinct_cuts(found)
+        for part, index, dim, size, cuts in self._asked[id(found)]:
+            key = (step.input_keys if part == "in" else step.output_keys)[index]
+            known = self.cuts.get((key, dim))
+            if known is None:
+                known = self.cuts[key, dim] = {even_cuts(size, self.degree): None}
+            if cuts not in known and len(known) < MOST_CUTS:
+                known[cuts] = None
+                changed[key] = None
+        return list(changed)
+
+    def placements(self, source: GraphInput) -> tuple[Placement, ...]:
+        """Of a placeholder: a parameter or buffer may lie in any way that an operator asks for; an input is whole."""
+        kind = source.role[0]
+        whole: tuple[Placement, ...] = (REPLICATE,)
+        if kind == "parameter" and source.value.gradient:
+            whole = (REPLICATE, REPLICATE_PARTIAL_GRAD)
+        if kind not in ("parameter", "buffer"):
+            return whole
+        cut = [Shard(dim, cuts) for dim in range(source.value.dim) for cuts in self.cuts.get((source.key, dim), ())]
+        return (*whole, *cut)
+
+
+def _strategy_key(call: OperatorCall) -> object:
+    """What must be equal for two calls to have the same strategies, where neighbours ask for the same cuts."""
+    arguments = tuple((name, repr(value)) for name, value in call.arguments.items())
+    return call.op, arguments, call.inputs, call.outputs, call.written_inputs
+
+
+# Which tensor ("in" or "out", and its number), its dimension, the size of that, and how it is cut.
+_Cut = tuple[str, int, int, int, Cuts]
+
+
+def _distinct_cuts(strategies: Sequence[Strategy]) -> Sequence[_Cut]:
+    """All cuts that strategies have, each once, in their order."""
+    found: dict[_Cut, None] = {}
+    for strategy in strategies:
+        for part, placements in (("in", strategy.inputs), ("out", strategy.outputs)):
+            for index, placement in enumerate(placements):
+                if isinstance(placement, Shard):
+                    found[part, index, placement.dim, placement.size, placement.cuts] = None
+    return list(found)

@@ -1,0 +1,268 @@
+"""Attention block by block: some queries against some keys, with the online softmax, and the gradients of that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
+
+# Positions along a sequence as (start, stop), in ascending order.
+Span = tuple[tuple[int, int], ...]
+
+# Queries whose scores are in memory at a time.
+ROWS = 512
+
+
+def span_length(span: Span) -> int:
+    """How many positions there are."""
+    return sum(stop - start for start, stop in span)
+
+
+def count_scores(queries: Span, keys: Span, causal: bool) -> int:
+    """How many scores there are: pairs of a query and a key that it sees. Causal: those no later than itself."""
+    if not causal:
+        return span_length(queries) * span_length(keys)
+
+    def before(x: int, start: int, stop: int) -> int:
+        """Scores of all queries before position ``x`` with the keys from ``start`` to ``stop``."""
+        rising = min(max(x - start, 0), stop - start)
+        return rising * (rising + 1) // 2 + max(x - stop, 0) * (stop - start)
+
+    return sum(before(b, c, d) - before(a, c, d) for a, b in queries for c, d in keys)
+
+
+@dataclass(frozen=True)
+class AttentionQueries:
+    """Queries and all that goes with them.
+
+    Attributes:
+        query: (..., heads, l, E).
+        mask: (..., l or 1, s or 1), as torch's own operator takes it, or None.
+        span: positions of the ``l`` queries.
+        causal: whether a query sees only the keys up to its own position.
+        scale: of the scores.
+        shares_heads: whether heads of the query share heads of keys and values.
+    """
+
+    query: Tensor
+    mask: Tensor | None
+    span: Span
+    causal: bool
+    scale: float
+    shares_heads: bool
+
+    def repeat_heads(self, x: Tensor) -> Tensor:
+        """Keys or values with as many heads as the query has."""
+        if not self.shares_heads or x.shape[-3] == self.query.shape[-3]:
+            return x
+        return x.repeat_interleave(self.query.shape[-3] // x.shape[-3], -3)
+
+    def reduce_heads(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """The gradient of ``x`` from that of :meth:`every_head`."""
+        if gradient.shape == x.shape:
+            return gradient
+        groups = (*gradient.shape[:-3], x.shape[-3], gradient.shape[-3] // max(x.shape[-3], 1))
+        return gradient.reshape(*groups, *gradient.shape[-2:]).sum(-3)
+
+
+@dataclass(frozen=True)
+class KeyValueBlock:
+    """Keys and values.
+
+    Attributes:
+        key: (..., heads, s, E).
+        value: (..., heads, s, Ev).
+        span: positions of the ``s`` keys.
+        columns: which columns of the mask are theirs; None where it has no others.
+    """
+
+    key: Tensor
+    value: Tensor
+    span: Span
+    columns: Span | None = None
+
+
+@dataclass(frozen=True)
+class ScoreTile:
+    """Some rows of the scores of a block: as many as there are in memory at a time.
+
+    Attributes:
+        start, stop: the rows.
+        first: position of the first.
+        keys: the leading keys of the block that any of the rows sees.
+        is_masked: whether some row does not see all of these.
+    """
+
+    start: int
+    stop: int
+    first: int
+    keys: int
+    is_masked: bool
+
+
+def tiles(queries: Span, keys: Span, causal: bool, rows: int = ROWS) -> Iterator[ScoreTile]:
+    """The scores of a block that there are, tile by tile; nothing where no query sees a key."""
+    at = 0
+    for a, b in queries:
+        for first in range(a, b, rows):
+            last = min(first + rows, b) - 1
+            seen = (
+                span_length(tuple((c, min(d, last + 1)) for c, d in keys if c <= last)) if causal else span_length(keys)
+            )
+            of_all = span_length(tuple((c, min(d, first + 1)) for c, d in keys if c <= first)) if causal else seen
+            if seen:
+                yield ScoreTile(at, at + last + 1 - first, first, seen, of_all < seen)
+            at += last + 1 - first
+
+
+def _scores(queries: AttentionQueries, block: KeyValueBlock) -> Iterator[tuple[ScoreTile, Tensor]]:
+    """Tiles and their scores, masked, in the precision that softmax wants."""
+    key, mask = queries.repeat_heads(block.key), _mask_columns(queries.mask, block.columns)
+    positions = _positions(block.span, key.device) if queries.causal else None
+    for tile in tiles(queries.span, block.span, queries.causal):
+        part = key[..., : tile.keys, :].transpose(-2, -1)
+        scores = (queries.query[..., tile.start : tile.stop, :] @ part).to(
+            accumulation_dtype(key.dtype)
+        ) * queries.scale
+        if mask is not None:
+            shown = mask if mask.shape[-2] == 1 else mask[..., tile.start : tile.stop, :]
+            shown = shown if mask.shape[-1] == 1 else shown[..., : tile.keys]
+            scores = scores.masked_fill(~shown, -math.inf) if mask.dtype == torch.bool else scores + shown
+        if tile.is_masked:
+            assert positions is not None
+            rows = torch.arange(tile.first, tile.first + tile.stop - tile.start, device=key.device)
+            scores = scores.masked_fill(positions[: tile.keys] > rows.unsqueeze(-1), -math.inf)
+        yield tile, scores
+
+
+def _mask_columns(mask: Tensor | None, columns: Span | None) -> Tensor | None:
+    if mask is None or columns is None or mask.shape[-1] == 1:
+        return mask
+    return torch.cat([mask[..., start:stop] for start, stop in columns], -1) if columns else mask[..., :0]
+
+
+def _positions(span: Span, device: torch.device) -> Tensor:
+    parts = [torch.arange(start, stop, device=device) for start, stop in span]
+    return torch.cat(parts) if parts else torch.arange(0, device=device)
+
+
+def zero_if_infinite(x: Tensor) -> Tensor:
+    """0 where there was nothing to look at, so that differences stay numbers."""
+    return x.masked_fill(x == -math.inf, 0.0)
+
+
+class OnlineSoftmax:
+    """Softmax(scores) V over the blocks seen so far (Milakov and Gimelshein, Online normalizer calculation for
+    softmax, 2018).
+
+    Attributes:
+        numerator: (..., heads, l, Ev): values weighted with exp(score - largest).
+        row_max: (..., heads, l, 1): of the scores.
+        weight_sum: (..., heads, l, 1): of the weights.
+    """
+
+    def __init__(self, queries: AttentionQueries, key: Tensor, value: Tensor) -> None:
+        query = queries.query
+        heads = [list(x.shape[:-2]) for x in (query, key, value)]
+        if queries.shares_heads:
+            heads[1][-1] = heads[2][-1] = query.shape[-3]
+        scores = torch.broadcast_shapes(heads[0], heads[1])
+        given = torch.broadcast_shapes(scores, heads[2])
+        rows, dtype = query.shape[-2], accumulation_dtype(query.dtype)
+        self.numerator = query.new_zeros((*given, rows, value.shape[-1]), dtype=dtype)
+        self.row_max = query.new_full((*scores, rows, 1), -math.inf, dtype=dtype)
+        self.weight_sum = query.new_zeros((*scores, rows, 1), dtype=dtype)
+
+    def add_block(self, queries: AttentionQueries, block: KeyValueBlock) -> None:
+        """Look at one more block."""
+        value = queries.repeat_heads(block.value)
+        for tile, scores in _scores(queries, block):
+            largest, total, numerator = (
+                x[..., tile.start : tile.stop, :] for x in (self.row_max, self.weight_sum, self.numerator)
+            )
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            weights, shrink = (scores - zero_if_infinite(new)).exp_(), (largest - zero_if_infinite(new)).exp_()
+            total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+            numerator.mul_(shrink).add_(weights.to(value.dtype) @ value[..., : tile.keys, :])
+            largest.copy_(new)
+
+    def raise_max(self, largest: Tensor) -> None:
+        """Refer to a larger maximum."""
+        shrink = (self.row_max - zero_if_infinite(largest)).exp_()
+        self.weight_sum.mul_(shrink)
+        self.numerator.mul_(shrink)
+        self.row_max = largest
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Attention's value (0 for queries that see nothing), and the logarithm of every row's sum of exp(score)."""
+        out = self.numerator / self.weight_sum.masked_fill(self.weight_sum == 0.0, 1.0)
+        return out, zero_if_infinite(self.row_max) + self.weight_sum.log()
+
+
+@dataclass(frozen=True)
+class AttentionGradients:
+    """The way back: the gradients of the queries, summed up block by block.
+
+    Attributes:
+        queries: as forward.
+        gradient: (..., heads, l, Ev), of the value.
+        logsum: (..., heads, l, 1), as :meth:`OnlineSoftmax.result` gives it.
+        row_dot: like ``logsum``: of every row, the gradient times the value, summed.
+        query_gradient: sum of the gradients so far, changed in place.
+        mask_gradient: the same, in the mask's shape; None where nobody asks.
+    """
+
+    queries: AttentionQueries
+    gradient: Tensor
+    logsum: Tensor
+    row_dot: Tensor
+    query_gradient: Tensor
+    mask_gradient: Tensor | None
+
+    def add_block(self, block: KeyValueBlock) -> tuple[Tensor, Tensor]:
+        """Look at a block again; returns the gradients of its keys and values that these queries give."""
+        queries, factor = self.queries, self.queries.scale
+        key, value = queries.repeat_heads(block.key), queries.repeat_heads(block.value)
+        of_key, of_value = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (key, value))
+        for tile, scores in _scores(queries, block):
+            query, gradient, logsum, overlap = (
+                x[..., tile.start : tile.stop, :] for x in (queries.query, self.gradient, self.logsum, self.row_dot)
+            )
+            shares = (scores - zero_if_infinite(logsum)).exp_()
+            slopes = (gradient @ value[..., : tile.keys, :].transpose(-2, -1)).to(shares.dtype)
+            slopes = (slopes.sum_to_size(shares.shape) - overlap).mul_(shares)
+            low = slopes.to(key.dtype)
+            _add_broadcast(of_value[..., : tile.keys, :], shares.to(value.dtype).transpose(-2, -1) @ gradient)
+            _add_broadcast(of_key[..., : tile.keys, :], (low.transpose(-2, -1) @ query) * factor)
+            _add_broadcast(
+                self.query_gradient[..., tile.start : tile.stop, :], (low @ key[..., : tile.keys, :]) * factor
+            )
+            self._add_mask_gradient(tile, slopes, block.columns)
+        return queries.reduce_heads(of_key, block.key), queries.reduce_heads(of_value, block.value)
+
+    def _add_mask_gradient(self, tile: ScoreTile, slopes: Tensor, columns: Span | None) -> None:
+        if self.mask_gradient is None:
+            return
+        rows = (
+            self.mask_gradient
+            if self.mask_gradient.shape[-2] == 1
+            else self.mask_gradient[..., tile.start : tile.stop, :]
+        )
+        if self.mask_gradient.shape[-1] == 1:
+            _add_broadcast(rows, slopes)
+            return
+        at = 0
+        for start, stop in ((0, tile.keys),) if columns is None else columns:
+            size = min(stop - start, tile.keys - at)
+            _add_broadcast(rows[..., start : start + size], slopes[..., at : at + size])
+            at += size
+
+
+def _add_broadcast(total: Tensor, summand: Tensor) -> None:
+    """Add to a tensor that was broadcast."""
+    total.add_(summand.sum_to_size(total.shape))

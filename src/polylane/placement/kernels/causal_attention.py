@@ -1,0 +1,103 @@
+"""Attention that a rank computes by itself: causal queries in pieces, some of the heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from polylane.placement.kernels.block_attention import Span
+
+
+class CausalAttention:
+    """Causal attention of some of the queries with all keys, as calls of torch's own operator on keys up to theirs.
+
+    Args:
+        function: torch's operator.
+        queries: positions of the queries in hand.
+    """
+
+    __module__ = "polylane"
+    PIECES = 8  # calls a rank makes: an eighth of its scores along the diagonal are computed in vain
+    LEAST = 64  # queries in a call
+
+    def __init__(self, function: Callable[..., Tensor], queries: Span) -> None:
+        self.function, self.queries = function, queries
+        self.__name__ = "causal_attention"
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = True, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        at, parts = 0, list[Tensor]()
+        for first, last in self._pieces(query.shape[-2], attn_mask is None) or [(0, 0)]:
+            seen, size = min(last, key.shape[-2]), last - first
+            mask = _mask_columns(_mask_rows(attn_mask, at, size), seen)
+            whole = first == 0 and mask is None  # torch's own causal attention
+            parts.append(
+                self.function(
+                    query.narrow(-2, at, size), key.narrow(-2, 0, seen), value.narrow(-2, 0, seen),
+                    None if whole else _causal_mask(first, last, seen, mask, query.device), 0.0, whole,
+                    scale=scale, enable_gqa=enable_gqa,
+                )
+            )  # fmt: skip
+            at += size
+        return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
+
+    def _pieces(self, size: int, plain: bool) -> list[tuple[int, int]]:
+        """The positions of each call's queries."""
+        rows = max(self.LEAST, -(-size // self.PIECES))
+        found = []
+        for start, stop in self.queries:
+            step = max(stop - start, 1) if plain and start == 0 else rows
+            found += [(first, min(first + step, stop)) for first in range(start, stop, step)]
+        return found
+
+
+def _mask_rows(mask: Tensor | None, start: int, size: int) -> Tensor | None:
+    return mask if mask is None or mask.shape[-2] == 1 else mask.narrow(-2, start, size)
+
+
+def _mask_columns(mask: Tensor | None, size: int) -> Tensor | None:
+    return mask if mask is None or mask.shape[-1] == 1 else mask.narrow(-1, 0, size)
+
+
+def _causal_mask(first: int, last: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """The causal mask of queries at ``first`` to ``last``, with a mask of the user's; None where all keys are seen."""
+    return mask if keys <= first + 1 else _allowed_scores(torch.arange(first, last, device=device), keys, mask)
+
+
+def _allowed_scores(rows: Tensor, keys: int, mask: Tensor | None) -> Tensor:
+    allowed = torch.arange(keys, device=rows.device) <= rows.unsqueeze(-1)
+    if mask is None:
+        return allowed
+    return allowed & mask if mask.dtype == torch.bool else mask.masked_fill(~allowed, -math.inf)
+
+
+class CausalMask:
+    """The rows of a causal mask, as a value: ``mask(query, key, attn_mask)``, with a mask of the user's or None."""
+
+    __module__ = "polylane"
+
+    def __init__(self, queries: Span) -> None:
+        self.queries = queries
+        self.__name__ = "causal_mask"
+
+    def __call__(self, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> Tensor:
+        every = [torch.arange(a, b, device=query.device) for a, b in self.queries]
+        return _allowed_scores(torch.cat(every or [torch.arange(0, device=query.device)]), key.shape[-2], attn_mask)
+
+
+class SelectHeads:
+    """Some heads of keys or values, in the order of the queries' heads that use them: ``heads(x)``."""
+
+    __module__ = "polylane"
+
+    def __init__(self, heads: tuple[int, ...]) -> None:
+        self.heads = heads
+        self.__name__ = "select_heads"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.index_select(-3, torch.tensor(self.heads, dtype=torch.int64, device=x.device))

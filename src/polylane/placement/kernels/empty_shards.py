@@ -1,0 +1,96 @@
+"""Ranks whose part is empty: most operators refuse to compute nothing, and their gradients must flow all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.placement.placement import Placement, Shard
+from polylane.placement.strategy import RankCall, Strategy
+
+
+class EmptyOutput:
+    """What an operator gives on a rank that has no part of its work: ``nothing(*tensors)``.
+
+    Every tensor gets a gradient of zeros, so that this rank takes part in the collectives of the backward pass.
+
+    Args:
+        shapes: of the outputs; zeros where they have elements (a summand of the whole).
+        dtypes: of the outputs.
+    """
+
+    __module__, __name__ = "polylane", "nothing"
+
+    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
+        self.shapes, self.dtypes = [tuple(shape) for shape in shapes], list(dtypes)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        outs = _Nothing.apply(self.shapes, self.dtypes, *tensors)  # type: ignore[no-untyped-call]
+        return outs[0] if len(outs) == 1 else outs
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
+        outs = tuple(
+            torch.zeros(shape, dtype=dtype, device=tensors[0].device)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+        ctx.mark_non_differentiable(*(out for out in outs if not (out.is_floating_point() or out.is_complex())))
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        given = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+        return None, None, *(zeros if n else None for zeros, n in zip(given, ctx.needs_input_grad[2:], strict=True))
+
+
+def covers_all_ranks(strategy: Strategy) -> bool:
+    """Whether every rank has something of all that a strategy cuts among the inputs."""
+    return not any(map(_has_empty_rank, strategy.inputs))
+
+
+def _has_empty_rank(placement: Placement) -> bool:
+    """Whether some rank has nothing of a value that lies so."""
+    return isinstance(placement, Shard) and any(
+        placement.local_length(i) == 0 for i in range(len(placement.cuts[0]) - 1)
+    )
+
+
+def is_empty(edit: RankCall, placements: Sequence[Placement]) -> bool:
+    """Whether this rank has an empty part in one of these placements."""
+    return any(isinstance(p, Shard) and p.local_length(edit.index) == 0 for p in placements)
+
+
+def return_empty(edit: RankCall) -> None:
+    """Let this rank's call give empty outputs, or zeros."""
+    shapes = [edit.output_shape(out.index) for out in edit.call.outputs]
+    tensors = [value for value in edit.arguments.values() if isinstance(value, fx.Node)]
+    edit.replace(EmptyOutput(shapes, [out.dtype for out in edit.call.outputs]), *tensors)
+
+
+def skip_empty_ranks(strategy: Strategy, placements: Sequence[Placement] | None = None) -> Strategy:
+    """The strategy, made to spare the operator on ranks where one of ``placements`` is empty.
+
+    Args:
+        placements: default: all of the strategy's.
+    """
+    watched = placements or (*strategy.inputs, *strategy.outputs)
+    if not any(map(_has_empty_rank, watched)):
+        return strategy
+    before = strategy.local
+
+    def local(edit: RankCall) -> None:
+        if before is not None:
+            before(edit)
+        if is_empty(edit, watched):
+            return_empty(edit)
+
+    return replace(strategy, local=local)

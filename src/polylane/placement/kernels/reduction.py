@@ -1,0 +1,243 @@
+"""Reductions and softmax over a dimension that is cut: every rank reduces its part, then they reduce what they found.
+
+All are called as ``function(axes, x, ...)``, see :class:`~polylane.placement.kernels.collective_op.AxisCollective`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.placement.kernels.accumulation_dtype import accumulation_dtype, upcast
+from polylane.placement.kernels.collective_op import all_reduce_max, all_reduce_sum
+from polylane.placement.redistribute import Axis, all_reduce_differentiable
+
+
+def _max_over_axes(axes: Sequence[Axis], x: Tensor, dims: Sequence[int]) -> Tensor:
+    """The maximum over dimensions, which are kept."""
+    lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    empty = any(x.shape[d] == 0 for d in dims)
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+    return all_reduce_max(axes, x.new_full(shape, lowest) if empty else x.amax(list(dims), keepdim=True))
+
+
+class ShardedSoftmax:
+    """aten.softmax, log_softmax and _safe_softmax (no row of nan where all is -inf).
+
+    Args:
+        dim: from 0.
+        dtype: of the result.
+        log: the logarithm of it.
+        safe: a row of -inf gives zeros.
+    """
+
+    __name__ = "softmax"
+
+    def __init__(self, dim: int, dtype: torch.dtype, log: bool = False, safe: bool = False) -> None:
+        self.dim, self.dtype, self.log, self.safe = dim, dtype, log, safe
+
+    def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return _Softmax.apply(x.to(self.dtype), axes, self.dim, self.log, self.safe)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dim: int, log: bool, safe: bool) -> Tensor:
+        values = upcast(x)
+        peak = _max_over_axes(axes, values, [dim])
+        if safe:
+            peak = peak.masked_fill(peak == -math.inf, 0.0)
+        shifted = values - peak
+        shares = shifted.exp()
+        sums = all_reduce_sum(axes, shares.sum(dim, keepdim=True))
+        if safe:
+            sums = sums.masked_fill(sums == 0.0, 1.0)
+        out = (shifted - sums.log() if log else shares / sums).to(x.dtype)
+        ctx.axes, ctx.dim, ctx.log = axes, dim, log
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (out,) = ctx.saved_tensors
+        grad, values = upcast(grads[0]), upcast(out)
+        inner = all_reduce_sum(ctx.axes, (grad if ctx.log else grad * values).sum(ctx.dim, keepdim=True))
+        back = grad - values.exp() * inner if ctx.log else values * (grad - inner)
+        return back.to(out.dtype), None, None, None, None
+
+
+class ShardedLogSumExp:
+    """aten.logsumexp.
+
+    Args:
+        dims: that are reduced, from 0.
+        keepdim: whether they stay, with size 1.
+        dtype: of the result.
+    """
+
+    __name__ = "logsumexp"
+
+    def __init__(self, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> None:
+        self.dims, self.keepdim, self.dtype = tuple(dims), keepdim, dtype
+
+    def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Tensor:
+        out: Tensor = _LogSumExp.apply(x.to(self.dtype), axes, self.dims)  # type: ignore[no-untyped-call]
+        return out if self.keepdim else out.squeeze(self.dims)
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int]) -> Tensor:
+        values = upcast(x)
+        peak = _max_over_axes(axes, values, dims)
+        base = peak.masked_fill(peak.abs() == math.inf, 0.0)
+        out = (all_reduce_sum(axes, (values - base).exp().sum(list(dims), keepdim=True)).log() + base).to(x.dtype)
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, out = ctx.saved_tensors
+        return grads[0] * (x - out.masked_fill(out.abs() == math.inf, 0.0)).exp(), None, None
+
+
+class ShardedMean:
+    """aten.mean of a part of what is reduced, as a summand of the mean.
+
+    Args:
+        count: how many values make up the whole mean.
+        dtype: of the result.
+    """
+
+    __module__, __name__ = "polylane", "mean"
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        self.count, self.dtype = count, dtype
+
+    def __call__(self, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
+        return (x.sum(dim, keepdim, dtype=accumulation_dtype(self.dtype)) / self.count).to(self.dtype)
+
+
+class ShardedVariance:
+    """aten.var, std, var_mean and std_mean.
+
+    Gives the variance and the mean as a rank's summand of them, the standard deviation whole.
+
+    Args:
+        dims: that are reduced, from 0.
+        keepdim: whether they stay, with size 1.
+        count: how many values they hold, whole.
+        correction: what the sum of squares is divided by less than that.
+        root: the standard deviation.
+        mean: give the mean, too.
+        dtype: of the result.
+    """
+
+    __name__ = "variance"
+
+    def __init__(
+        self, dims: Sequence[int], keepdim: bool, count: int, correction: float, root: bool, mean: bool,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.dims, self.keepdim, self.count, self.correction = list(dims), keepdim, count, correction
+        self.root, self.mean, self.dtype = root, mean, dtype
+
+    def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Any:
+        values = upcast(x.to(self.dtype))
+        own = values.sum(self.dims, keepdim=True) / self.count
+        mean = all_reduce_sum(axes, own.detach().clone())
+        # By the mean itself the gradient is zero: deviations from it sum to nothing.
+        out = (values - mean).square().sum(self.dims, keepdim=self.keepdim) / max(self.count - self.correction, 0.0)
+        if self.root:
+            for axis in axes:
+                out = all_reduce_differentiable(axis, out)
+            zero = out == 0.0
+            out = out.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+        if not self.mean:
+            return out.to(self.dtype)
+        if self.root:
+            for axis in axes:
+                own = all_reduce_differentiable(axis, own)
+        return out.to(self.dtype), (own if self.keepdim else own.squeeze(self.dims)).to(self.dtype)
+
+
+class ShardedNorm:
+    """aten.norm and linalg_vector_norm of a positive order.
+
+    Args:
+        order: a number above 0, not infinite.
+        dims: that are reduced, from 0.
+        keepdim: whether they stay, with size 1.
+        dtype: of the result.
+    """
+
+    __name__ = "norm"
+
+    def __init__(self, order: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> None:
+        self.order, self.dims, self.keepdim, self.dtype = order, tuple(dims), keepdim, dtype
+
+    def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Tensor:
+        out: Tensor = _Norm.apply(x.to(self.dtype), axes, self.dims, self.order)  # type: ignore[no-untyped-call]
+        return out if self.keepdim else out.squeeze(self.dims)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int], order: float) -> Tensor:
+        powers = upcast(x).abs().pow(order).sum(list(dims), keepdim=True)
+        out = all_reduce_sum(axes, powers).pow(1.0 / order).to(x.dtype)
+        ctx.save_for_backward(x, out)
+        ctx.order = order
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, out = ctx.saved_tensors
+        if ctx.order == 2.0:
+            return grads[0] * (x / out).masked_fill(out == 0.0, 0.0), None, None, None
+        slope = x.sgn() * (x.abs() / out).pow(ctx.order - 1.0)
+        return grads[0] * slope.masked_fill((out == 0.0) | (x == 0.0), 0.0), None, None, None
+
+
+class ShardedExtreme:
+    """aten.amax, amin, max and min of all, any and all; equal ones share the gradient.
+
+    Args:
+        dims: that are reduced, from 0.
+        keepdim: whether they stay, with size 1.
+        dtype: of the result.
+        sign: 1 for the largest, -1 for the smallest.
+        truth: of whether there is anything but zeros (sign 1), or nothing but (-1).
+    """
+
+    __name__ = "extreme"
+
+    def __init__(self, dims: Sequence[int], keepdim: bool, dtype: torch.dtype, sign: int, truth: bool) -> None:
+        self.dims, self.keepdim, self.dtype, self.sign, self.truth = tuple(dims), keepdim, dtype, sign, truth
+
+    def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Tensor:
+        if self.truth or x.dtype in (torch.bool, torch.uint8):
+            x = (x != 0 if self.truth else x).to(torch.int32)
+        out: Tensor = _Extreme.apply(x, axes, self.dims, self.sign)  # type: ignore[no-untyped-call]
+        return (out if self.keepdim else out.squeeze(self.dims)).to(self.dtype)
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int], sign: int) -> Tensor:
+        out = _max_over_axes(axes, x, dims) if sign > 0 else -_max_over_axes(axes, -x, dims)
+        if x.is_floating_point():
+            count = all_reduce_sum(axes, (x == out).sum(list(dims), keepdim=True))
+            ctx.save_for_backward(x, out, count)
+        else:
+            ctx.mark_non_differentiable(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, out, count = ctx.saved_tensors
+        return torch.where(x == out, grads[0] / count, 0.0).to(x.dtype), None, None, None

@@ -1,0 +1,288 @@
+"""Attention over ranks: keys and values that go round, or that stay where they are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
+from polylane.placement.kernels.block_attention import (
+    AttentionGradients,
+    AttentionQueries,
+    KeyValueBlock,
+    OnlineSoftmax,
+    Span,
+    count_scores,
+    span_length,
+)
+from polylane.placement.redistribute import Axis
+
+
+@dataclass(frozen=True)
+class RingSchedule:
+    """Who needs which keys, and how far they travel: in every step each rank hands what it has to the next one.
+
+    Attributes:
+        queries: positions of every rank's queries.
+        keys: positions of every rank's keys.
+        causal: whether a query sees only the keys up to its own position.
+    """
+
+    queries: tuple[Span, ...]
+    keys: tuple[Span, ...]
+    causal: bool
+
+    @property
+    def degree(self) -> int:
+        """How many ranks there are."""
+        return len(self.keys)
+
+    @cached_property
+    def scores(self) -> tuple[tuple[int, ...], ...]:
+        """How many scores every rank's queries have with every rank's keys."""
+        return tuple(tuple(count_scores(q, k, self.causal) for k in self.keys) for q in self.queries)
+
+    def wanted(self, rank: int, block: int) -> bool:
+        """Whether any query of ``rank`` sees any key of ``block``."""
+        return self.scores[rank % self.degree][block % self.degree] > 0
+
+    def passes_on(self, step: int, rank: int) -> bool:
+        """Whether a rank hands on what it has in a step: whether anybody further on needs it."""
+        block = rank - step
+        return any(self.wanted(further, block) for further in range(rank + 1, block + self.degree))
+
+    @property
+    def busiest_share(self) -> float:
+        """The time that all steps take, each as long as its busiest rank, as a share of all scores."""
+        every = range(self.degree)
+        steps = (max(self.scores[r][(r - step) % self.degree] for r in every) for step in every)
+        return sum(steps) / max(sum(map(sum, self.scores)), 1)
+
+    def max_traffic(self, per_key: int, backward: bool) -> tuple[int, int]:
+        """Bytes that the rank sends that sends most, and in how many messages, by bytes of one key and its value."""
+        n, sent = self.degree, [0] * self.degree
+        messages = 0
+        for step in range(n):
+            forward = [span_length(self.keys[(r - step) % n]) if self.passes_on(step, r) else 0 for r in range(n)]
+            back = [
+                span_length(self.keys[(r - step) % n]) if step and self.wanted(r, r - step) else 0 for r in range(n)
+            ]
+            messages += any(forward) + (backward and (any(forward) or any(back)))
+            for r in range(n):
+                sent[r] += (1 + backward) * forward[r] + backward * back[r]
+        return max(sent) * per_key, messages
+
+
+class RingAttention:
+    """Attention whose queries, keys and values are all cut along the sequence: ``ring(axis, query, key, value, ...)``.
+
+    Keys and values go from rank to rank, and every rank sums up what its queries see of them; on the way back they go
+    round again, and their gradients straight home (Liu et al., Ring Attention with Blockwise Transformers, 2023).
+    The mask has all columns, and the rows of the own queries.
+    """
+
+    __module__ = "polylane"
+
+    def __init__(self, circle: RingSchedule) -> None:
+        self.schedule = circle
+        self.__name__ = "ring_attention"
+
+    def __call__(
+        self, axis: Axis, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        setting = (axis, self.schedule, _attention_scale(query, scale), enable_gqa)
+        return _apply_function(_Ring, setting, query, key, value, attn_mask)
+
+
+class RingOverKeys:
+    """Attention whose keys and values are cut, and whose queries are not: ``keys(axis, query, key, value, ...)``.
+
+    Every rank gives a summand of the value: what all its own keys add (the "split K" of Dao et al., Flash-Decoding,
+    2023). The mask has the own columns.
+
+    Args:
+        keys: positions of this rank's keys.
+        queries: positions of the queries where another axis has cut them; None: all.
+    """
+
+    __module__ = "polylane"
+
+    def __init__(self, keys: Span, queries: Span | None = None) -> None:
+        self.keys, self.queries = keys, queries
+        self.__name__ = "split_key_attention"
+
+    def __call__(
+        self, axis: Axis, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        queries = ((0, query.shape[-2]),) if self.queries is None else self.queries
+        setting = (axis, RingSchedule((queries,), (self.keys,), is_causal), _attention_scale(query, scale), enable_gqa)
+        return _apply_function(_Keys, setting, query, key, value, attn_mask)
+
+
+def _attention_scale(query: Tensor, scale: float | None) -> float:
+    return 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
+
+
+def _apply_function(
+    function: type[torch.autograd.Function], setting: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """In the precision that autocast gives attention, and without autocast inside."""
+    device = query.device.type
+
+    def lowered(x: Tensor) -> Tensor:
+        eligible = x.is_floating_point() and x.dtype != torch.float64
+        return x.to(torch.get_autocast_dtype(device)) if eligible else x
+
+    if torch.is_autocast_enabled(device):
+        query, key, value = lowered(query), lowered(key), lowered(value)
+        mask = None if mask is None else lowered(mask)
+    with torch.autocast(device, enabled=False):
+        return function.apply(query, key, value, mask, *setting)  # type: ignore[no-any-return]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        axis: Axis, circle: RingSchedule, factor: float, grouped: bool,
+    ) -> Tensor:  # fmt: skip
+        queries = AttentionQueries(query, mask, circle.queries[axis.index], circle.causal, factor, grouped)
+        sums = OnlineSoftmax(queries, key, value)
+        held: Tensor | None = _pack(key, value)
+        for step in range(circle.degree):
+            block = (axis.index - step) % circle.degree
+            if held is not None and circle.wanted(axis.index, block):
+                sums.add_block(queries, _unpack(held, key, value, circle.keys[block]))
+            held, _ = _pass_on(axis, circle, step, held, key, value)
+        out, logsum = sums.result()
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, out, logsum)
+        ctx.setting = axis, circle, factor, grouped
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, mask, out, logsum = ctx.saved_tensors
+        axis, circle, factor, grouped = ctx.setting
+        queries = AttentionQueries(query, mask, circle.queries[axis.index], circle.causal, factor, grouped)
+        way = _start_backward(ctx, queries, grads[0], logsum, _row_dot(grads[0], out, logsum))
+        of_key, of_value = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (key, value))
+        held: Tensor | None = _pack(key, value)
+        for step in range(circle.degree):
+            block, homeward = (axis.index - step) % circle.degree, None
+            if held is not None and circle.wanted(axis.index, block):
+                pair = way.add_block(_unpack(held, key, value, circle.keys[block]))
+                if step:
+                    homeward = _pack(pair[0].to(key.dtype), pair[1].to(value.dtype))
+                else:
+                    of_key, of_value = pair
+            held, home = _pass_on(axis, circle, step, held, key, value, homeward, backward=True)
+            if home is not None:
+                part = _unpack(home, key, value, circle.keys[axis.index])
+                of_key, of_value = of_key + part.key, of_value + part.value
+        return *_requested_gradients(ctx, way, of_key.to(key.dtype), of_value.to(value.dtype)), *[None] * 4
+
+
+def _pass_on(
+    axis: Axis, circle: RingSchedule, step: int, held: Tensor | None, key: Tensor, value: Tensor,
+    homeward: Tensor | None = None, backward: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """What the rank before hands on, and, on the way back, the gradients of the own keys by another rank's queries."""
+    n, me = circle.degree, axis.index
+    after, before, asking, home = (me + 1) % n, (me - 1) % n, (me + step) % n, (me - step) % n
+    returns = backward and step > 0
+    if not any(circle.passes_on(step, r) or (returns and circle.wanted(r, r - step)) for r in range(n)):
+        return None, None
+    pieces: list[Tensor | None] = [None] * n
+    shapes: list[tuple[int] | None] = [None] * n
+    pieces[me] = key.new_empty(0)  # so that even a rank that sends nothing says of which type
+    if circle.passes_on(step, me):
+        pieces[after] = held
+    if circle.passes_on(step, before):
+        shapes[before] = (_packed_elements(key, value, circle.keys[(before - step) % n]),)
+    if returns and circle.wanted(me, home):
+        pieces[home] = homeward
+    if returns and circle.wanted(asking, me):  # only the last step has the same neighbour, and hands nothing on
+        shapes[asking] = (_packed_elements(key, value, circle.keys[me]),)
+    parts = axis.exchange(pieces, shapes)
+    handed = parts[before] if circle.passes_on(step, before) else None
+    return handed, parts[asking] if returns and circle.wanted(asking, me) else None
+
+
+def _packed_elements(key: Tensor, value: Tensor, span: Span) -> int:
+    """Elements of the keys and values at ``span``."""
+    return sum(math.prod(x.shape[:-2]) * x.shape[-1] for x in (key, value)) * span_length(span)
+
+
+def _pack(key: Tensor, value: Tensor) -> Tensor:
+    """Both as one message."""
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+
+def _unpack(both: Tensor, key: Tensor, value: Tensor, span: Span) -> KeyValueBlock:
+    """Keys and values at ``span``, in the form of the own ones."""
+    shapes = [(*x.shape[:-2], span_length(span), x.shape[-1]) for x in (key, value)]
+    keys, values = both.split([math.prod(shape) for shape in shapes])
+    return KeyValueBlock(keys.view(shapes[0]), values.view(shapes[1]), span, span)
+
+
+class _Keys(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        axis: Axis, circle: RingSchedule, factor: float, grouped: bool,
+    ) -> Tensor:  # fmt: skip
+        queries = AttentionQueries(query, mask, circle.queries[0], circle.causal, factor, grouped)
+        sums = OnlineSoftmax(queries, key, value)
+        sums.add_block(queries, KeyValueBlock(key, value, circle.keys[0]))
+        sums.raise_max(axis.maximum(sums.row_max.clone()))
+        sums.weight_sum = axis.all_reduce(sums.weight_sum)
+        out, logsum = sums.result()
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, out, logsum)
+        ctx.setting = axis, circle, factor, grouped
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, mask, out, logsum = ctx.saved_tensors
+        axis, circle, factor, grouped = ctx.setting
+        queries = AttentionQueries(query, mask, circle.queries[0], circle.causal, factor, grouped)
+        overlap = axis.all_reduce(_row_dot(grads[0], out, logsum).contiguous())
+        way = _start_backward(ctx, queries, grads[0], logsum, overlap)
+        of_key, of_value = way.add_block(KeyValueBlock(key, value, circle.keys[0]))
+        return *_requested_gradients(ctx, way, of_key.to(key.dtype), of_value.to(value.dtype)), *[None] * 4
+
+
+def _row_dot(gradient: Tensor, out: Tensor, logsum: Tensor) -> Tensor:
+    dtype = logsum.dtype
+    return (gradient.to(dtype) * out.to(dtype)).sum(-1, keepdim=True).sum_to_size(logsum.shape)
+
+
+def _start_backward(
+    ctx: Any, queries: AttentionQueries, gradient: Tensor, logsum: Tensor, overlap: Tensor
+) -> AttentionGradients:
+    query, mask = queries.query, queries.mask
+    of_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
+    of_mask = (
+        torch.zeros_like(mask, dtype=accumulation_dtype(query.dtype))
+        if mask is not None and ctx.needs_input_grad[3]
+        else None
+    )
+    return AttentionGradients(queries, gradient, logsum, overlap, of_query, of_mask)
+
+
+def _requested_gradients(
+    ctx: Any, way: AttentionGradients, of_key: Tensor, of_value: Tensor
+) -> tuple[Tensor | None, ...]:
+    mask = way.queries.mask
+    of_mask = way.mask_gradient.to(mask.dtype) if way.mask_gradient is not None and mask is not None else None
+    return way.query_gradient.to(way.queries.query.dtype), of_key, of_value, of_mask

@@ -1,0 +1,252 @@
+"""From one placement to another: one collective forward, and the one that duality asks for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from polylane.placement.placement import PARTIAL, Partial, Placement, Replicate, Shard, gradient_placement
+
+
+class Axis(Protocol):
+    """The ranks along one axis of a mesh, as one of them sees them.
+
+    All ranks of an axis ask for the same operations in the same order.
+    """
+
+    index: int
+    degree: int
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, the same bits everywhere; ``tensor`` stays as it is."""
+        ...
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """The elementwise maximum over all ranks; ``tensor`` may be overwritten."""
+        ...
+
+    def exchange(self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
+        """Send ``pieces[i]`` to rank i and receive from each what it has for this one.
+
+        Args:
+            pieces: contiguous, all of one dtype; None where rank i gets nothing. This rank's own comes back as it is,
+                and is always there: it tells the dtype.
+            shapes: of what comes from each rank, None where nothing does.
+        """
+        ...
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """As :meth:`all_reduce`; what it gives is waited for by a call of the result."""
+        ...
+
+    def begin_exchange(
+        self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
+    ) -> Callable[[], list[Tensor | None]]:
+        """As :meth:`exchange`; what it gives is waited for by a call of the result."""
+        ...
+
+
+def collective_name(source: Placement, target: Placement) -> str:
+    """The collective that brings a value from one placement to another, or "" where nothing travels (forward)."""
+    if isinstance(source, Partial):
+        return "all_reduce" if isinstance(target, Replicate) else "reduce_scatter" if isinstance(target, Shard) else ""
+    if isinstance(source, Shard):
+        return "all_gather" if isinstance(target, Replicate) else _collective_from_shard(source, target)
+    return ""
+
+
+def _collective_from_shard(source: Shard, target: Placement) -> str:
+    return "all_to_all" if isinstance(target, Shard) and target != source else ""
+
+
+class Redistribute:
+    """A value from one placement to another along an axis, as an operator of a graph: ``move(axis, x)``."""
+
+    __module__ = "polylane"
+
+    def __init__(self, source: Placement, target: Placement) -> None:
+        self.source, self.target = source, target
+        self.__name__ = collective_name(source, target) or "place"
+
+    def __call__(self, axis: Axis, x: Tensor) -> Tensor:
+        if self.source == self.target:
+            return x
+        return _RedistributeFunction.apply(x, axis, self.source, self.target)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _RedistributeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, source: Placement, target: Placement) -> Tensor:
+        ctx.axis, ctx.source, ctx.target = axis, source, target
+        out = redistribute(axis, x, source, target)
+        return out.view_as(x) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (
+            redistribute(ctx.axis, grads[0], gradient_placement(ctx.target), gradient_placement(ctx.source)),
+            None,
+            None,
+            None,
+        )
+
+
+def redistribute(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Tensor:
+    """Bring a value from one placement to another, without a thought of gradients."""
+    return begin_redistribute(axis, x, source, target)()
+
+
+def begin_redistribute(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Callable[[], Tensor]:
+    """As :func:`redistribute`; what travels is waited for by a call of the result."""
+    if isinstance(source, Replicate):
+        return _finished(_from_replicated(axis, x, target))
+    if isinstance(source, Partial):
+        if isinstance(target, Partial):
+            return _finished(x)
+        if isinstance(target, Replicate):
+            return axis.begin_all_reduce(x.contiguous())
+        return _reduce_scatter(axis, x, target)
+    if isinstance(target, Shard):
+        return _finished(x) if target == source else _all_to_all(axis, x, source, target)
+    if isinstance(target, Partial):
+        return _finished(_pad_with_zeros(axis, x, source))
+    return _all_gather(axis, x, source)
+
+
+def _finished(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
+def _from_replicated(axis: Axis, x: Tensor, target: Placement) -> Tensor:
+    if isinstance(target, Partial):
+        return x if axis.index == 0 else torch.zeros_like(x)
+    return local_shard(x, target, axis.index) if isinstance(target, Shard) else x
+
+
+def local_shard(x: Tensor, shard: Shard, index: int) -> Tensor:
+    """What rank ``index`` has of a whole value; contiguous, of memory of its own."""
+    parts = [x.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges(index)]
+    if len(parts) == 1:
+        return parts[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(parts, shard.dim) if parts else x.narrow(shard.dim, 0, 0).clone()
+
+
+def _pad_with_zeros(axis: Axis, x: Tensor, source: Shard) -> Tensor:
+    shape = list(x.shape)
+    shape[source.dim] = source.size
+    out = x.new_zeros(shape)
+    _fill_shard(out, x, source, axis.index)
+    return out
+
+
+def _fill_shard(out: Tensor, part: Tensor, shard: Shard, index: int) -> None:
+    at = 0
+    for start, stop in shard.ranges(index):
+        out.narrow(shard.dim, start, stop - start).copy_(part.narrow(shard.dim, at, stop - start))
+        at += stop - start
+
+
+def _shape_with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    return tuple(length if d == dim else n for d, n in enumerate(shape))
+
+
+def _all_gather(axis: Axis, x: Tensor, source: Shard) -> Callable[[], Tensor]:
+    own = x.contiguous()
+    shapes = [_shape_with_length(x.shape, source.dim, source.local_length(i)) for i in range(axis.degree)]
+    exchange = axis.begin_exchange([own] * axis.degree, shapes)
+
+    def finish() -> Tensor:
+        parts = exchange()
+        if len(source.cuts) == 1:
+            return torch.cat([part for part in parts if part is not None], source.dim)
+        return _assemble_shards(parts, source)
+
+    return finish
+
+
+def _assemble_shards(parts: Sequence[Tensor | None], shard: Shard) -> Tensor:
+    first = parts[0]
+    assert first is not None
+    out = first.new_empty(_shape_with_length(first.shape, shard.dim, shard.size))
+    for i, part in enumerate(parts):
+        assert part is not None
+        _fill_shard(out, part, shard, i)
+    return out
+
+
+def _reduce_scatter(axis: Axis, x: Tensor, target: Shard) -> Callable[[], Tensor]:
+    pieces = [local_shard(x, target, i) for i in range(axis.degree)]
+    own = tuple(pieces[axis.index].shape)
+    exchange = axis.begin_exchange(pieces, [own] * axis.degree)
+
+    def finish() -> Tensor:
+        out, *rest = exchange()
+        assert out is not None
+        for part in rest:  # in the order of ranks, whoever sums
+            assert part is not None
+            out = out + part
+        return out
+
+    return finish
+
+
+def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable[[], Tensor]:
+    if source.dim == target.dim:
+        return _recut_dimension(axis, x, source, target)
+    pieces = [local_shard(x, target, i) for i in range(axis.degree)]
+    kept = target.local_length(axis.index)
+    shapes = [
+        _shape_with_length(_shape_with_length(x.shape, target.dim, kept), source.dim, source.local_length(i))
+        for i in range(axis.degree)
+    ]
+    exchange = axis.begin_exchange(pieces, shapes)
+    return lambda: _assemble_shards(exchange(), source)
+
+
+def _recut_dimension(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable[[], Tensor]:
+    """The same dimension, cut elsewhere: every rank sends what lies in another's part."""
+    dim, me = source.dim, axis.index
+    pieces = [_overlapping_part(x, source.ranges(me), target.ranges(i), dim) for i in range(axis.degree)]
+    lengths = [_overlap_length(source.ranges(i), target.ranges(me)) for i in range(axis.degree)]
+    exchange = axis.begin_exchange(pieces, [_shape_with_length(x.shape, dim, n) for n in lengths])
+    wanted = sorted(
+        (max(a, c), min(b, d), i)
+        for i in range(axis.degree)
+        for a, b in source.ranges(i)
+        for c, d in target.ranges(me)
+        if max(a, c) < min(b, d)
+    )
+
+    def finish() -> Tensor:
+        parts, taken, out = exchange(), [0] * axis.degree, []
+        for start, stop, i in wanted:
+            part = parts[i]
+            assert part is not None
+            out.append(part.narrow(dim, taken[i], stop - start))
+            taken[i] += stop - start
+        return torch.cat(out, dim) if out else x.narrow(dim, 0, 0).clone()
+
+    return finish
+
+
+def _overlapping_part(x: Tensor, own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]], dim: int) -> Tensor:
+    parts, at = [], 0
+    for a, b in own:
+        for c, d in wanted:
+            start, stop = max(a, c), min(b, d)
+            if start < stop:
+                parts.append(x.narrow(dim, at + start - a, stop - start))
+        at += b - a
+    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
+
+
+def _overlap_length(own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> int:
+    return sum(max(0, min(b, d) - max(a, c)) for a, b in own for c, d in wanted)
+
+
+def all_reduce_differentiable(axis: Axis, x: Tensor) -> Tensor:
+    """The sum over all ranks of what each has, differentiable: every rank's gradient is that of the sum."""
+    return _RedistributeFunction.apply(x, axis, PARTIAL, Replicate())  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,204 @@
+"""Fit a plan to a graph: which nodes each stage has; and the plan that cuts already made amount to."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import networkx as nx
+
+from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph, Node
+from polylane.graph.partition import Partition, StageCrossing, cut_positions
+from polylane.plan.pinned_placements import check_pins
+from polylane.plan.plan import MESH, Fingerprint, Plan, Stage, check
+from polylane.plan.rank_order import assign_ranks
+from polylane.plan.spec import Spec
+from polylane.schedule.stage_graph import CyclicStages, StageGraph
+
+
+def fingerprint(graph: Graph) -> Fingerprint:
+    """What a plan for ``graph`` carries of it."""
+    return Fingerprint(id=graph.fingerprint, nodes=len(graph.nodes), parameters=len(graph.parameters))
+
+
+def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
+    """The plan that puts each stage of ``partition`` on a mesh of data x sequence x tensor ranks: see
+    :func:`assign_ranks`.
+    """
+    nodes = partition.graph.nodes
+    pieces: list[list[str]] = [[] for _ in spec.meshes]
+    for first, end, stage in partition.pieces:
+        pieces[stage] += [nodes[first].name, nodes[end - 1].name]
+    stages = tuple(
+        Stage(
+            nodes=tuple(pieces[s]),
+            devices=devices,
+            mesh={axis: n for axis, n in zip(MESH, degrees, strict=True) if n > 1 or axis == "data"},  # type: ignore[misc]
+        )
+        for s, (degrees, devices) in enumerate(zip(spec.meshes, assign_ranks(spec.meshes), strict=True))
+    )
+    return Plan(
+        graph=fingerprint(partition.graph),
+        stages=stages,
+        schedule=spec.schedule,  # type: ignore[arg-type]
+        microbatches=microbatches,
+        precision=spec.precision,  # type: ignore[arg-type]
+        sync=spec.sync,
+        slow=dict(spec.slow),
+        per_sample=spec.per_sample,
+    )
+
+
+def with_fingerprint(plan: Plan, graph: Graph) -> Plan:
+    """The plan with what it carries of its graph: whoever writes it down says what it is for."""
+    return plan if plan.graph is not None else plan.model_copy(update={"graph": fingerprint(graph)})
+
+
+def partition_for(plan: Plan, graph: Graph) -> Partition:
+    """Cut ``graph`` as ``plan`` says.
+
+    Raises:
+        PolylaneError: the plan contradicts itself, is for another model (with the difference), its stages do not cover
+        the graph, or they wait for each other.
+    """
+    check(plan)  # a copy with changes has not been looked at yet
+    own = fingerprint(graph)
+    if plan.graph is not None and plan.graph.id != own.id:
+        which = plan.title if plan.title != "plan" else "the plan"
+        raise PolylaneError(f"{which} is for another model: {_difference(plan, plan.graph, graph, own)}")
+    pieces = _stage_pieces(plan, graph)
+    allowed = set(cut_positions(graph))
+    for cut, _, index in pieces[1:]:
+        while graph.nodes[cut].recomputable:
+            cut += 1
+        if cut not in allowed:
+            raise PolylaneError(
+                f"{plan.title}: stages.{index}.nodes: the graph cannot be cut before {graph.nodes[cut].name}: it "
+                "shares memory that is written in place, or reads a value whose size depends on data"
+            )
+    cuts, owners = tuple(first for first, _, _ in pieces[1:]), tuple(stage for _, _, stage in pieces)
+    partition = Partition(graph, cuts, () if owners == tuple(range(len(owners))) else owners)
+    _check_order(plan, partition)
+    check_pins([stage.placements for stage in plan.stages], partition, plan.title)
+    return partition
+
+
+def _stage_pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
+    """The pieces of all stages as (first position, last position, stage), in the graph's order: they cover it.
+
+    Raises:
+        PolylaneError: they do not, or two have the same node.
+    """
+    nodes, found = graph.nodes, list[tuple[int, int, int]]()
+    for index, stage in enumerate(plan.stages):
+        for names in stage.pieces:
+            first, last = _find_nodes(plan, nodes, names[0], index)[0], _find_nodes(plan, nodes, names[1], index)[-1]
+            if last < first:
+                wrong = f"{nodes[last].name} comes before {nodes[first].name}"
+                raise PolylaneError(f"{plan.title}: stages.{index}.nodes: {wrong}")
+            found.append((first, last, index))
+    found.sort()
+    begin, result = 0, list[tuple[int, int, int]]()
+    for first, last, index in found:
+        if result:
+            result[-1] = (result[-1][0], _extend_to_line_end(nodes, begin - 1, first), result[-1][2])
+            begin = result[-1][1] + 1
+        while begin < first and _same_source_line(nodes[first - 1], nodes[first]):
+            first -= 1
+        if first > begin and not all(node.recomputable for node in nodes[begin:first]):
+            raise PolylaneError(f"{plan.title}: stages: {_describe_left_out(graph, range(begin, first), found)}")
+        if first < begin:
+            other = next(stage for a, b, stage in result if a <= first <= b)
+            raise PolylaneError(
+                f"{plan.title}: stages.{index}.nodes: {nodes[first].name} is on stage {other} already: every node has "
+                "one stage"
+            )
+        result.append((begin, last, index))  # with free nodes before it, which every stage computes for itself
+        begin = last + 1
+    begin = _extend_to_line_end(nodes, begin - 1, len(nodes)) + 1
+    if not all(node.recomputable for node in nodes[begin:]):
+        raise PolylaneError(f"{plan.title}: stages: {_describe_left_out(graph, range(begin, len(nodes)), found)}")
+    return [*result[:-1], (result[-1][0], len(nodes) - 1, result[-1][2])]
+
+
+def _extend_to_line_end(nodes: Sequence[Node], last: int, end: int) -> int:
+    """The last of the nodes before ``end`` that follow the one at ``last`` and are of the same line of the user's.
+
+    A mean over a count is written as several nodes, of which a plan may name the one that torch has.
+    """
+    while last + 1 < end and _same_source_line(nodes[last], nodes[last + 1]):
+        last += 1
+    return last
+
+
+def _same_source_line(one: Node, other: Node) -> bool:
+    return bool(one.source) and (one.module, one.source) == (other.module, other.source)
+
+
+def _describe_left_out(graph: Graph, missing: Sequence[int], pieces: Sequence[tuple[int, int, int]]) -> str:
+    """What no stage computes, and who needs it."""
+    names = {graph.nodes[i].name for i in missing}
+    for first, last, stage in pieces:
+        for i in range(first, last + 1):
+            for value in graph.nodes[i].inputs:
+                if value in names:
+                    return f"{graph.nodes[i].name} on stage {stage} needs {value}, which no stage computes"
+    return f"no stage has {graph.nodes[missing[0]].name}: together they must cover the graph, in its order"
+
+
+def _check_order(plan: Plan, partition: Partition) -> None:
+    try:
+        StageGraph.of_partition(partition)
+    except CyclicStages:
+        # Between two pieces of one stage lies what other stages make of the first for the second.
+        crossing, stage = _find_backward_crossing(partition)
+        raise PolylaneError(
+            f"{plan.title}: stages wait for each other: stage {stage} needs {crossing.value} of stage "
+            f"{crossing.producer}, which itself needs what stage {stage} makes: put what lies between on one of them, "
+            "or give the pieces a stage each"
+        ) from None
+
+
+def _find_backward_crossing(partition: Partition) -> tuple[StageCrossing, int]:
+    """A value that a stage reads, of a stage that cannot do without it."""
+    waits = nx.DiGraph(partition.edges)
+    return next(
+        (crossing, stage)
+        for crossing in reversed(partition.crossings)
+        for stage in crossing.consumers
+        if nx.has_path(waits, stage, crossing.producer)
+    )
+
+
+def _find_nodes(plan: Plan, nodes: tuple[Node, ...], name: str, index: int) -> list[int]:
+    exact = [i for i, node in enumerate(nodes) if node.name == name]
+    inside = [i for i, node in enumerate(nodes) if node.module == name or node.module.startswith(f"{name}.")]
+    if not exact and not inside:
+        unknown = f"the model has no node and no module {name!r}{_hint(plan, nodes, name)}"
+        raise PolylaneError(f"{plan.title}: stages.{index}.nodes: {unknown}")
+    return exact or inside
+
+
+def _hint(plan: Plan, nodes: tuple[Node, ...], name: str) -> str:
+    """What may be meant by a name that the graph does not have; and where the graph ends, if that is asked for."""
+    hints = []
+    if close := difflib.get_close_matches(name, [*(n.name for n in nodes), *(n.module for n in nodes)], 1):
+        hints.append(f"did you mean {close[0]}?")
+    if name == plan.stages[-1].nodes[-1]:  # a loss, say, that the model computes itself
+        hints.append(f"this graph's last node is {nodes[-1].name}")
+    elif name == plan.stages[0].nodes[0]:
+        hints.append(f"this graph's first node is {nodes[0].name}")
+    return "".join(f"; {hint}" for hint in hints)
+
+
+def _difference(plan: Plan, said: Fingerprint, graph: Graph, own: Fingerprint) -> str:
+    known = {node.name for node in graph.nodes} | {node.module for node in graph.nodes}
+    missing = [name for stage in plan.stages for name in stage.nodes if name not in known]
+    if missing:
+        return f"it names {missing[0]!r}, which this model does not have"
+    if said.parameters != own.parameters:
+        return f"it has {said.parameters} parameter tensors, this model {own.parameters}"
+    if said.nodes != own.nodes:
+        return f"it has {said.nodes} nodes, this model {own.nodes}"
+    return f"the shapes or the wiring differ (fingerprint {said.id}, this model's is {own.id})"

@@ -1,0 +1,108 @@
+"""The placements that a plan fixes: their form, and whether the graph has what they name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition
+
+_FORM = re.compile(r"replicate|partial|shard\((?P<dim>0|[1-9][0-9]*)\)")
+
+
+def read_pattern(given: Any) -> str:
+    """A placement as a plan file writes it.
+
+    Raises:
+        PydanticCustomError: it is none.
+    """
+    if not isinstance(given, str) or not _FORM.fullmatch(given):
+        raise PydanticCustomError(
+            "placement", "{given} is not replicate, shard(<dim>) or partial", {"given": repr(given)}
+        )
+    return given
+
+
+# The placements of every stage: name of a parameter or node -> axis -> pattern.
+_Placements = Sequence[Mapping[str, Mapping[Any, str]]]
+
+
+def check_axes(stages: _Placements, axes: Sequence[Collection[str]], title: str) -> None:
+    """Refuse placements on axes along which nothing is split: nobody would look at them.
+
+    Args:
+        stages: the placements of every stage.
+        axes: of every stage, along which its operators are split.
+        title: of the plan.
+
+    Raises:
+        PolylaneError: naming the plan's key.
+    """
+    for index, placements in enumerate(stages):
+        for name, on_axes in placements.items():
+            for axis in on_axes:
+                if axis not in axes[index]:
+                    raise PolylaneError(
+                        f"{title}: stages.{index}.placements.{name}.{axis}: the stage splits nothing along {axis}: "
+                        f"leave it out, or give its mesh an axis {axis} of 2 or more"
+                    )
+
+
+def check_pins(stages: _Placements, partition: Partition, title: str) -> None:
+    """Refuse placements, by stage, of what the stage does not have, or that contradict each other.
+
+    Args:
+        stages: the placements of every stage.
+        partition: the model, cut.
+        title: of the plan.
+
+    Raises:
+        PolylaneError: naming the plan's key.
+    """
+    said: dict[tuple[str, str], tuple[int, str]] = {}
+    for index, placements in enumerate(stages):
+        for name, on_axes in placements.items():
+            key = f"{title}: stages.{index}.placements.{name}"
+            dims = _count_dims(partition, index, name, key)
+            for axis, pattern in on_axes.items():
+                match = _FORM.fullmatch(pattern)
+                if match is not None and match["dim"] is not None and int(match["dim"]) >= dims:
+                    raise PolylaneError(f"{key}.{axis}: {pattern}, but its dimensions are {_numbered(dims)}")
+                other, before = said.setdefault((name, axis), (index, pattern))
+                if before != pattern:
+                    raise PolylaneError(f"{key}.{axis}: {pattern}, but stage {other} has {before} for it")
+
+
+def _numbered(dims: int) -> str:
+    return "none" if dims == 0 else ", ".join(map(str, range(dims)))
+
+
+def _count_dims(partition: Partition, stage: int, name: str, key: str) -> int:
+    """How many dimensions the named tensor has."""
+    graph = partition.graph
+    if name in graph.parameters:
+        holders = [s for s in range(partition.stages) if name in partition.parameters(s)]
+        _check_on_stage(key, holders, stage)
+        return len(graph.parameters[name].shape)
+    if name in graph.positions:
+        _check_on_stage(key, [partition.stage_of[name]], stage)
+        return len(graph.nodes[graph.positions[name]].shape)
+    if name in graph.tied:
+        raise PolylaneError(f"{key}: it is tied to {graph.tied[name]}: name that one")
+    raise PolylaneError(f"{key}: the model has no parameter and no node of this name{_hint(graph, name)}")
+
+
+def _check_on_stage(key: str, holders: Sequence[int], stage: int) -> None:
+    if holders and stage not in holders:  # what only another loss uses is on no stage of this graph
+        raise PolylaneError(f"{key}: it is on stage {', '.join(map(str, holders))}")
+
+
+def _hint(graph: Graph, name: str) -> str:
+    close = difflib.get_close_matches(name, [*graph.parameters, *graph.positions], 1)
+    return f"; did you mean {close[0]}?" if close else ""

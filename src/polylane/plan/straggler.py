@@ -1,0 +1,59 @@
+"""Stragglers that a plan asks for, to see what they do to the others: in a plan file, and in one line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import pydantic
+
+from polylane.errors import PolylaneError
+from polylane.plan.strict import Count, StrictMapping
+
+
+class Straggler(StrictMapping):
+    """One rank's passes take ``times`` as long as they do; in one of ``every`` steps, for each rank in another one."""
+
+    times: Annotated[float, pydantic.Field(ge=1, allow_inf_nan=False)]
+    every: Count = 1
+
+    def factor_at(self, step: int, rank: int) -> float:
+        """How many times as long the passes of a step take."""
+        return self.times if step % self.every == rank % self.every else 1.0
+
+
+def _read_straggler(value: Any) -> Any:
+    """A number alone is how many times as long, in every step."""
+    return {"times": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Slowness = dict[pydantic.StrictInt, Annotated[Straggler, pydantic.BeforeValidator(_read_straggler)]]
+
+
+def parse_stragglers(text: str) -> dict[int, Straggler]:
+    """Ranks and how slow they are made: "1:2" or "1:2@4", or several with + in between.
+
+    Raises:
+        PolylaneError: it is not of that form.
+    """
+    found = dict[int, Straggler]()
+    for each in text.split("+"):
+        rank, colon, rest = each.partition(":")
+        times, at, every = rest.partition("@")
+        try:
+            if not colon or not rank.isdecimal() or (at and not every.isdecimal()):
+                raise ValueError(each)
+            if int(rank) in found:
+                raise PolylaneError(f"slow={text[:60]} names rank {int(rank)} twice")
+            found[int(rank)] = Straggler(times=float(times), every=int(every) if at else 1)
+        except ValueError as error:  # pydantic's own is one
+            raise PolylaneError(
+                f"slow={text[:60]} must be RANK:TIMES, as in 1:2.5 (times of at least 1), or RANK:TIMES@STEPS: in one "
+                "of so many steps"
+            ) from error
+    return found
+
+
+def straggler_words(slow: dict[int, Straggler]) -> list[str]:
+    """It as a word of a plan in one line; none where nobody is slow."""
+    each = [f"{rank}:{s.times:g}" + (f"@{s.every}" if s.every > 1 else "") for rank, s in slow.items()]
+    return ["slow=" + "+".join(each)] if each else []

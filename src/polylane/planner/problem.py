@@ -1,0 +1,180 @@
+"""From a captured graph and a cluster to what predictions and searches rest on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from polylane.cluster.cluster import Cluster
+from polylane.cluster.device import Device
+from polylane.cost.cost_table import Clock, ShardedGraphCost
+from polylane.cost.memory.optimizer_state import OptimizerState, probe_optimizer_state
+from polylane.cost.memory.peak import MARGINS
+from polylane.cost.memory.saved_tensors import BackendSetting
+from polylane.cost.memory.search_bound import Footprint
+from polylane.cost.network import collectives as network
+from polylane.cost.operators import roofline
+from polylane.cost.operators.profile import Profile, ProfileClock
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.predict import CostModel
+from polylane.cost.stage_cost import Lay, StageCosts
+from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition, balance_stages
+from polylane.placement.operator_view import OperatorView
+from polylane.placement.rewrite import AxisSplit
+from polylane.plan import fit_to_graph as fit
+from polylane.plan.plan import Plan, default_microbatches
+from polylane.plan.spec import Degrees, Spec
+from polylane.planner.stage_curves import CurveCache
+from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+# Passes over an element's bytes that an optimizer's step makes beyond reading and writing its states once: the
+# parameter is read and written, the gradient read, and set to zero for the next step.
+PASSES = 4
+
+
+@dataclass(frozen=True)
+class CapturedProblem:
+    """What is to be trained, as far as costs depend on it: a graph, and what a graph does not say.
+
+    Attributes:
+        graph: of the model and its loss, captured with any number of samples.
+        optimizer: takes (name, parameter) pairs and makes the user's optimizer.
+        whole: names of the parameters that every rank must hold whole -> why.
+        pins: placements asked for: axis -> name of a parameter or node -> placement.
+        profile: measured times of the graph's nodes; None: the device's model tells them.
+    """
+
+    graph: Graph
+    optimizer: Factory
+    whole: Mapping[str, str] = field(default_factory=dict)
+    pins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    profile: Profile | None = None
+
+
+def build_cost_model(
+    problem: CapturedProblem, cluster: Cluster, method: TrainingOptions, lay: Lay | None = None
+) -> CostModel:
+    """What predictions of a training on a cluster rest on.
+
+    Args:
+        problem: what is trained.
+        cluster: the devices and what links them.
+        method: how training is done.
+        lay: the operators' placements on a mesh; default: chosen for this cluster.
+    """
+    graph, device = problem.graph, cluster.device(0)
+    kind = device.type
+    states = probe_optimizer_state(graph, problem.optimizer, kind)
+    rates = network.fit_rank_speed(cluster, range(min(cluster.count, 2)), method.dtype)
+
+    offer = LayoutOffer(graph, graph.samples)
+
+    def chosen(mesh: Degrees) -> Layout:
+        degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
+        return choose_layout(
+            graph, degrees, graph.samples, pins=problem.pins, whole=problem.whole, rates=rates, offer=offer
+        )
+
+    def sheet(splits: Mapping[str, AxisSplit], shown: OperatorView | None) -> ShardedGraphCost:
+        return ShardedGraphCost(
+            graph, splits, graph.samples, item=method.float_itemsize if method.is_half_precision else None, shown=shown
+        )
+
+    setting = BackendSetting(graph.samples, device=kind, **_precision_setting(method))
+    return CostModel(
+        cluster=_with_measured_contention(cluster, problem.profile),
+        stages=StageCosts(graph, lay or chosen, sheet, setting),
+        method=method,
+        make_clock=_make_clocks(problem.profile, method),
+        update_seconds=_make_update_clock(problem, states),
+        optimizer=states,
+        margin=MARGINS[kind],
+        host_overhead=0.0 if problem.profile is not None else device.turn / device.speed,
+    )
+
+
+def _with_measured_contention(cluster: Cluster, profile: Profile | None) -> Cluster:
+    """The cluster with what the model's own copies slow each other by, where that was measured, not what others do."""
+    if profile is None or not profile.host_contention:
+        return cluster
+    contention = dict(profile.host_contention)
+    return replace(cluster, hosts=tuple(h.model_copy(update={"contention": contention}) for h in cluster.hosts))
+
+
+def _precision_setting(method: TrainingOptions) -> dict[str, Any]:
+    """How values are kept: autocast keeps parameters as they are; 16 bits without masters are everything's."""
+    if not method.is_half_precision:
+        return {}
+    low = getattr(torch, method.dtype)
+    return {"autocast": low} if method.masters and method.dtype == "bfloat16" else {"dtype": low}
+
+
+def _make_clocks(profile: Profile | None, method: TrainingOptions) -> Callable[[Device], Clock]:
+    def of(device: Device) -> Clock:
+        model = roofline.Roofline(device, method.dtype, method.float_itemsize if method.is_half_precision else None)
+        return model if profile is None else ProfileClock(profile, model, device.speed)
+
+    return of
+
+
+def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Callable[[Device, int, int], float]:
+    """Seconds of the optimizer's step: measured, or by the bytes that pass through memory."""
+    trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
+    elements = sum(math.prod(info.shape) for _, info in trained)
+    kept = sum(states.bytes(name, info.shape) for name, info in trained)
+    own = sum(info.bytes for _, info in trained)
+    each = (PASSES * own + 2 * kept) / max(elements, 1)
+    measured = None if problem.profile is None or not elements else problem.profile.update_seconds / elements
+
+    def seconds(device: Device, count: int, tensors: int) -> float:
+        if measured is not None:
+            return measured * count / device.speed
+        return count * each / (device.bandwidth * device.speed) + device.overhead
+
+    return seconds
+
+
+def build_search_bound(problem: CapturedProblem, cluster: Cluster) -> Footprint:
+    """Bytes of workers by what they hold."""
+    device = cluster.device(0)
+    kind = device.type
+    states = probe_optimizer_state(problem.graph, problem.optimizer, kind)
+    trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
+    elements = sum(math.prod(info.shape) for _, info in trained) or 1
+    kept = sum(states.bytes(name, info.shape) for name, info in trained) / elements
+    item = sum(info.bytes for _, info in trained) // elements or 4
+    return Footprint(kept, item, MARGINS[kind].share, MARGINS[kind].fixed_bytes)
+
+
+def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition, Plan]:
+    """A plan as it would run: its cuts by the predicted times, where it does not say them.
+
+    Raises:
+        PolylaneError: a plan for another model, or more stages, replicas or microbatches than there can be.
+    """
+    graph = found.stages.graph
+    if isinstance(plan, Plan):
+        partition = fit.partition_for(plan, graph)
+        return partition, fit.with_fingerprint(plan, graph)
+    microbatches = default_microbatches(plan, batch)
+    for name, parts in (("microbatches", microbatches), ("data", plan.data)):
+        if parts > batch:
+            raise PolylaneError(f"{name}={parts}: a batch of {batch} samples cannot be divided into so many")
+    partition = Partition(graph, ())
+    if plan.pipeline > 1:
+        widest = max(plan.meshes, key=lambda mesh: mesh.workers)
+        samples = -(-batch // (microbatches * widest.data))
+        table = CurveCache(found, batch).table(widest, samples)
+        times = np.diff(table.forward + table.backward + table.waits + table.backward_waits)
+        partition = balance_stages(graph, plan.pipeline, list(times), [mesh.workers for mesh in plan.meshes])
+    return partition, fit.plan_from_partition(partition, plan, microbatches)

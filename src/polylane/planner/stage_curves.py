@@ -1,0 +1,205 @@
+"""Estimates: what stages of a graph take, for every start and end at once, so that thousands of plans can be compared.
+
+Figures are those of `polylane.cost`, without the play of the schedule: a pipeline's time is its formula's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polylane.cluster.cluster import ranks_along
+from polylane.cluster.rank_span import Ranks
+from polylane.cost.closed_form import EXPOSED
+from polylane.cost.cost_table import CostTable
+from polylane.cost.network import collectives as network
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.predict import CostModel
+from polylane.cost.stage_cost import add_recomputation
+from polylane.graph.cut_points import MOST, narrow_positions
+from polylane.graph.partition import cut_positions
+from polylane.plan.spec import Degrees
+from polylane.planner.balance import Array, BalancedCuts
+
+Places = NDArray[np.int64]
+# Collectives beside the passes, where replicas hold parts of the parameters.
+BESIDE = ("all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class StageCurves:
+    """Running sums over the positions where a graph may be cut, of one mesh and one number of samples.
+
+    Attributes:
+        forward, backward: seconds of a pass, waiting included.
+        activation_bytes: bytes kept of a microbatch.
+        elements: of the parameters that a rank holds and trains, counted where they are first used.
+        cut_bytes: bytes that a cut at each position makes travel to a rank, one way.
+        gather_seconds, scatter_seconds: seconds of collectives beside a pass, which takes no less: gathering parameters
+            for either pass, scattering gradients in the backward pass. Their exposed share is part of the passes.
+        host_overhead: seconds of the host for every pass of a stage.
+    """
+
+    forward: Array
+    backward: Array
+    activation_bytes: Array
+    elements: Array
+    cut_bytes: Array
+    gather_seconds: Array
+    scatter_seconds: Array
+    host_overhead: float
+
+    @property
+    def pass_seconds(self) -> Array:
+        """Seconds of both passes without turns, where nothing beside them takes longer."""
+        return self.forward + self.backward
+
+    def stage_seconds(self, first: Places, end: Places) -> tuple[Array, Array]:
+        """Seconds of the forward and of the backward pass of stages between such positions, turns included."""
+
+        def own(curve: Array) -> Array:
+            return np.asarray(curve[end] - curve[first])
+
+        forward, backward = own(self.forward) + self.host_overhead, own(self.backward) + self.host_overhead
+        gathers = own(self.gather_seconds)
+        return np.maximum(forward, gathers), np.maximum(backward, gathers + own(self.scatter_seconds))
+
+
+class CurveCache:
+    """Curves of one graph on one cluster, each made once.
+
+    Args:
+        basis: what predictions rest on.
+        batch: samples of a step.
+        staying: values that must not cross between stages.
+
+    Attributes:
+        positions: at which the graph may be cut, both ends included.
+        cuts_cache: of pipelines that were looked at, by what they depend on.
+    """
+
+    def __init__(self, basis: CostModel, batch: int, staying: Sequence[str] = ()) -> None:
+        self.basis, self.batch = basis, batch
+        graph = basis.stages.graph
+        allowed = cut_positions(graph, staying)
+        inner = tuple(allowed) if len(allowed) <= MOST else narrow_positions(graph, staying)
+        self.positions = np.array([0, *inner, len(graph.nodes)])
+        self._curves: dict[object, StageCurves] = {}
+        self._counts_cache: dict[object, Array] = {}
+        self.cuts_cache: dict[object, BalancedCuts] = {}
+
+    @property
+    def max_stages(self) -> int:
+        """Into how many stages the graph can be cut."""
+        return len(self.positions) - 1
+
+    def table(self, mesh: Degrees, samples: int) -> CostTable:
+        """What every node takes on the slowest device."""
+        basis = self.basis
+        device = min(
+            basis.cluster.devices(range(basis.cluster.count)), key=lambda d: d.speed * max(d.achieved.values())
+        )
+        axes = [axis for axis in ("sequence", "tensor") if getattr(mesh, axis) > 1]
+        axes += ["data"] if self._statistics_replicas(mesh) > 1 else []
+        degrees = {"data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}
+        exchange = {axis: network.make_collective_clock(basis.cluster, ranks_along(degrees, axis)) for axis in axes}
+        rates = network.fit_rank_speed(basis.cluster, range(1), basis.method.dtype)
+        return basis.stages.table(
+            mesh, samples, ("estimate", self._statistics_replicas(mesh)), basis.make_clock(device), exchange, rates
+        )
+
+    def _statistics_replicas(self, mesh: Degrees) -> int:
+        """How many replicas sum the statistics of a batch in the course of their passes."""
+        return mesh.data if self.basis.stages.graph.code.has_batch_statistics else 1
+
+    def curves(self, mesh: Degrees, samples: int, method: TrainingOptions, replicas: Ranks = (0,)) -> StageCurves:
+        """Of a rank with so many samples in hand; ``replicas``: the ranks of a stage that hold the same."""
+        parts = method.gathers_parameters(len(replicas))
+        where = self.basis.cluster.span(replicas) if parts else None
+        key = (mesh.sequence, mesh.tensor, samples, method.recompute, self._statistics_replicas(mesh), where)
+        if key not in self._curves:
+            beside = (
+                [self._block_collective_seconds(mesh, kind, replicas) for kind in BESIDE]
+                if parts
+                else [np.zeros(1)] * 2
+            )
+            self._curves[key] = self._build_curves(mesh, samples, method, *beside)
+        return self._curves[key]
+
+    def _build_curves(
+        self, mesh: Degrees, samples: int, method: TrainingOptions, gathers: Array, scatters: Array
+    ) -> StageCurves:
+        stages, at = self.basis.stages, self.positions
+        table = add_recomputation(self.table(mesh, samples), stages.recompute_counts(method.recompute))
+        forward = table.forward + table.waits + EXPOSED * gathers
+        backward = table.backward + table.backward_waits + EXPOSED * (gathers + scatters)
+        if method.recompute == "full":
+            held = stages.block_input_bytes(mesh) * samples
+        else:
+            held = self._activation_bytes(mesh, method.recompute == "selective") * samples
+        return StageCurves(
+            forward[at],
+            backward[at],
+            held[at],
+            self._elements(mesh)[at],
+            stages.cut_bytes(mesh)[at] * samples,
+            np.broadcast_to(gathers, forward.shape)[at],
+            np.broadcast_to(scatters, forward.shape)[at],
+            self.basis.host_overhead,
+        )
+
+    def _block_collective_seconds(self, mesh: Degrees, kind: str, replicas: Ranks) -> Array:
+        """Running sum over the nodes: seconds of a collective for every block's parameters, where they are first used.
+
+        A cut through a block leaves each part its share.
+        """
+        sizes, bounds = self._first_use_bytes(mesh), np.array(self.basis.stages.block_positions)
+        blocks = np.add.reduceat(sizes, bounds[:-1])
+        seconds = {
+            size: network.collective_seconds(self.basis.cluster, kind, size, replicas, None) for size in set(blocks)
+        }
+        rates = np.array([seconds[size] / size if size else 0.0 for size in blocks])
+        return np.concatenate([[0.0], np.cumsum(sizes * np.repeat(rates, np.diff(bounds)))])
+
+    def _first_use_bytes(self, mesh: Degrees) -> Array:
+        """Of every node, bytes of the trained parameters that it is the first to use, as a rank computes with them."""
+        key = (mesh.sequence, mesh.tensor, "gathered")
+        if key not in self._counts_cache:
+            sheet, graph = self.basis.stages.sharded_graph(mesh), self.basis.stages.graph
+            sizes = np.zeros(len(graph.nodes))
+            for name, position in self.basis.stages.first_uses.items():
+                if graph.parameters[name].trainable:
+                    sizes[position] += sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples)
+            self._counts_cache[key] = sizes
+        return self._counts_cache[key]
+
+    def closing_seconds(self, method: TrainingOptions, elements: float, replicas: Ranks) -> tuple[float, float]:
+        """Seconds in which replicas sum the gradients of so many elements, and hand out what each has updated."""
+        size, cluster = elements * min(4, method.float_itemsize), self.basis.cluster
+        summed = network.collective_seconds(cluster, method.gradient_collective, size, replicas, None)
+        return summed, network.collective_seconds(cluster, method.parameter_collective, size, replicas, None)
+
+    def _activation_bytes(self, mesh: Degrees, again: bool) -> Array:
+        """Running sum over the nodes, as far as the positions go: bytes per sample that are kept of a microbatch."""
+        key = (mesh.sequence, mesh.tensor, "held", again)
+        if key not in self._counts_cache:
+            base = self.basis.stages.graph.samples
+            residence = self.basis.stages.live_ranges(mesh, base, again)
+            held = np.zeros(len(self.basis.stages.graph.nodes) + 1)
+            for position in self.positions[1:]:
+                held[position] = residence.microbatch_memory([(0, int(position))]).live_bytes / base
+            self._counts_cache[key] = np.maximum.accumulate(held)
+        return self._counts_cache[key]
+
+    def _elements(self, mesh: Degrees) -> Array:
+        key = (mesh.sequence, mesh.tensor)
+        if key not in self._counts_cache:
+            sheet, counts = self.basis.stages.sharded_graph(mesh), np.zeros(len(self.basis.stages.graph.nodes) + 1)
+            for name, position in self.basis.stages.first_uses.items():
+                place = (f"parameter:{name}", 0)
+                counts[position + 1] += sheet.busiest_bytes(place, sheet.view.samples) / sheet.itemsize(place)
+            self._counts_cache[key] = np.cumsum(counts)
+        return self._counts_cache[key]

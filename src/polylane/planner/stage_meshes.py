@@ -1,0 +1,227 @@
+"""Stages with meshes of their own: their boundaries, and how many devices each has, by dynamic programming.
+
+Zheng et al., Alpa, OSDI 2022, section 5.2: for every bound on the slowest stage, the stages whose times add up to the
+least; a pipeline then takes their sum and (m - 1) times the slowest. Here stages keep to memory as well, counted from
+the last one back, for a stage holds as many microbatches as there are stages from it to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polylane.cost.memory.search_bound import Footprint
+from polylane.cost.network import collectives as network
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.plan.spec import Degrees
+from polylane.planner.balance import Array
+from polylane.planner.stage_curves import CurveCache
+from polylane.planner.uniform_plans import RatedPlan
+
+# Beyond so many workers all stages have the same mesh.
+MOST_WORKERS = 16
+MOST_STAGES = 6
+MOST_PLACES = 48
+# How many bounds on the slowest stage are tried, and which numbers of microbatches.
+BOUNDS = 12
+MICROBATCHES = (2, 4, 8, 16, 32)
+DEGREES = (2, 4, 8)
+# Elements for which collectives are priced: others take in proportion.
+SAMPLE = 1e6
+
+
+@dataclass(frozen=True)
+class MeshOption:
+    """A mesh, and what a stage on it takes for every first (row) and last (column) place.
+
+    Attributes:
+        mesh: of the stage.
+        seconds: of both passes of a microbatch, and of the messages before them.
+        closing_seconds: seconds after the last backward pass.
+        elements: that a rank trains.
+        activation_bytes: bytes kept of a microbatch.
+    """
+
+    mesh: Degrees
+    seconds: Array
+    closing_seconds: Array
+    elements: Array
+    activation_bytes: Array
+
+
+# A stage: its first place, its last, and its mesh.
+Chosen = list[tuple[int, int, MeshOption]]
+
+
+def search_unequal_meshes(
+    estimates: CurveCache, footprint: Footprint, workers: int, methods: Sequence[TrainingOptions], limit: float
+) -> list[RatedPlan]:
+    """The best plan with unequal meshes for each number of microbatches."""
+    if workers > MOST_WORKERS or workers < 3 or estimates.max_stages < 2:
+        return []
+    found = []
+    for method in methods:
+        for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
+            search = StageMeshSearch(estimates, footprint, workers, microbatches, method, limit)
+            found += search.find_best()
+    return found
+
+
+class StageMeshSearch:
+    """The best unequal stages for one number of microbatches.
+
+    Args:
+        estimates, footprint: of the graph on the cluster.
+        workers: that all stages have together.
+        microbatches: of a step.
+        method: how training is done.
+        limit: bytes that a worker may have.
+    """
+
+    def __init__(
+        self,
+        estimates: CurveCache,
+        footprint: Footprint,
+        workers: int,
+        microbatches: int,
+        method: TrainingOptions,
+        limit: float,
+    ) -> None:
+        self.estimates, self.footprint, self.workers = estimates, footprint, workers
+        self.microbatches, self.method, self.limit = microbatches, method, limit
+        self.places = choose_positions(estimates)
+        self._bytes: dict[tuple[int, int], Array] = {}
+
+    def find_best(self) -> list[RatedPlan]:
+        """One candidate, or none where equal meshes are better."""
+        one = min((float(option.seconds[0, -1]) for option in self.options), default=0.0)
+        best: tuple[float, Chosen] | None = None
+        for bound in np.geomspace(one / self.workers, one, BOUNDS) if one else ():
+            chosen = self.choose_stages(float(bound))
+            if chosen is not None and (best is None or self.step_seconds(chosen) < best[0]):
+                best = self.step_seconds(chosen), chosen
+        if best is None or len({option.mesh for _, _, option in best[1]}) < 2:
+            return []
+        seconds, chosen = best
+        positions = self.estimates.positions
+        live = [min(self.microbatches, len(chosen) - i) for i in range(len(chosen))]
+        most = max(
+            float(self.stage_bytes(self.options.index(o), n)[a, b]) for n, (a, b, o) in zip(live, chosen, strict=True)
+        )
+        meshes = tuple(option.mesh for _, _, option in chosen)
+        cuts = tuple(int(positions[self.places[a]]) for a, _, _ in chosen[1:])
+        return [RatedPlan(meshes, cuts, "1f1b", self.microbatches, self.method, seconds, most, self.limit)]
+
+    def step_seconds(self, chosen: Chosen) -> float:
+        """Of a step on these stages."""
+        each = [float(option.seconds[a, b]) for a, b, option in chosen]
+        return (
+            sum(each) + (self.microbatches - 1) * max(each) + max(float(o.closing_seconds[a, b]) for a, b, o in chosen)
+        )
+
+    @cached_property
+    def options(self) -> list[MeshOption]:
+        """Every mesh that a stage may have, without all the workers."""
+        splits = [(1, 1), *((1, n) for n in DEGREES), *((n, 1) for n in DEGREES)]
+        most = min(self.workers - 1, self.estimates.batch // self.microbatches)
+        meshes = [Degrees(data, sequence, tensor) for data in range(1, most + 1) for sequence, tensor in splits]
+        return [self._build_option(mesh) for mesh in meshes if mesh.workers < self.workers]
+
+    def _build_option(self, mesh: Degrees) -> MeshOption:
+        basis, at = self.estimates.basis, np.array(self.places)
+        replicas = range(0, mesh.workers, mesh.sequence * mesh.tensor)
+        samples = -(-self.estimates.batch // (self.microbatches * mesh.data))
+        curves = self.estimates.curves(mesh, samples, self.method, replicas)
+        forward, backward = curves.stage_seconds(at[:, None], at[None, :])
+        elements, held = curves.elements[at], curves.activation_bytes[at]
+        inward = np.array(
+            [network.message_seconds(basis.cluster, float(b), 0, 1) if b else 0.0 for b in curves.cut_bytes[at]]
+        )
+        inward[0] = 0.0
+        own = np.maximum(elements[None, :] - elements[:, None], 0.0)
+        device = basis.cluster.device(0)
+        ending = np.vectorize(lambda n: basis.update_seconds(device, self.method.count_updated(int(n), mesh.data), 1))(
+            own
+        )
+        summed, handed = self.estimates.closing_seconds(self.method, SAMPLE, replicas)
+        # Most of the sums go on beside the last backward pass.
+        ending = ending + own / SAMPLE * (summed * (0.3 if self.method.overlap else 1.0) + handed)
+        seconds = forward + backward + 2 * inward[:, None]
+        return MeshOption(mesh, seconds, ending, own, held[None, :] - held[:, None])
+
+    def stage_bytes(self, number: int, live: int) -> Array:
+        """Memory of a rank of a stage on one of the options, with so many microbatches in flight."""
+        if (number, live) not in self._bytes:
+            option = self.options[number]
+            self._bytes[number, live] = self.footprint(
+                option.elements, option.activation_bytes * live, option.mesh.data, self.method
+            )
+        return self._bytes[number, live]
+
+    def choose_stages(self, bound: float) -> Chosen | None:
+        """The stages, first to last, that take the least together, none of them more than ``bound``."""
+        count, rounds = len(self.places), list[_SearchRound]()
+        least = np.full((self.workers + 1, count), np.inf)  # by workers and first place, from there to the end
+        least[0, -1] = 0.0
+        best = np.inf
+        stages = 0
+        for number in range(1, min(MOST_STAGES, self.workers, count - 1) + 1):
+            rounds.append(self._add_stage(least, bound, min(self.microbatches, number)))
+            least = rounds[-1].least
+            if least[self.workers, 0] < best:
+                best, stages = float(least[self.workers, 0]), number
+        if not stages:
+            return None
+        result, at, left = Chosen(), 0, self.workers
+        for each in reversed(rounds[:stages]):
+            option, end = self.options[int(each.option[left, at])], int(each.end[left, at])
+            result.append((at, end, option))
+            at, left = end, left - option.mesh.workers
+        return result
+
+    def _add_stage(self, after: Array, bound: float, live: int) -> _SearchRound:
+        """One more stage before those that ``after`` has the least times of."""
+        count = len(self.places)
+        least = np.full_like(after, np.inf)
+        choice, ends = (np.full(after.shape, -1, dtype=np.int64) for _ in "12")
+        upper = np.triu(np.ones((count, count), dtype=bool), 1)
+        for number, option in enumerate(self.options):
+            allowed = upper & (option.seconds <= bound) & (self.stage_bytes(number, live) <= self.limit)
+            if not allowed.any():
+                continue
+            cost = np.where(allowed, option.seconds + option.closing_seconds / self.microbatches, np.inf)
+            for used in range(option.mesh.workers, self.workers + 1):
+                total = cost + after[used - option.mesh.workers][None, :]
+                end = np.argmin(total, axis=1)
+                value = total[np.arange(count), end]
+                better = value < least[used]
+                least[used][better], choice[used][better], ends[used][better] = value[better], number, end[better]
+        return _SearchRound(least, choice, ends)
+
+
+@dataclass(frozen=True)
+class _SearchRound:
+    """For every number of workers and first place: the least time to the end, and the first stage's option and end."""
+
+    least: Array
+    option: NDArray[np.int64]
+    end: NDArray[np.int64]
+
+
+def choose_positions(estimates: CurveCache) -> list[int]:
+    """Indices of the positions to cut at: all, or of many those where the fewest bytes cross and which lie apart."""
+    count = len(estimates.positions)
+    if count <= MOST_PLACES:
+        return list(range(count))
+    entering = estimates.basis.stages.cut_bytes(Degrees())[estimates.positions]
+    work = estimates.curves(Degrees(), 1, TrainingOptions()).pass_seconds
+    groups = np.searchsorted(np.linspace(work[0], work[-1], MOST_PLACES - 1), work[1:-1], side="right")
+    kept = {0, count - 1}
+    for group in np.unique(groups):
+        members = 1 + np.flatnonzero(groups == group)
+        kept.add(int(members[np.argmin(entering[members])]))
+    return sorted(kept)

@@ -1,0 +1,114 @@
+"""From what workers saw to the cluster that this machine is, as a file."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polylane.cluster import cluster_file as read
+from polylane.cluster.catalogue import device_presets
+from polylane.cluster.cluster import Cluster, Hosts
+from polylane.cluster.device import Device
+from polylane.cluster.link import Link
+from polylane.probe import fit_device, fit_link
+from polylane.probe.fit_device import FitErrors
+from polylane.probe.machine import available_memory, cpu_name, find_preset, shared_cores
+from polylane.probe.measure import Accelerator, WorkerMeasurements
+
+DIGITS = 4  # of a figure that matter
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """This machine, and how well the figures tell what was measured.
+
+    Attributes:
+        cluster: one host.
+        threads: of each worker.
+        device: relative errors over the sweep.
+        link: relative errors over all traffic, the median and the worst; None for one worker.
+    """
+
+    cluster: Cluster
+    threads: int
+    device: FitErrors
+    link: tuple[float, float] | None
+
+    def text(self, when: str, load: float) -> str:
+        """The cluster file, with a comment on where its figures are from.
+
+        Args:
+            when: it was measured.
+            load: how many processes ran on the machine before.
+        """
+        workers, off = self.cluster.count, self.device
+        lines = [
+            f"# Measured by polylane probe, {when}: {_many(workers, 'worker')} of {_many(self.threads, 'thread')}, "
+            f"torch {torch.__version__}, {load:.1f} processes at work before.",
+            f"# Figures against what was measured: operators {off.median:.0%} off (median; worst {off.worst:.0%}, "
+            f"{off.worst_case})"
+            + ("." if self.link is None else f", messages {self.link[0]:.0%} ({self.link[1]:.0%})."),
+        ]
+        return "\n".join([*lines, read.dump(self.cluster)])
+
+
+def _many(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def conclude(seen: WorkerMeasurements, workers: int) -> MeasuredMachine:
+    """Figures from what so many workers saw."""
+    link = (
+        Link.model_validate(_rounded(fit_link.fit_link(seen.timed_traffic).model_dump()))
+        if seen.timed_traffic
+        else None
+    )
+    if seen.gpu is None:
+        device, own = _cpu_device(seen, workers), {"cores": shared_cores(workers), "contention": seen.contention}
+    else:
+        device, own = _gpu_device(seen, seen.gpu), {}
+        link = link and link.model_copy(update={"cpu": 0.0})  # the host only waits, and that keeps a core busy too
+    cluster = Cluster((Hosts.model_validate({"devices": workers, "device": device, "link": link, **_rounded(own)}),))
+    off = None
+    if link is not None:
+        found = fit_link.link_errors(link, seen.timed_traffic)
+        off = statistics.median(found), max(found)
+    return MeasuredMachine(cluster, seen.threads, fit_device.fit_errors(device, seen.timed_cases), off)
+
+
+def _cpu_device(seen: WorkerMeasurements, workers: int) -> Device:
+    """A worker's share of the CPU."""
+    preset = Device.model_validate(device_presets()["cpu"])
+    known = {"kind": cpu_name(), "memory": max(1, available_memory() // workers), "price": 0.0}
+    base = preset.model_copy(update={**known, "flops": {}, "achieved": {}})
+    return _to_digits(fit_device.fit_device(base, seen.timed_cases, seen.bandwidth))
+
+
+def _gpu_device(seen: WorkerMeasurements, gpu: Accelerator) -> Device:
+    """A GPU: peak rates, price and the sizes of tiles as its preset has them, where there is one."""
+    presets = device_presets()
+    preset = find_preset(gpu.name, gpu.memory, presets)
+    base = Device.model_validate(presets[preset or _GENERIC])
+    known: dict[str, Any] = {"memory": gpu.memory, "units": gpu.units, "dispatch": gpu.dispatch}
+    if preset is None:
+        known |= {"kind": gpu.name, "flops": {}, "achieved": {}, "price": 0.0}
+    return _to_digits(fit_device.fit_device(base.model_copy(update=known), seen.timed_cases, seen.bandwidth, tiles=()))
+
+
+_GENERIC = "a100-80g"  # whose tiles are those of a GPU that is not known
+
+
+def _to_digits(device: Device) -> Device:
+    return Device.model_validate(_rounded(device.model_dump()))
+
+
+def _rounded(given: Any) -> Any:
+    """Every figure in a nest of data to as many digits as matter."""
+    if isinstance(given, float):
+        return float(f"{given:.{DIGITS}g}")
+    if isinstance(given, dict):
+        return {key: _rounded(value) for key, value in given.items()}
+    return given

@@ -1,0 +1,125 @@
+"""Measure a device: every case of the sweep, forward and backward, and how fast its memory streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.cost.operators.operation import Operation
+from polylane.probe.cases import WEIGHT, CaseTensor, OperatorCase
+from polylane.probe.stopwatch import FixedOverhead, lower_quartile, median_seconds, stopwatch
+
+FEWEST, MOST = 2, 20  # runs of a case in a round
+LEAST = 0.2  # of what was measured is always left: what is fixed is itself measured, and may come out at more
+
+
+@dataclass(frozen=True)
+class TimedCase:
+    """A case as it was measured.
+
+    Attributes:
+        name, family: of the case.
+        operation: what it asks of a device.
+        dtype: of its tensors ("float32").
+        forward, backward: seconds.
+    """
+
+    name: str
+    family: str
+    operation: Operation
+    dtype: str
+    forward: float
+    backward: float
+
+
+def time_cases(
+    cases: Sequence[OperatorCase],
+    dtype: str,
+    device: torch.device,
+    budget: float,
+    rounds: int,
+    told: Callable[[], Any] = lambda: None,
+) -> list[TimedCase]:
+    """Measure cases, in rounds, so that what else goes on in the machine for a while does not hit one of them alone.
+
+    Of all runs of a case the quarter counts that was disturbed least.
+
+    Args:
+        budget: seconds for each case in each round.
+        told: called after each case of each round.
+    """
+    fixed, found = FixedOverhead(device), [list[tuple[float, float]]() for _ in cases]
+    for _ in range(rounds):
+        for runs, case in zip(found, cases, strict=True):
+            runs += _time_runs(case, dtype, device, budget)
+            told()
+    return [_summarize_runs(case, dtype, runs, fixed) for case, runs in zip(cases, found, strict=True)]
+
+
+def _summarize_runs(
+    case: OperatorCase, dtype: str, runs: Sequence[tuple[float, float]], fixed: FixedOverhead
+) -> TimedCase:
+    forward, backward = (lower_quartile(each) for each in zip(*runs, strict=True))
+    ways = (
+        max(each - off, LEAST * each)
+        for each, off in ((forward, fixed.clock_seconds), (backward, fixed.autograd_seconds))
+    )
+    return TimedCase(case.name, case.family, case.describe_operation(getattr(torch, dtype)), dtype, *ways)
+
+
+def _time_runs(case: OperatorCase, dtype: str, device: torch.device, budget: float) -> list[tuple[float, float]]:
+    """Seconds of forward and backward passes, as many as there is time for, after one that does not count.
+
+    The backward pass adds the gradients of weights to what is there, as training with microbatches does.
+    """
+    arguments, watch, target = case.make_arguments(getattr(torch, dtype), device), stopwatch(device), case.target
+    inputs, kept = _with_gradients(case, arguments)
+    times = list[tuple[float, float]]()
+    end = time.perf_counter() + budget
+    while len(times) <= FEWEST or (len(times) <= MOST and time.perf_counter() < end):
+        forward, out = watch(lambda: target(*arguments))
+        seed = torch.ones_like(out)
+        backward, _ = watch(lambda: _run_backward(out, inputs, seed, kept))  # noqa: B023 (called at once)
+        times.append((forward, backward))
+    return times[1:]
+
+
+def _with_gradients(case: OperatorCase, arguments: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The tensors that have gradients, and for each of them that is a weight the gradient so far."""
+    inputs = list[Tensor]()
+    kept = list[Tensor | None]()
+    for given, made in zip(case.arguments, arguments, strict=True):
+        if isinstance(given, CaseTensor) and given.requires_grad:
+            inputs.append(made)
+            kept.append(torch.zeros_like(made) if given.role == WEIGHT else None)
+    return inputs, kept
+
+
+def _run_backward(out: Tensor, inputs: Sequence[Tensor], seed: Tensor, kept: Sequence[Tensor | None]) -> None:
+    for own, gradient in zip(kept, torch.autograd.grad([out], inputs, [seed]), strict=True):
+        if own is not None:
+            own.add_(gradient)
+
+
+def measure_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes per second that are read and written as one array of ``size`` bytes is copied to another."""
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / median_seconds(lambda: target.copy_(source), stopwatch(device), runs=9)
+
+
+def is_fast_enough(dtype: str, device: torch.device, least: float) -> bool:
+    """Whether matmuls of a dtype run at ``least`` of float32's rate; some kernels only exist, and are slow."""
+    watch, seconds = stopwatch(device), []
+    try:
+        for each in ("float32", dtype):
+            own = torch.ones(128, 128, device=device, dtype=getattr(torch, each))
+            seconds.append(median_seconds(lambda: own @ own, watch, runs=5))  # noqa: B023 (called at once)
+    except RuntimeError:  # there is no such kernel
+        return False
+    return seconds[0] / seconds[1] >= least

@@ -1,1 +1,0 @@
-"""What a proof is made of: the reference, what counts as rounding, and where two runs part ways."""

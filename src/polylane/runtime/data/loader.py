@@ -1,0 +1,158 @@
+"""Batches in an order that depends on the seed alone; each worker loads only the samples that it computes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from polylane.compile.batch_split import Batch, BatchForm, SampleShare, share_offsets
+from polylane.errors import PolylaneError
+from polylane.graph.batch import flatten
+from polylane.runtime.data.seeded_draws import SeededDataset, SeededStream
+
+Collate = Callable[[list[Any]], Any]
+Shares = Callable[[int], Sequence[SampleShare]]
+
+
+def load_batches(
+    dataset: Any,
+    batch_size: int,
+    *,
+    shares: Shares,
+    epoch: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    collate: Collate | None = None,
+    workers: int = 0,
+) -> Iterator[Batch]:
+    """One epoch over a dataset, every sample once, the last batch with what is left.
+
+    Args:
+        dataset: map-style (``len`` and ``[]``, a list too), or iterable.
+        batch_size: samples in a whole batch, over all workers.
+        shares: which samples of a batch of some size this worker computes on.
+        epoch: sets the order, and what the dataset draws, together with ``seed``; iterable datasets keep their order.
+        drop_last: leave out a last batch that is shorter than the others.
+        collate: samples -> batch; default: torch's default_collate.
+        workers: processes that load ahead, as in torch's DataLoader.
+
+    Raises:
+        PolylaneError: the dataset is neither, or makes batches already, or has no samples, or too few for a single
+        batch with ``drop_last``.
+    """
+    refuse_data_loader(dataset, "batches(dataset, ...)")
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        sizes = batch_sizes(len(dataset), batch_size, drop_last)
+        indices = sample_order(len(dataset), epoch, seed) if shuffle else list(range(len(dataset)))
+        yield from _load_mapped(dataset, indices, sizes, shares, (seed, epoch), collate or default_collate, workers)
+    elif isinstance(dataset, Iterable):
+        stream = SeededStream(seed, epoch)
+        yield from _load_streamed(dataset, batch_size, drop_last, shares, stream, collate or default_collate)
+    else:
+        raise PolylaneError(
+            f"data must be a dataset, map-style or iterable, or a list of samples, not a {type(dataset).__name__}"
+        )
+
+
+def refuse_data_loader(dataset: Any, what: str) -> None:
+    """See that a dataset is one of samples.
+
+    Args:
+        dataset: whatever stands in its place.
+        what: where, to begin a sentence with.
+
+    Raises:
+        PolylaneError: it is a loader, whose batches would be taken for samples.
+    """
+    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
+        raise PolylaneError(
+            f"{what}: a DataLoader makes batches already, and a dataset of samples is wanted: give its dataset "
+            "(loader.dataset), and its collate_fn as collate; how many samples a batch has is said apart"
+        )
+
+
+def sample_order(samples: int, epoch: int, seed: int) -> list[int]:
+    """A permutation of all samples: a function of seed and epoch."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) & 0x7FFFFFFFFFFFFFFF)
+    permutation: list[int] = torch.randperm(samples, generator=generator).tolist()
+    return permutation
+
+
+def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
+    """How many samples each batch of an epoch has.
+
+    Raises:
+        PolylaneError: there are no samples, or too few for a single batch with ``drop_last``.
+    """
+    if samples == 0:
+        raise PolylaneError("the dataset has no samples")
+    full, left = divmod(samples, size)
+    if not full and drop_last:
+        raise _no_batches_error(samples, size)
+    return [size] * full + ([left] if left and not drop_last else [])
+
+
+def count_batch_sizes(dataset: Any, size: int, drop_last: bool = False) -> Iterator[int]:
+    """How many samples each batch of an epoch has, whatever the dataset is; an iterable one is gone through."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        yield from batch_sizes(len(dataset), size, drop_last)
+        return
+    stream = iter(dataset)
+    while count := sum(1 for _ in itertools.islice(stream, size)):
+        if count == size or not drop_last:
+            yield count
+
+
+def _no_batches_error(samples: int, size: int) -> PolylaneError:
+    return PolylaneError(f"the dataset has {samples} samples, no batch of {size}, and a shorter one is to be dropped")
+
+
+def _load_mapped(
+    dataset: Any,
+    indices: Sequence[int],
+    sizes: Sequence[int],
+    shares: Shares,
+    draws: tuple[int, int],
+    collate: Collate,
+    workers: int,
+) -> Iterator[Batch]:
+    ends = itertools.accumulate(sizes, initial=0)
+    whole = [indices[start:stop] for start, stop in itertools.pairwise(ends)]
+    own = [[batch[i] for share in shares(len(batch)) for i in range(share.start, share.stop)] for batch in whole]
+    loader = DataLoader(
+        SeededDataset(dataset, *draws),
+        batch_sampler=own,
+        collate_fn=collate,
+        num_workers=workers,
+        generator=torch.Generator(),  # it draws a seed, and not from the user's generator
+    )
+    for batch, local in zip(whole, loader, strict=True):
+        leaves, _ = flatten(local)
+        yield Batch(
+            len(batch), leaves, share_offsets(shares(len(batch))), shortest=min(sizes), form=BatchForm.of_batch(local)
+        )
+
+
+def _load_streamed(
+    dataset: Iterable[Any], size: int, drop_last: bool, shares: Shares, generators: SeededStream, collate: Collate
+) -> Iterator[Batch]:
+    with generators:
+        stream = iter(dataset)
+    first = True
+    while True:
+        with generators:
+            samples = list(itertools.islice(stream, size))
+        if not samples or (drop_last and len(samples) < size):
+            break
+        first = False
+        own = shares(len(samples))
+        local = collate([samples[i] for share in own for i in range(share.start, share.stop)])
+        leaves, _ = flatten(local)
+        yield Batch(len(samples), leaves, share_offsets(own), form=BatchForm.of_batch(local))
+    if first:
+        raise _no_batches_error(len(samples), size) if samples else PolylaneError("the dataset has no samples")

@@ -1,0 +1,137 @@
+"""Full tensors: weights, gradients and buffers put together from the parts that workers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.runtime.parameters import broadcast as weights
+from polylane.runtime.parameters.materialize import whole_shapes_only
+from polylane.runtime.parameters.shards import ShardSpec
+from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.sync.zero.flat_shards import Shards
+from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.workers.world import World
+
+
+class FullTensors:
+    """Puts parts together; all workers of a stage's mesh, or all workers, must ask for the same.
+
+    Args:
+        prepared: the training, equal on every worker.
+        world: this worker among all that train.
+        tensors: the model's, of which this worker's are up to date.
+        pieces: which part it holds.
+        transport: between the workers; each stage's mesh is a group of its.
+        held: names of the parameters and buffers that this worker keeps up to date.
+
+    Attributes:
+        shards: what replicas hold parts of, as soon as they do.
+    """
+
+    def __init__(
+        self,
+        prepared: CompiledTraining,
+        world: World,
+        tensors: ModelTensors,
+        pieces: ShardSpec,
+        transport: Transport,
+        held: Collection[str],
+    ) -> None:
+        self._prepared, self._world, self._tensors = prepared, world, tensors
+        self._shard_spec, self._transport, self._local_names = pieces, transport, frozenset(held)
+        self._stage, self._replica = prepared.plan.stage_and_replica(world.rank)
+        self._mesh = prepared.plan.group(world.rank, prepared.plan.axes)
+        self.shards = Shards()
+
+    def gather_full(self, kind: str, name: str, part: Tensor) -> Tensor:
+        """A parameter's or buffer's whole value, from all who hold parts of what this worker holds."""
+        if not self._shard_spec.is_sharded(kind, name):
+            return part
+        return self._transport.all_reduce(self._shard_spec.pad_to_full(kind, name, part), self._mesh).wait()
+
+    def state_dict(self, holders: Mapping[str, Collection[int]], owner: Callable[[str], int]) -> dict[str, Tensor]:
+        """The whole model's weights and buffers, with its own names, on every worker's CPU.
+
+        Args:
+            holders: stages that hold each parameter.
+            owner: a stage that has the current value of a buffer.
+        """
+        stages = {name: min(own) for name, own in holders.items()}
+        tied: dict[str, str] = {}
+        for partition in self._prepared.partitions.values():
+            tied |= partition.graph.tied
+            for stage in range(partition.stages):
+                stages |= {name: owner(name) for name in partition.buffers(stage)}
+        return weights.gather_full_state(
+            self._tensors.model,
+            {name: self._replica == 0 and stage == self._stage for name, stage in stages.items()},
+            tied,
+            self._shard_spec.full_summand,
+            self._transport,
+            self._world.device,
+        )
+
+    def full_gradients(self, names: Iterable[str], holders: Mapping[str, Collection[int]]) -> dict[str, Tensor | None]:
+        """Gradients of parameters, on every worker's CPU; None where there is none.
+
+        Args:
+            names: of parameters, the same on every worker.
+            holders: stages that hold each of them.
+        """
+        names, parameters, own = list(names), self._tensors.parameters(), dict[str, Tensor]()
+        for name in names:
+            # Of workers that hold the same part of a gradient, one of them gives it to the sum.
+            counts = self.shards.is_counted if name in self.shards.buffer_of else self._replica == 0
+            gradient = self.shards.local_gradient(name, parameters[name]) if counts else None
+            if gradient is not None and self._stage == min(holders[name]):
+                own[name] = gradient.detach()
+        found = set().union(*self._transport.all_gather_object(list(own)))
+        return {name: self._gather_gradient(name, own.get(name)) if name in found else None for name in names}
+
+    def _gather_gradient(self, name: str, part: Tensor | None) -> Tensor:
+        if self._transport.size == 1:
+            assert part is not None
+            return part.to("cpu", copy=True)
+        like = torch.empty(0, dtype=self._tensors.parameters()[name].dtype, device=self._world.device)
+        whole = self._shard_spec.full_summand(name, part, like)
+        return weights.sum_over_ranks(whole, self._transport, range(self._transport.size)).cpu()
+
+    @contextmanager
+    def installed_in_model(self, shapes: bool) -> Iterator[None]:
+        """Context manager: the model has whole parameters and buffers, which the user's own code needs.
+
+        Args:
+            shapes: give them shapes only, for no worker could hold the whole.
+        """
+        if shapes:
+            with whole_shapes_only(self._tensors.model, self._shard_spec.shapes):
+                yield
+            return
+        with self.shards.full_parameters(), self._full_values():
+            yield
+
+    @contextmanager
+    def _full_values(self) -> Iterator[None]:
+        parameters = self._tensors.parameters()
+        every = {**parameters, **self._tensors.buffers()}
+        own, wholes = dict[str, Tensor](), dict[str, Tensor]()
+        for name in (n for n in every if n in self._local_names):
+            kind = self._shard_spec.kind_of(name)
+            if self._shard_spec.is_sharded(kind, name):
+                own[name] = every[name].data if kind == "parameter" else every[name]
+                wholes[name] = self.gather_full(kind, name, own[name])
+        gradients = {name: parameters[name].grad for name in own if name in parameters}
+        for name in gradients:
+            parameters[name].grad = None
+        self._tensors.replace_values(wholes)
+        try:
+            yield
+        finally:
+            self._tensors.replace_values(own)
+            for name, gradient in gradients.items():
+                parameters[name].grad = gradient

@@ -1,0 +1,164 @@
+"""Anomaly detection: where a value stopped being finite, found while the weights are those of before.
+
+Every forward pass is looked at where it leaves its stage: a loss that is not finite, or a NaN in what goes to the next
+stage. Then that pass alone is run again, operator by operator. What masks make infinite on purpose is no fault: it is
+gone by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.graph.graph import Graph, Node
+from polylane.graph.interpreter import GraphInterpreter
+from polylane.graph.sample_slice import SampleSlice
+from polylane.runtime.pipeline.stage_runner import LiveMicrobatch, StageHooks, StageRunner
+from polylane.runtime.transport.serialization import serializable
+
+FaultPosition = tuple[int, int, int]  # step from 0, microbatch, stage: the order in which faults come about
+
+
+@serializable
+@dataclass(frozen=True)
+class NonFiniteValue:
+    """Where a value first was not finite, as one worker saw it.
+
+    Attributes:
+        position: when and where.
+        description: the first operator, parameter or input, in the user's terms.
+    """
+
+    position: FaultPosition
+    description: str
+
+
+class AnomalyDetector:
+    """Looks at a worker's forward passes until it has seen a fault.
+
+    Attributes:
+        fault: the first one, or None.
+    """
+
+    def __init__(self) -> None:
+        self.fault: NonFiniteValue | None = None
+
+    def check_forward(
+        self,
+        runner: StageRunner,
+        graph: Graph,
+        stage: int,
+        values: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        part: SampleSlice,
+        live: LiveMicrobatch,
+    ) -> None:
+        """After a forward pass in training.
+
+        Args:
+            runner: has run it.
+            graph: of the whole model.
+            stage: of this worker.
+            values, leaves, part: what it ran on, see :meth:`.stage.StageRunner.forward`.
+            live: what came of it.
+        """
+        if self.fault is not None or runner.device.type != "cpu":  # elsewhere every look would wait for the device
+            return
+        if not (
+            any(_has_nan(value) for value in live.outputs.values())
+            or any(_has_non_finite(value) for value in live.loss[:1])
+        ):
+            return
+        alone = runner.local_code is None and type(runner.hooks) is StageHooks
+        if not alone or (part.sum_replicas is not None and graph.code.has_batch_statistics):
+            said = "the operator is not looked for where workers share one (split operators, batch statistics, shards)"
+        else:
+            said = _describe_first_fault(runner, {node.name: node for node in graph.nodes}, values, leaves, part)
+        self.fault = NonFiniteValue((part.step, part.microbatch, stage), f"{said}, in microbatch {part.microbatch}")
+
+
+def earliest_fault(faults: Sequence[NonFiniteValue | None]) -> NonFiniteValue | None:
+    """The earliest of what workers saw."""
+    return min((fault for fault in faults if fault is not None), key=lambda fault: fault.position, default=None)
+
+
+def _has_nan(value: Any) -> bool:
+    """Whether a value that goes on holds a NaN; the sum tells nearly always that it does not, in one pass."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return False
+    whole = value.detach()
+    return not bool(torch.isfinite(whole.sum())) and bool(torch.isnan(whole).any())
+
+
+def _has_non_finite(value: Any) -> bool:
+    return isinstance(value, Tensor) and not bool(torch.isfinite(value.detach()).all())
+
+
+def _describe_first_fault(
+    runner: StageRunner,
+    nodes: Mapping[str, Node],
+    values: Mapping[str, Tensor],
+    leaves: Sequence[Any],
+    part: SampleSlice,
+) -> str:
+    """Run the pass again, and say what first gave a value that is not finite."""
+    code = runner.code_for(part.samples)
+    role_of = dict(zip((n for n in code.graph.nodes if n.op == "placeholder"), code.roles, strict=True))
+    interpreter = GraphInterpreter(
+        code.graph, lambda node: runner.resolve_argument(role_of[node], values, leaves, part), keep_values=True
+    )
+    context = torch.autocast(runner.device.type, dtype=runner.autocast, enabled=runner.autocast is not None)
+    with torch.no_grad(), context:
+        interpreter.run()
+    results, output = interpreter.env, code.graph.output_node()
+    for place, (kind, name) in role_of.items():
+        if kind == "parameter" and _has_non_finite(results[place]):
+            return (
+                f"the parameter {name} is not finite: the update of step {part.step} made it so"
+                if part.step
+                else (f"the parameter {name} is not finite at the start")
+            )
+    found = _find_origin(output, results)
+    if found is None:
+        return "the operator is not known, for a second pass over the same samples gave finite numbers"
+    if found in role_of:
+        kind, name = role_of[found]
+        return {
+            "input": f"input {name} of the batch is not finite" if isinstance(name, int) else "",
+            "value": f"it came in with the value of {_describe_node(nodes, str(name))}",
+            "buffer": f"the buffer {name} is not finite",
+        }.get(kind) or f"a constant of the model ({name}) is not finite"
+    return f"the first operator is {_describe_node(nodes, str(found.meta['name']))}"
+
+
+def _find_origin(output: fx.Node | None, results: Mapping[fx.Node, Any]) -> fx.Node | None:
+    """Of all that made the result what it is, the first node: its value is not finite, and its inputs' are."""
+    assert output is not None
+    leaving = [node for node in output.all_input_nodes if node in results]
+    nan = any(_has_nan(results[node]) for node in leaving)
+    wrong = _has_nan if nan else _is_non_finite_number  # a NaN is followed to where it first is one
+    order = {node: position for position, node in enumerate(results)}
+    todo, seen, first = [node for node in leaving if wrong(results[node])], set[fx.Node](), list[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        before = [each for each in node.all_input_nodes if wrong(results[each])]
+        todo += before
+        if not before:
+            first.append(node)
+    return min(first, key=order.__getitem__, default=None)
+
+
+def _is_non_finite_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and _has_non_finite(value)
+
+
+def _describe_node(nodes: Mapping[str, Node], name: str) -> str:
+    node = nodes.get(name)
+    return f"{name} ({node.source})" if node is not None and node.source else name

@@ -1,0 +1,195 @@
+"""A lane: one objective's graph, lowered and bound to the tensors of one worker, ready to run steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.compile.compiled_graph import CompiledGraph
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.reshard import Resharder
+from polylane.compile.value_spec import value_specs
+from polylane.graph.autocast_dtypes import dtypes_under_autocast
+from polylane.graph.partition import Partition
+from polylane.plan.plan import Plan
+from polylane.program.check import check
+from polylane.program.lower import lower, lower_evaluation
+from polylane.program.program import Program
+from polylane.program.replica_local import without_replica_sync
+from polylane.runtime.pipeline.executor import Executor
+from polylane.runtime.pipeline.stage_runner import (
+    OWN_PYTHON,
+    LocalStageCode,
+    StageHooks,
+    StageRunner,
+    extract_stage,
+    no_gates,
+)
+from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.runtime.sync.compression.compressor import GradientCompressor
+from polylane.runtime.sync.zero.flat_shards import Shards
+from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
+from polylane.runtime.tensor_parallel import WorkerMesh
+from polylane.runtime.transport.protocol import Transport
+from polylane.samples.batch_statistics import BatchStatistics
+from polylane.sharding.stage_layouts import StageLayouts
+
+
+@dataclass
+class ModelTensors:
+    """A worker's view of the user's model: parameters and buffers by name, on its device once it holds them."""
+
+    model: nn.Module
+    losses: Sequence[Any]
+    device: torch.device
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by canonical name."""
+        return dict(self._named_tensors("parameters"))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers by canonical name."""
+        return dict(self._named_tensors("buffers"))
+
+    def _named_tensors(self, what: str) -> list[tuple[str, Any]]:
+        named = list(getattr(self.model, f"named_{what}")())
+        for loss in self.losses:
+            if isinstance(loss, nn.Module):
+                named += [(f"loss.{name}", tensor) for name, tensor in getattr(loss, f"named_{what}")()]
+        return named
+
+    def move_to_device(self, names: Collection[str]) -> None:
+        """Move parameters and buffers to the worker's device; the rest stays where the user built it."""
+        held = {n: t for n, t in {**self.parameters(), **self.buffers()}.items() if n in names}
+        self.replace_values({n: t.data.to(self.device) for n, t in held.items() if t.device != self.device})
+
+    def replace_values(self, values: Mapping[str, Tensor]) -> None:
+        """Let parameters and buffers have other values, of other shapes even; parameters stay the objects they are."""
+        for name, parameter in self.parameters().items():
+            if name in values:
+                parameter.data = values[name]
+        for root, prefix in [(self.model, ""), *[(m, "loss.") for m in self.losses if isinstance(m, nn.Module)]]:
+            for path, module in root.named_modules():
+                for key, buffer in module._buffers.items():
+                    name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
+                    if name in values and buffer is not None:
+                        module._buffers[key] = values[name]
+
+
+def lower_programs(
+    partition: Partition,
+    plan: Plan,
+    holders: Mapping[str, Collection[int]],
+    training: bool,
+    layouts: StageLayouts,
+    alone: bool = False,
+) -> tuple[Program, ...]:
+    """Every worker's checked program for training with, or evaluating, a graph.
+
+    Args:
+        partition: the graph and its cuts.
+        plan: how it is split.
+        holders: stages that keep each parameter up to date.
+        training: forward and backward, or forward only.
+        layouts: how operators are split.
+        alone: every replica goes its own way.
+    """
+    programs = (
+        lower(partition, plan, holders, layouts.partial_gradient_axes)
+        if training
+        else lower_evaluation(partition, plan)
+    )
+    if alone or (training and plan.sync.has_servers):  # servers sum what replicas have
+        programs = tuple(without_replica_sync(program, plan) for program in programs)
+    check(programs)
+    return programs
+
+
+def lower_ahead(
+    prepared: CompiledTraining, holders: Mapping[str, Collection[int]], replica_local: bool = False
+) -> dict[str, tuple[Program, ...]]:
+    """Every worker's programs for training, of each objective's graph that was compiled ahead.
+
+    Args:
+        prepared: the training.
+        holders: stages that keep each parameter up to date.
+        replica_local: replicas do not sum gradients with each other.
+    """
+    return {
+        name: lower_programs(graph.partition, prepared.plan, holders, True, graph.layouts, replica_local)
+        for name, graph in prepared.graphs.items()
+    }
+
+
+def bind_program(
+    program: Program,
+    plan: Plan,
+    tensors: ModelTensors,
+    transport: Transport,
+    statistics: Callable[[Tensor], Tensor] | None,
+    mesh: WorkerMesh,
+    compiled: CompiledGraph,
+    shards: Shards,
+    alone: bool = False,
+    codec: GradientCompressor | None = None,
+) -> Executor:
+    """One worker's program, bound to its tensors.
+
+    Args:
+        compiled: the graph that it runs, as the plan runs it.
+        shards: what replicas hold parts of, if anything.
+        alone: its replica goes its own way.
+        codec: how replicas sum gradients; what it remembers goes on from one lane of an objective to the next.
+            Default: plainly.
+    """
+    partition, graph = program.partition, program.partition.graph
+    parameters, buffers = tensors.parameters(), tensors.buffers()
+    table: dict[tuple[str, Any], Any] = {
+        ("constant", name): t.to(tensors.device) for name, t in graph.code.constants.items()
+    }
+    for name in partition.parameters(program.stage):
+        # What this objective does not optimize takes part as a constant: no gradient is computed for it.
+        trainable = graph.parameters[name].trainable
+        table["parameter", name] = parameters[name] if trainable else shards.constant_view(name, parameters[name])
+    counts = batch_statistics_of(partition, program.stage)
+    for name in {*partition.buffers(program.stage), *counts.buffers}:
+        table["buffer", name] = buffers[name]
+    table |= {("axis", name): axis for name, axis in mesh.axes.items()}
+    autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
+    dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
+    # The user's own Python may leave a parameter without a gradient.
+    optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+    held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
+    cut = (
+        build_sharded_program(program, plan, shards, held, optional, transport, mesh.waits)
+        if shards.flat_buffers
+        else None
+    )
+    gates = no_gates if cut is None else cut.gates
+    code, layout = extract_stage(partition, program.stage, tensors.device, gates), compiled.layouts[program.stage]
+    runner = StageRunner(
+        code=code,
+        tensors=table,
+        differentiable_inputs=frozenset(c.value for c in program.receives if c.requires_grad),
+        device=tensors.device,
+        autocast=autocast,
+        local_code=None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, gates),
+        hooks=StageHooks() if cut is None else cut.hooks,
+    )
+    reducer = cut.reducer if cut else AllReducer(program.buckets, held, optional, transport, codec, program.replicas)
+    travelling = value_specs(partition, dtypes, layout, mesh.coordinates)
+    sizes = {name: wire.sizes for name, wire in travelling.items()}
+    relays = Resharder(program.rank, plan, partition, compiled.layouts, sizes, compiled.orders)
+    shared, slow = None if alone else statistics, plan.slow.get(program.rank)
+    return Executor(
+        program, runner, travelling, relays, transport, shared, reducer, mesh, alone, slow, counts, plan.per_sample
+    )
+
+
+def batch_statistics_of(partition: Partition, stage: int) -> BatchStatistics:
+    """The statistics of the whole batch that a stage's operators need."""
+    return BatchStatistics(partition.graph.code.fx, {node.name for node in partition.nodes(stage)})

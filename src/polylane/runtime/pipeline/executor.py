@@ -1,0 +1,402 @@
+"""Execute a program: one worker's actions of one step, in order, with its receives posted ahead of time."""
+
+from __future__ import annotations
+
+import copy
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from polylane.compile.batch_split import Batch, SampleShare, compute_shares
+from polylane.compile.reshard import Resharder, extract_box, write_box
+from polylane.compile.value_spec import Wire
+from polylane.errors import ActionFailed, PeerLost
+from polylane.graph.batch import split_bounds
+from polylane.graph.sample_slice import SampleSlice
+from polylane.observe.timeline import Span
+from polylane.plan.straggler import Straggler
+from polylane.program.program import Program
+from polylane.runtime.pipeline.anomalies import AnomalyDetector
+from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, count_microbatches
+from polylane.runtime.pipeline.sample_witness import check_calls, is_witnessed_step
+from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
+from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.runtime.tensor_parallel import WorkerMesh
+from polylane.runtime.transport.protocol import PendingTransfer, Transport
+from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
+from polylane.schedule.action import Action, ActionKind
+
+# Compute actions ahead of which receives are posted: gloo moves a message only once its receive is posted.
+LOOKAHEAD = 2
+
+
+# What was sent: microbatch, peer, and whether it was gradients.
+_SendKey = tuple[int, int, bool]
+
+
+@dataclass
+class StepState:
+    """What a worker gathers in the course of one step."""
+
+    shares: Mapping[int, SampleShare]
+    sample_slices: dict[int, SampleSlice]
+    tables: BatchTables
+    samples_in_mean: int  # samples over which gradients are means
+    values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    input_gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    output_values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    pending_receives: dict[Action, PendingTransfer] = field(default_factory=dict)
+    pending_sends: dict[_SendKey, list[PendingTransfer]] = field(default_factory=dict)
+    loss_totals: list[Tensor] = field(default_factory=list)
+    loss_counts: list[Tensor | float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def wait_sent(self, key: _SendKey) -> None:
+        """Wait until something has been sent, and let go of it."""
+        for pending in self.pending_sends.pop(key, ()):
+            pending.wait()
+
+    def sums(self) -> tuple[float, float]:
+        """The loss of what this worker computed, as (total, count)."""
+        return float(sum(float(total) for total in self.loss_totals)), float(
+            sum(float(count) for count in self.loss_counts)
+        )
+
+
+class Executor:
+    """Runs one program, step after step.
+
+    Before it runs it is fitted to the size of a batch, see :meth:`fit_to_samples`.
+
+    Args:
+        program: what to do.
+        runner: the stage's code on this worker's tensors.
+        wires: how travelling values look.
+        relays: which pieces of them go where.
+        transport: carries values and gradients; declared with the program's channels and groups.
+        statistics: sums statistics and counts of the batch over the replicas, apart from the gradients.
+        reducer: sums gradients.
+        mesh: along which operators are split; the loss of its first worker counts, the others compute the same one.
+        alone: the replica takes steps of its own: its gradients are those of the mean over its own samples.
+        slow: makes it a straggler.
+        counts: statistics of the whole batch that this stage's operators need; None: none.
+        per_sample: modules that treat each sample by itself, as the plan says: they are watched.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        runner: StageRunner,
+        wires: Mapping[str, Wire],
+        relays: Resharder,
+        transport: Transport,
+        statistics: Callable[[Tensor], Tensor] | None,
+        reducer: AllReducer,
+        mesh: WorkerMesh,
+        alone: bool = False,
+        slow: Straggler | None = None,
+        counts: BatchStatistics | None = None,
+        per_sample: Sequence[str] = (),
+    ) -> None:
+        self.program = program
+        self.runner = runner
+        self.value_specs = wires
+        self.resharder = relays
+        self.transport = transport
+        self.sum_statistics = statistics
+        self.reducer = reducer
+        self.mesh = mesh
+        self.is_replica_local = alone
+        self.anomalies: AnomalyDetector | None = None  # what looks at forward passes in training
+        self._straggler, self._slowness = slow, 1.0
+        self._batch_statistics, self._per_sample = counts or None, per_sample
+        self._receive_horizon = _receive_horizons(program.actions)
+        self.microbatches = count_microbatches(program)
+        self._reduces = any(len(bucket.ranks) > 1 for bucket in program.buckets)
+        self._speaks = mesh.is_first  # one of all that compute the same whole loss
+        self._tables: BatchTables | None = None
+
+    def local_shares(self, batch: int) -> tuple[SampleShare, ...]:
+        """What this worker computes of a batch of so many samples."""
+        return compute_shares(batch, self.microbatches, len(self.program.replicas), self.program.replica)
+
+    def fit_to_samples(self, samples: int) -> Executor:
+        """This worker for batches of one size: with its tables, and with the code for each of its parts."""
+        fitted, own = (
+            copy.copy(self),
+            {s.microbatch: s for s in self.local_shares(samples) if s.weight or not self.is_replica_local},
+        )
+        tables = build_tables(self.program, self.resharder, self.value_specs, samples, own, self._batch_is_sharded)
+        fitted._tables, fitted.runner = tables, self.runner.fit_to_sizes(set(tables.held.values()))
+        return fitted
+
+    def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
+        """One step. ``finish`` is what the STEP action does.
+
+        Raises:
+            ActionFailed: from what an action raised, saying which.
+        """
+        tables = self._tables
+        assert tables is not None and tables.samples == batch.samples, "a worker runs batches of the size it is fit for"
+        own, last_backward = tables.shares, tables.last_backward
+        parts = self._add_batch_counts(batch, own, self._sample_slices(tables, step, seed))
+        self._slowness = 1.0 if self._straggler is None else self._straggler.factor_at(step, self.program.rank)
+        counted = sum(s.samples for s in own.values()) if self.is_replica_local else batch.samples
+        state = StepState(own, parts, tables, counted)
+        watch = self.runner.code.watch
+        watch.records = [] if self._has_witness(step, len(own)) else None
+        posted = 0
+        for index, action in enumerate(self.program.actions):
+            if action.microbatch is not None and action.microbatch not in own:
+                continue  # a microbatch without samples, skipped by every worker alike
+            if action.kind is ActionKind.REDUCE and not own:
+                continue  # this replica, which goes its own way, has no samples of this batch
+            if action.kind in _SEND_OR_RECEIVE and action not in tables.routes:
+                continue  # of these samples nothing goes this way
+            try:
+                while posted < self._receive_horizon[index]:
+                    self._post_receive(self.program.actions[posted], state)
+                    posted += 1
+                reduces = index == last_backward and self._reduces
+                if reduces:
+                    self.reducer.begin_last_backward()
+                self._run_action(action, batch, state, finish)
+                if reduces:
+                    self.reducer.launch_remaining()
+            except (ActionFailed, PeerLost):
+                raise
+            except Exception as error:
+                node = find_failing_node(self.runner, error)
+                module = None if node is None else (node.module or "the model's own forward")
+                raise ActionFailed(
+                    self.program.rank, action.stage, action.microbatch, module, node.source if node else None
+                ) from error
+        for key in list(state.pending_sends):
+            state.wait_sent(key)
+        return state
+
+    def _sample_slices(self, tables: BatchTables, step: int, seed: int) -> dict[int, SampleSlice]:
+        """What the operators may know of the samples in hand, by microbatch."""
+        own, batch = tables.shares, tables.samples
+        averaged = sum(share.samples for share in own.values()) if self.is_replica_local else batch
+        return {
+            i: replace(self._sample_slice(share, tables, step, seed), loss_samples=averaged) for i, share in own.items()
+        }
+
+    def _add_batch_counts(
+        self, batch: Batch, own: Mapping[int, SampleShare], parts: dict[int, SampleSlice]
+    ) -> dict[int, SampleSlice]:
+        """The parts with what must be counted over the whole batch before any of them is computed on."""
+        replicas = self.program.replicas
+        apart = self.is_replica_local or self._batch_is_sharded or len(replicas) == 1
+        if self._batch_statistics is None or (apart and len(parts) < 2):  # the part is the whole
+            return parts
+        ordered = [parts[i] for i in sorted(parts)]
+        leaves = [batch.leaves_of(own[i]) for i in sorted(parts)]
+        others = None if apart else CountingReplicas(self._add_replicas, self.program.replica, len(replicas))
+        try:
+            found = self._batch_statistics.compute_statistics(ordered, leaves, self.runner.tensors, others)
+        except PeerLost:
+            raise
+        except Exception as error:
+            module = "what is counted of the whole batch"
+            raise ActionFailed(self.program.rank, self.program.stage, None, module, None) from error
+        return {i: replace(part, whole=lambda key, _: found[key]) for i, part in parts.items()}
+
+    def _has_witness(self, step: int, microbatches: int) -> bool:
+        """Whether what the plan says of the user's own Python is held against the whole batch in a step."""
+        one = microbatches < 2 and (self.is_replica_local or len(self.program.replicas) == 1)
+        trains = any(action.kind is ActionKind.STEP for action in self.program.actions)
+        return bool(self._per_sample) and trains and is_witnessed_step(step) and not (one or self._batch_is_sharded)
+
+    def _check_witnessed_calls(self) -> None:
+        records = self.runner.code.watch.records
+        if records:
+            graph = self.program.partition.graph
+            named = "+".join(self._per_sample)
+            check_calls(graph.code.fx, records, self._gather_replicas, graph.loss_is_mean or not graph.is_opaque, named)
+        self.runner.code.watch.records = None
+
+    def _gather_replicas(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor of one dimension of every replica."""
+        replicas = self.program.replicas
+        if self.is_replica_local or len(replicas) == 1:
+            return [tensor]
+        own = torch.tensor([tensor.numel()], device=tensor.device)
+        sizes = self.transport.all_gather(own, replicas).wait().tolist()
+        return list(self.transport.all_gather(tensor.flatten(), replicas, sizes).wait().split(sizes))
+
+    def _add_replicas(self, tensor: Tensor) -> Tensor:
+        if self.sum_statistics is not None:
+            return self.sum_statistics(tensor)
+        return self.transport.all_reduce(tensor, self.program.replicas).wait()
+
+    def _sample_slice(self, share: SampleShare, tables: BatchTables, step: int, seed: int) -> SampleSlice:
+        """What the operators may know of the samples in hand."""
+        if self._batch_is_sharded:  # replicas hold the microbatch as one, each its rows of it
+            begin, end = split_bounds(tables.samples, self.microbatches)[share.microbatch]
+            return SampleSlice(end - begin, begin, tables.samples, share.microbatch, step, seed)
+        return SampleSlice(
+            samples=share.samples,
+            first=share.start,
+            batch=tables.samples,
+            microbatch=share.microbatch,
+            step=step,
+            seed=seed,
+            weight=share.weight,
+            sum_replicas=self._sum_replicas if self.sum_statistics is not None else None,
+        )
+
+    @property
+    def _batch_is_sharded(self) -> bool:
+        """Whether replicas split operators too: samples meet in this graph."""
+        return "data" in self.mesh.axes
+
+    def _post_receive(self, action: Action, state: StepState) -> None:
+        if action.kind is ActionKind.RECEIVE and (route := state.tables.routes.get(action)) is not None:
+            assert action.value is not None and action.peer is not None
+            dtype = self.value_specs[action.value].dtype
+            state.pending_receives[action] = self.transport.receive(route.shape, dtype, action.peer)
+
+    def _sum_replicas(self, tensor: Tensor) -> Tensor:
+        assert self.sum_statistics is not None
+        start = time.perf_counter()
+        result = self.sum_statistics(tensor)
+        self.mesh.waits.seconds += time.perf_counter() - start
+        self.mesh.waits.bytes += tensor.nbytes if len(self.program.replicas) > 1 else 0
+        return result
+
+    def _run_action(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
+        waits = self.mesh.waits
+        start, waits.seconds, waits.bytes = time.perf_counter(), 0.0, 0
+        if action.kind is ActionKind.FORWARD:
+            self._forward(action, batch, state)
+            self._delay_straggler(start)
+        elif action.kind is ActionKind.BACKWARD:
+            self._backward(action, state)
+            self._delay_straggler(start)
+        elif action.kind is ActionKind.SEND:
+            self._send(action, state)
+        elif action.kind is ActionKind.RECEIVE:
+            self._receive(action, state)
+        elif action.kind is ActionKind.REDUCE:
+            assert action.value is not None
+            start = self.reducer.wait_bucket(action.value)
+            waits.bytes = self.reducer.bucket_bytes[action.value]
+        else:
+            self._check_witnessed_calls()
+            before = self.transport.counters.given
+            finish(state)
+            waits.bytes += self.transport.counters.given - before
+        end = time.perf_counter()
+        state.spans.append(Span(self.program.rank, action, start, end, waits.seconds, waits.bytes))
+
+    def _delay_straggler(self, start: float) -> None:
+        """Let a pass that began then last as long as it would on a slower worker."""
+        if self._slowness > 1:
+            worked = time.perf_counter() - start - self.mesh.waits.seconds
+            time.sleep(max(0.0, worked) * (self._slowness - 1))
+
+    def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
+        i = action.microbatch
+        assert i is not None
+        share, part = state.shares[i], state.sample_slices[i]
+        leaves = batch.leaves_of(share, rows=share.weight * share.samples if self._batch_is_sharded else None)
+        values = state.values.pop(i, {})
+        for crossing in self.program.receives:
+            if crossing.value not in values:  # of which this worker has an empty part
+                values[crossing.value] = self._zero_value(crossing.value, part.samples, state)
+        live = self.runner.forward(i, values, leaves, part)
+        if self.anomalies is not None and share.weight and torch.is_grad_enabled():
+            program = self.program
+            self.anomalies.check_forward(
+                self.runner, program.partition.graph, program.stage, values, leaves, part, live
+            )
+        state.output_values[i] = live.outputs
+        if (
+            live.loss and share.weight and self._speaks
+        ):  # what a stand-in computes counts for nothing, were it not a number
+            total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
+            # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
+            mean = len(live.loss) == 1
+            state.loss_totals.append(total * part.samples if mean else total)
+            state.loss_counts.append(part.samples if mean else live.loss[1].detach())
+
+    def _backward(self, action: Action, state: StepState) -> None:
+        i = action.microbatch
+        assert i is not None
+        seed = None
+        if self.runner.code.has_loss:
+            part = state.sample_slices[i]
+            mean = len(self.runner.live_microbatches[i].loss) == 1
+            seed = torch.tensor(
+                part.weight * (part.samples if mean else 1) / state.samples_in_mean,
+                device=self.runner.device,
+                dtype=torch.float64,
+            )
+        # Whoever got something two microbatches ago has had it since: nobody waits for this worker before they take it.
+        for key in [key for key in state.pending_sends if key[0] <= i - 2]:
+            state.wait_sent(key)
+        for earlier in [earlier for earlier in state.input_gradients if earlier <= i - 2]:
+            del state.input_gradients[earlier]
+        state.output_values.pop(i, None)  # with the autograd graph that hangs on it
+        gradients = state.gradients.pop(i, {})
+        for crossing in self.program.sends:
+            if crossing.requires_grad and crossing.value not in gradients:  # nobody was asked for anything
+                gradients[crossing.value] = self._zero_value(crossing.value, state.sample_slices[i].samples, state)
+        state.input_gradients[i] = self.runner.backward(i, gradients, seed)
+
+    def _send(self, action: Action, state: StepState) -> None:
+        i, name = action.microbatch, action.value
+        assert i is not None and name is not None and action.peer is not None
+        value = (state.input_gradients if action.gradient else state.output_values)[i][name]
+        dtype, shape = self.value_specs[name].dtype, state.tables.shapes[name, state.sample_slices[i].samples]
+        if tuple(value.shape) != shape or value.dtype != dtype:
+            # Checked here because gloo ends the process when sizes disagree.
+            raise RuntimeError(
+                f"the value {name} is {value.dtype} {tuple(value.shape)} where capture saw {dtype} {shape}"
+            )
+        route = state.tables.routes[action]
+        value = extract_box(value.detach(), route.box)
+        value = value if route.factor == 1.0 else value * route.factor
+        state.pending_sends.setdefault((i, action.peer, action.gradient), []).append(
+            self.transport.send(value, action.peer)
+        )
+        self.mesh.waits.bytes += value.nbytes
+
+    def _receive(self, action: Action, state: StepState) -> None:
+        i, name = action.microbatch, action.value
+        assert i is not None and name is not None and action.peer is not None
+        value = state.pending_receives.pop(action).wait()
+        self.mesh.waits.bytes += value.nbytes
+        if action.gradient:  # an answer to values that have arrived
+            state.wait_sent((i, action.peer, False))
+        found = (state.gradients if action.gradient else state.values).setdefault(i, {})
+        samples = state.sample_slices[i].samples
+        if value.shape != state.tables.shapes[name, samples]:
+            into = found.pop(name, None)
+            into = self._zero_value(name, samples, state) if into is None else into
+            write_box(
+                into, state.tables.routes[action].box, value, add=action.gradient or self.resharder.is_summed(name)
+            )
+            value = into
+        found[name] = value if name not in found else found[name] + value
+
+    def _zero_value(self, name: str, samples: int, state: StepState) -> Tensor:
+        shape = state.tables.shapes[name, samples]
+        return torch.zeros(shape, dtype=self.value_specs[name].dtype, device=self.runner.device)
+
+
+_SEND_OR_RECEIVE = (ActionKind.SEND, ActionKind.RECEIVE)
+
+
+def _receive_horizons(actions: tuple[Action, ...]) -> list[int]:
+    """For every action, how far ahead of it receives are posted."""
+    compute = [i for i, a in enumerate(actions) if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
+    ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
+    return [compute[i] if i < len(compute) else len(actions) for i in ahead]

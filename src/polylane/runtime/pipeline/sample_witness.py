@@ -1,0 +1,153 @@
+"""Witness: the user's own Python on the whole batch, held against its parts, on the steps 1, 2, 4, 8, ...
+
+Nothing can be derived of a module that runs the user's own Python. Where the plan says that it treats each sample by
+itself (``per_sample``), it is watched: what it was given in a step is put together again from all microbatches and
+replicas, and computed as one, without gradients and without random numbers, in float64. Its rows must be those that the
+parts give. What it costs is a forward pass of the module on the whole batch in few steps out of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.errors import PeerLost, PolylaneError
+from polylane.graph.capture.assign_keys import copy_python_call
+from polylane.graph.capture.export import format_line, reason_of
+from polylane.graph.graph import Node
+from polylane.graph.precision import PROMOTED, Promoted
+from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.symbolic_sizes import batch_dimension
+from polylane.samples.split_runs import WithoutRandomness, equal_within
+
+
+@dataclass(frozen=True)
+class WitnessedCall:
+    """One call of the user's own Python in a step.
+
+    Attributes:
+        node: which operator.
+        part: the samples that it computed on.
+        tensors: what it was given: parameters, buffers, and its inputs.
+    """
+
+    node: Node
+    part: SampleSlice
+    tensors: tuple[Tensor, ...]
+
+
+Gather = Callable[[Tensor], Sequence[Tensor]]
+
+
+def is_witnessed_step(step: int) -> bool:
+    """Whether a step, counted from 0, is one of those on which there is a witness: 1, 2, 4, 8, ..."""
+    return (step + 1) & step == 0
+
+
+def check_calls(code: fx.Graph, records: Sequence[WitnessedCall], gather: Gather, mean: bool, plan: str) -> None:
+    """Hold every call against the same call on all samples.
+
+    Args:
+        code: the graph in which they are made.
+        records: of one step, in the order of the microbatches.
+        gather: the same tensor of every replica, of one dimension each; they may differ in length.
+        mean: whether a loss that is computed inside is a mean over samples, and not (total, count).
+        plan: the modules that the plan names.
+
+    Raises:
+        PolylaneError: the parts do not make up the whole; it names the module.
+    """
+    nodes = {str(n.meta["name"]): n for n in code.nodes if n.op == "call_function"}
+    calls: dict[str, list[WitnessedCall]] = {}
+    for record in records:
+        calls.setdefault(record.node.name, []).append(record)
+    for name, own in calls.items():
+        normalizes = bool(getattr(nodes[name].target, "normalizes", False))
+        for group in [[r] for r in own] if normalizes else [own]:
+            try:
+                holds = _matches_whole_batch(nodes[name], group, gather, mean)
+            except (PolylaneError, PeerLost):
+                raise
+            except Exception as error:
+                module = f"{own[0].node.module or 'the model'}{format_line(own[0].node.source)}"
+                raise PolylaneError(
+                    f"per_sample={plan}: {module} cannot be watched, for it does not run in float64 "
+                    f"({reason_of(error)}): leave it out of per_sample"
+                ) from error
+            if not holds:
+                raise PolylaneError(_describe_dependence(own[0], plan))
+
+
+def _describe_dependence(record: WitnessedCall, plan: str) -> str:
+    node, step = record.node, record.part.step + 1
+    return (
+        f"step {step}: {node.module or 'the model'}{format_line(node.source)} makes each sample depend on the "
+        "others of its "
+        f"batch, though per_sample={plan} says that it does not: leave it out of per_sample, or use data=1 and "
+        "microbatches=1"
+    )
+
+
+def _matches_whole_batch(node: fx.Node, records: Sequence[WitnessedCall], gather: Gather, mean: bool) -> bool:
+    dims = [batch_dimension(n.meta.get("val")) for n in node.args[1]]  # type: ignore[union-attr]
+    target: Any = node.target
+    counting = [r for r in records if r.part.weight]
+    # All take part in the sums of a module that normalizes, those too whose samples do not count.
+    computed = [(r, _run_copy(target, r.part, _promote_tensors(r.tensors))) for r in records]
+    parts = [values for r, values in computed if r.part.weight]
+    whole_inputs = []
+    for number, dim in enumerate(dims):
+        own = [_promote_tensors(r.tensors)[number] for r in counting]
+        like = _promote_tensors(records[0].tensors)[number]
+        whole_inputs.append(like if dim is None else _gather_rows(own, like, dim, gather))
+    samples = int(sum(_gather_numbers(torch.tensor([float(sum(r.part.samples for r in counting))]), gather)))
+    first = replace(records[0].part, first=0, samples=samples, weight=1, sum_replicas=None, whole=None)
+    whole = _run_copy(target, first, whole_inputs)
+    vals = [node.meta["val"]] if isinstance(node.meta["val"], Tensor) else list(node.meta["val"])
+    for number, val in enumerate(vals):
+        own = [part[number] for part in parts]
+        dim = batch_dimension(val)
+        like = whole[number]
+        if dim is not None:
+            made = _gather_rows(own, like.narrow(dim, 0, 0), dim, gather)
+        elif not like.is_floating_point():
+            continue
+        else:
+            share = [r.part.samples / samples if mean else 1.0 for r in counting]
+            total = sum((s * x for s, x in zip(share, own, strict=True)), torch.zeros_like(like))
+            made = torch.stack([t.view_as(like) for t in gather(total.flatten())]).sum(0)
+        if not equal_within(like, made):
+            return False
+    return True
+
+
+def _run_copy(target: Any, part: SampleSlice, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a copy of the module gives, so that neither its buffers nor what it keeps in Python are touched."""
+    with torch.no_grad(), Promoted(), WithoutRandomness():
+        result = copy_python_call(target)(part, list(tensors))
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _promote_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.to(PROMOTED.get(t.dtype, t.dtype), copy=True) for t in tensors]
+
+
+def _gather_numbers(value: Tensor, gather: Gather) -> list[float]:
+    return [float(each) for each in gather(value)]
+
+
+def _gather_rows(own: Sequence[Tensor], like: Tensor, dim: int, gather: Gather) -> Tensor:
+    """All samples' rows along a dimension, microbatch by microbatch, replica by replica.
+
+    Args:
+        own: this replica's rows of each microbatch that it has samples of.
+        like: a tensor of that form.
+    """
+    rest = [n for d, n in enumerate(like.shape) if d != dim]
+    mine = torch.cat([x.movedim(dim, 0) for x in own]) if own else like.movedim(dim, 0)[:0]
+    every = [each.view(-1, *rest) if each.numel() else mine[:0] for each in gather(mine.contiguous().flatten())]
+    return torch.cat(every).movedim(0, dim)

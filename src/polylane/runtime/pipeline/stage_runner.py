@@ -1,0 +1,384 @@
+"""One stage's part of the graph as a function, with its forward and its backward pass over one microbatch."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.errors import PolylaneError
+from polylane.graph.capture.export import format_line
+from polylane.graph.capture.leaves import LeafCall
+from polylane.graph.graph import Node
+from polylane.graph.interpreter import ObservingInterpreter
+from polylane.graph.partition import Partition
+from polylane.graph.precision import unwrap_settings
+from polylane.graph.sample_slice import SampleSlice
+from polylane.placement.overlap import overlap_redistributions
+from polylane.placement.rewrite import rewrite
+from polylane.runtime.pipeline.sample_witness import WitnessedCall
+from polylane.sharding.layout import Layout
+
+_NUMBERS = itertools.count()
+
+OWN_PYTHON = ("leaf", "function")  # operators that run the user's own Python
+
+
+class PythonCallWatch:
+    """What the nodes that run the user's own Python do: which is in its backward pass, and what they were given.
+
+    Autograd's traceback does not say it: no frame of the stage's code is on the stack in a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.current_node: Node | None = None
+        self.records: list[WitnessedCall] | None = None  # of the forward passes of a step that has a witness
+
+    def begin_hook(self, node: Node) -> Callable[[Any], None]:
+        """What to call before the backward pass of ``node``."""
+
+        def hook(_: Any) -> None:
+            self.current_node = node
+
+        return hook
+
+    def end_hook(self, node: Node) -> Callable[[Any], None]:
+        """What to call before the backward pass of what ``node`` read."""
+
+        def hook(_: Any) -> None:
+            if self.current_node is node:
+                self.current_node = None
+
+        return hook
+
+
+class WatchedCall:
+    """The callable of a node whose backward pass is watched."""
+
+    __module__ = "polylane"
+
+    def __init__(self, target: Callable[..., Any], node: Node, watch: PythonCallWatch) -> None:
+        self.target, self.node, self.watch = target, node, watch
+        self.__name__ = str(getattr(target, "__name__", "watched"))
+        call = unwrap_settings(target)
+        while not isinstance(call, LeafCall) and hasattr(call, "target"):  # with its keys of random numbers
+            call = unwrap_settings(call.target)
+        own = isinstance(call, LeafCall) and not call.normalizes
+        self.buffers = slice(len(call.parameters), len(call.parameters) + len(call.buffers)) if own else slice(0)
+
+    def _refuse_write(self, part: SampleSlice) -> None:
+        """A buffer that a module writes moves once for a batch on one device: so it must by any plan.
+
+        Raises:
+            PolylaneError: it would move once for each part, by what is in that.
+        """
+        if part.samples < part.count_loss_samples and torch.is_grad_enabled():
+            raise PolylaneError(
+                f"{self.node.module or 'the model'}{format_line(self.node.source)} writes its buffers in a "
+                "part of the batch, "
+                "and one device would write them once, for all samples: use microbatches=1, and leave it out of "
+                "per_sample"
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part, tensors = args
+        if self.watch.records is not None:
+            self.watch.records.append(WitnessedCall(self.node, part, tuple(t.detach().clone() for t in tensors)))
+        before = [buffer._version for buffer in tensors[self.buffers]]
+        result = self.target(*args, **kwargs)
+        if before != [buffer._version for buffer in tensors[self.buffers]]:
+            self._refuse_write(part)
+        fx.node.map_aggregate(result, self._hook_registrar(self.watch.begin_hook(self.node)))
+        fx.node.map_aggregate((args, kwargs), self._hook_registrar(self.watch.end_hook(self.node)))
+        return result
+
+    @staticmethod
+    def _hook_registrar(hook: Callable[[Any], None]) -> Callable[[Any], Any]:
+        def register(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                value.grad_fn.register_prehook(hook)
+            return value
+
+        return register
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """The executable part of one stage.
+
+    Attributes:
+        run: the function: roles in, (values that leave ..., loss parts ...) out.
+        roles: what each argument is, as in :class:`polylane.graph.graph.Code`, or ("value", name) for what comes in.
+        outputs: names of the values that leave, in the order of the result.
+        has_loss: whether the loss follows them.
+        nodes_by_line: line of the generated source -> node.
+        graph: the code as an fx graph, for going through it node by node.
+        watch: over the backward passes of the user's own Python.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+    roles: tuple[tuple[str, Any], ...]
+    outputs: tuple[str, ...]
+    has_loss: bool
+    nodes_by_line: dict[int, Node]
+    file: str
+    graph: fx.Graph
+    watch: PythonCallWatch
+
+
+# For the while, a graph calls further functions of no value.
+Gates = Callable[[fx.Graph], AbstractContextManager[None]]
+
+
+def no_gates(graph: fx.Graph) -> AbstractContextManager[None]:
+    """The graph as it is."""
+    return nullcontext()
+
+
+def extract_stage(partition: Partition, stage: int, device: torch.device, gates: Gates = no_gates) -> StageCode:
+    """The part of the graph that ``stage`` runs, on ``device``; ``gates``: what its code calls besides."""
+    chosen = {node.name: node for node in partition.nodes(stage)}
+    outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    source = partition.graph.code.fx
+    body = [n for n in source.nodes if n.op == "call_function" and n.meta["name"] in chosen]
+    inside = set(body)
+    loss: list[fx.Node] = []
+    if stage == partition.loss_stage:
+        loss = list(source.output_node().args[0])  # type: ignore[arg-type]
+    wanted = dict.fromkeys(i for n in body for i in n.all_input_nodes if i not in inside)
+    wanted |= dict.fromkeys(n for n in loss if n not in inside)
+    roles: list[tuple[str, Any]] = []
+    for node in source.nodes:  # in the graph's own order
+        if node in wanted:
+            role = node.meta["role"] if node.op == "placeholder" else ("value", node.meta["name"])
+            values[node] = copied = graph.placeholder(node.name)
+            copied.meta = {**node.meta, "role": role}
+            roles.append(role)
+    by_name, watch = {}, PythonCallWatch()
+    for node in body:
+        values[node] = copied = graph.node_copy(node, lambda n: values[n])
+        copied.args, copied.kwargs = _move_devices(copied.args, device), _move_devices(copied.kwargs, device)
+        copied.meta = dict(node.meta)
+        described = chosen[node.meta["name"]]
+        if described.op in OWN_PYTHON:
+            copied.target = WatchedCall(node.target, described, watch)
+        by_name[node.meta["name"]] = copied
+    graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
+    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, gates)
+    return StageCode(run, tuple(roles), outputs, bool(loss), lines, file, graph, watch)
+
+
+class LocalStageCode:
+    """A stage's code as one rank of a mesh runs it: rewritten for a number of samples."""
+
+    def __init__(
+        self,
+        whole: StageCode,
+        partition: Partition,
+        layout: Layout,
+        coordinates: Mapping[str, int],
+        dtypes: Mapping[str, torch.dtype],
+        gates: Gates = no_gates,
+    ) -> None:
+        self._dtypes, self._gates = dtypes, gates
+        self.whole, self._layout, self._coordinates = whole, layout, coordinates
+        self._nodes = {node.name: node for node in partition.graph.nodes}
+
+    def rewrite_for(self, samples: int) -> StageCode:
+        """The code for a part with that number of samples."""
+        calls, splits = self._layout.at(samples)
+        graph = rewrite(
+            self.whole.graph,
+            calls,
+            splits,
+            samples,
+            self._coordinates,
+            aliases=self._layout.view.aliases,
+            leaving=self.whole.outputs,
+            dtypes=self._dtypes,
+        )
+        overlap_redistributions(graph)
+        roles = tuple(n.meta["role"] for n in graph.nodes if n.op == "placeholder")
+        run, lines, file = _compile_graph(graph, f"{samples} samples of {self.whole.file}", self._nodes, self._gates)
+        return replace(self.whole, run=run, roles=roles, nodes_by_line=lines, file=file, graph=graph)
+
+
+def _move_devices(value: Any, device: torch.device) -> Any:
+    """The device that capture saw, replaced by the worker's own."""
+    if isinstance(value, torch.device):
+        return value if value.type == "meta" else device
+    if isinstance(value, (list, tuple)):
+        return type(value)(_move_devices(v, device) for v in value)
+    if isinstance(value, dict):
+        return {key: _move_devices(v, device) for key, v in value.items()}
+    return value
+
+
+def _compile_graph(
+    graph: fx.Graph, label: str, chosen: Mapping[str, Node], gates: Gates
+) -> tuple[Callable[..., Any], dict[int, Node], str]:
+    """Python source of a graph, compiled under a file name of its own so that an error's line tells the node."""
+    with gates(graph):
+        code = graph.python_code("self")
+    file = f"<{label} ({next(_NUMBERS)})>"
+    scope: dict[str, Any] = dict(code.globals)
+    exec(compile(code.src, file, "exec"), scope)
+    forward = scope["forward"]
+    starts = {f"{n.name} = ": n for n in graph.nodes if n.op == "call_function"}
+    lines = {}
+    for number, text in enumerate(code.src.splitlines(), start=1):
+        node = starts.get(text.strip().partition(" = ")[0] + " = ")
+        if node is not None:
+            lines[number] = chosen[node.meta["name"]]
+    return lambda *args: forward(None, *args), lines, file
+
+
+def find_failing_node(runner: StageRunner, error: BaseException) -> Node | None:
+    """The node that was running, forward or backward, when ``error`` was raised; None if none of this stage's."""
+    codes = {code.file: code for code in (runner.code, *runner.codes.values())}
+    for frame in traceback.extract_tb(error.__traceback__):
+        code = codes.get(frame.filename)
+        if code is not None and frame.lineno in code.nodes_by_line:
+            return code.nodes_by_line[frame.lineno]
+    return runner.code.watch.current_node
+
+
+@dataclass
+class LiveMicrobatch:
+    """What a microbatch leaves behind between its forward and its backward pass."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    loss: tuple[Tensor, ...]
+
+
+class StageHooks:
+    """What goes on around a stage's passes: here nothing."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around a forward pass."""
+        return nullcontext()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around a backward pass."""
+        return nullcontext()
+
+
+@dataclass
+class StageRunner:
+    """Runs a stage's code on the tensors that the worker holds.
+
+    Attributes:
+        code: what to run.
+        tensors: parameters, buffers and constants by role.
+        differentiable_inputs: names of incoming values whose gradient is wanted.
+        autocast: dtype of autocast, or None.
+        local_code: rewrites the code for this rank of a mesh; None where no operator is split.
+        hooks: what goes on around passes.
+        codes: the code as this rank runs it, by the number of samples; empty where no operator is split.
+        live_microbatches: of every microbatch between its passes, what its backward pass needs.
+    """
+
+    code: StageCode
+    tensors: Mapping[tuple[str, Any], Any]
+    differentiable_inputs: frozenset[str]
+    device: torch.device
+    autocast: torch.dtype | None = None
+    local_code: LocalStageCode | None = None
+    hooks: StageHooks = field(default_factory=StageHooks)
+    codes: Mapping[int, StageCode] = field(default_factory=dict)
+    live_microbatches: dict[int, LiveMicrobatch] = field(default_factory=dict)
+
+    def code_for(self, samples: int) -> StageCode:
+        """The code for a part with that number of samples, which :meth:`fit_to_sizes` has made."""
+        return self.code if self.local_code is None else self.codes[samples]
+
+    def fit_to_sizes(self, sizes: Collection[int]) -> StageRunner:
+        """This runner for parts of these numbers of samples: with the code for each of them where it depends on it."""
+        if self.local_code is None:
+            return self
+        return replace(
+            self, codes={samples: self.local_code.rewrite_for(samples) for samples in sizes}, live_microbatches={}
+        )
+
+    def forward(
+        self, microbatch: int, values: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice
+    ) -> LiveMicrobatch:
+        """One forward pass; what the backward pass needs is kept under ``microbatch`` until then.
+
+        Args:
+            values: incoming values by name.
+            leaves: the part's samples, as flat leaves of the batch.
+            part: which samples they are.
+        """
+        inputs = {
+            name: value.requires_grad_() if name in self.differentiable_inputs and torch.is_grad_enabled() else value
+            for name, value in values.items()
+        }
+        code = self.code_for(part.samples)
+        arguments = [self.resolve_argument(role, inputs, leaves, part) for role in code.roles]
+        context = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
+        with context, self.hooks.forward():
+            result = code.run(*arguments)
+        count = len(self.code.outputs)
+        live = LiveMicrobatch(inputs, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
+        if torch.is_grad_enabled():
+            self.live_microbatches[microbatch] = live
+        return live
+
+    def resolve_argument(
+        self, role: tuple[str, Any], values: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice
+    ) -> Any:
+        """The tensor that stands for a role in one microbatch."""
+        kind, key = role
+        if kind == "value":
+            return values[key]
+        if kind == "input":
+            return leaves[key]
+        return part if kind == "part" else self.tensors[role]
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
+        """One backward pass: parameters accumulate their gradients, those of the incoming values are returned.
+
+        Args:
+            gradients: of the values that left, by name, summed over their consumers.
+            seed: gradient of the loss, on the stage that computes it.
+        """
+        live, self.code.watch.current_node = self.live_microbatches.pop(microbatch), None
+        roots = [(live.outputs[name], grad) for name, grad in gradients.items() if live.outputs[name].requires_grad]
+        if seed is not None and live.loss[0].requires_grad:
+            roots.append((live.loss[0], seed.to(live.loss[0].dtype)))
+        with self.hooks.backward():
+            if roots:
+                torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
+        self.code.watch.current_node = None
+        inputs = {name: live.inputs[name] for name in self.differentiable_inputs if name in live.inputs}
+        return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
+
+
+def run_node_by_node(
+    runner: StageRunner,
+    values: Mapping[str, Tensor],
+    leaves: Sequence[Any],
+    part: SampleSlice,
+    look: Callable[[str, Tensor], None],
+) -> tuple[Any, ...]:
+    """Run a stage node by node, and look at every tensor value as soon as it is there: node name, value. The result."""
+    code = runner.code_for(part.samples)
+    roles = iter(code.roles)
+
+    def observe(node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor) and node.meta.get("stands", True):
+            look(node.meta["name"], value)
+
+    interpreter = ObservingInterpreter(
+        code.graph, lambda node: runner.resolve_argument(next(roles), values, leaves, part), observe
+    )
+    return tuple(interpreter.run())

@@ -1,0 +1,157 @@
+"""Serving role of a job: what a worker that a plan dedicates to parameter servers does in the methods of its job.
+
+Its servers run in threads of their own, whatever the script does meanwhile. What all workers find out together
+(evaluations, weights) a serving worker is told by rank 0, call by call:
+
+    script calls      training workers               serving worker
+    step              compute, push, pull            nothing; the threads of its servers make the updates
+    state_dict, ...   compute; rank 0 sends          receives (call, result); another call than its own is an error
+                      (call, result)
+    gathered          rank 0 sends (call, None)      receives that, then takes part in the gathering
+    close             rank 0 sends (close, None)     receives that, waits for its servers, leaves
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.compile.batch_split import Batch
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.errors import PolylaneError
+from polylane.graph.batch import flatten, sample_count
+from polylane.observe.timeline import Span
+from polylane.runtime.data import loader as data
+from polylane.runtime.parameters.local_model import owning_stages
+from polylane.runtime.pipeline.anomalies import AnomalyDetector
+from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
+from polylane.runtime.pipeline.step_result import StepReport, StepResult, align_clocks
+from polylane.runtime.stale_weights import track_server_weights
+from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
+from polylane.runtime.sync.parameter_server.host import open_server_host
+from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
+from polylane.runtime.transport.protocol import TransportCounters
+from polylane.runtime.workers.world import World
+
+
+class ServingRole:
+    """Serves parameters; its methods are those of :class:`polylane.runtime.training_role.TrainingRole`.
+
+    Batches have no samples in them and are not loaded, steps do nothing and their loss is nan. Once the training
+    workers have closed the job, collective calls return at once, with nothing.
+
+    Args:
+        prepared: the training, equal on every worker.
+        world: of all processes, of which this one comes after those that train.
+        clip_norm: bound on the 2-norm of summed gradients, or None.
+    """
+
+    slack = 1
+    staleness = 0
+
+    def __init__(self, prepared: CompiledTraining, world: World, clip_norm: float | None) -> None:
+        self.world, self._plan, self._step, self._closed = world, prepared.plan, 0, False
+        world.first_workers(
+            prepared.plan.workers
+        )  # a collective over the whole world, in which the training role is too
+        self._host = open_server_host(world, prepared, owning_stages(prepared), clip_norm)
+        self._stale = track_server_weights(prepared, world.rank)
+        self._server = self._host.servers[0]
+        _ = self._server.weights  # waits for the first weights: what is wrong with an optimizer is raised here
+
+    # ---- collective calls --------------------------------------------------------------------------------------------
+
+    def _receive_result(self, call: CollectiveCall, otherwise: Any = None) -> Any:
+        """The result of a collective call; ``otherwise`` where the training workers have closed the job instead."""
+        if self._closed:
+            return otherwise
+        with self._host.watch():
+            called, value = self._host.receive_result()
+            if called is CollectiveCall.CLOSE:
+                self._closed = True
+                self._host.close()
+        if called not in (call, CollectiveCall.CLOSE):
+            raise PolylaneError(
+                f"the workers that train call {called.value}, and rank {self.world.rank}, which serves parameters, "
+                f"calls {call.value}: every worker must call the same methods"
+            )
+        return otherwise if self._closed else value
+
+    def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
+        sums: tuple[float, float] = self._receive_result(CollectiveCall.EVALUATE, (math.nan, math.nan))
+        return sums
+
+    def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
+        found: dict[str, Tensor | None] = self._receive_result(CollectiveCall.WHOLE_GRADIENTS, {})
+        return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._receive_result(CollectiveCall.STATE_DICT, {})
+        return state
+
+    def save(self, path: Path) -> None:
+        self._receive_result(CollectiveCall.SAVE)
+
+    def updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
+        self._receive_result(CollectiveCall.UPDATES)
+        return () if self._closed else self._host.gather_updates()
+
+    def gather(self, make: Callable[[], Any]) -> list[Any]:
+        # The value is made only when all workers ask for it: until then the servers go on, and their counts too.
+        self._receive_result(CollectiveCall.GATHERED)
+        return [] if self._closed else self._host.transport.all_gather_object(make())
+
+    def close(self) -> None:
+        self._receive_result(CollectiveCall.CLOSE)
+        self.world.leave()
+
+    # ---- of this worker alone ----------------------------------------------------------------------------------------
+
+    def step(self, batch: Any, name: str, anomalies: AnomalyDetector | None) -> StepResult:
+        samples = batch.samples if isinstance(batch, Batch) else sample_count(flatten(batch)[0])
+        self._step += 1
+        self._stale.record_step()
+        nothing = torch.full((2,), math.nan, dtype=torch.float64)
+        return StepResult(self._step - 1, samples, StepReport(None, nothing, (), ()))
+
+    def epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
+        """As many batches as the training workers have, of the same sizes, with no samples in them."""
+        return (Batch(samples, []) for samples in data.count_batch_sizes(dataset, batch_size, drop_last))
+
+    def optimizer_of(self, name: str) -> torch.optim.Optimizer:
+        return self._server.weights.objectives[name].optimizer
+
+    def gradients(self, name: str) -> dict[str, Tensor | None]:
+        return {name: parameter.grad for name, parameter in self._server.weights.objectives[name].parameters.items()}
+
+    def held(self) -> dict[str, Tensor]:
+        return dict(self._server.weights.parameters)
+
+    def part_of(self, name: str) -> str:
+        return ""
+
+    def shard_of(self, name: str, tensor: Tensor) -> Tensor | None:
+        return tensor
+
+    def stepping(self) -> list[LocalOptimizer]:
+        return self._host.stepping_optimizers()
+
+    @property
+    def counters(self) -> tuple[TransportCounters, ...]:
+        return self._host.counters
+
+    def sent_bytes(self) -> dict[str, float]:
+        """Mean bytes sent in a step; by theory its weights once to each replica. The first weights count with them."""
+        weights = sum(tensor.nbytes for tensor in self.held().values())
+        sent = sum(counters.sent for counters in self.counters) / max(self._step, 1)
+        none = dict.fromkeys((STAGES, OPERATORS, STATISTICS), 0.0)
+        return {AGREEMENT: sent, **none, "theory": float(weights * self._plan.data)}
+
+    def spans(self, steps: int) -> list[Span]:
+        """The latest updates of its server, however many steps are asked for, in seconds on the clock of rank 0."""
+        return align_clocks([self._server.spans], self._host.clock_offset)

@@ -1,0 +1,1 @@
+"""Gradient compression: half precision, PowerSGD, top-k, with error feedback."""

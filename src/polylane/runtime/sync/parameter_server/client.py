@@ -1,0 +1,243 @@
+"""Parameter-server client: a worker that trains sends its gradients to the servers and takes its weights from them.
+
+step of a worker         forward, backward | push gradients | wait | pull weights |
+server, synchronous                         ... of all replicas | one update
+server, asynchronous                        | one update for each replica; waits only for one that is too far behind
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.plan.plan import Plan
+from polylane.runtime.pipeline.connections import replica_ranks
+from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
+from polylane.runtime.sync.parameter_server.host import ServerHost
+from polylane.runtime.sync.parameter_server.messages import CPU, Channel, MessageHead, MessageKind
+from polylane.runtime.sync.parameter_server.packing import ServerShard
+from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
+from polylane.runtime.sync.parameter_server.weights import encode_options
+from polylane.runtime.sync.replica_mean import average_over_replicas, restore_values
+from polylane.runtime.tensor_parallel import CollectiveWaits
+from polylane.runtime.transport.protocol import Transport, TransportCounters
+
+if TYPE_CHECKING:
+    from polylane.runtime.parameters.update import ObjectiveUpdate
+
+
+class ParameterServerSync(GradientSync):
+    """Gradients go to parameter servers, and weights come from them.
+
+    The worker's own optimizer never steps. Its options are the servers': what a user changes in them goes along with
+    the next gradients, and its scheduler follows the server that has made the most updates.
+
+    Args:
+        plan: how the training is split.
+        host: lines to the servers, and those of them that live here.
+        trainers: by the name of the objective.
+        parameters: that this worker holds, or its parts of them, by name.
+        buffers: this worker's, by name.
+        transport: between the workers that train.
+        waits: where the time is counted that is spent waiting for servers.
+
+    Attributes:
+        staleness: of this worker's last step, the most of all servers.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        host: ServerHost,
+        trainers: Mapping[str, ObjectiveUpdate],
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        transport: Transport,
+        waits: CollectiveWaits,
+    ) -> None:
+        self._plan, self._host, self._sync = plan, host, plan.sync
+        self._trainers, self._objective_names = trainers, list(trainers)
+        self._parameters, self._transport, self._waits = parameters, transport, waits
+        self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        self._versions = dict.fromkeys(host.channels, 0)
+        self._updates_seen = dict.fromkeys(trainers, 0)
+        self._sent_options = {name: encode_options(trainer.optimizer) for name, trainer in trainers.items()}
+        self._steps = self.staleness = 0
+        self._members = plan.group(transport.rank, ("data",))
+        self._samples_seen = [0] * len(self._members)
+        self.loss_ranks = replica_ranks(plan, transport.rank) if plan.sync.is_replica_local else None
+        self._send_first_weights()
+
+    def _send_first_weights(self) -> None:
+        """Give the servers the weights to begin with: those of the first replica, the same as all others'."""
+        for trainer in self._trainers.values():
+            if trainer.scheduler is not None:  # it warns where it is stepped and the optimizer never was
+                trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
+        mine = [(t, line) for t, line in self._host.channels.values() if t.replica == 0]
+        with self.blame_local_server():
+            for trade, line in mine:
+                line.put(MessageHead(MessageKind.WEIGHTS), trade.full_packings[0].pack(self._parameters, CPU))
+            for _, line in mine:
+                line.get(lambda head: ())
+        self._transport.barrier()
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    @property
+    def weights_differ(self) -> bool:  # type: ignore[override]
+        return self._sync.is_replica_local and self._steps > 0
+
+    def is_replica_local(self, objective: str) -> bool:
+        return self._sync.is_replica_local
+
+    def update_weights(self, objective: str, trainer: ObjectiveUpdate, samples: bool) -> None:
+        """See :meth:`GradientSync.update`: servers do it, with the gradients of this replica, or of all."""
+        if samples and self._sync.is_replica_local and trainer.clipper is not None:
+            trainer.clipper.clip_gradients()  # of a sum over replicas the servers know the norm
+        kind = MessageKind.GRADIENTS if samples else MessageKind.NOTHING
+        options = self._changed_options(objective, trainer.optimizer)
+        with self.blame_local_server():
+            for server, (trade, line) in self._host.channels.items():
+                self._send_gradients(server, trade, line, kind, objective, options)
+            heads = [self._receive_weights(server, *line) for server, line in self._host.channels.items()]
+        self._steps += 1
+        self.staleness = max((head.staleness for head in heads), default=0)
+        self._follow_scheduler(objective, trainer, max((head.updates for head in heads), default=0), bool(samples))
+
+    def after_step(self, objective: str, samples: Sequence[int]) -> None:
+        if samples:
+            self._samples_seen = [seen + more for seen, more in zip(self._samples_seen, samples, strict=True)]
+
+    def _send_gradients(
+        self, server: int, trade: ServerShard, line: Channel, kind: MessageKind, objective: str, options: bytes
+    ) -> None:
+        rows, flags, packing = list[Tensor](), b"", trade.gradient_packings[objective]
+        if kind is MessageKind.GRADIENTS:
+            found = {name: self._parameters[name].grad for name in packing.names}
+            gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+            rows, flags = packing.pack(gradients, CPU), bytes(name in gradients for name in packing.names)
+            self._waits.bytes += packing.nbytes
+            if options:
+                rows.append(torch.frombuffer(bytearray(options), dtype=torch.uint8))
+        extra = len(options) if kind is MessageKind.GRADIENTS else 0
+        number, version = self._objective_names.index(objective), self._versions[server]
+        line.put(MessageHead(kind, number, self._steps, version, option_bytes=extra, flags=flags), rows)
+
+    def _receive_weights(self, server: int, trade: ServerShard, line: Channel) -> MessageHead:
+        """Take over the new weights that a server answers with."""
+        head, values = self._receive_answer(trade, line)
+        self._load_weights(values)
+        self._versions[server] = head.version
+        return head
+
+    def _receive_answer(self, trade: ServerShard, line: Channel) -> tuple[MessageHead, dict[str, Tensor]]:
+        """The weights in a server's answer, by name."""
+        start = time.perf_counter()
+        head, rows = line.get(lambda head: trade.weights_of(self._objectives_of(head)).sizes)
+        self._waits.seconds += time.perf_counter() - start
+        return head, trade.weights_of(self._objectives_of(head)).unpack(rows)
+
+    def _objectives_of(self, head: MessageHead) -> list[str]:
+        return [name for number, name in enumerate(self._objective_names) if head.objectives >> number & 1]
+
+    def _load_weights(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self._parameters[name].copy_(value)
+
+    # ---- what the user changes in the optimizer ----------------------------------------------------------------------
+
+    def _changed_options(self, objective: str, optimizer: torch.optim.Optimizer) -> bytes:
+        """The optimizer's options if they are not what they were after the last step; else nothing."""
+        now = encode_options(optimizer)
+        return b"" if now == self._sent_options[objective] else now
+
+    def _follow_scheduler(self, objective: str, trainer: ObjectiveUpdate, updates: int, sent: bool) -> None:
+        """Let this worker's scheduler, and with it the rates that it shows, be where the servers' are.
+
+        Options that were changed by hand stay to be sent, where nothing was.
+        """
+        changed = not sent and self._changed_options(objective, trainer.optimizer)
+        for _ in range(updates - self._updates_seen[objective] if trainer.scheduler is not None else 0):
+            trainer.scheduler.step()
+        self._updates_seen[objective] = updates
+        if not changed:
+            self._sent_options[objective] = encode_options(trainer.optimizer)
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def load_summed_gradients(self, objective: str) -> None:
+        """See :meth:`GradientSync.summed_gradients`: where replicas' gradients are summed, servers have the sums."""
+        if self._sync.is_replica_local or not self._steps:
+            return
+        number, lines = self._objective_names.index(objective), self._host.channels.values()
+        with self.blame_local_server():
+            for _, line in lines:
+                line.put(MessageHead(MessageKind.READ_GRADIENTS, number))
+            for trade, line in lines:
+                packing = trade.weight_packings[objective]
+                head, rows = line.get(lambda head, sizes=packing.sizes: sizes)  # type: ignore[misc]
+                found = packing.unpack(rows, self._transport_device())
+                for name, flag in zip(packing.names, head.flags, strict=False):
+                    self._parameters[name].grad = found[name] if flag else None
+
+    def _transport_device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def stepping_optimizers(self) -> list[LocalOptimizer]:
+        return self._host.stepping_optimizers()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """See :meth:`GradientSync.agreed`: the servers' weights, and the means of running statistics."""
+        if not self._sync.is_replica_local:
+            yield
+            return
+        with restore_values([*self._parameters.values(), *self._buffers.values()]):
+            with self.blame_local_server():
+                self._transport.barrier()  # every step that was begun is done
+                for _, line in self._host.channels.values():
+                    line.put(MessageHead(MessageKind.READ_WEIGHTS))
+                for trade, line in self._host.channels.values():
+                    self._load_weights(self._receive_answer(trade, line)[1])
+            if any(self._samples_seen):
+                share = self._samples_seen[self._members.index(self._transport.rank)] / sum(self._samples_seen)
+                with torch.no_grad():
+                    for name, mean in average_over_replicas(
+                        self._buffers, share, self._members, self._transport
+                    ).items():
+                        self._buffers[name].copy_(mean)
+            yield
+
+    def server_updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
+        self._transport.barrier()
+        self.broadcast_result(CollectiveCall.UPDATES, None)
+        return self._host.gather_updates()
+
+    def server_counters(self) -> tuple[TransportCounters, ...]:
+        return self._host.counters
+
+    # ---- those that only serve ---------------------------------------------------------------------------------------
+
+    def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
+        if self._transport.rank == 0:
+            self._host.broadcast_result(call, value)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.broadcast_result(CollectiveCall.GATHERED, None)
+        return self._host.transport.all_gather_object(value)
+
+    def blame_local_server(self) -> AbstractContextManager[None]:
+        return self._host.watch()
+
+    def close(self) -> None:
+        with self.blame_local_server():
+            for _, line in self._host.channels.values():
+                line.put(MessageHead(MessageKind.END))
+            self.broadcast_result(CollectiveCall.CLOSE, None)
+            self._host.close()

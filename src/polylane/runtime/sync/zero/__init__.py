@@ -1,0 +1,1 @@
+"""ZeRO: gradients, optimizer state and parameters cut over replicas (Rajbhandari et al., SC 2020)."""

@@ -1,0 +1,163 @@
+"""Optimizer sharding: parts of parameters in an optimizer made of whole ones, and which optimizers allow that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from polylane.errors import PolylaneError
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+SIZE = 4  # of every dimension of the parameters on which an optimizer is tried
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """What one worker updates of a parameter.
+
+    Attributes:
+        parameter: what the optimizer has in the place of the whole one: elements ``begin`` to ``end`` of it in
+            row-major order, as a vector; or all of it in its own shape, where the optimizer must see that.
+    """
+
+    parameter: nn.Parameter
+    begin: int
+    end: int
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """The same part of a tensor of the parameter's shape."""
+        return whole.reshape(-1)[self.begin : self.end].view(self.parameter.shape)
+
+
+def replace_parameters(optimizer: torch.optim.Optimizer, pieces: Mapping[nn.Parameter, OptimizerPart | None]) -> None:
+    """Let an optimizer have pieces in the place of whole parameters, in the same groups with the same options.
+
+    What it made for a whole parameter at once, in its shape, is cut alike.
+
+    Args:
+        optimizer: made of whole parameters.
+        pieces: by the whole parameter; None where this worker updates nothing of it.
+    """
+    for group in optimizer.param_groups:
+        kept = [i for i, p in enumerate(group["params"]) if pieces.get(p, p) is not None]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][i] for i in kept]
+        group["params"] = [_replacement_for(group["params"][i], pieces) for i in kept]
+    for parameter, piece in pieces.items():
+        state = optimizer.state.pop(parameter, {})
+        if piece is not None and state:
+            optimizer.state[piece.parameter] = {
+                key: piece.slice_of(value).clone()
+                if isinstance(value, Tensor) and value.shape == parameter.shape
+                else value
+                for key, value in state.items()
+            }
+
+
+def _replacement_for(parameter: nn.Parameter, pieces: Mapping[nn.Parameter, OptimizerPart | None]) -> nn.Parameter:
+    piece = pieces.get(parameter)
+    return parameter if piece is None else piece.parameter
+
+
+def find_unshardable(parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[Factory]) -> set[str]:
+    """Names of the parameters of which an optimizer must have all elements, in their shape, to update any of them.
+
+    Scalars are among them: there is nothing to cut. Each optimizer is tried on small parameters of the same names and
+    numbers of dimensions, whole and in two pieces; one that asks for sums over all holders of parts
+    (``sum_over_holders``) takes parts by its own word. What cannot be tried is kept whole.
+
+    Raises:
+        PolylaneError: an optimizer's update of one parameter depends on others, so that no worker can do its share.
+    """
+    found = {name for name, parameter in parameters if parameter.dim() == 0}
+    for factory in optimizers:
+        try:
+            different = _find_different(parameters, factory)
+        except PolylaneError:
+            raise
+        except Exception:  # whatever it may be that the user's own optimizer does not like about small parameters
+            different = {name for name, _ in parameters}
+        found |= different
+    return found
+
+
+def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Factory) -> set[str]:
+    random = torch.Generator().manual_seed(0)
+    values = {n: torch.randn([SIZE] * p.dim(), generator=random, dtype=torch.float64) for n, p in parameters}
+    steps = [{n: torch.randn(v.shape, generator=random, dtype=torch.float64) for n, v in values.items()} for _ in "12"]
+    if hasattr(factory(_make_small_values(values)), "sum_over_holders"):
+        return set()
+    different = set[str]()
+    with torch.random.fork_rng(devices=[]):
+        whole = _train_values(factory, values, steps, {})
+        for dim in sorted({value.dim() for value in values.values()} - {0}):
+            cuts = {n: v.numel() * 2 // 5 + 1 for n, v in values.items() if v.dim() == dim}
+            try:
+                first = _train_values(factory, values, steps, {n: (0, cut) for n, cut in cuts.items()})
+                second = _train_values(factory, values, steps, {n: (cut, SIZE**dim) for n, cut in cuts.items()})
+                different |= _find_unlike(whole, [first, second], cuts)
+            except Exception:  # it may not take vectors at all
+                different |= set(cuts)
+        if different:
+            nothing, every = (0, 0), {n: (0, v.numel()) for n, v in values.items()}
+            shares = [{n: every[n] if i % 2 == k else nothing for i, n in enumerate(every)} for k in (0, 1)]
+            if _find_unlike(whole, [_train_values(factory, values, steps, share, False) for share in shares], every):
+                raise _coupled_optimizer_error(factory, values)
+    return different
+
+
+def _coupled_optimizer_error(factory: Factory, values: Mapping[str, Tensor]) -> PolylaneError:
+    kind = type(factory(_make_small_values(values))).__name__
+    return PolylaneError(
+        f"shard: {kind} looks at several parameters at once, so that no replica can update a share of them: take shard "
+        "out of the plan, or another optimizer"
+    )
+
+
+def _make_small_values(values: Mapping[str, Tensor]) -> list[tuple[str, nn.Parameter]]:
+    return [(name, nn.Parameter(value.clone())) for name, value in values.items()]
+
+
+def _find_unlike(whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> set[str]:
+    found = set[str]()
+    for name in names:
+        joined = torch.cat([part[name].reshape(-1) for part in parts if name in part])
+        if not torch.allclose(whole[name].reshape(-1), joined, rtol=1e-9, atol=0):
+            found.add(name)
+    return found
+
+
+def _train_values(
+    factory: Factory,
+    values: Mapping[str, Tensor],
+    steps: Sequence[Mapping[str, Tensor]],
+    ends: Mapping[str, tuple[int, int]],
+    flat: bool = True,
+) -> dict[str, Tensor]:
+    """What an optimizer makes of parameters, or of pieces of them, which it has from begin to end."""
+    own = _make_small_values(values)
+    optimizer, pieces = factory(own), dict[nn.Parameter, OptimizerPart | None]()
+    given = {id(parameter) for _, parameter in own}
+    if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("optimizer(parameters) takes other parameters than those that it is given")
+    for name, parameter in own:
+        if name in ends:
+            begin, end = ends[name]
+            part = parameter.detach().reshape(-1)[begin:end].clone()
+            cut = nn.Parameter(part if flat else part.view(parameter.shape)) if end > begin else None
+            pieces[parameter] = None if cut is None else OptimizerPart(cut, begin, end)
+    replace_parameters(optimizer, pieces)
+    for step in steps:
+        for name, parameter in own:
+            piece = pieces.get(parameter)
+            if piece is not None:
+                piece.parameter.grad = piece.slice_of(step[name]).clone()
+            elif parameter not in pieces:
+                parameter.grad = step[name].clone()
+        optimizer.step()
+    left = {name: pieces.get(p, OptimizerPart(p, 0, p.numel())) for name, p in own}
+    return {name: piece.parameter.detach() for name, piece in left.items() if piece is not None}

@@ -1,0 +1,91 @@
+"""What is counted of a job's traffic, and what theory says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from polylane.compile.server_assignment import assign_parameters, server_rank
+from polylane.cost.network import sync_volume as agreement
+from polylane.cost.network.sync_volume import TrainedTensor
+from polylane.program.program import Program
+from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.shards import ShardSpec
+from polylane.runtime.pipeline.byte_counters import AGREEMENT, ByteCounters
+from polylane.runtime.pipeline.connections import Connections
+from polylane.runtime.sync.gradient_sync import GradientSync
+from polylane.runtime.transport.protocol import TransportCounters
+
+
+def count_traffic(
+    connections: Connections, rule: GradientSync, holding: LocalModel, programs: Mapping[str, Sequence[Program]]
+) -> ByteCounters:
+    """A worker's traffic, from now on.
+
+    Args:
+        connections: what it talks by.
+        rule: by which replicas agree.
+        holding: what it holds.
+        programs: by objective, of all workers.
+    """
+    hosts, rank = _server_ranks(holding), holding.world.rank
+    within = rank in hosts.values()  # of this process
+    others: dict[str, list[TransportCounters]] = {AGREEMENT: [] if within else list(rule.server_counters())}
+    for purpose, transport in connections.extra_groups.items():
+        others.setdefault(purpose, []).append(transport.counters)
+    held = {name: _trained_tensors(holding, each[rank], hosts, rank) for name, each in programs.items()}
+    answers = {name: _server_answer_bytes(holding, each, hosts) if within else 0.0 for name, each in programs.items()}
+    plan = holding.prepared.plan
+
+    def theory(name: str, step: int, microbatches: int) -> float:
+        return agreement.compute_sync_bytes(plan.sync, held[name], step, microbatches, answers[name])
+
+    if not plan.sync.has_servers:
+        cycle = plan.sync.warmup, plan.sync.every
+        return ByteCounters(connections.transport.counters, others, theory, cycle=cycle)
+    served, settle = rule.server_counters() if within else (), connections.transport.barrier
+    return ByteCounters(connections.transport.counters, others, theory, served, settle)
+
+
+def _server_ranks(holding: LocalModel) -> dict[str, int]:
+    """By parameter, the rank in whose process its server lives; nothing where there are no servers."""
+    prepared = holding.prepared
+    if not prepared.plan.sync.has_servers:
+        return {}
+    shares = assign_parameters(prepared.partitions, prepared.plan)
+    return {name: server_rank(prepared.plan, server) for server, share in enumerate(shares) for name in share}
+
+
+def _trained_tensors(
+    holding: LocalModel, program: Program, hosts: Mapping[str, int], sender: int
+) -> list[TrainedTensor]:
+    """The trained parameters of a worker, or its parts of them, with how many workers sum each gradient.
+
+    Args:
+        holding: of this worker.
+        program: the worker's.
+        hosts: by parameter, the rank in whose process its server lives.
+        sender: the rank from where bytes leave.
+    """
+    plan, parameters = holding.prepared.plan, holding.tensors.parameters()
+    stage, replicas, found = plan.stage_and_replica(program.rank)[0], set(program.replicas), list[TrainedTensor]()
+    pieces = ShardSpec(holding.prepared, stage, plan.coordinates(program.rank))
+    for bucket in program.buckets:
+        for name in bucket.parameters:
+            shape = pieces.local_shape(name)
+            speaks = stage == min(holding.owning_stages[name]) and pieces.is_counted("parameter", name)
+            leaves = hosts.get(name) != sender and speaks
+            alike = set(bucket.ranks) == replicas
+            found.append(TrainedTensor(shape, parameters[name].itemsize, len(bucket.ranks), alike, leaves))
+    return found
+
+
+def _server_answer_bytes(holding: LocalModel, programs: Sequence[Program], hosts: Mapping[str, int]) -> float:
+    """Bytes of the weights that servers in this process send to all other workers."""
+    rank, total = holding.world.rank, 0
+    mine = {name for name, host in hosts.items() if host == rank}
+    for program in programs:
+        if program.rank != rank:
+            names = [name for bucket in program.buckets for name in bucket.parameters]
+            held = _trained_tensors(holding, program, hosts, rank)
+            total += sum(each.nbytes for name, each in zip(names, held, strict=True) if name in mine)
+    return total

@@ -1,0 +1,115 @@
+"""Object collectives over a process group: plain values encoded by :mod:`polylane.runtime.transport.serialization`,
+never pickled.
+
+torch's own collectives of objects unpickle whatever comes, and gloo lets in whoever connects first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polylane.errors import PolylaneError
+from polylane.runtime.transport.serialization import decode, encode
+
+LONGEST = 1 << 40  # bytes of an encoded value: what says it is longer is none
+INTRODUCTION = timedelta(seconds=60)  # for the others to say who they are, who have just connected
+
+
+def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, by rank in the group; all of its ranks call it."""
+    size, device = dist.get_world_size(group), _group_device(group)
+    own = _encode_value(value, device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([own.numel()], device=device), group=group)
+    longest = _check_length(torch.stack(lengths).max())
+    padded = torch.cat([own, own.new_zeros(longest - own.numel())])
+    parts = list(own.new_empty(size * longest).split(longest))
+    dist.all_gather(parts, padded, group=group)
+    return [_decode_value(part, length) for part, length in zip(parts, lengths, strict=True)]
+
+
+def gather(value: Any, destination: int, group: dist.ProcessGroup | None = None) -> list[Any] | None:
+    """Every rank's value at the destination, None elsewhere."""
+    every = all_gather(value, group)
+    return every if dist.get_rank(group) == destination else None
+
+
+def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """The value of one rank of the group, at every one of it."""
+    device = _group_device(group)
+    if dist.get_rank(group) == source:
+        own = _encode_value(value, device)
+        length = torch.tensor([own.numel()], device=device)
+    else:
+        length = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.broadcast(length, group=group, group_src=source)
+    if dist.get_rank(group) != source:
+        own = torch.empty(_check_length(length), dtype=torch.uint8, device=device)
+    dist.broadcast(own, group=group, group_src=source)
+    return value if dist.get_rank(group) == source else _decode_value(own, length)
+
+
+def authenticate_group(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[int], rank: int) -> None:
+    """Let all of a new group prove to one another that they are the job's workers; all of them call it.
+
+    A backend takes whoever connects for the rank that it says it is. What each says to each other one is of use to
+    nobody else: it is made of the secret, the group, and both ranks.
+
+    Args:
+        group: whose connections have just been made, of gloo.
+        secret: what only workers of this job know.
+        ranks: all members of the group.
+        rank: of this worker, one of them.
+
+    Raises:
+        PolylaneError: who took a rank's place does not know the secret.
+    """
+    others = [peer for peer in ranks if peer != rank]
+    given = torch.frombuffer(
+        bytearray(b"".join(_compute_proof(secret, group, rank, peer) for peer in ranks)), dtype=torch.uint8
+    )
+    got = torch.empty_like(given)
+    group.alltoall_base(got, given, [], [], dist.AllToAllOptions()).wait(INTRODUCTION)
+    said = dict(zip(ranks, got.view(len(ranks), -1), strict=True))
+    for peer in others:
+        if not hmac.compare_digest(said[peer].numpy().tobytes(), _compute_proof(secret, group, peer, rank)):
+            raise PolylaneError(
+                f"who connected as rank {peer} is not a worker of this job (it does not know the job's secret): "
+                "another process has taken its place; start the job again, with the same POLYLANE_SECRET on all hosts "
+                "if there are several"
+            )
+
+
+def _compute_proof(secret: bytes, group: dist.ProcessGroup, source: int, destination: int) -> bytes:
+    return hmac.digest(secret, f"{group.group_name}: {source} to {destination}".encode(), hashlib.sha256)
+
+
+def _group_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group carries bytes."""
+    devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+    if "cpu" in devices:
+        return torch.device("cpu")
+    return torch.device(devices[0], torch.accelerator.current_device_index())
+
+
+def _encode_value(value: Any, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
+
+
+def _decode_value(data: Tensor, length: Tensor) -> Any:
+    return decode(data[: _check_length(length)].cpu().numpy().tobytes())
+
+
+def _check_length(told: Tensor) -> int:
+    length = int(told)
+    if not 0 < length <= LONGEST:
+        raise PolylaneError(f"another worker wants to send {length} bytes of a value: it is no worker of this job")
+    return length

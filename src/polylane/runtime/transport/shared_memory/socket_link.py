@@ -1,0 +1,145 @@
+"""Socket between two workers of one host: its send queue, and the messages that came through it."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from polylane.runtime.transport.shared_memory.blocks import SharedFile, open_arena
+from polylane.runtime.transport.shared_memory.message import (
+    ANSWERS,
+    HEADER,
+    LONGEST,
+    NO_BLOCK,
+    PRESSED,
+    WITHIN,
+    Message,
+)
+
+Buffer = bytes | ctypes.Array[ctypes.c_char]
+
+SOCKET_BYTES = 4 << 20  # of messages under way to a peer, where the system allows so many
+_DESCRIPTOR_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
+_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class SocketLink:
+    """One worker's end of the line to one peer.
+
+    Attributes:
+        peer: rank of the worker at the other end.
+        inbox: what has come from it and was not taken yet, by key.
+        expected: what to call once a message with a key has come.
+        gone: why nothing more comes from it, or None.
+        deaf: why nothing more can be sent to it, or None.
+
+    Args:
+        connection: a connected socket that keeps messages apart and in order.
+        answered: called with the numbers of this worker's own blocks that the peer has read.
+    """
+
+    __slots__ = ("_answered", "_arenas", "_queue", "_reset", "deaf", "expected", "gone", "inbox", "peer", "socket")
+
+    def __init__(self, peer: int, connection: socket.socket, answered: Callable[[int], None]) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        self.peer = peer
+        self.socket = connection
+        self.inbox: dict[int, Message] = {}
+        self.expected: dict[int, Callable[[], None]] = {}
+        self.gone: str | None = None
+        self.deaf: str | None = None
+        self._answered = answered
+        self._queue: deque[tuple[bytes, SharedFile | None]] = deque()
+        self._reset = False
+        self._arenas: dict[int, SharedFile] = {}
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether something waits for room."""
+        return bool(self._queue)
+
+    def send_message(self, parts: Sequence[Buffer], arena: SharedFile | None = None) -> None:
+        """Send a message, with the file of an arena that the peer has not seen yet; or queue it behind others."""
+        if self._queue:
+            self._queue.append((b"".join(parts), arena))
+            self.flush_queue()
+        elif not self._try_send(parts, arena):
+            self._queue.append((b"".join(parts), arena))
+
+    def flush_queue(self) -> None:
+        """Send of the queue what there is room for."""
+        while self._queue:
+            message, arena = self._queue[0]
+            if not self._try_send((message,), arena):
+                return
+            if self._queue:
+                self._queue.popleft()
+
+    def send_answers(self, blocks: Sequence[int]) -> None:
+        """Tell the peer which of its blocks have been read."""
+        for first in range(0, len(blocks), 1024):
+            some = blocks[first : first + 1024]
+            self.send_message((HEADER.pack(0, ANSWERS, 0, *NO_BLOCK, len(some)), struct.pack(f"={len(some)}I", *some)))
+
+    def _try_send(self, parts: Sequence[Buffer], arena: SharedFile | None) -> bool:
+        """Whether there was room for a message; what cannot arrive any more has no need of any."""
+        if self.deaf is not None:
+            return True
+        try:
+            if arena is None:
+                self.socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
+            else:
+                file = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena.descriptor]))]
+                self.socket.sendmsg(parts, file, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError) as error:
+            self.deaf = f"its end of the connection is closed ({error.strerror})"
+            self._queue.clear()
+        return True
+
+    def read_message(self, buffer: bytearray) -> bool:
+        """Handle one message; False where there is none."""
+        if self.gone is not None:
+            return False
+        try:
+            size, extra, _, _ = self.socket.recvmsg_into((buffer,), _DESCRIPTOR_SPACE, _FLAGS)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:  # it left before it had read everything; what it has sent is still there
+            self._reset = True
+            return True
+        if size == 0:
+            self.gone = "its end of the connection is closed" + (", with messages unread" if self._reset else "")
+            self.deaf = self.deaf or self.gone
+            self._queue.clear()
+            return False
+        key, kind, length, arena, block, offset, nbytes = HEADER.unpack_from(buffer)
+        if kind == ANSWERS:
+            for answered in struct.unpack_from(f"={nbytes}I", buffer, HEADER.size):
+                self._answered(answered)
+            return True
+        start = HEADER.size + length
+        description = bytes(buffer[HEADER.size : start])
+        if kind == WITHIN:
+            message = Message(self.peer, description, nbytes, buffer[start:size])
+        else:
+            if arena not in self._arenas:
+                self._arenas[arena] = open_arena(arena, struct.unpack("i", extra[0][2][:4])[0])
+            message = Message(
+                self.peer, description, nbytes, None, self._arenas[arena], block, offset, bool(kind & PRESSED)
+            )
+        self.inbox[key] = message
+        if self.expected and (call := self.expected.pop(key, None)) is not None:
+            call()
+        return True
+
+
+def allocate_read_buffer() -> bytearray:
+    """Room for the longest message."""
+    return bytearray(LONGEST)

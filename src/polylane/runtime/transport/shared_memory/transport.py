@@ -1,0 +1,347 @@
+"""Transport over shared memory, for CPU workers of one host: small tensors in messages, large ones in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.runtime.transport.protocol import (
+    FinishedTransfer,
+    PendingResult,
+    PendingTransfer,
+    TransportCounters,
+    all_reduce_bytes,
+    gathered_sizes,
+    make_contiguous,
+    normalize_group,
+    part_sizes,
+    require_channel,
+    require_flat,
+    require_pieces,
+    require_source,
+    require_summable,
+    undeclared,
+)
+from polylane.runtime.transport.serialization import decode, encode
+from polylane.runtime.transport.shared_memory.hub import MessageHub
+from polylane.runtime.transport.shared_memory.message import (
+    BROADCAST,
+    EXCHANGE,
+    GATHER,
+    INLINE,
+    OBJECT,
+    SCATTER,
+    SEND,
+    SUM,
+    Message,
+    encode_description,
+    memory_of,
+)
+from polylane.runtime.transport.shared_memory.pending import (
+    PendingCollective,
+    PendingExchange,
+    PendingReceive,
+    RankGroup,
+    slice_length,
+)
+from polylane.runtime.transport.shared_memory.pending import part_slices as parts_of
+from polylane.runtime.transport.shared_memory.reduce import ChunkedSum, DirectSum, TwoStepSum, sum_parts
+from polylane.runtime.workers.world import World
+
+Channel = tuple[int, int]  # (sender, receiver)
+
+MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; the groups' own follow one another
+
+IN_TURNS = 8 << 20  # bytes from which on two ranks sum chunk by chunk
+
+_OBJECT = encode_description(OBJECT, torch.uint8, ())
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # the values of a barrier's messages
+
+
+class SharedMemoryTransport:
+    """The workers of a world over shared memory; the interface is :class:`~.protocol.Transport`.
+
+    Sends are done when they return: their values have been copied out. A received tensor may be in the sender's
+    memory, which is this worker's as long as the tensor lives: its storage cannot be resized. Sums add up in the order
+    of the ranks, the same bits at every rank. A transport is one thread's; those that share a hub may be several's.
+
+    A large sum (of two ranks beyond ``IN_TURNS`` bytes, of more beyond ``INLINE``) takes more than one step, which each
+    rank takes in whatever wait of the hub it is then: one that never waits here again holds the others up.
+
+    Args:
+        hub: lines to the other workers of this host; all that are in a channel or a group with this one.
+        world: this worker among all.
+        channels: every (sender, receiver) pair that will be used, in the same order at every rank.
+        groups: the ranks of every collective, in the same order at every rank.
+        tag, own_groups: every transport keeps its messages and its collectives apart from all others.
+    """
+
+    def __init__(
+        self,
+        hub: MessageHub,
+        world: World,
+        channels: Iterable[Channel] = (),
+        groups: Iterable[Iterable[int]] = (),
+        tag: int = 0,
+        own_groups: bool = False,
+    ) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        self.counters = TransportCounters()
+        self._hub = hub
+        self._first_key = (
+            hub.add_user() << 52
+        )  # of the keys of its messages: its number, then the stream's, then their own
+        self._is_open = True
+        self._sends: dict[int, int] = {}
+        self._receives: dict[int, int] = {}
+        for sender, receiver in channels:
+            require_channel(sender, receiver, self.size)
+            if self.rank == sender:
+                self._sends[receiver] = self._first_key
+            elif self.rank == receiver:
+                self._receives[sender] = self._first_key
+        self._objects = self._first_key + (OBJECTS << 40)
+        self._groups: dict[tuple[int, ...], RankGroup] = {}
+        for number, members in enumerate(dict.fromkeys(normalize_group(group, self.size) for group in groups)):
+            if self.rank in members:
+                peers = tuple(rank for rank in members if rank != self.rank)
+                key = self._first_key + (GROUPS + number << 40)
+                self._groups[members] = RankGroup(members, members.index(self.rank), peers, key)
+        self._named = dict(self._groups)  # also by other orders of the same ranks
+
+    # ----------------------------------------------------------------------------------------------- between two ranks
+
+    def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
+        if peer not in self._sends:
+            raise undeclared(self.rank, f"channel from {self.rank} to {peer}")
+        if tensor.numel() == 0:
+            return FinishedTransfer(tensor)
+        wire = make_contiguous(tensor)
+        self._sends[peer] = key = self._sends[peer] + 2
+        self._post_values("send", SEND, (peer,), key, wire, tuple(wire.shape))
+        return FinishedTransfer(tensor)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
+        if peer not in self._receives:
+            raise undeclared(self.rank, f"channel from {peer} to {self.rank}")
+        shape = tuple(shape)
+        elements = 1
+        for size in shape:
+            elements *= size
+        if elements == 0:
+            return FinishedTransfer(torch.empty(shape, dtype=dtype))
+        self.counters.messages["receive"] += 1
+        self.counters.bytes["receive"] += elements * dtype.itemsize
+        self._receives[peer] = key = self._receives[peer] + 2
+        return PendingReceive(self._hub, peer, key, dtype, shape)
+
+    # ----------------------------------------------------------------------------------------------------- collectives
+
+    def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
+        require_summable(tensor)
+        group = self._group(ranks)
+        if group is None or tensor.numel() == 0:
+            return FinishedTransfer(tensor)
+        wire, target = make_contiguous(tensor), tensor.detach()
+        description = encode_description(SUM, wire.dtype, tuple(wire.shape))
+        counters, peers = self.counters, group.peers
+        key = group.next_key()
+        if wire.nbytes <= (INLINE if len(peers) > 1 else IN_TURNS):
+            headers = self._hub.send_values(peers, key, description, wire)
+            counters.count_sent("all_reduce", wire, wire.nbytes * len(peers))
+            counters.wire["header"] += headers
+            return DirectSum(self._hub, group, key, description, wire, target)
+        counters.count_sent("all_reduce", wire, all_reduce_bytes(wire, len(group.members)))
+        kind = TwoStepSum if len(peers) > 1 else ChunkedSum
+        large = kind(self._hub, group, key, description, wire, target)
+        counters.wire["header"] += large.start_sum()
+        return large
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
+        ranks, group = tuple(ranks), self._group(ranks)
+        sizes = gathered_sizes(tensor, ranks.index(self.rank), ranks, sizes)
+        own = make_contiguous(tensor)
+        if group is None:
+            return FinishedTransfer(own.clone())
+        key = group.next_key()
+        if own.numel():
+            self._post_values("all_gather", GATHER, group.peers, key, own, (own.numel(),))
+        places = dict(zip(ranks, parts_of(sizes), strict=True))
+        expected = {
+            peer: encode_description(GATHER, own.dtype, (slice_length(places[peer]),))
+            for peer in group.peers
+            if slice_length(places[peer])
+        }
+
+        def join(messages: dict[int, Message]) -> Tensor:
+            whole = torch.empty(sum(sizes), dtype=own.dtype)
+            whole[places[self.rank]].copy_(own)
+            for peer, message in messages.items():
+                whole[places[peer]].copy_(message.as_tensor(own.dtype))
+            return whole
+
+        return PendingCollective(self._hub, group.members, key, expected, join)
+
+    def reduce_scatter(
+        self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> PendingTransfer:
+        require_summable(tensor)
+        require_flat(tensor)
+        ranks, group = tuple(ranks), self._group(ranks)
+        sizes = part_sizes(tensor.numel(), ranks, sizes)
+        places = dict(zip(ranks, parts_of(sizes), strict=True))
+        wire = make_contiguous(tensor)
+        if group is None:
+            return FinishedTransfer(wire.clone())
+        key, own = group.next_key(), wire[places[self.rank]]
+        if wire.numel():
+            self._send_parts(group, key, wire, places, sizes)
+        if own.numel() == 0:
+            return FinishedTransfer(own.clone())
+        description = encode_description(SCATTER, wire.dtype, sizes)
+
+        def total(messages: dict[int, Message]) -> Tensor:
+            parts = [own if rank == self.rank else messages[rank].as_tensor(own.dtype) for rank in group.members]
+            result = torch.empty_like(own)
+            sum_parts(parts, result)
+            return result
+
+        return PendingCollective(self._hub, group.members, key, dict.fromkeys(group.peers, description), total)
+
+    def _send_parts(
+        self, group: RankGroup, key: int, wire: Tensor, places: dict[int, slice], sizes: tuple[int, ...]
+    ) -> None:
+        """Give every peer its part of a tensor, to be summed there."""
+        hub, item = self._hub, wire.element_size()
+        description = encode_description(SCATTER, wire.dtype, sizes)
+        given = {peer: places[peer] for peer in group.peers if slice_length(places[peer])}
+        large = {peer: place for peer, place in given.items() if slice_length(place) * item > INLINE}
+        headers = 0
+        # Long parts are in one block of this rank, each where it is in the tensor; short ones travel in their messages.
+        with hub.lock:
+            if large:
+                block = hub.acquire_block(wire.nbytes, len(large))
+            for peer, place in given.items():
+                nbytes = slice_length(place) * item
+                if peer in large:
+                    block.view(wire.dtype, slice_length(place), place.start).copy_(wire[place])
+                    headers += hub.send_block((peer,), key, description, block, place.start * item, nbytes)
+                else:
+                    headers += hub.send_inline((peer,), key, description, memory_of(wire[place]))
+        self.counters.count_sent("reduce_scatter", wire, sum(slice_length(place) for place in given.values()) * item)
+        self.counters.wire["header"] += headers
+
+    def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
+        group = self._group(ranks)
+        if group is None or tensor.numel() == 0:
+            return FinishedTransfer(tensor)
+        require_source(source, group.members)
+        key = group.next_key()
+        shape = tuple(tensor.shape)
+        if source == self.rank:
+            self._post_values("broadcast", BROADCAST, group.peers, key, make_contiguous(tensor), shape)
+            return FinishedTransfer(tensor)
+        target = tensor.detach()
+
+        def overwrite(messages: dict[int, Message]) -> Tensor:
+            return target.copy_(messages[source].as_tensor(target.dtype).view(shape))
+
+        self.counters.messages["broadcast"] += 1
+        expected = {source: encode_description(BROADCAST, target.dtype, shape)}
+        return PendingCollective(self._hub, group.members, key, expected, overwrite)
+
+    def all_to_all(
+        self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
+    ) -> PendingResult[list[Tensor]]:
+        ranks, group = tuple(ranks), self._group(ranks)
+        require_pieces(pieces, shapes, ranks)
+        own = pieces[ranks.index(self.rank)]
+        if group is None:
+            return FinishedTransfer([own])
+        key = group.next_key()
+        for peer, piece in zip(ranks, pieces, strict=True):
+            if peer != self.rank and piece.numel():
+                self._post_values("all_to_all", EXCHANGE, (peer,), key, make_contiguous(piece), tuple(piece.shape))
+        parts: list[Tensor | PendingReceive] = []
+        for peer, shape in zip(ranks, map(tuple, shapes), strict=True):
+            if peer == self.rank:
+                parts.append(own)
+            elif 0 in shape:
+                parts.append(torch.empty(shape, dtype=own.dtype))
+            else:
+                parts.append(PendingReceive(self._hub, peer, key, own.dtype, shape, EXCHANGE))
+        return PendingExchange(parts)
+
+    def _post_values(
+        self, kind: str, number: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]
+    ) -> None:
+        headers = self._hub.send_values(peers, key, encode_description(number, wire.dtype, shape), wire)
+        self.counters.count_sent(kind, wire, wire.nbytes * len(peers))
+        self.counters.wire["header"] += headers
+
+    # --------------------------------------------------------------------------------------------------------- objects
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        everyone = range(self.size)
+        data = encode(value)
+        self._send_bytes([rank for rank in everyone if rank != self.rank], data)
+        return [decode(data if rank == self.rank else self._receive_bytes(rank)) for rank in everyone]
+
+    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
+        if self.rank != destination:
+            self._send_bytes([destination], encode(value))
+            return None
+        self._send_bytes([], b"")
+        return [value if rank == self.rank else decode(self._receive_bytes(rank)) for rank in range(self.size)]
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        if self.rank == source:
+            self._send_bytes([rank for rank in range(self.size) if rank != source], encode(value))
+            return value
+        self._send_bytes([], b"")
+        return decode(self._receive_bytes(source))
+
+    def barrier(self) -> None:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._objects += 2
+        self.counters.wire["header"] += self._hub.send_values(others, self._objects, _OBJECT, _NOTHING)
+        for peer in others:
+            self._hub.receive_message(peer, self._objects, self)
+
+    def describe_wait(self) -> str:
+        return "exchanging objects, or waiting for all ranks"
+
+    def _send_bytes(self, peers: Sequence[int], data: bytes) -> None:
+        self.counters.messages["object"] += 1
+        self._objects += 2
+        if peers:
+            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            headers = self._hub.send_values(peers, self._objects, _OBJECT, values)
+            self.counters.wire["header"] += headers + len(data) * len(peers)
+
+    def _receive_bytes(self, peer: int) -> bytes | bytearray:
+        message = self._hub.receive_message(peer, self._objects, self)
+        data = message.as_bytes()
+        self._hub.release_messages(message)
+        return data
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._hub.remove_user()
+
+    def _group(self, ranks: Iterable[int]) -> RankGroup | None:
+        """The declared group; None for this rank alone."""
+        named = ranks if type(ranks) is tuple else tuple(ranks)
+        if (group := self._named.get(named)) is None:
+            members = normalize_group(named, self.size)
+            if members == (self.rank,):
+                return None
+            if members not in self._groups:
+                raise undeclared(self.rank, f"group {members}")
+            group = self._named[named] = self._groups[members]
+        return group if group.peers else None

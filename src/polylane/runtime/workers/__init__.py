@@ -1,0 +1,1 @@
+"""Worker processes: how they start, find each other, fail and end."""

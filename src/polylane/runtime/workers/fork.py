@@ -1,0 +1,375 @@
+"""Workers forked on this host: they start in well under half a second, report to their parent, and end with it.
+
+The parent must be safe to fork: it has not started CUDA (checked), and has run no tensor operation with more than one
+thread. Once its OpenMP pool has started, children hang as soon as they use more than one thread themselves (measured).
+So call :func:`limit_to_one_thread` before the first operation. Where the parent still has more than one thread, each
+worker
+gets one, which is safe. Threads of the parent do not exist in its children, but the locks they held stay held there:
+start a live progress bar after the fork, at the first message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.context import ForkProcess
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from polylane.errors import PolylaneError
+from polylane.runtime.workers.failure import Failure, find_root_cause
+from polylane.runtime.workers.file_store import FileStore, MeetingPlace
+from polylane.runtime.workers.world import TIMEOUT, World
+
+T = TypeVar("T")
+Listener = Callable[[int, dict[str, Any]], None]  # called with a worker's rank and the content of its message
+
+MESSAGE, RESULT, FAILURE = b"m", b"r", b"f"  # what a worker sends: one of these, then the content
+
+ECHO_GRACE_SECONDS = 0.8  # how long an echo ("my peer is gone") waits for the failure that it echoes
+EXIT_SECONDS = 5.0  # for a worker to exit by itself once it has handed over its result
+TERM_SECONDS = 2.0  # between SIGTERM and SIGKILL
+POLL_SECONDS = 0.2  # between looks for workers that died without closing their pipe
+PIPE_BYTES = 1 << 20  # so that a worker seldom waits for a parent that draws
+
+_PR_SET_PDEATHSIG = 1
+
+# Where other workers meet, of whom this process may be one.
+_OTHERS_MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a worker knows of the job.
+
+    Attributes:
+        world: all workers, and this one among them; without a process group until :meth:`World.connect`.
+    """
+
+    world: World
+    _send_report: Callable[[bytes, bytes], None] = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        """This worker, from 0."""
+        return self.world.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker computes."""
+        return self.world.device
+
+    def send_message(self, content: dict[str, Any]) -> None:
+        """Hand a small picklable dict to the parent's ``on_message``; each worker's messages arrive in order."""
+        self._send_report(MESSAGE, pickle.dumps(content))
+
+
+def limit_to_one_thread() -> None:
+    """Make this process safe to fork: to be called before its first tensor operation."""
+    torch.set_num_threads(1)
+
+
+def fork_workers(
+    worker: Callable[[WorkerContext], T],
+    workers: int,
+    on_message: Listener | None = None,
+) -> list[T]:
+    """Run ``worker(context)`` in forked processes of this host, as many as ``workers``; return their results by rank.
+
+    Each worker has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment, as torchrun gives them, and
+    this process's random number generators as they are now. The workers find one another without any port of this host
+    (:mod:`.board`); a process group, which listens on ports, is made where something needs it. The function need not be
+    picklable; its result must be, and its tensors arrive on the CPU. ``on_message(rank, content)`` is called here, in
+    this thread, for each ``context.message(content)``. Ctrl-C is answered by this process alone: it ends the workers,
+    then raises KeyboardInterrupt.
+
+    Raises:
+        PolylaneError: this process cannot be forked; or a worker raised one, which is raised again here.
+        WorkerFailed: a worker raised anything else, or was killed. All others have ended by then, too.
+    """
+    _refuse_unsafe_fork(workers)
+    team: _WorkerTeam[T] = _WorkerTeam()
+    try:
+        team.fork_all(worker, workers)
+        results = team.collect_results(on_message)
+        team.wait_exited(EXIT_SECONDS)
+        return results
+    finally:
+        team.end_all()
+
+
+def _refuse_unsafe_fork(workers: int) -> None:
+    if workers < 1:
+        raise PolylaneError(f"at least one worker is needed, not {workers}")
+    if dist.is_initialized():
+        raise PolylaneError("workers cannot be forked: this process is itself a worker of an initialised process group")
+    if torch.cuda.is_initialized():
+        raise PolylaneError(
+            "workers cannot be forked: this process has already started CUDA, which a forked child cannot use; "
+            "fork before the first CUDA call, or start the workers with torchrun"
+        )
+
+
+def threads_per_worker(workers: int) -> int:
+    """One intra-op thread for each worker of this host, unless it has more cores than workers."""
+    if torch.get_num_threads() > 1:  # an OpenMP pool may have started here; one thread never asks for it
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // workers)
+
+
+# ---------------------------------------------------------------------------------------------------- the parent's side
+
+
+@dataclass
+class WorkerPipe(Generic[T]):
+    """The line from one worker to the parent, and what has come through it.
+
+    Attributes:
+        rank: the worker.
+        reports: the pipe or socket.
+        result: the worker's result, as a list of one; empty until it has arrived.
+        failure: its failure, once reported or seen.
+    """
+
+    rank: int
+    reports: connection.Connection
+    result: list[T] = field(default_factory=list)
+    failure: Failure | None = None
+
+    def read_report(self, on_message: Listener | None) -> None:
+        """Wait for one report and read it. Closes the line at its end; a report that a dead worker began is none."""
+        try:
+            kind, content = self.reports.recv_bytes(), self.reports.recv_bytes()
+        except (EOFError, OSError):
+            self.reports.close()
+            return
+        if kind == MESSAGE and on_message is not None:
+            on_message(self.rank, pickle.loads(content))
+        elif kind == RESULT:
+            self.result.append(torch.load(io.BytesIO(content), map_location="cpu", weights_only=False))
+        elif kind == FAILURE:
+            self.failure = pickle.loads(content)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is to be expected of it."""
+        return bool(self.result) or self.failure is not None
+
+
+@dataclass
+class _ForkedWorker(WorkerPipe[T]):
+    """One worker, as the parent that forked it sees it."""
+
+    process: ForkProcess = field(kw_only=True)
+
+
+class _WorkerTeam(Generic[T]):
+    """All workers of one call, from the first fork to the last burial."""
+
+    def __init__(self) -> None:
+        self.members: list[_ForkedWorker[T]] = []
+        self.place = MeetingPlace.in_memory()
+        self.lifeline, self._lifeline_held = os.pipe()  # its other end closes with this process, however it ends
+
+    def fork_all(self, worker: Callable[[WorkerContext], T], workers: int) -> None:
+        """Fork them all."""
+        # A child must be on the list before an interrupt can end the list.
+        with _hold_interrupts():
+            threads = threads_per_worker(workers)
+            for rank in range(workers):
+                reader, writer = multiprocessing.Pipe(duplex=False)
+                _enlarge_pipe(writer)
+                not_mine = [self._lifeline_held, reader.fileno()]
+                not_mine += [member.reports.fileno() for member in self.members]
+                child = _ChildProcess(rank, workers, self.place, threads, writer, self.lifeline, not_mine)
+                process = multiprocessing.get_context("fork").Process(
+                    target=child.run_process, args=(worker, os.getpid()), name=f"polylane-worker-{rank}"
+                )
+                process.start()
+                writer.close()
+                self.members.append(_ForkedWorker(rank, reader, process=process))
+
+    def collect_results(self, on_message: Listener | None) -> list[T]:
+        """Listen until every result is there; raise the root cause of the first failure."""
+        give_up: float | None = None
+        while waiting := [member for member in self.members if not member.has_ended]:
+            self._read_reports(waiting, on_message)
+            failures = [member.failure for member in self.members if member.failure is not None]
+            cause = find_root_cause(failures)
+            if cause is None:
+                continue
+            give_up = give_up or time.monotonic() + ECHO_GRACE_SECONDS
+            if not cause.is_echo or time.monotonic() > give_up:
+                raise cause.to_exception()
+        cause = find_root_cause(member.failure for member in self.members if member.failure is not None)
+        if cause is not None:
+            raise cause.to_exception()
+        return [member.result[0] for member in self.members]
+
+    def _read_reports(self, waiting: list[_ForkedWorker[T]], on_message: Listener | None) -> None:
+        """Take what has come, and notice who died. The pipe of the dead may still hold a report."""
+        sources: list[Any] = [member.process.sentinel for member in waiting]
+        sources += [member.reports for member in waiting if not member.reports.closed]
+        ready = connection.wait(sources, POLL_SECONDS)
+        for member in waiting:
+            dead = member.process.exitcode
+            if member.reports in ready:
+                member.read_report(on_message)
+            while dead is not None and not member.has_ended and not member.reports.closed and member.reports.poll():
+                member.read_report(on_message)
+            if dead is not None and not member.has_ended:
+                member.failure = Failure.of_exit(member.rank, dead)
+
+    def wait_exited(self, seconds: float) -> bool:
+        """Let workers exit by themselves; whether all did."""
+        deadline = time.monotonic() + seconds
+        while alive := [m.process.sentinel for m in self.members if m.process.exitcode is None]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            connection.wait(alive, min(left, POLL_SECONDS))
+        return True
+
+    def end_all(self) -> None:
+        """End and bury every worker, and leave nothing behind."""
+        with _hold_interrupts():
+            for member in self.members:
+                member.process.terminate()
+            if not self.wait_exited(TERM_SECONDS):
+                for member in self.members:
+                    member.process.kill()
+            for member in self.members:
+                member.process.join()
+                member.process.close()
+                member.reports.close()
+            os.close(self.lifeline)
+            os.close(self._lifeline_held)
+            self.place.remove_files()
+
+
+def _enlarge_pipe(pipe: connection.Connection) -> None:
+    """Give a pipe room for many messages, where the system can."""
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with suppress(OSError):  # each user has a limit
+            fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+
+
+@contextmanager
+def _hold_interrupts() -> Iterator[None]:
+    """Keep Ctrl-C waiting: it is delivered at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---------------------------------------------------------------------------------------------------- the worker's side
+
+
+@dataclass
+class _ChildProcess:
+    """One worker, as it sees itself."""
+
+    rank: int
+    workers: int
+    place: MeetingPlace
+    threads: int
+    reports: connection.Connection
+    lifeline: int
+    inherited_descriptors: list[int]  # file descriptors that only the parent should hold
+
+    def run_process(self, worker: Callable[[WorkerContext], object], parent: int) -> None:
+        """What the forked process does, whole."""
+        for descriptor in self.inherited_descriptors:
+            os.close(descriptor)
+        tie_to_parent(parent)
+        threading.Thread(target=self._watch_parent, name="polylane-lifeline", daemon=True).start()
+        os.environ.update(
+            RANK=str(self.rank),
+            LOCAL_RANK=str(self.rank),
+            WORLD_SIZE=str(self.workers),
+            LOCAL_WORLD_SIZE=str(self.workers),
+        )
+        for name in _OTHERS_MEETING:
+            os.environ.pop(name, None)
+        torch.set_num_threads(self.threads)
+        if run_worker(worker, self.rank, self.workers, self.place.file, self.place.secret, self.reports) is not None:
+            sys.exit(1)
+
+    def _watch_parent(self) -> None:
+        """The same as :func:`tie_to_parent`, for every system."""
+        os.read(self.lifeline, 1)  # nobody writes: it returns when the parent's end closes
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tie_to_parent(parent: int) -> None:
+    """Tie this process to its parent: killed when that dies in whatever way, deaf to Ctrl-C, obedient to SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we could ask to be told
+        os._exit(1)
+
+
+def run_worker(
+    worker: Callable[[WorkerContext], object],
+    rank: int,
+    workers: int,
+    file: str,
+    secret: bytes,
+    reports: connection.Connection,
+) -> Failure | None:
+    """Join the world, run a worker's function, report its result or its failure, and leave; return the failure.
+
+    Args:
+        worker: the function.
+        rank, workers: which one this is, of how many.
+        file, secret: where they meet, see :class:`.board.Place`.
+        reports: to the parent.
+    """
+    sending = threading.Lock()
+
+    def send(kind: bytes, content: bytes | memoryview) -> None:
+        with sending:
+            reports.send_bytes(kind)
+            reports.send_bytes(content)
+
+    try:
+        world = World.of_started_worker(FileStore(file, secret, rank, workers, TIMEOUT), rank, workers)
+        value = _call_worker(worker, WorkerContext(world, send))
+        content = io.BytesIO()
+        torch.save(value, content)
+    except BaseException as error:  # sys.exit(1) and whatever else ends a worker
+        failure = Failure.of_exception(rank, error, skip_frames=2)
+        send(FAILURE, pickle.dumps(failure))
+        return failure
+    send(RESULT, content.getbuffer())
+    world.leave()
+    return None
+
+
+def _call_worker(worker: Callable[[WorkerContext], object], context: WorkerContext) -> object:
+    try:
+        return worker(context)
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):  # a result as well, without a value
+            return None
+        raise

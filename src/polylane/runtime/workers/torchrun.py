@@ -1,0 +1,256 @@
+"""Workers started by torchrun's elastic agent: for GPUs, which forked processes cannot use once the parent has."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import secrets
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from polylane.errors import PolylaneError
+from polylane.runtime.workers.failure import Failure, find_root_cause
+from polylane.runtime.workers.file_store import MeetingPlace
+from polylane.runtime.workers.fork import (
+    ECHO_GRACE_SECONDS,
+    Listener,
+    WorkerContext,
+    WorkerPipe,
+    run_worker,
+    threads_per_worker,
+    tie_to_parent,
+)
+
+T = TypeVar("T")
+
+INTRODUCTION_SECONDS = 10.0  # for who connects to say who it is: a worker does so at once
+
+
+def spawn_workers(worker: Callable[[WorkerContext], T], workers: int, on_message: Listener | None = None) -> list[T]:
+    """Run ``worker(context)`` in new processes of this host under torchrun's agent; return their results by rank.
+
+    As :func:`polylane.runtime.workers.fork.fork_workers`, with these differences: the function must be picklable, so it
+    is a function
+    of a module; starting takes seconds; ``on_message`` is called in a thread of its own, and what it raises is raised
+    here at the end of the job.
+
+    Raises:
+        PolylaneError: the function cannot be pickled; or a worker raised one, which is raised again here.
+        WorkerFailed: a worker raised anything else, or was killed. All others have ended by then, too.
+    """
+    try:
+        pickle.dumps(worker)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PolylaneError(f"{worker!r} cannot be sent to new processes: define it in a module ({error})") from None
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=secrets.token_hex(8),
+        rdzv_backend=_SingleAgentRendezvous.name,
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )
+    place = MeetingPlace.in_folder()
+    office: _ReportServer[T] = _ReportServer(place, on_message)
+    arguments = (worker, office.address, place.file, place.secret, os.getpid(), threads_per_worker(workers))
+    try:
+        with _restoring_handlers():
+            elastic_launch(config, _run_process)(*arguments)
+    except ChildFailedError as error:
+        deaths = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        raise office.find_cause(deaths).to_exception() from None
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        try:
+            office.close()
+        finally:
+            place.remove_files()
+    return [office.lines[rank].result[0] for rank in range(workers)]
+
+
+class _SingleAgentRendezvous(RendezvousHandler):
+    """The meeting of one agent with itself. torch's own listens on a port, and unpickles what is left there."""
+
+    name = "polylane"
+
+    def __init__(self, run: str) -> None:
+        self._run, self._store = run, dist.HashStore()  # type: ignore[attr-defined]
+
+    def get_backend(self) -> str:
+        return self.name
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # Workers are told of a place of their own: no address is used.
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    return _SingleAgentRendezvous(parameters.run_id)
+
+
+rendezvous_handler_registry.register(_SingleAgentRendezvous.name, _make_rendezvous)
+
+
+class _ReportServer(Generic[T]):
+    """Where the workers' reports come in, read by a thread of its own until it is closed.
+
+    Reports are pickles. So it is a socket in a folder that only this user may enter, and who connects must say the
+    secret of the place before anything else is read.
+    """
+
+    def __init__(self, place: MeetingPlace, on_message: Listener | None) -> None:
+        self._key = place.secret
+        self.lines: dict[int, WorkerPipe[T]] = {}
+        self._failures: list[Failure] = []  # in the order of arrival
+        self._on_message = on_message
+        self.address = str(place.folder / "office")
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(self.address)
+        self._server.listen()
+        self._closing, self._close = os.pipe()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._serve, name="polylane-office", daemon=True)
+        self._thread.start()
+
+    def find_cause(self, deaths: dict[int, int]) -> Failure:
+        """Why the job failed, from what was reported, and the exit codes of those that did not."""
+        self.close()
+        reported = {failure.rank for failure in self._failures}
+        silent = [Failure.of_exit(rank, code) for rank, code in deaths.items() if rank not in reported]
+        cause = find_root_cause([*self._failures, *silent])
+        assert cause is not None  # the agent saw a failure, so somebody failed
+        return cause
+
+    def close(self) -> None:
+        """Read what is still there, then stop. Raises what a listener raised."""
+        if self._thread.is_alive():
+            os.close(self._close)
+            self._thread.join()
+            os.close(self._closing)
+            self._server.close()
+            if self._error is not None:
+                raise self._error
+
+    def _serve(self) -> None:
+        while True:
+            open_lines = {line.reports: line for line in self.lines.values() if not line.reports.closed}
+            ready = connection.wait([self._server, self._closing, *open_lines], None)
+            for source in ready:
+                if source is self._server:
+                    self._accept_worker()
+                elif isinstance(source, connection.Connection):
+                    self._read_reports(open_lines[source])
+            if ready == [self._closing]:  # and nothing else is left to read
+                for line in open_lines.values():
+                    line.reports.close()
+                return
+
+    def _accept_worker(self) -> None:
+        connected = self._server.accept()[0]
+        _set_read_timeout(connected, INTRODUCTION_SECONDS)
+        reports = connection.Connection(os.dup(connected.fileno()))
+        with suppress(EOFError, OSError, ValueError), connected:
+            if secrets.compare_digest(reports.recv_bytes(len(self._key)), self._key):
+                rank = int(reports.recv_bytes(20))
+                _set_read_timeout(connected, 0)
+                self.lines[rank] = WorkerPipe(rank, reports)
+                return
+        reports.close()
+
+    def _read_reports(self, line: WorkerPipe[T]) -> None:
+        try:
+            line.read_report(self._on_message)
+        except Exception as error:  # the listener's: it must not stop the reading
+            self._error = self._error or error
+        if line.failure is not None and line.failure not in self._failures:
+            self._failures.append(line.failure)
+
+
+def _set_read_timeout(connected: socket.socket, seconds: float) -> None:
+    """Let reads of a connection end after so long; 0: never."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds), 0))
+
+
+def _run_process(
+    worker: Callable[[WorkerContext], object], address: str, file: str, secret: bytes, parent: int, threads: int
+) -> None:
+    """What a new process does, whole."""
+    tie_to_parent(parent)
+    torch.set_num_threads(threads)
+    rank = int(os.environ["RANK"])
+    office = socket.socket(socket.AF_UNIX)
+    office.connect(address)
+    reports = connection.Connection(office.detach())
+    reports.send_bytes(secret)
+    reports.send_bytes(str(rank).encode())
+    failure = run_worker(worker, rank, int(os.environ["WORLD_SIZE"]), file, secret, reports)
+    if failure is not None:
+        if failure.is_echo:
+            time.sleep(ECHO_GRACE_SECONDS)  # the agent ends all others as soon as one exits: let the cause speak first
+        sys.exit(1)
+
+
+@contextmanager
+def _restoring_handlers() -> Iterator[None]:
+    """The agent installs signal handlers and logs every failure as its own; give both back."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

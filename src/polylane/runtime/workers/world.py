@@ -1,0 +1,227 @@
+"""World: which worker this process is, of how many, and on which device."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from polylane.errors import PolylaneError
+from polylane.runtime.transport import plain_objects as objects
+from polylane.runtime.workers.file_store import FileStore
+
+# A dead peer closes its connections and is noticed at once. This bounds the wait for one that lives but never answers:
+# long enough for a first step that compiles, or a checkpoint that only one rank writes.
+TIMEOUT = timedelta(minutes=10)
+
+# What all workers of a job on several hosts know and nobody else: who does not is refused as soon as it connects.
+SECRET = "POLYLANE_SECRET"
+
+_started: World | None = None  # this process, where another one of this host started it as a worker
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This worker among all workers.
+
+    Attributes:
+        rank: this worker, from 0.
+        size: how many workers there are, on all hosts.
+        local_rank: this worker among those of its host, from 0.
+        device: where this worker computes.
+        backend: what carries its tensors, ``"gloo"`` or ``"nccl"``; None for a worker that is alone, without any group.
+        is_joined: whether the process group is this world's to make or to end, see :meth:`leave`.
+        group: the process group of these workers, where they are the first of a larger world; None: the default one.
+        board: where workers that one process of this host started leave word for one another; None for others.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str | None
+    is_joined: bool = False
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    board: FileStore | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of_started_worker(cls, board: FileStore, rank: int, size: int) -> World:
+        """The world of a worker that another process of this host started, with all others.
+
+        No process group is made before something needs it (:meth:`connect`): its backend listens on a port.
+
+        Raises:
+            PolylaneError: this host has fewer accelerators than workers.
+        """
+        global _started
+        device = pick_device(rank, size)
+        _started = cls(rank, size, rank, device, backend_of_device(device), is_joined=True, board=board)
+        return _started
+
+    @classmethod
+    def join(cls, timeout: timedelta = TIMEOUT) -> World:
+        """Join the other workers, as torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, ...) describes them.
+
+        Without RANK in the environment this worker is alone: no process group is made. A process group that is already
+        initialised is used as it is. Makes the chosen device the current one.
+
+        Raises:
+            PolylaneError: the environment is incomplete, or this host has fewer accelerators than workers.
+        """
+        if _started is not None:
+            return replace(_started, is_joined=False)
+        if dist.is_initialized():
+            return cls._of_existing_group()
+        if "RANK" not in os.environ:
+            return cls(rank=0, size=1, local_rank=0, device=pick_device(0, 1), backend=None)
+        rank, size = _read_environment("RANK"), _read_environment("WORLD_SIZE")
+        local_rank = _read_environment("LOCAL_RANK", default=rank)
+        device = pick_device(local_rank, _read_environment("LOCAL_WORLD_SIZE", default=1))
+        backend = backend_of_device(device)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise PolylaneError(f"RANK is set but {name} is not: start the workers with torchrun, or unset RANK")
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        world = cls(rank, size, local_rank, device, backend, is_joined=True)
+        atexit.register(world.leave)  # gloo's threads must not outlive the interpreter
+        world.authenticate_group(dist.group.WORLD)
+        return world
+
+    def connect(self) -> World:
+        """Make the process group where there is none yet; every worker must ask for it. Returns this world."""
+        if self.board is not None and not dist.is_initialized():
+            self.board.all_gather_object(None)  # who has left already is seen here, and not by the backend
+            if self.backend == "gloo":
+                os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+            dist.init_process_group(
+                self.backend, store=self.board.store, rank=self.rank, world_size=self.size, timeout=TIMEOUT
+            )
+            atexit.register(_destroy_group)
+            self.authenticate_group(dist.group.WORLD)
+        return self
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every worker's plain value, by rank; all must ask for it. See
+        :mod:`polylane.runtime.transport.serialization`.
+        """
+        if self.size == 1:
+            return [value]
+        if self.board is not None:
+            return self.board.all_gather_object(value)
+        return objects.all_gather(value, self.group)
+
+    def authenticate_group(self, group: dist.ProcessGroup | None) -> None:
+        """Prove to the others of a new group that this is a worker of the job, as they do; all of them call it.
+
+        Nothing is asked of groups whose backend does that itself, nor of workers that share no secret.
+
+        Raises:
+            PolylaneError: somebody who does not know the secret has taken a worker's place.
+        """
+        secret = self.board.secret if self.board is not None else os.environ.get(SECRET, "").encode()
+        if group is not None and secret and dist.get_backend(group) == "gloo" and dist.get_world_size(group) > 1:
+            objects.authenticate_group(group, secret, dist.get_process_group_ranks(group), dist.get_rank())
+
+    @classmethod
+    def _of_existing_group(cls) -> World:
+        """The group that the user's script made: its device is one that the group can carry tensors of."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local_rank = _read_environment("LOCAL_RANK", default=rank)
+        accelerator = accelerator_type()
+        if accelerator is not None and _group_backend(accelerator) == backend_of_device(torch.device(accelerator)):
+            device = pick_device(local_rank, _read_environment("LOCAL_WORLD_SIZE", default=1))
+        else:
+            device = torch.device("cpu")
+        return cls(rank, size, local_rank, device, _group_backend(device.type))
+
+    def first_workers(self, size: int) -> World:
+        """The world of the first so many workers, with a process group of their own. Every worker must ask for it.
+
+        To the others it is of no use.
+        """
+        if size == self.size:
+            return self
+        self.connect()
+        group = dist.new_group(list(range(size)), timeout=TIMEOUT)
+        if self.rank >= size:
+            return replace(self, size=size, group=None)
+        self.authenticate_group(group)
+        return replace(self, size=size, group=group, board=None)
+
+    def leave(self) -> None:
+        """End the process groups that :meth:`join` and :meth:`first` made. Does nothing the second time."""
+        if self.group is not None and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # it has ended already
+                dist.destroy_process_group(self.group)
+        if self.is_joined:
+            global _started
+            if _started is not None and self.board is not None:
+                self.board.mark_left()
+            _started = None
+            _destroy_group()
+
+
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def backend_of_device(device: torch.device) -> str:
+    """What carries the tensors of a device between workers: ``"nccl"`` for cuda, ``"gloo"`` for cpu."""
+    return str(dist.get_default_backend_for_device(device))
+
+
+def accelerator_type() -> str | None:
+    """The kind of accelerator that is here and has collectives of its own (``"cuda"``, ...); None where there is none.
+
+    Asking may start the accelerator's driver: a process that did so must not be forked for workers on accelerators.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or backend_of_device(accelerator) == "gloo":  # MPS: gloo cannot carry its tensors
+        return None
+    return str(accelerator.type)
+
+
+def pick_device(local_rank: int, local_size: int) -> torch.device:
+    """The device of one of a host's workers, made the current one: an accelerator of its own, or else the CPU.
+
+    Raises:
+        PolylaneError: there are accelerators, but fewer than workers.
+    """
+    accelerator = accelerator_type()
+    if accelerator is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_size > count:
+        raise PolylaneError(
+            f"{local_size} workers on a host with {count} {accelerator} device(s), and each needs one of its own: "
+            "use fewer workers, or hide the devices (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
+    device = torch.device(accelerator, local_rank % count)
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def _group_backend(device_type: str) -> str:
+    """The backend of the default group for a device; the group's configuration reads "cpu:gloo,cuda:nccl"."""
+    parts = (part.partition(":") for part in dist.get_backend_config().split(","))
+    backends = {device: backend for device, _, backend in parts}
+    return backends.get(device_type, str(dist.get_backend()))
+
+
+def _read_environment(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        said = "is not set" if text is None else f"is {text!r}, not a whole number"
+        raise PolylaneError(f"RANK is set but {name} {said}: start the workers with torchrun, or unset RANK") from None

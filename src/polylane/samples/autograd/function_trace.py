@@ -1,0 +1,259 @@
+"""Traces of custom autograd functions: forward and backward as one flat graph of ATen operators, for any samples.
+
+Tensors have no data, and their number of samples is a symbol: a trace that depends on either is none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
+
+from polylane.graph.capture.aliasing import alias_groups, functionalize_writes, written_arguments
+from polylane.graph.capture.describe_nodes import label_nodes
+from polylane.graph.capture.inline import add_slice_input, drop_assertions, drop_dead_nodes
+from polylane.graph.capture.python_operators import FunctionCall
+from polylane.graph.precision import InAutocast, InFloat64, Promoted, UnderSetting
+from polylane.graph.symbolic_sizes import compute_sizes_locally, size_function
+from polylane.placement.placement import Shard
+from polylane.samples.interpretation.additivity import State
+
+# Of a longer trace nothing is known: a walk must end soon.
+LONGEST = 2000
+HINT = 7  # what sizes are called with; a branch on it is seen, and is no proof
+
+
+@dataclass(frozen=True)
+class FunctionArgument:
+    """A tensor that a function is called with.
+
+    Attributes:
+        shape: at one sample.
+        dtype: of its elements.
+        state: how the parts of a batch make it up; rows grow along its dimension.
+        requires_grad: whether a gradient may flow back through it.
+        device: where it is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    state: State
+    requires_grad: bool
+    device: torch.device
+
+    def made(self, samples: Any) -> Tensor:
+        """One without data, with so many samples."""
+        grown = self.state.dim if isinstance(self.state, Shard) else None
+        sizes = [size * samples if dim == grown else size for dim, size in enumerate(self.shape)]
+        return torch.empty(sizes, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+
+@dataclass(frozen=True)
+class FunctionTrace:
+    """A function's passes, flat.
+
+    Attributes:
+        graph: its placeholders are the arguments and the tangents; it gives the outputs and the gradients.
+        outputs: how many outputs it gives.
+        differentiable: the outputs that a gradient may come to.
+        tangents: the outputs that have a tangent, in the order of the placeholders.
+        gradients: the arguments of which there is a gradient.
+    """
+
+    graph: fx.Graph
+    outputs: int
+    differentiable: tuple[int, ...]
+    tangents: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
+def trace_function(
+    function: FunctionCall,
+    settings: Sequence[UnderSetting],
+    arguments: Sequence[FunctionArgument],
+    chosen: tuple[int, ...],
+) -> FunctionTrace:
+    """A function's passes, for any number of samples.
+
+    Raises:
+        ValueError: they are not the same for all.
+    """
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    trace = _trace_with_samples(function, settings, arguments, chosen, mode, _sample_symbol(mode))
+    alone = _trace_with_samples(function, settings, arguments, chosen, FakeTensorMode(), 1)
+    if env.guards or env.deferred_runtime_asserts:
+        raise ValueError("it depends on the number of samples")
+    # Sizes are taken to be two at least: one is tried by itself.
+    if _graph_structure(trace.graph) != _graph_structure(alone.graph):
+        raise ValueError("it computes otherwise on one sample")
+    if len(trace.graph.nodes) > LONGEST:
+        raise ValueError("too long")
+    _prepare_graph(trace.graph)
+    return trace
+
+
+def _sample_symbol(mode: FakeTensorMode) -> torch.SymInt:
+    """The number of samples."""
+    form: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    size: Any = mode.from_tensor(torch.empty(HINT, device="meta"), symbolic_context=form).shape[0]
+    return size  # type: ignore[no-any-return]
+
+
+def _trace_with_samples(
+    function: FunctionCall,
+    settings: Sequence[UnderSetting],
+    arguments: Sequence[FunctionArgument],
+    chosen: tuple[int, ...],
+    mode: FakeTensorMode,
+    samples: Any,
+) -> FunctionTrace:
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        call = FunctionCall(function.apply, copy.deepcopy(function.arguments), function.tensor_positions)
+        result = call.run(inputs)
+        return [result] if isinstance(result, Tensor) else [each for each in result if isinstance(each, Tensor)]
+
+    found: dict[str, tuple[int, ...]] = {"gradients": ()}
+    wanted = [i for i, argument in enumerate(arguments) if argument.requires_grad]
+
+    def passes(*tensors: Tensor) -> list[Tensor]:
+        inputs, tangents = tensors[: len(arguments)], tensors[len(arguments) :]
+        outputs = run(inputs)
+        if not tangents:
+            return outputs
+        gradients = _compute_gradients([outputs[i] for i in chosen], [inputs[i] for i in wanted], tangents)
+        found["gradients"] = tuple(i for i, gradient in zip(wanted, gradients, strict=True) if gradient is not None)
+        return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
+
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(torch.enable_grad())
+        failures = stack.enter_context(_FailureWatch())
+        for setting in settings:
+            stack.enter_context(_enter_setting(setting))
+        inputs = [argument.made(samples) for argument in arguments]
+        outputs = run(inputs)
+        differentiable = tuple(i for i, output in enumerate(outputs) if output.requires_grad)
+        tangents = [torch.empty_like(outputs[i], requires_grad=False) for i in chosen]
+        traced = make_fx(passes, tracing_mode="real", pre_dispatch=True)(*inputs, *tangents)
+    if failures.any:
+        raise ValueError("it caught an error that tensors with data do not raise")
+    graph = _inline_constants(traced)
+    return FunctionTrace(graph, len(outputs), differentiable, chosen, found["gradients"])
+
+
+def _compute_gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """As torch.autograd.grad, inside of which no function mode would see what a backward pass calls."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    keep, create, unused, accumulate = False, False, True, False
+    found: tuple[Tensor | None, ...] = engine.run_backward(
+        tuple(outputs),
+        tuple(tangents),
+        keep,
+        create,
+        tuple(inputs),
+        allow_unreachable=unused,
+        accumulate_grad=accumulate,
+    )
+    return found
+
+
+class _FailureWatch(TorchFunctionMode):
+    """Whether any call of torch's failed, be the error caught or not: without data, values cannot be looked at."""
+
+    any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.any = True
+            raise
+
+
+def _enter_setting(setting: UnderSetting) -> Any:
+    if isinstance(setting, InAutocast):
+        device, dtype, enabled = setting.device_type, setting.dtype, setting.enabled
+        return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+    if isinstance(setting, InFloat64):
+        return Promoted()
+    raise ValueError("a setting that a trace does not know")
+
+
+def _inline_constants(traced: fx.GraphModule) -> fx.Graph:
+    """The traced graph, with its constants as placeholders and without switches of the gradient mode."""
+    graph = traced.graph
+    first = next(iter(graph.nodes))
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            with graph.inserting_before(first):
+                constant = graph.placeholder(str(node.target))
+            constant.meta = {"val": torch.empty_like(getattr(traced, str(node.target)), device="meta")}
+            constant.meta["role"] = ("constant", str(node.target))
+            node.replace_all_uses_with(constant)
+            graph.erase_node(node)
+        elif node.target is torch._C._set_grad_enabled:
+            graph.erase_node(node)
+    return graph
+
+
+def _graph_structure(graph: fx.Graph) -> list[Any]:
+    """What a graph computes on one sample: each operator, and its arguments."""
+    numbers: dict[fx.Node, int] = {}
+
+    def settled(node: fx.Node) -> Any:
+        val = node.meta.get("val")
+        return ("node", numbers[node]) if node in numbers else size_function(val)(1)
+
+    result: list[Any] = []
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "call_function" and not isinstance(val, (Tensor, list, tuple)):
+            continue
+        numbers[node] = len(numbers)
+        result.append((node.op, node.target, _settle_sizes(node.args, settled), _settle_sizes(node.kwargs, settled)))
+    return [(op, "" if op == "placeholder" else target, args, kwargs) for op, target, args, kwargs in result]
+
+
+def _settle_sizes(value: Any, settled: Callable[[fx.Node], Any]) -> Any:
+    if isinstance(value, fx.Node):
+        return settled(value)
+    if isinstance(value, Mapping):
+        return {key: _settle_sizes(each, settled) for key, each in value.items()}
+    return [_settle_sizes(each, settled) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _prepare_graph(graph: fx.Graph) -> None:
+    """Let a traced graph be like a captured one: roles, sizes and names.
+
+    Raises:
+        ValueError: it writes what it was given, or draws random numbers.
+    """
+    part, leaf = add_slice_input(graph), 0
+    for node in graph.nodes:
+        if node.op == "placeholder" and "role" not in node.meta:
+            node.meta["role"], leaf = ("input", leaf), leaf + 1
+    memory = alias_groups(graph)
+    for node in graph.nodes:
+        if any(memory[each].op == "placeholder" for each in written_arguments(node)):
+            raise ValueError("it writes what it is given")
+        drawn = isinstance(node.target, torch._ops.OpOverload) and node.target.tags
+        if drawn and torch.Tag.nondeterministic_seeded in drawn:
+            raise ValueError("it draws random numbers")
+    compute_sizes_locally(graph, part)
+    functionalize_writes(graph)
+    drop_assertions(graph)
+    drop_dead_nodes(graph)
+    label_nodes(graph)
+    graph.lint()

@@ -1,0 +1,1 @@
+"""Abstract interpretation of a graph: how the samples of a batch make up every value, for all inputs."""

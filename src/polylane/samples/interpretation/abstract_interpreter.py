@@ -1,0 +1,283 @@
+"""Abstract interpretation of a captured graph: every operator's values, as the parts of a batch make them up.
+
+From the inputs on, each operator is taken by its placement rule (:mod:`polylane.samples.interpretation.replica_calls`)
+or by the algebra of what is additive (:mod:`polylane.samples.interpretation.additivity`). Nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from polylane.errors import PolylaneError
+from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.graph import Graph, Node
+from polylane.graph.operators.whole_batch_counts import CombineParts, WholeBatchStatistic
+from polylane.graph.symbolic_sizes import SymbolicSize
+from polylane.placement.operator_view import OperatorNode, TensorKey, bind_arguments, operator_name, view_operators
+from polylane.placement.placement import REPLICATE, Replicate, Shard
+from polylane.placement.strategy import OperatorCall
+from polylane.samples.interpretation.additivity import (
+    OWN,
+    REPLICAS,
+    WHOLE,
+    Additive,
+    Proportional,
+    State,
+    power_of_additive,
+    power_of_size,
+)
+from polylane.samples.interpretation.known_states import Derived, KnownStates, NeededStatistic, nodes_from_inputs
+from polylane.samples.interpretation.ragged import is_ragged
+from polylane.samples.interpretation.row_operators import derive_rows
+from polylane.samples.interpretation.sum_operators import derive_scaled, derive_sums
+
+# They reduce to an element of what they take, or to whether there is one.
+_EXTREMES = {"max": CombineParts.MAX, "amax": CombineParts.MAX, "any": CombineParts.MAX}
+_EXTREMES |= {"min": CombineParts.MIN, "amin": CombineParts.MIN, "all": CombineParts.MIN}
+
+
+# How an autograd function's values are made up, given its node and how what it reads is; None where that is not proven.
+Functions = Callable[[fx.Node, OperatorNode, Sequence[State]], Sequence[State] | None]
+
+
+def interpret(
+    graph: Graph,
+    per_sample: Collection[str] = (),
+    *,
+    counting: bool = False,
+    given: Mapping[TensorKey, State | None] | None = None,
+    functions: Functions | None = None,
+) -> AbstractInterpreter | None:
+    """A graph walked to its end; None where it is not for the numbers of samples that are tried.
+
+    Args:
+        graph: nothing of it is computed.
+        per_sample, counting: see :func:`polylane.samples.derivation.derive_composition`.
+        given: how placeholders are made up that are neither rows in order nor alike; None for one of which that is
+            not known.
+        functions: asked about every custom autograd function; default: nothing is known of any.
+    """
+    try:
+        whole = view_operators(graph, WHOLE, REPLICAS, ragged=True)
+        own = view_operators(graph, OWN, REPLICAS, ragged=True, batch=WHOLE)
+    except PolylaneError:
+        return None
+    walk = AbstractInterpreter(graph, whole, counting, given or {}, per_sample=per_sample, functions=functions)
+    for step, part in zip(whole.operators, own.operators, strict=True):
+        walk.interpret_operator(step, part.call)
+    return walk
+
+
+@dataclass
+class AbstractInterpreter(KnownStates):
+    """Goes through the operators of a graph, from the inputs on.
+
+    Attributes:
+        per_sample: module paths of the user's own Python that treats every sample by itself, as the user says.
+        functions: is asked about every custom autograd function; see :func:`interpret`.
+        unproven: nodes that run the user's own Python on samples, of which nothing is proven.
+    """
+
+    per_sample: Collection[str] = ()
+    functions: Functions | None = None
+    unproven: list[Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.described = {node.name: node for node in self.graph.nodes}
+        self._of_inputs = nodes_from_inputs(self.graph.code.fx)
+
+    def interpret_operator(self, step: OperatorNode, own: OperatorCall) -> None:
+        """One operator: find out about its values; ``own``: as a replica calls it."""
+        found = self._derive_states(step, own) if step.output_keys else None
+        for place, key in enumerate(step.output_keys):
+            state = None if found is None else found[place]
+            if state is not None:
+                self.states[key] = state
+            else:
+                self.lose(step)
+        self.write(step)
+
+    # ---- one operator ----
+
+    def _derive_states(self, step: OperatorNode, own: OperatorCall) -> Derived:
+        """How an operator's values are made up, if that can be proven."""
+        node = self.nodes[step.name]
+        if isinstance(node.target, WholeBatchStatistic):
+            return self._counted_states(step, node.target)
+        if step.call.op in ("leaf", "function"):
+            return self._user_python_states(step)
+        if any(key in self.gone for key in (*step.output_keys, *step.input_keys)):
+            return None
+        if any(key not in self.states for key in step.input_keys) or _has_unknown_numbers(step.call.arguments):
+            return None
+        sizes = [each for each in node.all_input_nodes if isinstance(each.target, SymbolicSize)]
+        if any(power_of_size(each) is None for each in sizes):
+            return None  # what they are for two and four samples says nothing of other numbers
+        found = self._prove_states(step, own, node)
+        if found is not None and not (written_arguments(node) and any(state != REPLICATE for state in found)):
+            return found
+        return self._with_statistics(step, own, node) or found
+
+    def _prove_states(self, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+        states = [self.states[key] for key in step.input_keys]
+        rows = [s for s in states if isinstance(s, (Shard, Replicate))]
+        if len(rows) == len(states):
+            found = derive_rows(self, step, own, node) or derive_sums(self, step, own, node)
+        else:
+            found = derive_sums(self, step, own, node)
+        return found or derive_scaled(self, step, own, node)
+
+    def _counted_states(self, step: OperatorNode, target: WholeBatchStatistic) -> Derived:
+        """A statistic of the whole batch is alike for all parts, if what is combined is made up that way."""
+        (key,) = step.input_keys
+        state = self.states.get(key)
+        node = self.nodes[step.name]
+        (_, value) = node.args
+        extreme = (
+            target.combine in (CombineParts.MAX, CombineParts.MIN)
+            and _EXTREMES.get(_operator_name(value)) is target.combine
+        )
+        extreme = (
+            extreme and isinstance(value, fx.Node) and self._has_extreme(self.key_of(value.all_input_nodes[0]), value)
+        )
+        wanted = {CombineParts.SUM: 0, CombineParts.MEAN: 1}.get(target.combine)
+        return [REPLICATE] if extreme or (wanted is not None and power_of_additive(state) == wanted) else None
+
+    def _user_python_states(self, step: OperatorNode) -> Derived:
+        """The user's own Python: nothing is known of it but what its trace proves, or the user says."""
+        described = self.described[step.name]
+        known = all(key in self.states for key in step.input_keys)
+        alike = known and all(self.states[key] == REPLICATE for key in step.input_keys) and not self._grow(step)
+        if alike and not (step.call.op == "function" and described.requires_grad):
+            return [REPLICATE] * len(step.output_keys)
+        if known and (proven := self._function_states(step)) is not None:
+            return proven
+        self.unproven.append(described)
+        if not known or not _is_module_named(described.module, self.per_sample):
+            return None
+        if alike:
+            return [REPLICATE] * len(step.output_keys)
+        mean = Additive(1 if self.graph.loss_is_mean or not self.graph.is_opaque else 0)
+        floating = [value.dtype.is_floating_point for value in step.call.outputs]
+        return [
+            p if isinstance(p, Shard) else mean if p is not None and number else None
+            for p, number in zip((self.placements[key] for key in step.output_keys), floating, strict=True)
+        ]
+
+    def _function_states(self, step: OperatorNode) -> Sequence[State] | None:
+        """A custom autograd function, if its forward and backward pass prove how its values are made up."""
+        reads = [(key, self.states[key]) for key in step.input_keys]
+        if step.call.op != "function" or self.functions is None:
+            return None
+        if any(key in self.size_cuts or self.placements[key] is None for key in step.input_keys):
+            return None
+        if any(isinstance(state, (Shard, Replicate)) and state != self.placements[key] for key, state in reads):
+            return None
+        if any(key in self.gone for key in step.output_keys):
+            return None
+        return self.functions(self.nodes[step.name], step, [state for _, state in reads])
+
+    def _grow(self, step: OperatorNode) -> bool:
+        return any(isinstance(self.placements[key], Shard) or self.placements[key] is None for key in step.output_keys)
+
+    # ---- what can be counted over the whole batch first ----
+
+    def _with_statistics(self, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+        """The operator's values if what stands in the way, and depends on inputs alone, is of the whole batch."""
+        if not self.counting:
+            return None
+        extreme = self._extreme_states(step, node)
+        if extreme is not None:
+            return extreme
+        before = dict(self.states)
+        wanted: list[NeededStatistic] = []
+        for value in node.all_input_nodes:
+            statistic = self._statistic(node, value)
+            if statistic is not None:
+                wanted.append(statistic)
+                if isinstance(value.meta.get("val"), Tensor):
+                    self.states[self.key_of(value)] = REPLICATE
+        if not wanted:
+            return None
+        with_sizes = own if not any(w.combine is None for w in wanted) else self._whole_sizes(step, own, node, wanted)
+        found = self._prove_states(step, with_sizes, node)
+        self.states = {**self.states, **{k: s for k, s in before.items() if k not in step.output_keys}}
+        if found is not None:
+            self.statistics |= {(w.user, w.value): w for w in wanted}
+        return found
+
+    def _statistic(self, node: fx.Node, value: fx.Node) -> NeededStatistic | None:
+        if isinstance(value.target, SymbolicSize):
+            return NeededStatistic(node, value, None) if power_of_size(value) == 1 else None
+        if value not in self._of_inputs or not isinstance(value.meta.get("val"), Tensor):
+            return None
+        state = self.states.get(self.key_of(value))
+        if not isinstance(state, (Additive, Proportional)):
+            return None
+        power = power_of_additive(state)
+        combine = None if power is None else {0: CombineParts.SUM, 1: CombineParts.MEAN}.get(power)
+        if combine is None or (combine is CombineParts.MEAN and not value.meta["val"].is_floating_point()):
+            return None
+        return NeededStatistic(node, value, combine)
+
+    def _whole_sizes(
+        self, step: OperatorNode, own: OperatorCall, node: fx.Node, wanted: Sequence[NeededStatistic]
+    ) -> OperatorCall:
+        """A replica's call with the whole batch's sizes where they are wanted."""
+        sizes = {w.value for w in wanted if w.combine is None}
+        named = bind_arguments(node, node.args, node.kwargs)[1]
+        whole = {name: step.call.arguments[name] for name, value in named.items() if value in sizes}
+        return replace(own, arguments={**own.arguments, **whole})
+
+    def _extreme_states(self, step: OperatorNode, node: fx.Node) -> Derived:
+        """The largest of all samples' values, which nothing but the inputs have a say in."""
+        combine = _EXTREMES.get(step.call.base)
+        single = len(step.input_keys) == 1 and len(step.output_keys) == 1
+        if (
+            combine is None
+            or not single
+            or node not in self._of_inputs
+            or self.placements[step.output_keys[0]] != REPLICATE
+        ):
+            return None
+        if not self._has_extreme(step.input_keys[0], node) or not node.users:
+            return None
+        for user in node.users:
+            if not isinstance(user.target, WholeBatchStatistic):
+                self.statistics[user, node] = NeededStatistic(user, node, combine)
+        return [REPLICATE]
+
+    def _has_extreme(self, key: TensorKey, node: fx.Node) -> bool:
+        """Whether the largest of the parts' largest values is the whole's: of rows of which every part has some.
+
+        A row's number is another one in a part; and a mask may select nothing of a part.
+        """
+        rows = isinstance(self.states.get(key), Shard) and key not in self.size_cuts
+        return rows and not any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
+
+
+def _is_module_named(module: str, names: Collection[str]) -> bool:
+    """Whether a module is one of those named, or inside one of them."""
+    return any(name == "model" or module == name or module.startswith(f"{name}.") for name in names)
+
+
+def _has_unknown_numbers(value: Any) -> bool:
+    """Whether a call has a number among its arguments of which nothing is known but that it depends on data."""
+    if isinstance(value, Mapping):
+        return any(_has_unknown_numbers(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_has_unknown_numbers(v) for v in value)
+    return isinstance(value, fx.Node)
+
+
+def _operator_name(node: Any) -> str:
+    return (
+        operator_name(node).split(".")[1]
+        if isinstance(node, fx.Node) and operator_name(node).startswith("aten.")
+        else ""
+    )

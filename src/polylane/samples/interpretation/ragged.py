@@ -1,0 +1,88 @@
+"""Ragged rows: values whose number of rows depends on data, and the masks that select them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from polylane.placement.operator_view import bind_arguments, operator_name
+
+
+def data_dependent_symbols(val: Any) -> Iterator[Any]:
+    """The symbols of sizes that depend on data, of a tensor or several."""
+    for each in val if isinstance(val, (list, tuple)) else ():
+        yield from data_dependent_symbols(each)
+    for size in val.shape if isinstance(val, Tensor) else ():
+        if isinstance(size, torch.SymInt):
+            yield from free_unbacked_symbols(size.node.expr)
+
+
+def is_ragged(val: Any) -> bool:
+    """Whether a size of a tensor depends on data."""
+    return next(data_dependent_symbols(val), None) is not None
+
+
+def find_masks(code: fx.Graph) -> dict[Any, fx.Node]:
+    """Symbol of a size that depends on data -> the mask whose truths it counts, where it is one's."""
+    found: dict[Any, fx.Node] = {}
+    seen: set[Any] = set()
+    for node in code.nodes:
+        new = set(data_dependent_symbols(node.meta.get("val"))) - seen
+        seen |= new
+        mask = _find_mask(node) if new else None
+        if mask is not None:
+            found |= dict.fromkeys(new, mask)
+    return found
+
+
+def share_one_mask(nodes: Sequence[fx.Node], known: Mapping[Any, fx.Node]) -> bool:
+    """Whether all ragged values among these have the rows that one mask selects, be it computed several times."""
+    symbols = {symbol for node in nodes for symbol in data_dependent_symbols(node.meta.get("val"))}
+    if len(symbols) < 2:
+        return True
+    numbers: dict[Any, int] = {}
+    return symbols <= known.keys() and len({_number_formula(known[symbol], numbers) for symbol in symbols}) == 1
+
+
+def _number_formula(node: fx.Node, numbers: dict[Any, int]) -> int:
+    """The number of what a node computes of placeholders: the same for nodes that compute the same.
+
+    Args:
+        numbers: of all that was met so far, nodes and formulas; is added to.
+    """
+    order, left = list[fx.Node](), [node]
+    while left:
+        each = left.pop()
+        if each not in numbers and each not in order:
+            order.append(each)
+            left += each.all_input_nodes
+    for each in sorted(order):
+        inputs = fx.map_arg((each.args, each.kwargs), lambda n: _FormulaNumber(numbers[n]))
+        formula = repr((str(each.target), inputs)) if each.op == "call_function" else each
+        numbers[each] = numbers.setdefault(formula, len(numbers))
+    return numbers[node]
+
+
+class _FormulaNumber(int):
+    """Of a formula, in the place of a tensor: no number of the user's is written so."""
+
+    def __repr__(self) -> str:
+        return f"#{int(self)}"
+
+
+def _find_mask(node: fx.Node) -> fx.Node | None:
+    """The mask by which an operator selects rows, or tells places."""
+    base = operator_name(node).split(".")[1] if operator_name(node).startswith("aten.") else ""
+    arguments = bind_arguments(node, node.args, node.kwargs)[1]
+    if base == "masked_select":
+        return arguments["mask"]  # type: ignore[no-any-return]
+    if base in ("nonzero", "nonzero_numpy") or operator_name(node) == "aten.where.default":
+        mask = arguments["self" if "self" in arguments else "condition"]
+        return mask if mask.meta["val"].dtype is torch.bool else None
+    indices = [i for i in arguments.get("indices", ()) if i is not None] if base == "index" else []
+    one = indices[0] if len(indices) == 1 and isinstance(indices[0], fx.Node) else None
+    return one if one is not None and one.meta["val"].dtype is torch.bool else None

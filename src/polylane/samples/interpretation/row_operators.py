@@ -1,0 +1,177 @@
+"""Operators on rows, and on what is alike: whether the rows of a batch's parts are the whole batch's, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.capture.assign_keys import DrawnPerSlice
+from polylane.graph.capture.functionalize import functional_name
+from polylane.graph.precision import unwrap_settings
+from polylane.graph.symbolic_sizes import SymbolicSize
+from polylane.placement.operator_view import OperatorNode, bind_arguments, with_neighbour_cuts
+from polylane.placement.placement import REPLICATE, Partial, Placement, Shard
+from polylane.placement.rules.registry import strategies
+from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
+from polylane.samples.interpretation.additivity import (
+    REPLICAS,
+    ROW_EACH,
+    WHOLE,
+    Additive,
+    power_of_size,
+    proportional,
+)
+from polylane.samples.interpretation.known_states import Derived, KnownStates
+from polylane.samples.interpretation.ragged import is_ragged, share_one_mask
+from polylane.samples.interpretation.replica_calls import (
+    EXPANDING,
+    REFORMING,
+    compare_rank_call,
+    computes_as_replicas,
+    input_cuts,
+    returns_own_values,
+    selects_by_mask,
+    strip_gradient_placements,
+)
+
+# They give the places at which a mask is true.
+_FINDING = {"nonzero", "nonzero_numpy"}
+# They give elements of what they take, wherever they put them.
+MOVING = {*REFORMING, *EXPANDING, "alias", "clone", "contiguous", "detach", "permute", "slice", "to", "transpose"}
+# One number all over, or none yet, in any size.
+_FILLED = {"empty", "full", "ones", "zeros"}
+# Numbers by a key, of which every sample has its own, or all have the same.
+_DRAWN = {"rand", "randint", "randn", "randperm"}
+
+
+def derive_rows(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    """An operator on rows, and on what is alike."""
+    if not share_one_mask(node.all_input_nodes, known.masks):
+        return None  # rows that two masks selected need not be as many in a part
+    base, in_order = step.call.base, [known.placements.get(key) for key in step.output_keys]
+    if any(lies is None for lies in in_order):
+        return None
+    if base in REFORMING and step.call.inputs[0].count != step.call.outputs[0].count:
+        return None  # it holds for another number of samples
+    if not step.input_keys and base in _FILLED:
+        return _filled(step, own, node, in_order)
+    if not step.input_keys and base in _DRAWN:
+        return in_order if _draws_alike(step, own, node, in_order[0]) else None
+    if not step.input_keys and base == "arange" and step.call.arguments != own.arguments:
+        known.size_cuts |= dict.fromkeys(step.output_keys, ROW_EACH)
+        first, stride = step.call.arguments.get("start", 0), step.call.arguments.get("step", 1)
+        return in_order if (first, step.call["end"], stride) == (0, WHOLE, 1) else None
+    numbered = [key in known.size_cuts for key in step.input_keys]
+    if base == "index" and any(numbered):
+        return in_order if _from_own_rows(known, step, in_order[0]) else None
+    if any(numbered):
+        if len(numbered) == 1:
+            known.size_cuts |= dict.fromkeys(step.output_keys, known.size_cuts[step.input_keys[0]])
+        if base not in MOVING or len(numbered) > 1:
+            return None
+    if base in _FINDING or step.call.op == "aten.where.default":
+        return in_order if _found(known, step) else None
+    if selects_by_mask(step.call):
+        return in_order if _selected(known, step, in_order[0]) else None
+    return derive_by_rules(known, step, own, node)
+
+
+def _filled(step: OperatorNode, own: OperatorCall, node: fx.Node, in_order: Sequence[Placement | None]) -> Derived:
+    if {**step.call.arguments, "size": ()} == {**own.arguments, "size": ()}:
+        return in_order
+    value = bind_arguments(node, node.args, node.kwargs)[1].get("fill_value")
+    others = {**step.call.arguments, "size": (), "fill_value": 0} == {**own.arguments, "size": (), "fill_value": 0}
+    power = power_of_size(value) if isinstance(value, fx.Node) and isinstance(value.target, SymbolicSize) else None
+    return [proportional(power)] if power is not None and others and in_order == [REPLICATE] else None
+
+
+def _draws_alike(step: OperatorNode, own: OperatorCall, node: fx.Node, lies: Placement | None) -> bool:
+    """Whether a part draws, of numbers that no value has a say in, those of its own samples."""
+    if not step.call.prefix or isinstance(unwrap_settings(node.target), DrawnPerSlice):
+        return False
+    same = {**step.call.arguments, "size": ()} == {**own.arguments, "size": ()}
+    return same and node.args[2] == (lies.dim if isinstance(lies, Shard) else None)
+
+
+def derive_by_rules(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    given = [known.states[key] for key in step.input_keys]
+    call = as_functional(known, step, node)
+    for strategy in strategies(call):
+        if strip_gradient_placements(strategy.inputs) != given:
+            continue
+        if any(isinstance(p, Partial) for p in strategy.outputs):
+            if all(isinstance(p, Partial) for p in strategy.outputs):
+                power = _power_of_sum(node, call, own, strategy)
+                if power is not None:
+                    return [Additive(power)] * len(step.output_keys)
+        elif returns_own_values(strategy, call, own) and computes_as_replicas(node, call, own, strategy):
+            return strip_gradient_placements(strategy.outputs)
+    return None
+
+
+def as_functional(known: KnownStates, step: OperatorNode, node: fx.Node) -> OperatorCall:
+    call = with_neighbour_cuts(step.call, input_cuts(step, known.states))
+    if written_arguments(node):
+        call = replace(call, op=functional_name(node) or call.op, written_inputs=frozenset())
+    return call
+
+
+def _power_of_sum(node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy) -> int | None:
+    """With which power parts are additive where a rule gives two ranks a summand each; None: with none."""
+    if any(a.shape != b.shape for a, b in zip(call.outputs, own.outputs, strict=True)):
+        return None
+    if isinstance(unwrap_settings(node.target), DrawnPerSlice) or not call.op.startswith("aten."):
+        return None
+    if call.prefix and any(isinstance(p, Shard) for p in strategy.inputs) and node.args[2] is None:
+        return None  # the numbers drawn are not the samples' own
+    made = [compare_rank_call(node, call, own, strategy, rank) for rank in range(REPLICAS)]
+    if all(each is not None and each.is_same for each in made):
+        return 0
+    ragged = any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
+    if not ragged and all(each is not None and each.is_share_of_mean for each in made):
+        return 1
+    return None
+
+
+def _selected(known: KnownStates, step: OperatorNode, lies: Placement | None) -> bool:
+    """Whether rows that a mask selects come sample after sample: both have their samples first."""
+    masks = [v for v in step.call.inputs if v.dtype is torch.bool]
+    if len(masks) != 1:
+        return False
+    rows = [known.states[key] for key in step.input_keys]
+    mask, x = masks[0], step.call.inputs[0]
+    first = all(isinstance(p, Shard) and p.dim == 0 for p in rows)
+    same = x.shape[: mask.dim] == mask.shape and (step.call.base == "index" or x.dim == mask.dim)
+    return first and same and isinstance(lies, Shard) and lies.dim == 0
+
+
+def _found(known: KnownStates, step: OperatorNode) -> bool:
+    """Whether the places at which a mask is true come sample after sample; in the first dimension, numbers of rows.
+
+    One table of all dimensions' places (nonzero) is known for masks of one dimension alone.
+    """
+    mask, state = step.call.inputs[0], known.states[step.input_keys[0]]
+    if not isinstance(state, Shard) or state.dim != 0 or (step.call.base == "nonzero" and mask.dim != 1):
+        return False
+    known.size_cuts[step.output_keys[0]] = state.cuts
+    return True
+
+
+def _from_own_rows(known: KnownStates, step: OperatorNode, lies: Placement | None) -> bool:
+    """Whether what stands at some positions stands, of every sample, in the row that has the sample's number."""
+    x, indices = step.input_keys[0], step.call["indices"]
+    if x in known.size_cuts or not all(isinstance(i, TensorValue) for i in indices):
+        return False
+    if [step.input_keys[i.index] in known.size_cuts for i in indices] != [True, *[False] * (len(indices) - 1)]:
+        return False
+    cuts = known.size_cuts[step.input_keys[indices[0].index]]
+    if known.states[x] != Shard(0, cuts):  # they number the rows of something else
+        return False
+    placed = [(known.states[step.input_keys[i.index]], i.dim) for i in indices]
+    wide = max(dims for _, dims in placed)  # they are broadcast to each other, and their dimensions come first
+    rows = [Shard(p.dim + wide - dims, p.cuts) for p, dims in placed if isinstance(p, Shard)]
+    return isinstance(placed[0][0], Shard) and all(row == lies for row in rows)

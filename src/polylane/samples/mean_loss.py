@@ -1,0 +1,123 @@
+"""Is the loss a mean over samples? Found by computing a batch whole and in two unequal parts, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.graph.capture.export import Loss, ModelWithLoss, format_line
+from polylane.graph.graph import Graph, Node
+from polylane.graph.rounding_noise import TRIES
+from polylane.samples.split_runs import (
+    Floor,
+    PartFails,
+    SplitRun,
+    equal_within,
+    make_runs,
+    mean_of_parts,
+    rounding_floor_of,
+    run_split,
+)
+
+
+def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> str | None:
+    """Whether the batch may be split: its parts' losses make up the whole's, and its buffers end the same.
+
+    Args:
+        graph: captured from ``model`` and ``loss``.
+        model: with its values; unchanged by this.
+        loss: the user's.
+        leaves: an example batch, flat.
+
+    Returns:
+        None where splitting is exact (or cannot be tried, on the meta device); else one sentence for the user, that
+        names the first node whose parts do not make up the whole.
+    """
+    whole = ModelWithLoss(model, loss, lambda flat: flat)
+    if any(parameter.is_meta for parameter in whole.parameters()):
+        return None
+    if _describe_difference(graph, make_runs(graph, whole, leaves)) is None:
+        return None
+    # What differs may be rounding and nothing else: the mean of what is normalized already, say.
+    return _describe_difference(graph, make_runs(graph, whole, leaves, again=TRIES))
+
+
+def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
+    """What differs between the whole of a batch and its parts, for the user."""
+    sizes = [run.part.samples for run in runs[1:]]
+    differing: list[Node] = []
+
+    def look(node: Node, value: Any, parts: list[Any], reach: Floor) -> None:
+        if not _parts_combine(value, parts, sizes, reach):
+            differing.append(node)
+
+    try:
+        outputs = run_split(graph, runs, look)
+    except PartFails as failure:
+        return str(failure)
+    if not _outputs_combine(graph.loss_is_mean, outputs, sizes):
+        return _explain_not_a_mean(
+            graph, next((n for n in differing if not n.recomputable), (differing or [graph.nodes[-1]])[0])
+        )
+    for name, buffer in runs[0].tensors_by_role["buffer"].items():
+        reach = rounding_floor_of(buffer, [run.tensors_by_role["buffer"][name] for run in runs[0].nudged_runs])
+        if not all(equal_within(buffer, run.tensors_by_role["buffer"][name], reach) for run in runs[1:]):
+            writer = next((n for n in reversed(graph.nodes) if name in n.buffers), graph.nodes[-1])
+            return (
+                f"the buffer {name} depends on how the samples are divided: {writer.name} writes it"
+                f"{format_line(writer.source)}, and replicas would disagree; use data=1"
+            )
+    return None
+
+
+def _outputs_combine(mean: bool, outputs: list[list[Tensor]], sizes: list[int]) -> bool:
+    if mean:
+        (value,), *parts = outputs
+        return equal_within(value, mean_of_parts([part[0] for part in parts], sizes))
+    (total, count), *parts = outputs
+    return equal_within(total / count, sum(part[0] for part in parts) / sum(part[1] for part in parts))
+
+
+def _parts_combine(value: Any, parts: list[Any], sizes: list[int], reach: Floor) -> bool:
+    """Whether parts make up the whole: one after another, all alike, in sum, in mean, or in another order."""
+    if isinstance(value, (list, tuple)):
+        reaches = reach if isinstance(reach, list) else [reach] * len(value)
+        return all(_parts_combine(v, list(each), sizes, r) for v, r, *each in zip(value, reaches, *parts, strict=False))
+    if not isinstance(value, Tensor) or not all(isinstance(part, Tensor) for part in parts):
+        return True
+    if all(part.shape == value.shape for part in parts):
+        number = value.dtype != torch.bool
+        return (
+            all(equal_within(value, part, reach) for part in parts)
+            or (number and equal_within(value, sum(parts), reach))
+            or (number and equal_within(value, mean_of_parts(parts, sizes), reach))
+        )
+    along = [d for d in range(value.dim()) if any(p.shape[d] != value.shape[d] for p in parts)]
+    if len(along) == 1 and sum(p.shape[along[0]] for p in parts) == value.shape[along[0]]:
+        return equal_within(value, torch.cat(parts, along[0]), reach) or _same_elements(value, parts)
+    return False
+
+
+def _same_elements(value: Tensor, parts: list[Tensor]) -> bool:
+    if value.is_complex():
+        return False
+    return equal_within(value.flatten().sort().values, torch.cat([p.flatten() for p in parts]).sort().values)
+
+
+def _explain_not_a_mean(graph: Graph, node: Node) -> str:
+    line = format_line(node.source)
+    where = f"in {node.module}" if node.module not in ("", "loss") else "in the loss" if node.module else "in the model"
+    if not node.shape and node.op not in ("leaf", "function"):
+        return (
+            f"the loss is not a mean over samples: {node.name} {where}{line} does not add up over the parts of a batch "
+            "as a mean does (an average over what does not count alike, a sum, a maximum); return a mean over the "
+            "samples or polylane.Mean(total, count) from loss, or use data=1 and microbatches=1"
+        )
+    own = ", or draws on state of its own (Python's random, a counter)" if node.op == "leaf" else ""
+    return (
+        f"the loss is not a mean over samples: {node.name} {where}{line} makes each sample depend on the others "
+        f"of its batch{own}; use data=1 and microbatches=1"
+    )

@@ -1,0 +1,94 @@
+"""How few samples a graph takes in training: of one value per channel, batch normalization has no variance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph
+from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm
+from polylane.graph.precision import unwrap_settings
+from polylane.graph.symbolic_sizes import size_function
+
+MOST = 64  # samples that are tried
+
+
+@dataclass(frozen=True)
+class MinSamples:
+    """How few samples may be computed on at once in training.
+
+    Attributes:
+        samples: so many, over all replicas.
+        node: the operator that needs them, with the user's own line; "" where a single sample will do.
+        replicas: that each need their part of them, for each sees its own samples alone; 1 where all see all.
+    """
+
+    samples: int = 1
+    node: str = ""
+    replicas: int = 1
+
+    def __str__(self) -> str:
+        each = f" in each of {self.replicas} replicas" if self.replicas > 1 else ""
+        count = self.samples // self.replicas
+        return f"{self.node} needs {count} samples at once in training{each}, for the variance of a channel's values"
+
+    def for_local_replicas(self, replicas: int) -> MinSamples:
+        """How few samples so many replicas take that each see their own alone."""
+        return MinSamples(self.samples * replicas, self.node, replicas) if self.samples > 1 else self
+
+    def check(self, samples: int, what: str, remedy: str) -> None:
+        """Refuse a batch on which one device would fail, too.
+
+        Args:
+            samples: how many it has.
+            what: which batch, to begin a sentence with.
+            remedy: what the user can do.
+
+        Raises:
+            PolylaneError: it is too short.
+        """
+        if samples < self.samples:
+            count = f"{samples} sample{'s' if samples != 1 else ''}"
+            too = ", on one device too" if self.replicas == 1 else ""
+            raise PolylaneError(f"{what} has {count}, but {self}{too}: {remedy}")
+
+
+def min_samples(graphs: Iterable[Graph]) -> MinSamples:
+    """How few samples all of a training's graphs take."""
+    needs = [
+        _min_samples_of_node(graph, node)
+        for graph in graphs
+        for node in graph.code.fx.nodes
+        if node.op == "call_function"
+    ]
+    return max(needs, key=lambda need: need.samples, default=MinSamples())
+
+
+def _min_samples_of_node(graph: Graph, node: fx.Node) -> MinSamples:
+    samples = _min_samples_of_norm(node) if unwrap_settings(node.target) is batch_norm else _min_samples_of_leaf(node)
+    if samples == 1:
+        return MinSamples()
+    name = str(node.meta["name"])
+    source = next((own.source for own in graph.nodes if own.name == name), "")
+    return MinSamples(samples, f"{name} ({source})" if source else name)
+
+
+def _min_samples_of_leaf(node: fx.Node) -> int:
+    """The user's own Python was seen at work."""
+    return int(getattr(unwrap_settings(node.target), "fewest", 1))
+
+
+def _min_samples_of_norm(node: fx.Node) -> int:
+    """Of a batch normalization over all replicas: (part, x, ...), x (N, C, ...)."""
+    x = node.args[1]
+    assert isinstance(x, fx.Node)
+    try:
+        sizes = [size_function(size) for size in x.meta["val"].shape]
+    except ValueError:  # they depend on data
+        return 1
+    tried = ((n, [size(n) for size in sizes]) for n in range(1, MOST + 1))
+    return next((n for n, (rows, _, *space) in tried if rows * math.prod(space) >= VALUES), 1)

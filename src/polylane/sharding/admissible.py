@@ -1,0 +1,183 @@
+"""What may be chosen on an axis: the options less what its purpose, pins and the other axes forbid."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeVar
+
+from polylane.errors import PolylaneError
+from polylane.placement.enumerate_strategies import StrategyOptions
+from polylane.placement.operator_view import GraphInput, OperatorNode, OperatorView, TensorKey
+from polylane.placement.placement import Placement, Replicate, Shard, even_cuts
+from polylane.placement.rewrite import AxisSplit
+from polylane.placement.rules.registry import composable_operators
+from polylane.placement.strategy import Strategy
+from polylane.sharding.sample_dims import sample_dims, shards_samples
+
+PURPOSES = ("tensor", "sequence", "data")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SplitDemands:
+    """What a split must keep to.
+
+    Attributes:
+        purpose: "tensor" splits parameters, "sequence" activations, "data" samples.
+        pins: name of a parameter, buffer, source or node -> "replicate", "shard(<dim>)" or "partial".
+        other_axes: how the graph lies on other axes, by axis; a dimension that is cut there is not cut here.
+        fixed_placements: placements of sources that are decided already.
+    """
+
+    purpose: str
+    pins: Mapping[str, str] = field(default_factory=dict)
+    other_axes: Mapping[str, AxisSplit] = field(default_factory=dict)
+    fixed_placements: Mapping[TensorKey, Placement] = field(default_factory=dict)
+
+
+def admissible_options(
+    view: OperatorView, options: StrategyOptions, degree: int, demands: SplitDemands
+) -> StrategyOptions:
+    """The options that meet all demands.
+
+    Raises:
+        PolylaneError: a pin that nothing meets, naming the plan's key and what is possible.
+        ValueError: an unknown purpose.
+    """
+    if demands.purpose not in PURPOSES:
+        raise ValueError(f"{demands.purpose} is no purpose of an axis")
+    dims = sample_dims(view) if demands.purpose != "data" else {}
+    steps, known = dict[str, tuple[Strategy, ...]](), dict[Hashable, tuple[Strategy, ...]]()
+    for step in view.operators:
+        offered = options.strategies[step.name]
+        samples = tuple(dims.get(key, frozenset()) for key in (*step.input_keys, *step.output_keys))
+        others = tuple(id(split.strategies[step.name]) for split in demands.other_axes.values())
+        kind = (id(offered), step.call.base, samples, others)
+        if kind not in known:
+            known[kind] = _operator_strategies(view, step, offered, demands, dims)
+        steps[step.name] = known[kind]
+    sources = {
+        key: _source_placements(s, options.source_placements[key], degree, demands) for key, s in view.sources.items()
+    }
+    return _apply_pins(view, StrategyOptions(steps, sources), demands)
+
+
+def _operator_strategies(
+    view: OperatorView,
+    step: OperatorNode,
+    strategies: tuple[Strategy, ...],
+    demands: SplitDemands,
+    dims: Mapping[TensorKey, frozenset[int]],
+) -> tuple[Strategy, ...]:
+    others = [split.strategies[step.name] for split in demands.other_axes.values()]
+    together = step.call.base in composable_operators()
+
+    def fits(strategy: Strategy) -> bool:
+        pairs = chain(
+            zip(step.input_keys, strategy.inputs, strict=True), zip(step.output_keys, strategy.outputs, strict=True)
+        )
+        if any(shards_samples(placement, dims.get(key, frozenset()), view.samples) for key, placement in pairs):
+            return False
+        return not any(axes_collide(strategy, other, together) for other in others)
+
+    return tuple(filter(fits, strategies))
+
+
+def axes_collide(one: Strategy, other: Strategy, together: bool) -> bool:
+    """Whether two axes cannot split an operator so at a time.
+
+    Args:
+        one, other: strategies of one operator, each for an axis.
+        together: whether what communicates inside goes together with what another axis changes in the call.
+    """
+    mine, theirs = (*one.inputs, *one.outputs), (*other.inputs, *other.outputs)
+    if any(_same_dim(a, b) for a, b in zip(mine, theirs, strict=True)):
+        return True
+    if together and _covers_all_ranks(mine) and _covers_all_ranks(theirs):
+        return False
+    talks = (one.sent or one.messages) or (other.sent or other.messages)
+    return bool(talks and one.local and other.local and _is_sharded(mine) and _is_sharded(theirs))
+
+
+def _covers_all_ranks(placements: Iterable[Placement]) -> bool:
+    """Whether every rank has a part of whatever is cut: one that has none of it skips what others wait for."""
+    return all(p.local_length(i) for p in placements if isinstance(p, Shard) for i in range(len(p.cuts[0]) - 1))
+
+
+def _same_dim(a: Placement, b: Placement) -> bool:
+    return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
+
+
+def _is_sharded(placements: Iterable[Placement]) -> bool:
+    return any(isinstance(p, Shard) for p in placements)
+
+
+def _source_placements(
+    source: GraphInput, placements: tuple[Placement, ...], degree: int, demands: SplitDemands
+) -> tuple[Placement, ...]:
+    if source.key in demands.fixed_placements:
+        return (demands.fixed_placements[source.key],)
+    kind = source.role[0]
+    if kind == "parameter" and demands.purpose != "tensor":
+        placements = tuple(p for p in placements if isinstance(p, Replicate))
+    elif kind not in ("parameter", "buffer"):
+        placements = (*placements, *_pinned_input_cuts(source, degree, demands))
+    others = [
+        split.source_placements[source.key]
+        for split in demands.other_axes.values()
+        if source.key in split.source_placements
+    ]
+    return tuple(p for p in placements if not any(_same_dim(p, other) for other in others))
+
+
+def _pinned_input_cuts(source: GraphInput, degree: int, demands: SplitDemands) -> list[Placement]:
+    """An input comes whole, unless somebody says how it is cut."""
+    pattern = demands.pins.get(source.key[0], "")
+    every = [Shard(dim, even_cuts(size, degree)) for dim, size in enumerate(source.value.shape)]
+    return [shard for shard in every if str(shard) == pattern]
+
+
+# ---- pins ------------------------------------------------------------------------------------------------------------
+
+
+def _apply_pins(view: OperatorView, options: StrategyOptions, demands: SplitDemands) -> StrategyOptions:
+    steps, sources = dict(options.strategies), dict(options.source_placements)
+    for name, pattern in demands.pins.items():
+        where = f"placements.{name}.{demands.purpose}: {pattern}"
+        source = next((k for k in _source_keys(name) if k in sources), None)
+        step, index = view.aliases.get(name, (name, None))
+        if source is not None and source not in demands.fixed_placements:
+            sources[source] = _filter_by_pattern(sources[source], [(p,) for p in sources[source]], pattern, where)
+        elif step in steps:
+            steps[step] = _filter_by_pattern(steps[step], [_outputs(s, index) for s in steps[step]], pattern, where)
+    return StrategyOptions(steps, sources)
+
+
+def _source_keys(name: str) -> list[TensorKey]:
+    return [(f"parameter:{name}", 0), (f"buffer:{name}", 0), (name, 0)]
+
+
+def _outputs(strategy: Strategy, index: int | None) -> tuple[Placement, ...]:
+    return strategy.outputs if index is None else (strategy.outputs[index],)
+
+
+def matches_pattern(placement: Placement, pattern: str) -> bool:
+    """Whether a placement is of a pattern: "replicate", "shard(1)", "partial"."""
+    return _pattern_of(placement) == pattern
+
+
+def _pattern_of(placement: Placement) -> str:
+    return "replicate" if isinstance(placement, Replicate) else str(placement)
+
+
+def _filter_by_pattern(
+    choices: tuple[T, ...], placed: Sequence[tuple[Placement, ...]], pattern: str, where: str
+) -> tuple[T, ...]:
+    found = tuple(c for c, each in zip(choices, placed, strict=True) if all(matches_pattern(p, pattern) for p in each))
+    if not found:
+        texts = [" and ".join(dict.fromkeys(map(_pattern_of, each))) for each in placed]
+        raise PolylaneError(f"{where}: not possible here; possible are {', '.join(dict.fromkeys(texts))}")
+    return found

@@ -1,0 +1,109 @@
+"""The same split for another number of samples: what was chosen once holds for every microbatch and the last batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from polylane.cost.network.alpha_beta import RankSpeed
+from polylane.placement.enumerate_strategies import StrategyOptions
+from polylane.placement.operator_view import OperatorNode, OperatorView, TensorKey
+from polylane.placement.placement import REPLICATE_PARTIAL_GRAD, Placement, Replicate, Shard, even_cuts, join_cuts
+from polylane.placement.rewrite import AxisSplit
+from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
+from polylane.sharding.cost_model import CostSetting, price_redistribution, value_bytes
+from polylane.sharding.sample_dims import cuts_each_sample_alike
+
+
+def carry_over_split(
+    split: AxisSplit, before: OperatorView, after: OperatorView, options: StrategyOptions
+) -> AxisSplit:
+    """``split`` for the same graph with other sizes.
+
+    A step's new strategy has the pattern of the old one (the same kinds of placements and the same dimensions), and the
+    same cuts where a dimension has the same size. Of several, the one that needs what its producers give; without any,
+    the step runs whole on every rank. Sources lie as they did.
+
+    Args:
+        split: chosen for ``before``.
+        before, after: the graph at both numbers of samples.
+        options: of ``after``.
+    """
+    old = {step.name: step for step in before.operators}
+    steps: dict[str, Strategy] = {}
+    result = AxisSplit(
+        split.degree, steps, {key: _resize_placement(split, key, s.value) for key, s in after.sources.items()}
+    )
+    setting = CostSetting(after, split.degree, RankSpeed(), {})
+    for step in after.operators:  # producers come first
+        chosen, was = split.strategies[step.name], old[step.name]
+        same = [s for s in options.strategies[step.name] if _same_strategy(s, chosen, step.call, was.call)]
+        compare = _StrategyDistance(setting, result, step, chosen, before.samples)
+        steps[step.name] = (
+            min(same, key=compare.distance) if same else _replicated_strategy(options.strategies[step.name])
+        )
+    return result
+
+
+def _resize_placement(split: AxisSplit, key: TensorKey, value: TensorValue) -> Placement:
+    placement = split.source_placements[key]
+    if isinstance(placement, Shard) and placement.size != value.shape[placement.dim]:
+        return Shard(placement.dim, even_cuts(value.shape[placement.dim], split.degree))
+    return placement
+
+
+def _same_strategy(new: Strategy, old: Strategy, call: OperatorCall, before: OperatorCall) -> bool:
+    return _same_placements(new.inputs, old.inputs, call.inputs, before.inputs) and _same_placements(
+        new.outputs, old.outputs, call.outputs, before.outputs
+    )
+
+
+def _same_placements(
+    new: Sequence[Placement], old: Sequence[Placement], values: Sequence[TensorValue], before: Sequence[TensorValue]
+) -> bool:
+    for a, b, value, other in zip(new, old, values, before, strict=True):
+        if not (isinstance(a, Shard) and isinstance(b, Shard)):
+            if a != b:
+                return False
+        elif a.dim != b.dim or (value.shape[a.dim] == other.shape[b.dim] and a.cuts != b.cuts):
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class _StrategyDistance:
+    """How far a strategy of a step is from the one that it had at another number of samples."""
+
+    setting: CostSetting
+    split: AxisSplit
+    step: OperatorNode
+    old: Strategy
+    samples: int
+
+    def distance(self, strategy: Strategy) -> tuple[int, float, float]:
+        """Cuts that are not the same in every sample, the price of the moves before it, the bytes of those."""
+        moved, size = 0.0, 0.0
+        for key, placement in zip(self.step.input_keys, strategy.inputs, strict=True):
+            if key in self.setting.values and (source := self.split.placement(key)) != placement:
+                moved += price_redistribution(self.setting, key, source, placement).seconds
+                size += value_bytes(self.setting.values[key])
+        pairs = zip((*strategy.inputs, *strategy.outputs), (*self.old.inputs, *self.old.outputs), strict=True)
+        return sum(self._breaks_samples(a, b) for a, b in pairs), moved, size
+
+    def _breaks_samples(self, new: Placement, old: Placement) -> bool:
+        """Whether a dimension that was cut alike in every sample would no longer be so."""
+        if not (isinstance(new, Shard) and isinstance(old, Shard)) or new.size == old.size:
+            return False
+        if self.samples < 1 or not cuts_each_sample_alike(old.cuts, self.samples):
+            return False
+        first = old.cuts[: len(old.cuts) // self.samples]
+        return new.cuts != join_cuts([first] * self.setting.view.samples)
+
+
+def _replicated_strategy(strategies: Sequence[Strategy]) -> Strategy:
+    """Whole on every rank; with partial gradients where possible, which suits readers that do a part of the work."""
+
+    def whole(strategy: Strategy) -> bool:
+        return all(isinstance(p, Replicate) for p in (*strategy.inputs, *strategy.outputs))
+
+    return max(filter(whole, strategies), key=lambda s: (*s.inputs, *s.outputs).count(REPLICATE_PARTIAL_GRAD))

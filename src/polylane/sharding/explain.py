@@ -1,0 +1,316 @@
+"""A split in words: how every module is computed, what travels after it, and which parameters stay whole, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+from polylane.cost.network import alpha_beta as communicate
+from polylane.cost.network.redistribution import redistribute
+from polylane.placement.enumerate_strategies import StrategyOptions
+from polylane.placement.operator_view import GraphInput, OperatorNode, TensorKey
+from polylane.placement.placement import REPLICATE_PARTIAL_GRAD, Placement, Replicate, Shard
+from polylane.placement.rewrite import AxisSplit
+from polylane.sharding.cost_model import CostSetting, PricedMove, list_redistributions, parameter_bytes, value_bytes
+from polylane.sharding.solve import OPTIMAL, SolvedSplit, SolveReport
+
+# An operator with so many operations for each element that it gives is worth a word, even without parameters.
+HEAVY = 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ExplainedCollective:
+    """What travels.
+
+    Attributes:
+        name: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "exchange": what an operator does inside.
+        backward: whether it carries a gradient.
+        sent: bytes that every rank sends.
+        what: "" for what the module gives, a parameter's name, or an operator.
+    """
+
+    name: str
+    backward: bool
+    sent: float
+    what: str = ""
+
+
+@dataclass(frozen=True)
+class ModuleSplit:
+    """One module, or several that are split alike.
+
+    Attributes:
+        module: the user's path; "blocks.0-47.mlp" for many.
+        operators: (operator, strategy in words) of those with parameters or much work.
+        collectives: that its parameters, its operators and what it gives need.
+    """
+
+    module: str
+    operators: tuple[tuple[str, str], ...]
+    collectives: tuple[ExplainedCollective, ...]
+
+
+@dataclass(frozen=True)
+class WholeParameter:
+    """A parameter, or several alike, that every rank has whole.
+
+    Attributes:
+        parameter: its name; "blocks.0-47.norm.weight" for many.
+        bytes: of each.
+        reason: why it is not cut.
+    """
+
+    parameter: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All of a split.
+
+    Attributes:
+        degree: ranks.
+        modules: in the order of the graph.
+        parameters, whole: bytes of the parameters on the busiest rank, and altogether.
+        summed: bytes of the parameters whose gradients are summed over the ranks once a step.
+        kept: the parameters that every rank has whole although the axis is there to cut them.
+        report: how the split was found; None for one that was not searched for.
+    """
+
+    degree: int
+    modules: tuple[ModuleSplit, ...]
+    parameters: float
+    whole: float
+    summed: float
+    kept: tuple[WholeParameter, ...]
+    report: SolveReport | None = None
+
+
+def explain(
+    setting: CostSetting,
+    split: AxisSplit,
+    options: StrategyOptions,
+    *,
+    purpose: str,
+    pins: Mapping[str, str] | None = None,
+    whole: Mapping[str, str] | None = None,
+    only: Collection[str] | None = None,
+) -> Explanation:
+    """Tell what was chosen.
+
+    Args:
+        setting: what the split was chosen for.
+        split: the choice.
+        options: all that the rules offered.
+        purpose, pins: as for :func:`~polylane.sharding.solve.solve`.
+        whole: parameters that every rank has whole for their optimizer's sake, and why.
+        only: tell of these nodes and parameters, by name; default: of all.
+    """
+    reasons = {**dict.fromkeys(pins or {}, "pinned"), **(whole or {})}
+    parameters = {
+        key: s
+        for key, s in setting.view.sources.items()
+        if s.role[0] == "parameter" and (only is None or s.role[1] in only)
+    }
+    summed = [
+        key
+        for key, s in parameters.items()
+        if split.source_placements[key] == REPLICATE_PARTIAL_GRAD and s.value.gradient
+    ]
+    return Explanation(
+        setting.degree,
+        tuple(_explain_modules(setting, split, only)),
+        sum(parameter_bytes(setting, s, split.source_placements[key]) for key, s in parameters.items()),
+        sum(setting.tensor_bytes(key) for key in parameters),
+        sum(setting.tensor_bytes(key) for key in summed),
+        tuple(_whole_parameters(setting, split, options, reasons, parameters)) if purpose == "tensor" else (),
+        split.report if isinstance(split, SolvedSplit) else None,
+    )
+
+
+def format_explanation(explanation: Explanation) -> list[str]:
+    """An explanation as lines of text."""
+    found = [_format_module(module) for module in explanation.modules]
+    share = 100 * explanation.parameters / max(explanation.whole, 1)
+    found.append(
+        f"parameters: {_format_bytes(explanation.parameters)} on each of {explanation.degree} ranks,"
+        f" {share:.0f} % of {_format_bytes(explanation.whole)}"
+    )
+    if explanation.summed:
+        found.append(f"gradients of {_format_bytes(explanation.summed)} of parameters are summed once a step")
+    found += [f"whole on every rank: {k.parameter} ({_format_bytes(k.bytes)}): {k.reason}" for k in explanation.kept]
+    if explanation.report is not None and explanation.report.status != OPTIMAL:
+        found.append(_describe_gap(explanation.report))
+    return found
+
+
+def _describe_gap(report: SolveReport) -> str:
+    """What is known of a split that need not be the best."""
+    if report.gap < 1:
+        known = f"by the model it is within {100 * report.gap:.2g} % of it"
+    else:
+        known = "how far from it is not known"
+    return f"the search for the best split {report.status} after {report.seconds:.0f} s: {known}"
+
+
+def _format_module(split: ModuleSplit) -> str:
+    words = [describe_strategy(name) for _, name in split.operators]
+    if len(set(words)) > 1:
+        words = [f"{op} {describe_strategy(name)}" for op, name in split.operators]
+    parts = [", ".join(dict.fromkeys(words))] if words else []
+    for backward, text in ((False, "then"), (True, "backward")):
+        told = [_describe_collective(c) for c in split.collectives if c.backward == backward]
+        if told:
+            parts.append(f"{text} {', '.join(told)}")
+    return f"{split.module or 'model'}: {'; '.join(parts)}"
+
+
+def describe_strategy(strategy: str) -> str:
+    """A strategy's name as people read it."""
+    if strategy.startswith("dim "):
+        return f"cut along {strategy}"
+    return _WHOLE.get(strategy, strategy)
+
+
+_WHOLE = {
+    "replicate": "whole on every rank",
+    "replicate, with partial gradients": "whole on every rank, gradients in summands",
+}
+
+
+def _describe_collective(collective: ExplainedCollective) -> str:
+    of = f" of {collective.what}" if collective.what else ""
+    return f"{collective.name.replace('_', '-')}{of} ({_format_bytes(collective.sent)})"
+
+
+def _format_bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+def _explain_modules(setting: CostSetting, split: AxisSplit, only: Collection[str] | None) -> Iterable[ModuleSplit]:
+    owner = {step.name: step.module for step in setting.view.operators}
+    operators: dict[str, list[tuple[str, str]]] = {}
+    collectives: dict[str, list[ExplainedCollective]] = {}
+    order: dict[str, None] = {}
+    for step in (s for s in setting.view.operators if only is None or s.name in only):
+        order[step.module] = None
+        strategy = split.strategies[step.name]
+        if _is_notable(step):
+            operators.setdefault(step.module, []).append((step.call.base, strategy.name))
+        if strategy.sent:
+            collectives.setdefault(step.module, []).append(
+                ExplainedCollective("exchange", False, strategy.sent, f"{step.call.base}, both ways")
+            )
+    for moving in list_redistributions(setting, split):
+        reader = next((use.step.module for use in moving.uses if use.step is not None), "")
+        module = owner.get(moving.key[0], reader)
+        if only is None or any(use.step is not None and use.step.name in only for use in moving.uses):
+            collectives.setdefault(module, []).extend(_explain_redistribution(setting, moving))
+    found = [ModuleSplit(m, tuple(operators.get(m, ())), tuple(collectives.get(m, ()))) for m in order]
+    kept = [m for m in found if m.operators or m.collectives]
+    names = _merge_alike((m.module, (m.operators, m.collectives)) for m in kept)
+    return [ModuleSplit(name, *content) for name, content in names]
+
+
+def _is_notable(step: OperatorNode) -> bool:
+    elements = sum(value_bytes(v) // v.dtype.itemsize for v in step.call.outputs)
+    return any(key[0].startswith("parameter:") for key in step.input_keys) or step.flops >= HEAVY * max(elements, 1)
+
+
+def _explain_redistribution(setting: CostSetting, moving: PricedMove) -> list[ExplainedCollective]:
+    size, degree = setting.tensor_bytes(moving.key), setting.degree
+    kind, _, name = moving.key[0].partition(":")
+    what = name.rpartition(".")[2] if kind in ("parameter", "buffer", "input", "constant") else ""
+    flows = setting.values[moving.key].gradient
+    passes = redistribute(size, moving.source, moving.target, flows)
+    return [
+        ExplainedCollective(name, bool(back), communicate.bytes_per_rank(name, size, degree), what)
+        for back, (name, _) in enumerate(passes)
+        if name
+    ]
+
+
+# ---- parameters that stay whole --------------------------------------------------------------------------------------
+
+
+def _whole_parameters(
+    setting: CostSetting,
+    split: AxisSplit,
+    options: StrategyOptions,
+    reasons: Mapping[str, str],
+    parameters: Mapping[TensorKey, GraphInput],
+) -> Iterable[WholeParameter]:
+    found = []
+    for key, source in parameters.items():
+        if isinstance(split.source_placements[key], Replicate):
+            name = str(source.role[1])
+            reason = _why_whole(setting, split, options.source_placements[key], name, reasons)
+            found.append((name, (value_bytes(source.value), reason)))
+    return [WholeParameter(name, size, reason) for name, (size, reason) in _merge_alike(found)]
+
+
+def _why_whole(
+    setting: CostSetting,
+    split: AxisSplit,
+    offered: Sequence[Placement],
+    name: str,
+    reasons: Mapping[str, str],
+) -> str:
+    if name in reasons:
+        return reasons[name]
+    key = (f"parameter:{name}", 0)
+    readers = [use for use in setting.uses[key] if use.step is not None]
+    cuts = [p for p in offered if isinstance(p, Shard)]
+    if not cuts:
+        if any(use.step.is_pinned for use in readers if use.step is not None):
+            return "its operator runs whole on every rank"
+        bases = dict.fromkeys(use.step.call.op for use in readers if use.step is not None)
+        return f"no rule cuts it in {', '.join(bases)}"
+    others = [s.source_placements[key] for s in setting.other_axes.values()]
+    if all(any(isinstance(o, Shard) and o.dim == c.dim for o in others) for c in cuts):
+        return "another axis cuts it"
+    whole = {
+        split.strategies[use.step.name].name: use.step.call.base
+        for use in readers
+        if use.step is not None and not isinstance(split.strategies[use.step.name].inputs[use.index], Shard)
+    }
+    told = ", ".join(f"{base} needs it whole ({describe_strategy(strategy)})" for strategy, base in whole.items())
+    return f"smaller than what a cut would cost: {told}" if told else "smaller than what a cut would cost"
+
+
+# ---- folding ---------------------------------------------------------------------------------------------------------
+
+
+def _merge_alike(entries: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+    """Names that differ in their first number only, and say the same, as one: "blocks.0-47.mlp"."""
+    groups: dict[object, tuple[list[int], T, str]] = {}
+    for name, content in entries:
+        match = re.search(r"(?<![^.])\d+(?![^.])", name)
+        pattern = f"{name[: match.start()]}*{name[match.end() :]}" if match else name
+        numbers, _, _ = groups.setdefault((pattern, content), ([], content, pattern))
+        if match:
+            numbers.append(int(match.group()))
+    return [
+        (pattern.replace("*", _format_ranges(numbers), 1) if numbers else pattern, content)
+        for numbers, content, pattern in groups.values()
+    ]
+
+
+def _format_ranges(numbers: Sequence[int]) -> str:
+    ordered = sorted(set(numbers))
+    runs = [list(run) for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])]
+    ends = [(run[0][1], run[-1][1]) for run in runs]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)

@@ -1,0 +1,335 @@
+"""Layout: how one graph lies on all axes of the mesh, for whatever number of samples a worker has in hand."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.cost.network.alpha_beta import RankSpeed
+from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph
+from polylane.graph.symbolic_sizes import batch_dimension
+from polylane.placement.enumerate_strategies import StrategyOptions, enumerate_strategies
+from polylane.placement.operator_view import OperatorView, view_operators
+from polylane.placement.placement import (
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
+    Partial,
+    Placement,
+    Shard,
+    even_cuts,
+    local_shape,
+)
+from polylane.placement.redistribute import local_shard
+from polylane.placement.rewrite import AxisSplit, State
+from polylane.placement.strategy import OperatorCall
+from polylane.sharding.carry_over import carry_over_split
+from polylane.sharding.solve import carry_over, solve
+
+_CARRIED = 64  # numbers of samples for which a layout is kept at once, beside that for which it was chosen
+
+
+class Layout:
+    """The placements of a graph.
+
+    Args:
+        graph: what is split.
+        samples: for which the splits were chosen.
+        splits: by axis, in the order of the mesh.
+        whole: parameters that every rank must hold whole, and why.
+        plain: values of which no rank may have a summand only, nor of their gradients.
+        views: of the graph by axis, where they are known.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        samples: int,
+        splits: Mapping[str, AxisSplit],
+        whole: Mapping[str, str] | None = None,
+        plain: Collection[str] = (),
+        views: Mapping[str, OperatorView] | None = None,
+    ) -> None:
+        self.graph, self.samples, self.splits = graph, samples, dict(splits)
+        self.whole, self.never_partial = dict(whole or {}), frozenset(plain)
+        self._views = views or {axis: view_operators(graph, samples, split.degree) for axis, split in splits.items()}
+        self._chosen = _calls_by_axes(self._views), self.splits
+        # What was last carried over to other numbers of samples: whoever fits a program to one asks for it many times.
+        self._carried: dict[int, tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]] = {}
+
+    @property
+    def view(self) -> OperatorView:
+        """The graph as it was when the splits were chosen."""
+        return next(iter(self._views.values()))
+
+    def at(self, samples: int) -> tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]:
+        """Every operator as a call, and the splits by axis, for so many samples in hand."""
+        if samples == self.samples:
+            return self._chosen
+        if samples not in self._carried:
+            views = {axis: view_operators(self.graph, samples, split.degree) for axis, split in self.splits.items()}
+            splits = {}
+            for axis, split in self.splits.items():
+                sampled = _sampled_leaves(self, split, self.graph) if axis == "data" else ()
+                choice = _axis_options(views[axis], split.degree, axis, sampled, self.never_partial)
+                splits[axis] = carry_over_split(split, self._views[axis], views[axis], choice)
+            self._carried[samples] = _calls_by_axes(views), splits
+            if len(self._carried) > _CARRIED:
+                del self._carried[next(iter(self._carried))]
+        return self._carried[samples]
+
+    @cached_property
+    def placement_hash(self) -> str:
+        """A number of all that was chosen: workers that chose apart must have chosen alike."""
+        chosen = []
+        for axis, split in self.splits.items():
+            steps = sorted((name, repr(s.inputs), repr(s.outputs)) for name, s in split.strategies.items())
+            chosen.append(
+                (axis, steps, sorted((key, repr(placement)) for key, placement in split.source_placements.items()))
+            )
+        return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
+
+    def source_placements(self, kind: str, name: str) -> dict[str, Placement]:
+        """How a parameter or buffer lies, by axis."""
+        return {
+            axis: split.source_placements.get((f"{kind}:{name}", 0), REPLICATE) for axis, split in self.splits.items()
+        }
+
+    def state(self, value: str, samples: int) -> State:
+        """How a node's value lies where it is made."""
+        key = self.view.aliases.get(value, (value, 0))
+        return tuple(split.placement(key) for split in self.at(samples)[1].values())
+
+    def local_shape(
+        self, value: str, shape: tuple[int, ...], samples: int, coordinates: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """The shape that the worker at ``coordinates`` has of a node's value."""
+        for axis, placement in zip(self.splits, self.state(value, samples), strict=True):
+            shape = local_shape(shape, placement, coordinates[axis])
+        return shape
+
+    def partial_gradient_axes(self) -> dict[str, tuple[str, ...]]:
+        """Parameters whose gradients are summands on the ranks of an axis, and the axes."""
+        found = {}
+        for key, source in self.view.sources.items():
+            axes = tuple(
+                axis
+                for axis, split in self.splits.items()
+                if split.source_placements.get(key) == REPLICATE_PARTIAL_GRAD
+            )
+            if source.role[0] == "parameter" and axes:
+                found[str(source.role[1])] = axes
+        return found
+
+
+def choose_layout(
+    graph: Graph,
+    degrees: Mapping[str, int],
+    samples: int,
+    *,
+    pins: Mapping[str, Mapping[str, str]] | None = None,
+    whole: Mapping[str, str] | None = None,
+    sampled: Sequence[bool] = (),
+    plain: Collection[str] = (),
+    rates: RankSpeed | None = None,
+    offer: LayoutOffer | None = None,
+) -> Layout:
+    """Choose how the operators of a graph lie on the axes of a mesh.
+
+    Args:
+        degrees: ranks along each axis that splits operators, in the order of the mesh.
+        samples: that a worker has in hand; where replicas split the operators, that they have together.
+        pins: placements asked for, by axis.
+        whole: parameters that every rank must hold whole, and why.
+        sampled: which leaves of the batch are divided over the replicas, if those split the operators ("data" is one of
+            the axes): samples meet in this graph (a loss with in-batch negatives), so that it is not enough to average
+            over replicas.
+        plain: values of which no rank may have a summand only, nor of their gradients.
+        rates: of every rank; default: nominal ones.
+        offer: of the graph for so many samples, where several layouts are chosen.
+    """
+    splits: dict[str, AxisSplit] = {}
+    views: dict[str, OperatorView] = {}
+    offer = offer or LayoutOffer(graph, samples)
+    for axis, degree in degrees.items():
+        shown = views[axis] = offer.view(degree)
+        choice = _axis_options(shown, degree, axis, sampled, plain, offer)
+        asked = {} if axis == "data" else _merge_pins((pins or {}).get(axis, {}), whole or {})
+        splits[axis] = solve(shown, choice, degree, purpose=axis, rates=rates, pins=asked, taken=splits)
+    return Layout(graph, samples, splits, whole, plain, views)
+
+
+class LayoutOffer:
+    """What a graph's operators offer for each number of ranks, found once for all axes and meshes.
+
+    Args:
+        graph: what is split.
+        samples: that a worker has in hand.
+    """
+
+    def __init__(self, graph: Graph, samples: int) -> None:
+        self._graph, self._samples = graph, samples
+        self._views: dict[int, OperatorView] = {}
+        self._options: dict[int, StrategyOptions] = {}
+
+    def view(self, degree: int) -> OperatorView:
+        """The graph for an axis of so many ranks."""
+        if degree not in self._views:
+            self._views[degree] = view_operators(self._graph, self._samples, degree)
+        return self._views[degree]
+
+    def options(self, degree: int) -> StrategyOptions:
+        """What may be chosen for it."""
+        if degree not in self._options:
+            self._options[degree] = enumerate_strategies(self.view(degree), degree)
+        return self._options[degree]
+
+
+def _merge_pins(asked: Mapping[str, str], whole: Mapping[str, str]) -> dict[str, str]:
+    for name, why in whole.items():
+        if asked.get(name, "replicate") != "replicate":
+            raise PolylaneError(f"plan: placements.{name}: {asked[name]}: every rank must hold it whole, for {why}")
+    return {**dict.fromkeys(whole, "replicate"), **asked}
+
+
+def _axis_options(
+    shown: OperatorView,
+    degree: int,
+    axis: str,
+    sampled: Sequence[bool],
+    plain: Collection[str],
+    offer: LayoutOffer | None = None,
+) -> StrategyOptions:
+    """What may be chosen along an axis.
+
+    Raises:
+        PolylaneError: replicas cannot divide the samples, for the graph holds for one number of them.
+    """
+    if axis != "data":
+        return _without_partial_sums(shown, _offered_options(shown, degree, offer), plain)
+    for source in shown.sources.values():
+        kind, index = source.role
+        if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
+            raise PolylaneError(
+                f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
+                f"together, but the model computes with {source.value.shape[0]} samples and no other number; use data=1"
+            )
+    return _data_parallel_options(
+        shown, _without_partial_sums(shown, _offered_options(shown, degree, offer), plain), degree, sampled
+    )
+
+
+def _offered_options(shown: OperatorView, degree: int, offer: LayoutOffer | None) -> StrategyOptions:
+    return enumerate_strategies(shown, degree) if offer is None else offer.options(degree)
+
+
+def _without_partial_sums(shown: OperatorView, choice: StrategyOptions, plain: Collection[str]) -> StrategyOptions:
+    """What may be chosen when no rank may have only a summand of the plain values, nor of their gradients."""
+    keys = {shown.aliases.get(name, (name, 0)) for name in plain}
+    if not keys:
+        return choice
+    steps = dict(choice.strategies)
+    for step in shown.operators:
+        places = [i for i, key in enumerate(step.output_keys) if key in keys]
+        if places:
+            steps[step.name] = tuple(s for s in steps[step.name] if all(_is_not_partial(s.outputs[i]) for i in places))
+    sources = {
+        k: tuple(p for p in ps if k not in keys or _is_not_partial(p)) for k, ps in choice.source_placements.items()
+    }
+    return StrategyOptions(steps, sources)
+
+
+def _is_not_partial(placement: Placement) -> bool:
+    return placement == REPLICATE or isinstance(placement, Shard)
+
+
+def _data_parallel_options(
+    shown: OperatorView, choice: StrategyOptions, degree: int, sampled: Sequence[bool]
+) -> StrategyOptions:
+    """Every replica has its own samples, and the gradients of its parameters are summands."""
+    sources = dict(choice.source_placements)
+    for key, source in shown.sources.items():
+        kind, index = source.role
+        if kind == "input" and sampled[index]:
+            sources[key] = (Shard(0, even_cuts(source.value.shape[0], degree)),)
+        elif kind == "parameter":
+            sources[key] = (REPLICATE_PARTIAL_GRAD if source.value.gradient else REPLICATE,)
+        else:
+            sources[key] = (REPLICATE,)
+    return StrategyOptions(choice.strategies, sources)
+
+
+def layout_like(main: Layout, graph: Graph, plain: Collection[str] = ()) -> Layout:
+    """Split another graph of the same model (evaluation, another loss) so that its parameters lie as in ``main``."""
+    splits: dict[str, AxisSplit] = {}
+    for axis, split in main.splits.items():
+        shown = view_operators(graph, main.samples, split.degree)
+        sampled = _sampled_leaves(main, split, graph) if axis == "data" else ()
+        choice = _axis_options(shown, split.degree, axis, sampled, plain)
+        splits[axis] = carry_over(split, shown, choice, purpose=axis, taken=splits)
+    return Layout(graph, main.samples, splits, plain=plain)
+
+
+def _sampled_leaves(main: Layout, split: AxisSplit, graph: Graph) -> list[bool]:
+    """Which leaves of the batch are divided: those of ``main``, or in a batch of another form those that may grow."""
+    if graph.code.leaf_count != main.graph.code.leaf_count:
+        own = {n.meta["role"]: n.meta.get("val") for n in graph.code.fx.nodes if n.op == "placeholder"}
+        return [batch_dimension(own.get(("input", i))) == 0 for i in range(graph.code.leaf_count)]
+    inputs = {s.role[1]: key for key, s in main.view.sources.items() if s.role[0] == "input"}
+    return [
+        isinstance(split.source_placements.get(inputs.get(i, ("", 0))), Shard)
+        for i in range(max(inputs, default=-1) + 1)
+    ]
+
+
+def _calls_by_axes(views: Mapping[str, OperatorView]) -> Mapping[str, OperatorCall]:
+    return {step.name: step.call for step in next(iter(views.values())).operators}
+
+
+def local_part(tensor: Tensor, placements: Mapping[str, Placement], coordinates: Mapping[str, int]) -> Tensor:
+    """What one worker has of a whole tensor, in memory of its own where it is only a part."""
+    for axis, placement in placements.items():
+        if isinstance(placement, Shard):
+            tensor = local_shard(tensor, placement, coordinates[axis])
+    return tensor
+
+
+def write_local_part(
+    whole: Tensor, part: Tensor, placements: Mapping[str, Placement], coordinates: Mapping[str, int]
+) -> None:
+    """Write what one worker has of a tensor to its place in the whole."""
+    index: list[Any] = [torch.arange(n, device=whole.device) for n in whole.shape]
+    for axis, placement in placements.items():
+        if isinstance(placement, Shard):
+            ranges = placement.ranges(coordinates[axis])
+            none = torch.arange(0, device=whole.device)
+            index[placement.dim] = torch.cat([none, *(torch.arange(a, b, device=whole.device) for a, b in ranges)])
+    if not index:
+        whole.copy_(part)
+    elif part.numel():
+        whole[torch.meshgrid(*index, indexing="ij")] = part.to(whole.dtype)
+
+
+def assemble_parts(parts: Mapping[tuple[int, ...], Tensor], state: State, degrees: tuple[int, ...]) -> Tensor:
+    """A whole value from what the ranks of a mesh have of it, by their coordinates."""
+    if not state:
+        return parts[()]
+    first, rest = state[0], degrees[1:]
+    each = [
+        assemble_parts({at[1:]: part for at, part in parts.items() if at[0] == index}, state[1:], rest)
+        for index in range(degrees[0])
+    ]
+    if isinstance(first, Partial):
+        return torch.stack(each).sum(0)
+    if not isinstance(first, Shard):
+        return each[0]
+    shape = tuple(first.size if d == first.dim else n for d, n in enumerate(each[0].shape))
+    whole = each[0].new_zeros(shape)
+    for index, part in enumerate(each):
+        write_local_part(whole, part, {"": first}, {"": index})
+    return whole

@@ -1,0 +1,49 @@
+"""Which dimensions of a graph's tensors hold the samples, and which cuts of them leave every sample on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, fx
+
+from polylane.graph.symbolic_sizes import is_dynamic
+from polylane.placement.operator_view import OperatorView, TensorKey, is_alias, tensor_key
+from polylane.placement.placement import Cuts, Placement, Shard, join_cuts
+
+
+def sample_dims(view: OperatorView) -> Mapping[TensorKey, frozenset[int]]:
+    """The dimensions of every tensor that grow with the samples."""
+    found: dict[TensorKey, frozenset[int]] = {}
+    for node in view.graph.code.fx.nodes:
+        if node.op in ("placeholder", "call_function") and not is_alias(node):
+            for index, val in enumerate(_value_sizes(node)):
+                if isinstance(val, Tensor):
+                    found[tensor_key(node)[0], index] = frozenset(d for d, n in enumerate(val.shape) if is_dynamic(n))
+    return found
+
+
+def _value_sizes(node: fx.Node) -> list[object]:
+    val = node.meta.get("val")
+    return list(val) if isinstance(val, (list, tuple)) else [val]
+
+
+def shards_samples(placement: Placement, dims: frozenset[int], samples: int) -> bool:
+    """Whether a placement gives different samples to different ranks.
+
+    Args:
+        placement: of a tensor.
+        dims: of the tensor that grow with the samples.
+        samples: in hand.
+    """
+    return (
+        isinstance(placement, Shard) and placement.dim in dims and not cuts_each_sample_alike(placement.cuts, samples)
+    )
+
+
+def cuts_each_sample_alike(cuts: Cuts, samples: int) -> bool:
+    """Whether a dimension of ``samples`` equal pieces, one behind the other, is cut alike in each of them."""
+    size = cuts[-1][-1]
+    if samples < 1 or size % samples or len(cuts) % samples:
+        return False
+    first = cuts[: len(cuts) // samples]
+    return first[-1][-1] == size // samples and join_cuts([first] * samples) == cuts

@@ -1,0 +1,1 @@
+"""The proof: a plan against one device, step by step, in float64."""

@@ -1,0 +1,68 @@
+"""Copies in float64 of what a proof trains: the model, an objective, a batch."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from polylane.compile.compiled_training import CompiledTraining, Objective
+from polylane.errors import PolylaneError
+from polylane.graph.batch import cast_leaves, clone_leaves, flatten, sample_count
+from polylane.graph.capture.export import snapshot_model
+from polylane.graph.precision import to_float64
+from polylane.graph.sample_slice import SampleSlice
+from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.verify.whole_graph import run_graph
+
+
+def objective_in_float64(objective: Objective) -> Objective:
+    """The same objective with a copy of its loss in float64, where that is a module."""
+    if not isinstance(objective.loss, nn.Module):
+        return objective
+    return replace(objective, loss=to_float64(copied_module(objective.loss)))
+
+
+def copied_module(module: nn.Module) -> nn.Module:
+    """A copy of a module.
+
+    Raises:
+        PolylaneError: it cannot be copied; with what to do.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PolylaneError(
+            f"the model cannot be copied for a proof, copy.deepcopy says: {reason} (torch.nn.utils.weight_norm does "
+            "this; torch.nn.utils.parametrizations.weight_norm does not)"
+        ) from error
+
+
+def batch_in_float64(batch: Any) -> Any:
+    """A copy of a batch with its floating-point numbers in float64."""
+    leaves, rebuild = flatten(batch)
+    return rebuild(clone_leaves(cast_leaves(leaves, torch.float64)))
+
+
+def check_it_runs(prepared: CompiledTraining, batch: Any) -> None:
+    """Run a batch through the model's graph: some kernels know no float64, which is said before any worker starts.
+
+    Raises:
+        PolylaneError: it does not run.
+    """
+    leaves, _ = flatten(batch_in_float64(batch))
+    tensors = ModelTensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
+    samples = sample_count(leaves)
+    restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
+    try:
+        with torch.no_grad():
+            run_graph(prepared.main_partition.graph.code, tensors, leaves, SampleSlice(samples, batch=samples))
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0]
+        raise PolylaneError(f"the model does not run in float64, which a proof needs: {why}") from error
+    finally:
+        restore()

@@ -1,0 +1,138 @@
+"""Free runs: all steps of a training by a plan, and what they leave behind, against the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.graph.rounding_noise import max_difference, max_magnitude
+from polylane.runtime.job import Job
+from polylane.runtime.parameters.broadcast import digest_tensor
+from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
+from polylane.verify.first_difference import StepDifference, describe_later_difference
+from polylane.verify.record import ReferenceRun, TrainingRecord
+from polylane.verify.relative_error import divide_by_scale, error_scale, is_determined, relative_error
+from polylane.verify.rounding_floor import MeasuredPass
+from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation, nan_last
+
+LOSSES = ""  # stands for the losses among parameters and buffers: none of them has that name
+
+
+@dataclass(frozen=True)
+class FreeRun:
+    """What a plan leaves behind on one worker.
+
+    Attributes:
+        record: losses, gradients and state; the latter two on the first worker alone.
+        held: a digest of every part of a weight or buffer that it holds.
+        updates: of every parameter server.
+    """
+
+    record: TrainingRecord
+    held: dict[str, str]
+    updates: tuple[tuple[ServerUpdate, ...], ...]
+
+
+def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
+    """Take one step on every batch, and gather what the training leaves behind; called on every worker."""
+    sums, gradients = list[tuple[float, float]](), dict[str, Tensor | None]()
+    for batch in batches:
+        sums.append(job.step(batch).sums)
+        if len(sums) == 1:
+            whole = job.whole_gradients()
+            gradients = whole if job.world.rank == 0 else {}
+    job.gathered(None)  # all have ended, before anybody looks at what a server holds
+    trains = job.world.rank < job.plan.workers
+    own = (
+        f" of replica {job.plan.stage_and_replica(job.world.rank)[1]}"
+        if job.plan.sync.is_replica_local and trains
+        else ""
+    )
+    held = {name + job.part_of(name) + own: digest_tensor(tensor) for name, tensor in job.held().items()}
+    losses = _whole_losses(job, sums)
+    state = job.state_dict()
+    return FreeRun(TrainingRecord(losses, gradients, state if job.world.rank == 0 else {}), held, job.updates())
+
+
+def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
+    """The loss of every step over all replicas, of which each may know its own only."""
+    plan = job.plan
+    if not (plan.sync.has_servers and plan.sync.is_replica_local):
+        return [total / count for total, count in sums]
+    every = job.gathered(sums)
+    ranks = {plan.stage_and_replica(rank)[1]: rank for rank in range(plan.workers)}.values()
+    each = [zip(*(every[rank][step] for rank in ranks), strict=True) for step in range(len(sums))]
+    return [sum(totals) / sum(counts) for totals, counts in each]
+
+
+def compare_freely(reference: ReferenceRun, trained: FreeRun) -> FreeRunDeviation:
+    """How far a free run ends from the reference."""
+    pairs = zip(reference.losses, trained.record.losses, strict=True)
+    loss_error = max(divide_by_scale(nan_last(abs(a - b)), abs(a)) for a, b in pairs)
+    errors = {name: relative_error(value, trained.record.state[name]) for name, value in reference.state.items()}
+    name = max(errors, key=lambda each: errors[each], default="")
+    worst = errors.get(name, 0.0)
+    return FreeRunDeviation(loss_error, worst, name if worst else "")
+
+
+def as_pass(run: TrainingRecord) -> MeasuredPass:
+    """A whole run in the place of a step: gradients are of the first one, losses of all of them a tensor."""
+    gradients = {name: gradient for name, gradient in run.gradients.items() if gradient is not None}
+    return MeasuredPass(0.0, gradients, {**run.state, LOSSES: torch.tensor(run.losses, dtype=torch.float64)})
+
+
+def compare_runs(
+    reference: ReferenceRun, workers: Sequence[FreeRun], prepared: CompiledTraining, tolerance: float
+) -> Comparison:
+    """A whole run against a whole run."""
+    floors, first = reference.floors, workers[0].record
+    scales = [error_scale(abs(loss), floors.buffers.get(LOSSES, 0.0), tolerance) for loss in reference.losses]
+    pairs = [zip(reference.losses, worker.record.losses, scales, strict=True) for worker in workers]
+    errors = [
+        max(each)
+        for each in zip(*([divide_by_scale(nan_last(abs(a - b)), s) for a, b, s in p] for p in pairs), strict=True)
+    ]
+    loss_error = max(errors)
+    deviations, undetermined = list[Deviation](), list[str]()
+    for name, value in reference.state.items():
+        if name in prepared.main_partition.graph.tied or not value.numel():
+            continue
+        error, expected, got = None, reference.gradients.get(name), first.gradients.get(name)
+        if expected is not None or got is not None:
+            own, other = (torch.zeros_like(value) if each is None else each for each in (expected, got))
+            floor = floors.gradients.get(name, 0.0)
+            error = divide_by_scale(max_difference(own, other), error_scale(max_magnitude(own), floor, tolerance))
+            undetermined += [] if is_determined(max_magnitude(own), floor) else [f"gradient of {name}"]
+        floor = floors.buffers.get(name, 0.0)
+        scale = error_scale(max_magnitude(value), floor, tolerance)
+        deviations.append(Deviation(name, error, divide_by_scale(max_difference(value, first.state[name]), scale)))
+        undetermined += [] if is_determined(max_magnitude(value), floor) else [name]
+    return Comparison(
+        reference=reference,
+        losses=first.losses,
+        loss_error=loss_error,
+        deviations=tuple(deviations),
+        held=[worker.held for worker in workers],
+        worst=max((loss_error, *(each.worst for each in deviations))),
+        culprit=_culprit_replayed(prepared, deviations, errors, tolerance),
+        undetermined=tuple(undetermined),
+    )
+
+
+def _culprit_replayed(
+    prepared: CompiledTraining, deviations: Sequence[Deviation], losses: Sequence[float], tolerance: float
+) -> str | None:
+    """What differs first, where whole runs are compared: a gradient of the first step, a loss, a weight in the end."""
+    gradients = {each.name for each in deviations if not (each.gradient or 0.0) <= tolerance}
+    state = {each.name for each in deviations if not each.value <= tolerance}
+    step = next((number for number, error in enumerate(losses) if not error <= tolerance), None)
+    if gradients:
+        return describe_later_difference(prepared, StepDifference(gradients=gradients))
+    if step is not None:
+        return f"step {step + 1}: the loss of all replicas is the first number that differs"
+    return describe_later_difference(prepared, StepDifference(len(losses) - 1, averaged=state)) if state else None

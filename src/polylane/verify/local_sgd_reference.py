@@ -1,0 +1,140 @@
+"""The reference for replicas that train alone: a copy of the model for each of them, in one process, in turn."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.plan.sync import OuterOptimizer, SyncOptions
+from polylane.verify.record import ReferenceRun, ReferenceStep
+from polylane.verify.reference import ReferenceModel
+
+
+class ReferenceReplica(ReferenceModel):
+    """One replica's model, optimizer and scheduler, apart from all others.
+
+    Args:
+        prepared: of which it takes copies.
+        example: a batch, for its form.
+        number, count: which replica of how many.
+        clip_norm, seed: as in training.
+    """
+
+    def __init__(
+        self, prepared: CompiledTraining, example: Any, number: int, count: int, clip_norm: float | None, seed: int
+    ) -> None:
+        objective = next(iter(prepared.objectives.values()))
+        self.model, loss = copy.deepcopy((prepared.model, objective.loss))
+        own = replace(prepared, model=self.model, objectives={objective.name: replace(objective, loss=loss)})
+        super().__init__(own, example, clip_norm, seed, number, count)
+
+    def averaged_tensors(self) -> dict[str, Tensor]:
+        """What replicas agree on: trained parameters and running statistics, by name."""
+        buffers = {f"buffer {name}": b for name, b in self.loop.modules.named_buffers() if b.is_floating_point()}
+        return {**self.trained_parameters, **buffers}
+
+    def copy_from(self, other: ReferenceReplica) -> None:
+        """Be as another one is, its optimizer's memory included."""
+        self.loop.modules.load_state_dict(other.loop.modules.state_dict())
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+        if self.scheduler is not None and other.scheduler is not None:
+            self.scheduler.load_state_dict(copy.deepcopy(other.scheduler.state_dict()))
+
+
+def train_local_sgd(
+    prepared: CompiledTraining, batches: Sequence[Any], *, clip_norm: float | None, seed: int, tolerance: float
+) -> ReferenceRun:
+    """Train by the rule of a plan's ``sync.every``, in this process."""
+    plan = prepared.plan
+    replicas = [ReferenceReplica(prepared, batches[0], r, plan.data, clip_norm, seed) for r in range(plan.data)]
+    average = _ReplicaAverage(plan.sync, replicas)
+    losses, steps, before = (
+        list[float](),
+        list[tuple[ReferenceStep, ...]](),
+        [replica.copy_state() for replica in replicas],
+    )
+    for number, batch in enumerate(batches):
+        together = number < plan.sync.warmup
+        passed = []
+        for replica in replicas[:1] if together else replicas:
+            passed.append(replica.run_passes(batch, number, tolerance, together=together))
+            replica.update_weights(bool((replica.whole_loop if together else replica.loop).count_samples(batch)))
+        updated = [
+            {n: p.detach().clone() for n, p in r.trained_parameters.items()} for r in ([] if together else replicas)
+        ]
+        losses.append(sum(total for (total, _), *_ in passed) / sum(count for (_, count), *_ in passed))
+        if together:
+            for other in replicas[1:]:
+                other.copy_from(replicas[0])
+            average.reset_anchor()
+        else:
+            average.record_step(batch, number)
+        after = [replica.copy_state() for replica in replicas]
+        each = zip(passed, before, after, updated or [{}], strict=False)  # of what they did together, there is one
+        steps.append(
+            tuple(
+                ReferenceStep(total / count if count else 0.0, earlier, later, gradients, floors, own)
+                for ((total, count), gradients, floors), earlier, later, own in each
+            )
+        )
+        before = after
+    average.finish_training()
+    state = {name: value.detach().clone() for name, value in replicas[0].model.state_dict().items()}
+    return ReferenceRun(losses, steps[0][0].gradients, state, steps, replicas[0].loop.is_eager)
+
+
+class _ReplicaAverage:
+    """Weights of replicas and their means, weighted by the samples that each has seen."""
+
+    def __init__(self, sync: SyncOptions, replicas: Sequence[ReferenceReplica]) -> None:
+        self._sync, self._replicas = sync, replicas
+        self._samples_seen = [0] * len(replicas)
+        self._anchor: dict[str, Tensor] = {}
+        self._velocity: dict[str, Tensor] = {}
+        self.reset_anchor()
+
+    def reset_anchor(self) -> None:
+        """All replicas are alike."""
+        self._anchor = {name: p.detach().clone() for name, p in self._replicas[0].trained_parameters.items()}
+
+    def record_step(self, batch: Any, step: int) -> None:
+        """A step was taken apart."""
+        for number, replica in enumerate(self._replicas):
+            self._samples_seen[number] += replica.loop.count_samples(batch)
+        if (step + 1 - self._sync.warmup) % self._sync.every == 0:
+            means = self._compute_means()
+            if self._sync.outer is not None:
+                self._apply_outer_step(self._sync.outer, means)
+                means |= self._anchor
+            self._set_weights(means)
+
+    def finish_training(self) -> None:
+        """At the end: the mean of what there is."""
+        if any(self._samples_seen):
+            self._set_weights(self._compute_means())
+
+    def _compute_means(self) -> dict[str, Tensor]:
+        total, every = sum(self._samples_seen), [replica.averaged_tensors() for replica in self._replicas]
+        weighted = [(seen / total, tensors) for seen, tensors in zip(self._samples_seen, every, strict=True)]
+        return {name: sum((w * t[name].detach() for w, t in weighted), torch.zeros(())) for name in every[0]}
+
+    def _apply_outer_step(self, outer: OuterOptimizer, means: Mapping[str, Tensor]) -> None:
+        """Nesterov's momentum on the mean change, as DiLoCo writes it."""
+        for name, anchor in self._anchor.items():
+            change = anchor - means[name]
+            before = self._velocity.get(name, torch.zeros_like(anchor))
+            self._velocity[name] = outer.momentum * before + change
+            self._anchor[name] = anchor - outer.rate * (change + outer.momentum * self._velocity[name])
+
+    def _set_weights(self, means: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for replica in self._replicas:
+                for name, tensor in replica.averaged_tensors().items():
+                    tensor.copy_(means[name])
+        self._samples_seen = [0] * len(self._replicas)

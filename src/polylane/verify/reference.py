@@ -1,0 +1,297 @@
+"""The reference: one worker in a plain loop over a plan's microbatches, without any of the runtime's code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.compile.compiled_training import CompiledTraining, named_parameters
+from polylane.errors import PolylaneError
+from polylane.graph.batch import (
+    clone_leaves,
+    count_parts,
+    flatten,
+    is_sampled,
+    sample_count,
+    sampled_leaves,
+    split_bounds,
+    take_samples,
+)
+from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
+from polylane.graph.precision import Promoted
+from polylane.graph.rounding_noise import TRIES, nudge_values
+from polylane.graph.sample_slice import SampleSlice
+from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.samples.batch_statistics import needs_batch_counts
+from polylane.verify.record import ReferenceRun, ReferenceStep
+from polylane.verify.rounding_floor import TRIES_MORE, MeasuredPass, RoundingFloors, measure_floors
+from polylane.verify.training_state import TrainingState, read_state, write_tensors
+from polylane.verify.whole_graph import add_batch_counts, depends_on_split, run_graph
+
+
+def train_reference(
+    prepared: CompiledTraining, batches: Sequence[Any], *, clip_norm: float | None, seed: int, tolerance: float
+) -> ReferenceRun:
+    """Train the model of a prepared training, in this process. The model itself is trained."""
+    one = ReferenceModel(prepared, batches[0], clip_norm, seed)
+    steps = list[tuple[ReferenceStep, ...]]()
+    before = one.copy_state()
+    for number, batch in enumerate(batches):
+        (total, count), gradients, floors = one.run_passes(batch, number, tolerance)
+        one.update_weights()
+        steps.append((ReferenceStep(total / count, before, one.copy_state(), gradients, floors),))
+        before = steps[-1][0].after
+    state = {name: value.detach().clone() for name, value in prepared.model.state_dict().items()}
+    losses = [step.loss for (step,) in steps]
+    return ReferenceRun(losses, steps[0][0].gradients, state, steps, one.loop.is_eager)
+
+
+def remeasure_floors(
+    prepared: CompiledTraining,
+    batches: Sequence[Any],
+    reference: ReferenceRun,
+    where: Collection[tuple[int, int]],
+    *,
+    clip_norm: float | None,
+    seed: int,
+    tolerance: float,
+) -> dict[tuple[int, int], RoundingFloors]:
+    """The floors of some steps of some replicas, over more tries; in this process, whose model is changed."""
+    found = {}
+    for number, replica in where:
+        step, apart = reference.step_of(number, replica), len(reference.steps[number])
+        one = ReferenceModel(prepared, batches[0], clip_norm, seed, replica if apart > 1 else 0, apart)
+        write_tensors(step.before, one.named_tensors(), lambda name, whole: whole)
+        found[number, replica] = one.run_passes(batches[number], number, tolerance, range(TRIES_MORE))[2]
+    return found
+
+
+class ReferenceModel:
+    """A model and its optimizer on one device.
+
+    Args:
+        prepared: whose model is trained, by its first objective.
+        example: a batch, for its form.
+        clip_norm, seed: as in training.
+        replica, replicas: of each microbatch, only the samples of this one of so many.
+    """
+
+    def __init__(
+        self,
+        prepared: CompiledTraining,
+        example: Any,
+        clip_norm: float | None,
+        seed: int,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        objective = next(iter(prepared.objectives.values()))
+        named = named_parameters(prepared.model, [objective.loss])
+        self.optimizer = objective.optimizer(list(named))
+        self.scheduler = objective.scheduler(self.optimizer) if objective.scheduler else None
+        taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.trained_parameters = {name: p for name, p in named if id(p) in taken}
+        self.loop = ReferenceLoop(prepared, example, self.trained_parameters, clip_norm, seed, replica, replicas)
+        self.whole_loop = (
+            ReferenceLoop(prepared, example, self.trained_parameters, clip_norm, seed) if replicas > 1 else self.loop
+        )
+        self._names = {id(p): name for name, p in named}
+        self._model = ModelTensors(prepared.model, [objective.loss], torch.device("cpu"))
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Weights and buffers, by name."""
+        return {**self._model.parameters(), **self._model.buffers()}
+
+    def copy_state(self) -> TrainingState:
+        """A copy of all that the next step begins with."""
+        return read_state(self.named_tensors(), self.optimizer, self._names)
+
+    def run_passes(
+        self, batch: Any, step: int, tolerance: float, tries: Sequence[int] = range(TRIES), together: bool = False
+    ) -> tuple[tuple[float, float], dict[str, Tensor], RoundingFloors]:
+        """Leave gradients in the parameters; the loss as (total, count), the gradients, and their floors."""
+        loop = self.whole_loop if together else self.loop
+        restore = snapshot_model(loop.modules, loop.loss)
+        total, count = loop.backward(batch, step)
+        once = self._build_pass(total, count, loop)
+
+        def again(attempt: int, permuted: bool) -> MeasuredPass:
+            after = snapshot_model(loop.modules, loop.loss)
+            restore()
+            nudge_values(loop.modules.parameters(), attempt)
+            try:
+                return self._build_pass(*loop.backward(batch, step, attempt if permuted else None), loop)
+            finally:
+                after()
+
+        floors = measure_floors(once, again, tolerance, loop.can_permute, tries) if count else RoundingFloors()
+        return (total, count), dict(once.gradients), floors
+
+    def _build_pass(self, total: float, count: float, loop: ReferenceLoop) -> MeasuredPass:
+        gradients = {name: gradient.clone() for name, gradient in loop.named_gradients().items()}
+        buffers = {name: buffer.detach().clone() for name, buffer in self._model.buffers().items()}
+        return MeasuredPass(total / count if count else 0.0, gradients, buffers)
+
+    def update_weights(self, samples: bool = True) -> None:
+        """The optimizer's step, where there were samples, and the scheduler's."""
+        if samples:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+
+Run = Callable[[Sequence[Any], SampleSlice], tuple[Tensor, ...]]
+
+
+class ReferenceLoop:
+    """Forward and backward passes of one worker over whole batches, or a replica's share of them, by microbatches.
+
+    Args:
+        prepared: of which it takes the model, the first objective's loss, and the number of microbatches.
+        example: a batch, for its form.
+        optimized: the parameters that the optimizer takes.
+        clip_norm, seed: as in training.
+        replica, replicas: of each microbatch, only the samples of this one of so many; gradients are of their mean.
+
+    Attributes:
+        modules: all that a step may change.
+        loss: the user's.
+        is_eager: whether the model itself is run.
+        can_permute: whether samples may change places: no random number is drawn by where they are.
+    """
+
+    def __init__(
+        self,
+        prepared: CompiledTraining,
+        example: Any,
+        optimized: Mapping[str, nn.Parameter],
+        clip_norm: float | None,
+        seed: int,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        self._replica, self._replicas = replica, replicas
+        self._graph, self._microbatches = prepared.main_partition.graph, prepared.plan.microbatches
+        self._min_samples = prepared.min_samples.samples
+        self._optimized, self._clip_norm, self._seed = optimized, clip_norm, seed
+        self._sampled = sampled_leaves(flatten(example)[0])
+        self.loss = loss = next(iter(prepared.objectives.values())).loss
+        self.modules = nn.ModuleList([prepared.model, *([loss] if isinstance(loss, nn.Module) else [])])
+        self._tensors = ModelTensors(prepared.model, [loss], torch.device("cpu"))
+        self._compute_loss, self.is_eager = self._choose_loss(prepared.model, loss, example)
+        self.can_permute = not self._graph.code.random
+
+    def _choose_loss(self, model: nn.Module, loss: Loss, example: Any) -> tuple[Run, bool]:
+        """How a loss is computed, and whether that is by the model itself."""
+        leaves, rebuild = flatten(example)
+        whole = ModelWithLoss(model, loss, rebuild)
+
+        def by_graph(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
+            return run_graph(self._graph.code, self._tensors, leaves, part)
+
+        def by_model(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
+            with Promoted():
+                result: tuple[Tensor, ...] = whole(*leaves)
+            return result
+
+        # One device takes the batch as one. Where batch normalization sees a microbatch at a time, or a replica its own
+        # samples alone, there are parts: the model itself cannot be told what the whole batch counts, its graph can.
+        code = self._graph.code
+        if not depends_on_split(code) and self._replicas == 1:
+            self._microbatches = 1
+        if code.random:  # which only the graph draws by key
+            return by_graph, False
+        if needs_batch_counts(code.fx) and self._microbatches * self._replicas > 1:
+            return by_graph, False
+        part = SampleSlice(sample_count(leaves))
+        plain = _runs_in_float64(self.modules, loss, lambda: by_model(clone_leaves(leaves), part))
+        return (by_model, True) if plain else (by_graph, False)
+
+    def backward(self, batch: Any, step: int, permuted: int | None = None) -> tuple[float, float]:
+        """Leave the gradients of the mean over a batch in the parameters, clipped; its value, as (total, count).
+
+        Args:
+            permuted: seed of the order of the samples within their microbatch; None: as they are.
+        """
+        self.modules.zero_grad()
+        sums = self._accumulate_gradients(batch, step, permuted)
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(self._optimized.values()), self._clip_norm)
+        return sums
+
+    def count_samples(self, batch: Any) -> int:
+        """How many samples of a batch are in hand."""
+        return sum(stop - start for _, start, stop in self._local_ranges(sample_count(flatten(batch)[0])))
+
+    def _local_ranges(self, samples: int) -> list[tuple[int, int, int]]:
+        """The samples in hand of every microbatch that has any: its number, the first and the end."""
+        found = []
+        for microbatch, (begin, end) in enumerate(
+            split_bounds(samples, count_parts(samples, self._microbatches, self._min_samples))
+        ):
+            start, stop = split_bounds(end - begin, self._replicas)[self._replica]
+            found.append((microbatch, begin + start, begin + stop))
+        return [share for share in found if share[1] < share[2]]
+
+    def _accumulate_gradients(self, batch: Any, step: int, permuted: int | None) -> tuple[float, float]:
+        leaves = clone_leaves(flatten(batch)[0])  # a model may write into its batch
+        samples, sampled = sample_count(leaves), self._sampled if len(self._sampled) == len(leaves) else None
+        shares = self._local_ranges(samples)
+        own = sum(stop - start for _, start, stop in shares)
+        total, count = 0.0, 0.0
+        each = [
+            _shuffle_samples(take_samples(leaves, start, stop, sampled), stop - start, permuted)
+            for _, start, stop in shares
+        ]
+        parts = [
+            SampleSlice(stop - start, start, samples, i, step, self._seed, loss_samples=own)
+            for i, start, stop in shares
+        ]
+        parts = add_batch_counts(self._graph.code, self._tensors, parts, each, sampled)
+        for (microbatch, start, stop), part, given in zip(shares, parts, each, strict=True):
+            try:
+                result = self._compute_loss(given, part)
+            except Exception as error:
+                why = str(error).strip().partition("\n")[0]
+                raise PolylaneError(
+                    f"one worker fails on microbatch {microbatch}, {stop - start} of the {samples} samples of step "
+                    f"{step}'s batch: {type(error).__name__}: {why}"
+                ) from error
+            if self._graph.loss_is_mean:
+                (result[0] * ((stop - start) / own)).backward()
+                total, count = total + result[0].item() * (stop - start), count + (stop - start)
+            else:
+                result[0].backward()
+                total, count = total + result[0].item(), count + result[1].item()
+        if not self._graph.loss_is_mean and count:
+            for gradient in self.named_gradients().values():
+                gradient /= count
+        return total, count
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """Of the parameters that are optimized and have one."""
+        return {name: p.grad for name, p in self._optimized.items() if p.grad is not None}
+
+
+def _shuffle_samples(leaves: Sequence[Any], samples: int, seed: int | None) -> Sequence[Any]:
+    """The samples in another order; leaves of the batch as a whole stay as they are."""
+    if seed is None or samples == 1:
+        return leaves
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    return [leaf[order] if is_sampled(leaf, samples) else leaf for leaf in leaves]
+
+
+def _runs_in_float64(modules: nn.Module, loss: Loss, run: Callable[[], Any]) -> bool:
+    """Whether the model itself runs in float64: some of its kernels, unlike a graph's, may not."""
+    restore = snapshot_model(modules, loss)
+    try:
+        with torch.no_grad():
+            run()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    finally:
+        restore()
+    return True

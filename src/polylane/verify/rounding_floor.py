@@ -1,0 +1,111 @@
+"""What rounding can make of a step: one device is run again with its sums in another order, and held against itself.
+
+A key's bias before softmax and a bias before BatchNorm change no loss: their gradients are zero, and what is computed
+is the rounding of sums, another number in every order of summation. The mean of what is normalized already is zero in
+the same way. How large such numbers may be is measured, not assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from polylane.graph.rounding_noise import TRIES, max_magnitude, rounding_floor
+from polylane.verify.relative_error import divide_by_scale
+
+TRIES_MORE = 16  # where an error is found that rounding might have made
+
+
+@dataclass(frozen=True)
+class MeasuredPass:
+    """What a forward and backward pass over a batch gives.
+
+    Attributes:
+        loss: its mean over the batch.
+        gradients: as the optimizer takes them, by parameter.
+        buffers: after the pass, by name.
+    """
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RoundingFloors:
+    """How far one device's pass is from itself, where its sums are rounded otherwise: absolute, at most.
+
+    Attributes:
+        loss: of the loss.
+        gradients, buffers: by name; 0 where nothing is told.
+    """
+
+    loss: float = 0.0
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    buffers: Mapping[str, float] = field(default_factory=dict)
+
+    def elementwise_max(self, other: RoundingFloors) -> RoundingFloors:
+        """The larger of both, everywhere."""
+        return RoundingFloors(
+            max(self.loss, other.loss),
+            _merge_larger(self.gradients, other.gradients),
+            _merge_larger(self.buffers, other.buffers),
+        )
+
+
+def _merge_larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(a.get(name, 0.0), b.get(name, 0.0)) for name in a.keys() | b.keys()}
+
+
+# Computes a pass again from the same state; takes the number of the try, and whether samples change places.
+Again = Callable[[int, bool], MeasuredPass]
+
+
+def measure_floors(
+    once: MeasuredPass, again: Again, tolerance: float, permutes: bool, tries: Sequence[int] = range(TRIES)
+) -> RoundingFloors:
+    """The largest difference over some tries, for the loss and every gradient and buffer.
+
+    In each try weights are moved by one unit in the last place (:func:`polylane.graph.rounding_noise.nudge_values`)
+    and, where that is the same function, samples change places within their microbatches.
+
+    Args:
+        once: what the reference computed.
+        again: computes it once more.
+        tolerance: of the proof.
+        permutes: whether a sample's place may be without meaning: no random number is drawn by it.
+        tries: their numbers.
+    """
+    floors = RoundingFloors()
+    for attempt in tries:
+        other = again(attempt, permutes)
+        if permutes and not _same_function(once, other, tolerance):
+            permutes, other = False, again(attempt, False)
+        floors = floors.elementwise_max(_floors_between(once, other))
+    return floors
+
+
+def _same_function(once: MeasuredPass, other: MeasuredPass, tolerance: float) -> bool:
+    """Whether samples that change places leave the loss and the gradient, taken as one vector, as they are."""
+    largest = max(map(max_magnitude, once.gradients.values()), default=0.0)
+    found = _floors_between(once, other)
+    differences = (
+        divide_by_scale(found.loss, abs(once.loss)),
+        *(divide_by_scale(each, largest) for each in found.gradients.values()),
+    )
+    return all(difference <= tolerance for difference in differences)
+
+
+def _floors_between(once: MeasuredPass, other: MeasuredPass) -> RoundingFloors:
+    loss = abs(once.loss - other.loss)
+    return RoundingFloors(
+        loss if loss == loss else 0.0,
+        _tensor_distances(once.gradients, other.gradients),
+        _tensor_distances(once.buffers, other.buffers),
+    )
+
+
+def _tensor_distances(once: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: rounding_floor(value, [other[name]]) for name, value in once.items() if name in other}

@@ -1,0 +1,157 @@
+"""What parameter servers recorded, done again in one process, update by update, without any of their code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.compile.compiled_training import CompiledTraining, named_parameters
+from polylane.compile.server_assignment import assign_parameters
+from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
+from polylane.verify.local_sgd_reference import ReferenceReplica
+from polylane.verify.record import ReferenceRun
+
+_Step = tuple[int, int]  # replica, and its step
+
+
+def replay_updates(
+    prepared: CompiledTraining,
+    batches: Sequence[Any],
+    orders: Sequence[Sequence[ServerUpdate]],
+    *,
+    clip_norm: float | None = None,
+    seed: int = 0,
+) -> ReferenceRun:
+    """Train again as asynchronous servers did: from the same start, every gradient at the weights that it was taken at.
+
+    Args:
+        prepared: the training; its model is left as it is.
+        batches: whole batches, one a step.
+        orders: of every server, its updates, as :meth:`polylane.runtime.job.Job.updates` tells.
+        clip_norm, seed: as in training.
+
+    Returns:
+        Of every step the loss over all replicas, each at the weights that it had read; the gradients of the first
+        replica's first step; weights and buffers after the last update, running statistics being the replicas' means.
+
+    Raises:
+        ValueError: no training can have had this order.
+    """
+    if len(prepared.objectives) > 1:
+        raise ValueError("a replay knows one loss: several of them share servers' weights in turn")
+    if not prepared.plan.sync.is_replica_local:
+        raise ValueError("synchronous updates are those of one device: there is no order to replay")
+    count = prepared.plan.data
+    replicas = [ReferenceReplica(prepared, batches[0], number, count, clip_norm, seed) for number in range(count)]
+    shares = assign_parameters(prepared.partitions, prepared.plan)
+    reads = _versions_read(orders)
+    servers = [
+        _ReplayedServer(prepared, share, order, {read[number] for read in reads.values()})
+        for number, (share, order) in enumerate(zip(shares, orders, strict=True))
+    ]
+    losses: dict[_Step, tuple[float, float]] = {}
+    gradients: dict[_Step, dict[str, Tensor]] = {}
+    while any(server.next_update for server in servers):
+        before = sum(server.version for server in servers)
+        for server in servers:
+            while (update := server.next_update) is not None:
+                key = update.replica, update.step
+                if key not in gradients:
+                    if any(s.version < version for s, version in zip(servers, reads[key], strict=True)):
+                        break  # another server is not yet where this replica read it
+                    losses[key], gradients[key] = _take_gradients(servers, replicas, reads[key], update, batches)
+                server.apply_update(update, gradients[key])
+        if sum(server.version for server in servers) == before:
+            raise ValueError("each server's next update waits for another one's: no training has had this order")
+    parts = [[losses[r, step] for r in range(count) if (r, step) in losses] for step in range(len(batches))]
+    means = [sum(total for total, _ in each) / sum(n for _, n in each) for each in parts]
+    first, eager = gradients.get((0, 0), {}), replicas[0].loop.is_eager
+    return ReferenceRun(means, first, _assemble_state(prepared, replicas, servers, batches), [], eager)
+
+
+def _versions_read(orders: Sequence[Sequence[ServerUpdate]]) -> dict[_Step, list[int]]:
+    """The versions of every server's weights at which each replica's step was taken."""
+    found: dict[_Step, list[int]] = {}
+    for number, order in enumerate(orders):
+        for update in order:
+            found.setdefault((update.replica, update.step), [0] * len(orders))[number] = update.read_version
+    return found
+
+
+class _ReplayedServer:
+    """One server's weights: a copy of the model of which it trains its share."""
+
+    def __init__(
+        self, prepared: CompiledTraining, share: Sequence[str], order: Sequence[ServerUpdate], read: set[int]
+    ) -> None:
+        objective = next(iter(prepared.objectives.values()))
+        model, loss = copy.deepcopy((prepared.model, objective.loss))
+        named = named_parameters(model, [loss])
+        self.trained_parameters = {name: parameter for name, parameter in named if name in share}
+        self._optimizer = objective.optimizer(list(named))
+        self._scheduler = objective.scheduler(self._optimizer) if objective.scheduler else None
+        self._updates, self._versions_read, self.version = order, read, 0
+        self.kept_versions: dict[int, dict[str, Tensor]] = {}
+        self._keep_version()
+
+    @property
+    def next_update(self) -> ServerUpdate | None:
+        """Its next update."""
+        return self._updates[self.version] if self.version < len(self._updates) else None
+
+    def apply_update(self, update: ServerUpdate, gradients: Mapping[str, Tensor]) -> None:
+        """Make an update."""
+        for name, parameter in self.trained_parameters.items():
+            parameter.grad = gradients.get(name)
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.version += 1
+        if update.version != self.version:
+            raise ValueError(f"update {self.version} of a server is recorded as {update.version}")
+        self._keep_version()
+
+    def _keep_version(self) -> None:
+        if self.version in self._versions_read:
+            self.kept_versions[self.version] = {name: p.detach().clone() for name, p in self.trained_parameters.items()}
+
+
+def _take_gradients(
+    servers: Sequence[_ReplayedServer],
+    replicas: Sequence[ReferenceReplica],
+    read: Sequence[int],
+    update: ServerUpdate,
+    batches: Sequence[Any],
+) -> tuple[tuple[float, float], dict[str, Tensor]]:
+    """The loss and the gradients of one replica's step, at the weights that it had read."""
+    replica = replicas[update.replica]
+    with torch.no_grad():
+        for server, version in zip(servers, read, strict=True):
+            for name, value in server.kept_versions[version].items():
+                replica.trained_parameters[name].copy_(value)
+    sums = replica.loop.backward(batches[update.step], update.step)
+    return sums, {name: gradient.clone() for name, gradient in replica.loop.named_gradients().items()}
+
+
+def _assemble_state(
+    prepared: CompiledTraining,
+    replicas: Sequence[ReferenceReplica],
+    servers: Sequence[_ReplayedServer],
+    batches: Sequence[Any],
+) -> dict[str, Tensor]:
+    seen = [sum(replica.loop.count_samples(batch) for batch in batches) for replica in replicas]
+    every = [replica.model.state_dict() for replica in replicas]
+    means = {
+        name: sum((n / sum(seen) * state[name] for n, state in zip(seen, every, strict=True)), torch.zeros(()))
+        for name, value in every[0].items()
+        if value.is_floating_point()
+    }
+    trained = {
+        name: parameter.detach().clone() for server in servers for name, parameter in server.trained_parameters.items()
+    }
+    tied = prepared.main_partition.graph.tied
+    return {name: trained.get(tied.get(name, name), means.get(name, value)) for name, value in every[0].items()}

@@ -1,0 +1,206 @@
+"""The state before a step: weights, buffers and an optimizer's memory, by name; read, put elsewhere, and compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.graph.rounding_noise import max_difference, max_magnitude
+
+# What a worker has of a tensor in the shape of a whole parameter or buffer, by its name; None for nothing of it.
+Cut = Callable[[str, Tensor], Tensor | None]
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """What one optimizer remembers.
+
+    Attributes:
+        entries: by the parameter's name and the optimizer's own: tensors, numbers, or containers of them.
+        options: of every group, those that are numbers: a rate that a scheduler sets, or that was adapted.
+    """
+
+    entries: Mapping[str, Mapping[str, Any]]
+    options: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """All that a step begins with.
+
+    Attributes:
+        tensors: weights and buffers by name, those of a loss module under "loss.".
+        memories: of the optimizer and of those that it is made around.
+    """
+
+    tensors: Mapping[str, Tensor]
+    memories: Sequence[OptimizerMemory]
+
+
+def read_state(
+    tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> TrainingState:
+    """A copy of the state; ``names`` are those of parameters, by their identity."""
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return TrainingState(copies, [_read_memory(each, names) for each in _find_optimizers(optimizer)])
+
+
+def _read_memory(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerMemory:
+    entries = {names[id(p)]: _copy_value(entry) for p, entry in optimizer.state.items() if id(p) in names}
+    return OptimizerMemory(entries, [_group_options(group) for group in optimizer.param_groups])
+
+
+def _find_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer and those that it is made around."""
+    found = [optimizer]
+    for each in found:
+        for value in vars(each).values():
+            inner = value if isinstance(value, (list, tuple)) else [value]
+            found += [o for o in inner if isinstance(o, torch.optim.Optimizer) and all(o is not f for f in found)]
+    return found
+
+
+def _group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy_value(value) for key, value in group.items() if key != "params" and _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_number(each) for each in value)
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _copy_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copy_value(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_copy_value(each) for each in value)
+    return value
+
+
+def write_tensors(state: TrainingState, held: Mapping[str, Tensor], cut: Cut) -> None:
+    """Give weights and buffers their values, in place: whoever looks at them sees them.
+
+    Args:
+        held: of this worker, or its parts of them.
+        cut: what it has of a whole.
+    """
+    with torch.no_grad():
+        for name, tensor in held.items():
+            own = cut(name, state.tensors[name])
+            if own is not None:
+                tensor.copy_(own.view(tensor.shape))
+
+
+def tensor_differences(state: TrainingState, held: Mapping[str, Tensor], cut: Cut) -> Iterator[tuple[str, float]]:
+    """How far weights and buffers are from what they should be: name, largest difference."""
+    for name, tensor in held.items():
+        own = cut(name, state.tensors[name])
+        if own is not None:
+            yield name, max_difference(own.view(tensor.shape) if own.numel() == tensor.numel() else own, tensor)
+
+
+def write_memory(
+    state: TrainingState, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], cut: Cut
+) -> None:
+    """Give an optimizer the memory of another one, made by the same function, as far as it can be seen."""
+    for each, memory in zip(_find_optimizers(optimizer), state.memories, strict=True):
+        taken = {id(p) for group in each.param_groups for p in group["params"]}
+        for name, parameter in parameters.items():
+            if name in memory.entries:
+                fit = _make_fit(cut, name, state.tensors[name].shape)
+                each.state[parameter] = _fit_value(each.state.get(parameter, {}), memory.entries[name], fit)
+            elif id(parameter) in taken:
+                each.state.pop(parameter, None)
+        for group, options in zip(each.param_groups, memory.options, strict=True):
+            for key, value in options.items():
+                group[key] = _fit_value(group.get(key), value, lambda tensor: tensor)
+
+
+def _make_fit(cut: Cut, name: str, shape: Sequence[int]) -> Callable[[Tensor], Tensor | None]:
+    return lambda tensor: cut(name, tensor) if tensor.shape == torch.Size(shape) else tensor
+
+
+def _fit_value(own: Any, value: Any, fit: Callable[[Tensor], Tensor | None]) -> Any:
+    """A copy of ``value`` for this worker; in the place of what it has, where that is a tensor of the same shape."""
+    if isinstance(value, Tensor):
+        mine = fit(value)
+        if mine is None:
+            return own
+        if isinstance(own, Tensor) and own.shape == mine.shape:
+            with torch.no_grad():
+                own.copy_(mine)
+            return own
+        return mine.detach().clone()
+    if isinstance(value, dict):
+        return {key: _fit_value(own.get(key) if isinstance(own, dict) else None, v, fit) for key, v in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        before = own if isinstance(own, (list, tuple)) and len(own) == len(value) else [None] * len(value)
+        return type(value)(_fit_value(o, each, fit) for o, each in zip(before, value, strict=True))
+    return value
+
+
+def memory_differences(
+    state: TrainingState, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], cut: Cut
+) -> Iterator[tuple[str, str, float]]:
+    """How far an optimizer's memory is from what it should be: parameter, entry, largest difference.
+
+    Options of groups are told under the parameter "".
+    """
+    for each, memory in zip(_find_optimizers(optimizer), state.memories, strict=True):
+        for name, parameter in parameters.items():
+            expected, own = memory.entries.get(name, {}), each.state.get(parameter, {})
+            fit = _make_fit(cut, name, state.tensors[name].shape)
+            for key in expected.keys() | own.keys():
+                yield name, str(key), _value_difference(expected.get(key), own.get(key), fit)
+        for group, options in zip(each.param_groups, memory.options, strict=True):
+            for key, value in options.items():
+                yield "", key, _value_difference(value, group.get(key), lambda tensor: tensor)
+
+
+def _value_difference(expected: Any, own: Any, fit: Callable[[Tensor], Tensor | None]) -> float:
+    if isinstance(expected, Tensor):
+        mine = fit(expected)
+        if mine is None:
+            return 0.0
+        return max_difference(mine, own) if isinstance(own, Tensor) else math.inf
+    if isinstance(expected, (int, float)) and isinstance(own, (int, float)):
+        return 0.0 if expected == own else abs(expected - own)
+    if isinstance(expected, dict):
+        keys = expected.keys() | (own.keys() if isinstance(own, dict) else set())
+        return (
+            max((_value_difference(expected.get(k), own.get(k), fit) for k in keys), default=0.0) if own else math.inf
+        )
+    if isinstance(expected, (list, tuple)):
+        if not isinstance(own, (list, tuple)) or len(own) != len(expected):
+            return math.inf
+        return max((_value_difference(a, b, fit) for a, b in zip(expected, own, strict=True)), default=0.0)
+    return 0.0 if type(expected) is type(own) else math.inf
+
+
+def measure_memory_sizes(*states: TrainingState) -> dict[tuple[str, str], float]:
+    """The largest number of every entry over some states, by parameter and entry; of options under the parameter ""."""
+    found: dict[tuple[str, str], float] = {}
+    for memory in (memory for state in states for memory in state.memories):
+        rows = [*memory.entries.items(), *(("", options) for options in memory.options)]
+        for name, entries in rows:
+            for key, value in entries.items():
+                found[name, str(key)] = max(found.get((name, str(key)), 0.0), _value_size(value))
+    return found
+
+
+def _value_size(value: Any) -> float:
+    if isinstance(value, Tensor):
+        return max_magnitude(value)
+    if isinstance(value, (int, float)):
+        return abs(float(value))
+    if isinstance(value, dict):
+        return max(map(_value_size, value.values()), default=0.0)
+    return max(map(_value_size, value), default=0.0) if isinstance(value, (list, tuple)) else 0.0

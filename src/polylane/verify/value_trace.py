@@ -1,0 +1,138 @@
+"""A pass by a plan in which every worker keeps all its values, or their gradients: to find where two runs part ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.compile.batch_split import Batch
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.graph.sample_slice import SampleSlice
+from polylane.program.lower import lower_evaluation
+from polylane.runtime.parameters.local_model import owning_stages
+from polylane.runtime.pipeline.bound_program import lower_programs
+from polylane.runtime.pipeline.stage_runner import LiveMicrobatch, StageRunner, run_node_by_node
+from polylane.runtime.stale_weights import allow_own_calls
+from polylane.runtime.training_role import TrainingRole
+from polylane.runtime.workers.world import World
+
+
+@dataclass
+class ValueTrace:
+    """One worker's values of a pass: (microbatch, node name) -> value, or its gradient."""
+
+    stage: int
+    replica: int
+    coordinates: Mapping[str, int]
+    values: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    weights: dict[int, int] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
+
+
+class ForwardValues:
+    """Keeps the values of a pass by node name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        """Keep one as it is now: somebody may write to it."""
+        self.values[name] = value.detach().clone()
+
+
+class BackwardGradients:
+    """Keeps what a backward pass finds for the values of a forward pass, by node name.
+
+    Where an operator gives the very tensor that it was given, the two have one gradient, which is kept for the first.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+        self._watched_values: dict[int, Tensor] = {}  # by identity, which they keep as long as they are here
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        """Watch for the gradient of one."""
+        if not value.requires_grad or id(value) in self._watched_values:
+            return
+
+        def keep(gradient: Tensor) -> None:
+            self.values[name] = gradient.detach().clone()
+
+        self._watched_values[id(value)] = value
+        value.register_hook(keep)
+
+
+@dataclass
+class _TracingRunner(StageRunner):
+    """Runs a stage node by node and keeps every value; where there is a backward pass, its gradient."""
+
+    trace: ValueTrace = field(kw_only=True)
+    backward_gradients: dict[int, BackwardGradients] = field(default_factory=dict)
+
+    def forward(
+        self, microbatch: int, values: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice
+    ) -> LiveMicrobatch:
+        """As the stage's own, one node at a time."""
+        self.trace.weights[microbatch], self.trace.samples[microbatch] = part.weight, part.samples
+        backward = torch.is_grad_enabled()
+        inputs = {
+            n: x.requires_grad_() if backward and n in self.differentiable_inputs else x for n, x in values.items()
+        }
+        look = BackwardGradients() if backward else ForwardValues()
+        result = run_node_by_node(self, inputs, leaves, part, look)
+        count = len(self.code.outputs)
+        live = LiveMicrobatch(inputs, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
+        if isinstance(look, BackwardGradients):
+            self.live_microbatches[microbatch], self.backward_gradients[microbatch] = live, look
+        else:
+            self._keep_values(microbatch, look.values)
+        return live
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
+        """As the stage's own."""
+        result = super().backward(microbatch, gradients, seed)
+        self._keep_values(microbatch, self.backward_gradients.pop(microbatch).values)
+        return result
+
+    def _keep_values(self, microbatch: int, found: Mapping[str, Tensor]) -> None:
+        self.trace.values |= {(microbatch, name): value for name, value in found.items()}
+
+
+def trace_pass(
+    prepared: CompiledTraining, world: World, batch: Any, seed: int, step: int = 0, backward: bool = False
+) -> ValueTrace:
+    """A pass in training mode over one whole batch, that of a step, on every worker of the plan.
+
+    Args:
+        prepared, world: of this worker.
+        batch, seed, step: of which step.
+        backward: gradients of values are kept instead of values; those of parameters are summed, and not used.
+    """
+    role = TrainingRole(prepared, world, example=batch, seed=seed)
+    partition, plan = prepared.main_partition, prepared.plan
+    if backward:
+        programs = lower_programs(partition, plan, owning_stages(prepared), True, prepared.layouts_of(partition))
+    else:
+        programs = lower_evaluation(partition, plan)
+    whole = Batch.whole(batch)
+    worker = role.lane(partition, programs, whole.samples).executor
+    runner = worker.runner
+    replica = 0 if "data" in worker.mesh.axes else worker.program.replica
+    own = ValueTrace(worker.program.stage, replica, worker.mesh.coordinates)
+    same = (
+        runner.code,
+        runner.tensors,
+        runner.differentiable_inputs,
+        runner.device,
+        runner.autocast,
+        runner.local_code,
+    )
+    worker.runner = _TracingRunner(*same, codes=runner.codes, trace=own)
+    with torch.set_grad_enabled(backward), allow_own_calls():
+        worker.run(whole, step, seed, lambda state: None)
+    role.close()
+    return own

@@ -1,0 +1,287 @@
+"""The same numbers as one device? The reference in one process against the plan on its workers, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training, named_parameters
+from polylane.errors import PolylaneError
+from polylane.graph.batch import flatten, sample_count
+from polylane.graph.capture.export import snapshot_model
+from polylane.graph.precision import to_float64
+from polylane.graph.rounding_noise import nudge_values
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec
+from polylane.runtime.job import Job
+from polylane.runtime.parameters.materialize import Init, is_on_meta, materialize
+from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.workers.fork import WorkerContext, fork_workers, threads_per_worker
+from polylane.runtime.workers.world import World
+from polylane.verify.first_difference import StepDifference, describe_later_difference, find_first_difference
+from polylane.verify.float64_copies import batch_in_float64, check_it_runs, copied_module, objective_in_float64
+from polylane.verify.free_run import as_pass, compare_freely, compare_runs, train_freely
+from polylane.verify.judgement import Judgement, find_wrong_steps, judge_differences
+from polylane.verify.local_sgd_reference import train_local_sgd
+from polylane.verify.record import ReferenceRun
+from polylane.verify.reference import remeasure_floors, train_reference
+from polylane.verify.rounding_floor import MeasuredPass, measure_floors
+from polylane.verify.server_replay import replay_updates
+from polylane.verify.stepwise import ComparedKind, train_stepwise
+from polylane.verify.training_state import write_tensors
+from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation, Verdict
+from polylane.verify.whole_graph import depends_on_split
+from polylane.verify.wrong_step import wrong_in_state, wrong_in_step, wrong_of_replica
+
+__all__ = ["TOLERANCE", "Deviation", "FreeRunDeviation", "Verdict", "batch_in_float64", "verify", "verify_compiled"]
+
+TOLERANCE = 1e-9
+
+_T = TypeVar("_T")
+
+
+def verify(
+    model: nn.Module,
+    objective: Objective,
+    batches: Sequence[Any],
+    plan: str | Spec | Plan,
+    *,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+    init: Init | None = None,
+) -> Verdict:
+    """Train on ``batches`` twice, on one worker and by the plan, in float64, and compare.
+
+    Args:
+        model: is copied, not changed.
+        objective: loss, optimizer and scheduler.
+        batches: whole batches, one a step.
+        plan: how the training is split; its workers are forked here.
+        clip_norm, seed: as in training.
+        tolerance: largest relative error that counts as rounding.
+        init: fills the tensors that a module itself owns, for a model on the meta device.
+
+    Raises:
+        PolylaneError: the plan does not fit the model.
+        WorkerFailed: a worker raised.
+    """
+    if not batches:
+        raise PolylaneError("there is no batch to verify with")
+    model, objective = copied_module(model), objective_in_float64(objective)
+    if is_on_meta(model):  # a proof holds it against the whole
+        materialize(model, init, seed, torch.device("cpu"), lambda name, whole: whole)
+    model = to_float64(model)
+    example = batch_in_float64(batches[0])
+    prepared = compile_training(model, {objective.name: objective}, example, plan, in_float64=True)
+    check_it_runs(prepared, batches[0])
+    return verify_compiled(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
+
+
+def verify_compiled(
+    prepared: CompiledTraining,
+    batches: Sequence[Any],
+    *,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+) -> Verdict:
+    """As :func:`verify`, for a training that is prepared already, in float64; its model is left as it was."""
+    _refuse_lossy_sync(prepared.plan)
+    batches = [batch_in_float64(batch) for batch in batches]
+    shortest = min(sample_count(flatten(batch)[0]) for batch in batches)
+    prepared.min_samples.check(shortest, "the shortest batch", "verify fewer steps, or take another batch size")
+    sync = prepared.plan.sync
+    proof = _Verification(prepared, batches, clip_norm, seed, tolerance)
+    # All are forked: what they do to the model stays with them, and they start from the same weights.
+    found = proof.compare_replayed() if sync.has_servers and sync.is_replica_local else proof.compare_stepwise()
+    unequal = _differing_bits(found.held)
+    return Verdict(
+        passed=found.worst <= tolerance and not unequal,
+        plan=prepared.plan.spec,
+        workers=prepared.plan.processes,
+        steps=len(batches),
+        tolerance=tolerance,
+        reference=_describe_reference(found.reference, prepared),
+        losses=tuple(zip(found.reference.losses, found.losses, strict=True)),
+        loss_error=found.loss_error,
+        deviations=found.deviations,
+        worst=found.worst,
+        replicas_equal=not unequal,
+        culprit=found.culprit or (f"every number agrees; the bits of {unequal[0]} do not" if unequal else None),
+        undetermined=found.undetermined,
+        free=found.free,
+        rule=",".join(sync.to_words()) if sync.is_replica_local else "",
+    )
+
+
+@dataclass(frozen=True)
+class _Verification:
+    """Runs of both sides, each in processes of its own."""
+
+    prepared: CompiledTraining
+    batches: Sequence[Any]
+    clip_norm: float | None
+    seed: int
+    tolerance: float
+
+    def _run_in_one_process(self, run: Callable[[], _T]) -> _T:
+        """In one process, with as many threads as each of the plan's: more of them slow down a small model."""
+        threads = threads_per_worker(self.prepared.plan.workers)
+
+        def alone(context: WorkerContext) -> _T:
+            torch.set_num_threads(threads)
+            return run()
+
+        return fork_workers(alone, 1)[0]
+
+    def _run_on_workers(self, run: Callable[[Job], _T]) -> list[_T]:
+        """On every process of the plan."""
+
+        def together(context: WorkerContext) -> _T:
+            job = Job(self.prepared, World.join(), example=self.batches[0], clip_norm=self.clip_norm, seed=self.seed)
+            result = run(job)
+            job.close()
+            return result
+
+        return fork_workers(together, self.prepared.plan.processes)
+
+    def compare_stepwise(self) -> Comparison:
+        """Every step from the reference's state, judged; and all of them freely, told."""
+        prepared, batches, tolerance = self.prepared, self.batches, self.tolerance
+        how: dict[str, Any] = {"clip_norm": self.clip_norm, "seed": self.seed, "tolerance": tolerance}
+        run: Any = train_local_sgd if prepared.plan.sync.is_replica_local else train_reference
+        reference = self._run_in_one_process(lambda: run(prepared, batches, **how))
+        workers = self._run_on_workers(lambda job: train_stepwise(job, prepared, batches, reference))
+        losses = [total / count for total, count in workers[0].losses]
+        parameters = {name for name, _ in named_parameters(prepared.model, _loss_functions(prepared))}
+        judgement = judge_differences(reference, losses, workers, parameters, tolerance)
+        if where := find_wrong_steps(reference, workers, judgement, tolerance):
+            more = self._run_in_one_process(lambda: remeasure_floors(prepared, batches, reference, where, **how))
+            judgement = judge_differences(reference, losses, workers, parameters, tolerance, more)
+        free = self._run_on_workers(lambda job: train_freely(job, batches))
+        names = [name for name in reference.state if reference.state[name].numel()]
+        undetermined = [
+            f"{'gradient of' if kind is ComparedKind.GRADIENT else 'buffer'} {name}"
+            for name in names
+            for kind in ComparedKind
+            if (kind, name) in judgement.undetermined
+        ]
+        return Comparison(
+            reference,
+            losses,
+            max(judgement.losses),
+            _build_deviations(prepared, names, judgement),
+            [worker.held for worker in free],
+            judgement.worst,
+            self._find_difference(reference, judgement, parameters),
+            tuple(undetermined),
+            compare_freely(reference, free[0]),
+        )
+
+    def _find_difference(
+        self, reference: ReferenceRun, judgement: Judgement, parameters: Collection[str]
+    ) -> str | None:
+        """Where the two part ways in the first step in which they do; None where they do not.
+
+        Where replicas go apart, no value of theirs is one device's: what differs is named, not the first value.
+        """
+        prepared, tolerance = self.prepared, self.tolerance
+        number = judgement.first_wrong_step(tolerance)
+        if number is None and judgement.worst <= tolerance:
+            return None
+        if number is None:  # but what the plan puts together after the last of them
+            return describe_later_difference(
+                prepared, StepDifference(len(self.batches) - 1, averaged=wrong_in_state(judgement, tolerance))
+            )
+        if prepared.plan.sync.is_replica_local:
+            return describe_later_difference(prepared, wrong_of_replica(judgement, number, parameters, tolerance))
+        modules = [prepared.model, *(loss for loss in _loss_functions(prepared) if isinstance(loss, nn.Module))]
+        restore = snapshot_model(nn.ModuleList(modules), *_loss_functions(prepared))
+        model = ModelTensors(prepared.model, _loss_functions(prepared), torch.device("cpu"))
+        write_tensors(
+            reference.step_of(number, 0).before, {**model.parameters(), **model.buffers()}, lambda name, whole: whole
+        )
+        wrong = wrong_in_step(judgement, number, parameters, tolerance)
+        culprit = find_first_difference(prepared, self.batches[number], self.seed, wrong, tolerance)
+        restore()
+        return culprit
+
+    def compare_replayed(self) -> Comparison:
+        """All steps freely, and what servers recorded of them again: in which order, only they know."""
+        prepared, batches = self.prepared, self.batches
+        workers = self._run_on_workers(lambda job: train_freely(job, batches))[: prepared.plan.workers]
+
+        def run() -> ReferenceRun:
+            return replay_updates(prepared, batches, workers[0].updates, clip_norm=self.clip_norm, seed=self.seed)
+
+        def again(attempt: int, permuted: bool) -> MeasuredPass:
+            restore = snapshot_model(prepared.model, *_loss_functions(prepared))
+            nudge_values(prepared.model.parameters(), attempt)
+            try:
+                return as_pass(run())
+            finally:
+                restore()
+
+        def measured() -> ReferenceRun:
+            once = run()
+            return replace(once, floors=measure_floors(as_pass(once), again, self.tolerance, permutes=False))
+
+        return compare_runs(self._run_in_one_process(measured), workers, prepared, self.tolerance)
+
+
+def _build_deviations(prepared: CompiledTraining, names: Sequence[str], judgement: Judgement) -> tuple[Deviation, ...]:
+    """Per parameter and buffer; tensors of a loss module, which are compared as well, come last."""
+    of = judgement.error_of
+    compared = [name for errors in judgement.errors for kind, name, _ in errors if kind is ComparedKind.VALUE]
+    every = [name for name in dict.fromkeys([*names, *compared]) if name not in prepared.main_partition.graph.tied]
+    return tuple(
+        Deviation(
+            name,
+            of(ComparedKind.GRADIENT, name),
+            max(of(ComparedKind.VALUE, name) or 0.0, judgement.state.get(name, 0.0)),
+            of(ComparedKind.MEMORY, name),
+        )
+        for name in every
+    )
+
+
+def _loss_functions(prepared: CompiledTraining) -> list[Any]:
+    return [objective.loss for objective in prepared.objectives.values()]
+
+
+def _refuse_lossy_sync(plan: Plan) -> None:
+    """What a rule loses on the way is no difference that a proof could tell from an error.
+
+    Raises:
+        PolylaneError: gradients are rounded or compressed.
+    """
+    if not plan.sync.is_exact and not plan.sync.is_replica_local:
+        words = ",".join(plan.sync.to_words())
+        raise PolylaneError(
+            f"{words}: gradients lose digits on their way, so that the numbers are not those of one device: leave it "
+            "out to prove the rest of the plan"
+        )
+
+
+def _describe_reference(reference: ReferenceRun, prepared: CompiledTraining) -> str:
+    """What the plan was held against, in words."""
+    plan, code = prepared.plan, prepared.main_partition.graph.code
+    what = "the plain model" if reference.eager else "the model's captured graph, run whole"
+    if plan.sync.has_servers and plan.sync.is_replica_local:
+        return f"{what}, a copy for each replica and server in one process, in the order that the servers recorded"
+    if plan.sync.is_replica_local:
+        return f"{what}, a copy for each replica in one process"
+    if plan.microbatches > 1 and depends_on_split(code):
+        return f"{what}, with the plan's microbatches"
+    return f"{what}, on whole batches"
+
+
+def _differing_bits(held: Sequence[Mapping[str, str]]) -> list[str]:
+    """What some worker holds other bits of than one before it."""
+    seen: dict[str, str] = {}
+    return [name for worker in held for name, bits in worker.items() if seen.setdefault(name, bits) != bits]
