@@ -22,7 +22,7 @@ BATCHES = [batch_of(9, seed=i) for i in range(3)]
 def hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Four ranks that take themselves to be on these hosts."""
     chosen = [int(number) for number in request.param.split()]
-    monkeypatch.setattr(rendezvous, "host", lambda: (str(chosen[int(os.environ["RANK"])]),))
+    monkeypatch.setattr(rendezvous, "host_identity", lambda: (str(chosen[int(os.environ["RANK"])]),))
     return chosen
 
 

@@ -311,10 +311,10 @@ def test_four_workers_start_at_once():
 SCRIPT = """
     import os, sys, time, torch
     torch.set_num_threads(1)
-    from polylane.runtime.launch import fork
+    from polylane.runtime.workers.fork import fork_workers
 
     def worker(context):
-        context.message({"pid": os.getpid()})
+        context.send_message({"pid": os.getpid()})
         time.sleep(60)
 
     pids = []
@@ -324,7 +324,7 @@ SCRIPT = """
             print(*pids, flush=True)
 
     try:
-        fork(worker, 3, listen)
+        fork_workers(worker, 3, listen)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         sys.exit(130)

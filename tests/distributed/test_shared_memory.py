@@ -302,7 +302,7 @@ def test_a_choice_that_cannot_be(monkeypatch: pytest.MonkeyPatch):
     def apart(context: WorkerContext) -> type:
         from polylane.runtime.transport.shared_memory import rendezvous
 
-        monkeypatch.setattr(rendezvous, "host", lambda: ("this", str(context.rank)))
+        monkeypatch.setattr(rendezvous, "host_identity", lambda: ("this", str(context.rank)))
         return type(choose_transport(context.world)(context.world, [(0, 1)], [(0, 1)]))
 
     assert fork_workers(apart, 2) == [c10d.C10dTransport] * 2

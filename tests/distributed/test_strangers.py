@@ -156,7 +156,7 @@ def test_the_stranger_is_turned_away(
         time.sleep(0.2 * rank)  # rank 1 comes late: others could take its place meanwhile
         return whole(worker, rank, *rest)
 
-    monkeypatch.setattr(launch, "attempt", late)
+    monkeypatch.setattr(launch, "run_worker", late)
     trace = tmp_path / "ran"
     right = 0
     with stranger(partial(attack, trace)):

@@ -18,11 +18,11 @@ from polylane.graph.partition import Partition
 from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.spec import parse
 from polylane.program import lower
-from polylane.runtime.job import Job
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.pipeline import executor as worker
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.runtime.training_role import TrainingRole
 from polylane.samples.batch_layout import MeasuredLayouts
 from polylane.schedule.action import Action
 from polylane.sharding.stage_layouts import StageLayouts
@@ -135,7 +135,7 @@ def test_a_tied_weight_that_is_not_summed(
     def apart(cut: Partition, plan: object, *others: object) -> tuple[object, ...]:
         return tuple(b for b in buckets(cut, plan, *others) if not b.name.startswith("tied"))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(lower, "buckets", apart)
+    monkeypatch.setattr(lower, "build_buckets", apart)
     result = verdict(training, "pipeline=3,microbatches=2")
     assert not result.passed and not result.replicas_equal
     assert result.culprit is not None and "first gradient" in result.culprit and "embed.weight" in result.culprit
@@ -152,7 +152,9 @@ def test_gradients_that_are_not_reduced(
     monkeypatch.setattr(lower, "BUCKET_BYTES", 0)  # a bucket for each parameter
     monkeypatch.setattr(AllReducer, "__init__", without_the_last_bucket)
     wait = AllReducer.wait_bucket
-    monkeypatch.setattr(AllReducer, "wait", lambda self, name: wait(self, name) if name in self._launched else 0.0)
+    monkeypatch.setattr(
+        AllReducer, "wait_bucket", lambda self, name: wait(self, name) if name in self._launched else 0.0
+    )
     result = verdict(training, "data=2,microbatches=2")
     assert not result.passed and not result.replicas_equal
     assert result.culprit is not None and "embed.weight" in result.culprit  # first used, so last reduced
@@ -179,7 +181,7 @@ def _part_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
         own = {name: value(fields[name]) if callable(value) else value for name, value in changes.items()}
         return part(**{**fields, **own})  # type: ignore[arg-type]
 
-    monkeypatch.setattr(worker, "Part", changed)
+    monkeypatch.setattr(worker, "SampleSlice", changed)
 
 
 def test_dropout_keyed_by_rank(training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +207,13 @@ def test_batch_norm_with_local_statistics(
 def test_an_optimizer_that_steps_twice(
     training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish = Job._apply_update
+    finish = TrainingRole._apply_update
 
-    def twice(self: Job, objective: str, *rest: object) -> None:
+    def twice(self: TrainingRole, objective: str, *rest: object) -> None:
         finish(self, objective, *rest)  # type: ignore[arg-type]
         self.optimizer_of(objective).step()
 
-    monkeypatch.setattr(Job, "_finish", twice)
+    monkeypatch.setattr(TrainingRole, "_apply_update", twice)
     assert "what differs is an update" in culprit_of(training, "data=2,microbatches=2")
 
 

@@ -85,9 +85,9 @@ def test_a_gradient_that_is_halved_where_passes_begin(monkeypatch: pytest.Monkey
     plain = Executor._backward
 
     def halved(self: Executor, action: Any, state: Any) -> None:
-        state.counted *= 2
+        state.samples_in_mean *= 2
         plain(self, action, state)
-        state.counted /= 2
+        state.samples_in_mean /= 2
 
     monkeypatch.setattr(Executor, "_backward", halved)
     said = culprit("network", "data=2")
@@ -98,10 +98,10 @@ def test_of_replicas_that_go_apart_the_first_whose_gradient_differs(monkeypatch:
     plain = Executor._backward
 
     def halved(self: Executor, action: Any, state: Any) -> None:
-        own = state.counted
-        state.counted = own * 2 if self.program.replica else own
+        own = state.samples_in_mean
+        state.samples_in_mean = own * 2 if self.program.replica else own
         plain(self, action, state)
-        state.counted = own
+        state.samples_in_mean = own
 
     monkeypatch.setattr(Executor, "_backward", halved)
     said = culprit("network", "data=2,every=2")
@@ -115,7 +115,7 @@ def test_replicas_that_agree_on_something_else(monkeypatch: pytest.MonkeyPatch) 
     def alike(self: LocalSgd, tensors: Any, seen: Any) -> Any:
         return plain(self, tensors, [1] * len(seen))
 
-    monkeypatch.setattr(LocalSgd, "_means", alike)
+    monkeypatch.setattr(LocalSgd, "_average_tensors", alike)
     said = culprit("gpt", "data=2,every=2")
     assert said.startswith(
         "every update of step 2 agrees; what differs is what replicas agree on after it, first tokens"

@@ -22,6 +22,7 @@ from polylane.program import lower
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline import executor as worker
 from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.runtime.training_role import TrainingRole
 from polylane.verify.verify import Verdict, batch_in_float64, verify, verify_compiled
 
 SIDE, CLASSES = 16, 5
@@ -177,34 +178,34 @@ def fails(network: str, plan: str, *words: str, steps: int = 2) -> None:
 
 def test_statistics_of_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     part = worker.SampleSlice
-    monkeypatch.setattr(worker, "Part", lambda **fields: part(**{**fields, "sum_replicas": None}))
+    monkeypatch.setattr(worker, "SampleSlice", lambda **fields: part(**{**fields, "sum_replicas": None}))
     fails("mobile", "data=2", "stem.0.1/batch_norm")
 
 
 def test_running_statistics_that_move_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = Job._apply_update
+    finish = TrainingRole._apply_update
 
-    def spoiled(self: Job, *rest: Any) -> None:
+    def spoiled(self: TrainingRole, *rest: Any) -> None:
         for name, buffer in self.held().items():
             if name == "down.1.1.running_var":
                 buffer.lerp_(torch.ones_like(buffer), 0.1)
         finish(self, *rest)
 
-    monkeypatch.setattr(Job, "_finish", spoiled)
+    monkeypatch.setattr(TrainingRole, "_apply_update", spoiled)
     fails("mobile", "data=2", "the buffer down.1.1.running_var differs", "down.1.1/batch_norm")
 
 
 def test_a_mean_that_is_rounding_and_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of what is normalized is zero but for rounding; 1e-8 is not."""
-    finish = Job._apply_update
+    finish = TrainingRole._apply_update
 
-    def spoiled(self: Job, *rest: Any) -> None:
+    def spoiled(self: TrainingRole, *rest: Any) -> None:
         self.held()["stem.1.1.running_mean"].add_(1e-8)
         finish(self, *rest)
 
     clean = verdict("mobile", "data=2", steps=1)
     assert clean.passed and "buffer stem.1.1.running_mean" in clean.undetermined
-    monkeypatch.setattr(Job, "_finish", spoiled)
+    monkeypatch.setattr(TrainingRole, "_apply_update", spoiled)
     fails("mobile", "data=2", "the buffer stem.1.1.running_mean differs", "stem.1.1/batch_norm", steps=1)
 
 
@@ -212,15 +213,15 @@ def test_a_mean_that_is_rounding_and_moves(monkeypatch: pytest.MonkeyPatch) -> N
     ("network", "name"), [("mobile", "blocks.0.excited.up.weight"), ("mobile", "stem.0.0.bias"), ("gpt", "head.weight")]
 )
 def test_a_gradient_that_is_off_in_the_second_step(monkeypatch: pytest.MonkeyPatch, network: str, name: str) -> None:
-    finish = Job._apply_update
+    finish = TrainingRole._apply_update
 
-    def spoiled(self: Job, objective: str, *rest: Any) -> None:
-        gradient = self._trainers[objective].held[name].grad
+    def spoiled(self: TrainingRole, objective: str, *rest: Any) -> None:
+        gradient = self._trainers[objective].local_parameters[name].grad
         if self._step == 1 and gradient is not None:
             gradient += 1e-3 * (1 + gradient)
         finish(self, objective, *rest)
 
-    monkeypatch.setattr(Job, "_finish", spoiled)
+    monkeypatch.setattr(TrainingRole, "_apply_update", spoiled)
     fails(network, "data=2", f"that of {name}", "step 2")
 
 
@@ -233,7 +234,9 @@ def test_a_replica_whose_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(lower, "BUCKET_BYTES", 0)  # a bucket for each parameter
     monkeypatch.setattr(AllReducer, "__init__", without_the_last_bucket)
-    monkeypatch.setattr(AllReducer, "wait", lambda self, name: wait(self, name) if name in self._launched else 0.0)
+    monkeypatch.setattr(
+        AllReducer, "wait_bucket", lambda self, name: wait(self, name) if name in self._launched else 0.0
+    )
     first = next(iter(training(network, "data=2").main_partition.graph.parameters))
     fails(network, "data=2", "gradient", first)
 
@@ -251,14 +254,14 @@ def test_parts_weighted_alike(monkeypatch: pytest.MonkeyPatch, network: str) -> 
 
 @pytest.mark.parametrize("network", ["mobile", "gpt"])
 def test_a_stale_memory_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
-    finish = Job._apply_update
+    finish = TrainingRole._apply_update
 
-    def spoiled(self: Job, objective: str, *rest: Any) -> None:
+    def spoiled(self: TrainingRole, objective: str, *rest: Any) -> None:
         for state in self.optimizer_of(objective).state.values():
             state["exp_avg_sq"].zero_()
         finish(self, objective, *rest)
 
-    monkeypatch.setattr(Job, "_finish", spoiled)
+    monkeypatch.setattr(TrainingRole, "_apply_update", spoiled)
     fails(network, "tensor=2", "of step 2 agrees: what differs is an update", "exp_avg_sq")
 
 
@@ -290,15 +293,15 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_parameters_of_a_loss(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
-    finish = Job._apply_update
+    finish = TrainingRole._apply_update
 
-    def spoiled(self: Job, objective: str, *rest: Any) -> None:
+    def spoiled(self: TrainingRole, objective: str, *rest: Any) -> None:
         finish(self, objective, *rest)
         with torch.no_grad():
             self.held()["loss.scale"].add_(1e-6)
 
     if wrong:
-        monkeypatch.setattr(Job, "_finish", spoiled)
+        monkeypatch.setattr(TrainingRole, "_apply_update", spoiled)
     torch.manual_seed(0)
     result = verify(nn.Linear(16, 4), Objective("loss", Scaled(), models.adamw), [models.vectors(7, 0)] * 2, "data=2")
     assert result.passed != wrong

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import models
 from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training
 from polylane.graph.rounding_noise import MARGIN
-from polylane.runtime.job import Job
+from polylane.runtime.training_role import TrainingRole
 from polylane.verify.relative_error import divide_by_scale, error_scale, is_determined
 from polylane.verify.rounding_floor import MeasuredPass, RoundingFloors, measure_floors
 from polylane.verify.verify import Verdict, batch_in_float64, verify_compiled
@@ -151,15 +151,15 @@ def test_the_gradients_that_are_told_are_the_plans_own() -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[nn.Parameter], None], steps: set[int]) -> None:
     """Change what a plan's workers hand to the optimizer, in some of the steps."""
-    finish = Job._apply_update
+    finish = TrainingRole._apply_update
 
-    def spoiled(self: Job, objective: str, *rest: Any) -> None:
-        held = self._trainers[objective].held
+    def spoiled(self: TrainingRole, objective: str, *rest: Any) -> None:
+        held = self._trainers[objective].local_parameters
         if self._step in steps and name in held:
             change(held[name])
         finish(self, objective, *rest)
 
-    monkeypatch.setattr(Job, "_finish", spoiled)
+    monkeypatch.setattr(TrainingRole, "_apply_update", spoiled)
 
 
 @pytest.mark.parametrize(
@@ -232,14 +232,16 @@ def test_a_tiny_gradient_is_not_taken_for_rounding(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("factor", [1 + 1e-6, -1.0])
 def test_an_error_in_the_memory_of_an_optimizer(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """It is there before any weight shows it."""
-    finish = Job._apply_update
+    finish = TrainingRole._apply_update
 
-    def spoiled(self: Job, objective: str, *rest: Any) -> None:
+    def spoiled(self: TrainingRole, objective: str, *rest: Any) -> None:
         finish(self, objective, *rest)
         if self._step == 1:
-            self.optimizer.state[self._trainers[objective].held["head.bias"]]["exp_avg"].mul_(factor)
+            self.optimizer_of(objective).state[self._trainers[objective].local_parameters["head.bias"]]["exp_avg"].mul_(
+                factor
+            )
 
-    monkeypatch.setattr(Job, "_finish", spoiled)
+    monkeypatch.setattr(TrainingRole, "_apply_update", spoiled)
     result = verdict("data=2", adamw)
     assert not result.passed and {d.name for d in result.deviations if d.worst > result.tolerance} == {"head.bias"}
     assert result.culprit is not None and "that of head.bias" in result.culprit and "exp_avg differs" in result.culprit

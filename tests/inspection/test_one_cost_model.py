@@ -49,7 +49,7 @@ def test_inspect_says_of_a_stage_what_simulate_says(
 ) -> None:
     cluster, written = "4:cpu", tmp_path / "plan.yaml"
     monkeypatch.setattr("polylane.profiling.time_operators._measured", node_seconds)
-    monkeypatch.setattr("polylane.inspection.plan_report.around", lambda *_: parse(cluster))
+    monkeypatch.setattr("polylane.inspection.plan_report.running_cluster", lambda *_: parse(cluster))
     monkeypatch.setattr("polylane.probe.profiles.load_profile", profile_of)
     # Which operators are split depends on the samples and on the rates, of which a training takes nominal ones.
     monkeypatch.setattr("polylane.cost.network.collectives.fit_rank_speed", lambda *_: RankSpeed())

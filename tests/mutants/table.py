@@ -66,7 +66,7 @@ PASSES = [
         "gradient-scaled-by-replicas", "every replica divides its gradients by their number once more",
         "runtime.pipeline.executor:Executor._backward",
         "part.weight * (part.samples if mean else 1) / state.samples_in_mean",
-        "part.weight * (part.samples if mean else 1) / state.samples_in_mean / len(self.program.only_replicas)",
+        "part.weight * (part.samples if mean else 1) / state.samples_in_mean / len(self.program.replicas)",
         COVERING, gpt="data=2", network="data=2",
     ),
     Mutant(
@@ -543,7 +543,7 @@ LOOPS = [
         "loop-counts-replicas-alike", "in a user's own loop every replica counts alike, however many samples it has",
         "runtime.data_parallel:DataParallel.backward",
         "start * share",
-        "start / self.world.tensor_bytes",
+        "start / self.world.size",
         "tests/distributed/test_replicas.py", unseen="a user's own loop is not what a proof runs",
     ),
     Mutant(
@@ -704,7 +704,7 @@ MORE = [
         "weights-of-the-last-rank", "replicas of a user's own loop start from the last rank's weights",
         "runtime.parameters.broadcast:broadcast_weights",
         "transport.rank == 0",
-        "transport.rank == transport.tensor_bytes - 1",
+        "transport.rank == transport.size - 1",
         "tests/distributed/test_replicas.py -k rank_0", unseen="the workers of a proof start from the same weights",
     ),
 ]  # fmt: skip

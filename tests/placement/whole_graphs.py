@@ -318,7 +318,7 @@ def _different_gradients(
 
 
 def _error(expected: Tensor, got: Tensor, floor: float = 0.0) -> float:
-    """As :func:`~polylane.verify.verify.relative_error`; infinities that are equal are no error."""
+    """As :func:`~polylane.verify.relative_error.relative_error`; infinities that are equal are no error."""
     if expected.is_floating_point() and expected.shape == got.shape and bool(expected.isinf().any()):
         equal = expected == got
         expected, got = (t.masked_fill(equal & expected.isinf(), 0) for t in (expected, got))

@@ -8,11 +8,15 @@ from polylane.optim.rates import scale_rates, scaled, scaled_optimizer
 from polylane.optim.trust import SumOverHolders, split_decay_groups
 from polylane.optim.warmup import Warmup, warmed_scheduler, warmup
 
+# The name of before, kept for one release.
+apart = split_decay_groups
+
 __all__ = [
     "LAMB",
     "LARS",
     "SumOverHolders",
     "Warmup",
+    "apart",
     "scale_rates",
     "scaled",
     "scaled_optimizer",

@@ -33,7 +33,7 @@ class LAMB(TrustRatioOptimizer):
         eps: added to the root of the second moment.
         weight_decay: λ, decoupled as in AdamW, inside of the norm.
         bounds: (low, high) of φ.
-        adapt: False for groups that take plain steps, as AdamW does; see :func:`polylane.optim.apart`.
+        adapt: False for groups that take plain steps, as AdamW does; see :func:`polylane.optim.split_decay_groups`.
 
     A step needs temporary memory for as many elements as the worker holds, for no update is made before all norms are
     known.

@@ -129,7 +129,9 @@ class TrainingRole:
                 self._holding.buffers.receive_updates(lane.buffers)
             lane.executor.anomalies = anomalies
             with self._traffic.count_step(name, lane.passes):
-                state = lane.executor.run(own, self._step, self._seed, lambda state: self._finish(name, lane, state))
+                state = lane.executor.run(
+                    own, self._step, self._seed, lambda state: self._apply_update(name, lane, state)
+                )
             if lane.buffers:
                 self._holding.buffers.mark_updated(lane.buffers)
             report = gather_report(
@@ -174,7 +176,7 @@ class TrainingRole:
         remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
         fewest.check(batch.shortest, what, remedy)
 
-    def _finish(self, name: str, lane: BoundProgram, state: StepState) -> None:
+    def _apply_update(self, name: str, lane: BoundProgram, state: StepState) -> None:
         trainer = self._trainers[name]
         if not lane.partition.graph.loss_is_mean:
             # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
