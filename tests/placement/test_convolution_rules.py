@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from split_checks import check, even, joined, on_threads, uneven
+from split_checks import check, even_cuts, join_cuts, on_threads, uneven
 
 from polylane.placement.kernels.halo_exchange import HaloExchange
 from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Shard, repeat_cuts
@@ -63,7 +63,7 @@ def asked(c: dict[str, Any], out: torch.Tensor) -> dict[tuple[str, int, int], li
             if n > 1:
                 found[part, 0, dim] = [uneven(n, c["degree"], 2), ((*[0] * c["degree"], n),)]
                 if n % 2 == 0:
-                    found[part, 0, dim].append(joined([even(n // 2, c["degree"])] * 2))
+                    found[part, 0, dim].append(join_cuts([even_cuts(n // 2, c["degree"])] * 2))
     return found
 
 
@@ -145,9 +145,9 @@ def test_filters_give_the_input_channels_that_the_next_one_reads() -> None:
         for s in check(aten.conv2d.default, [tensor(1, 6, 4, 4), tensor(5, 6, 1, 1), tensor(5)], degree=2)
         if s.name == "input channels"
     )
-    assert filters.inputs == (REPLICATE_PARTIAL_GRAD, Shard(0, even(6, 2)))
+    assert filters.inputs == (REPLICATE_PARTIAL_GRAD, Shard(0, even_cuts(6, 2)))
     assert filters.outputs == (channels.inputs[0],)
-    assert (channels.inputs[1:], channels.outputs) == ((Shard(1, even(6, 2)), PARTIAL), (PARTIAL,))
+    assert (channels.inputs[1:], channels.outputs) == ((Shard(1, even_cuts(6, 2)), PARTIAL), (PARTIAL,))
 
 
 def test_groups_take_the_cuts_of_their_neighbours() -> None:
@@ -173,7 +173,7 @@ def test_halo(size: int, degree: int, data: st.DataObject) -> None:
     ends = st.lists(st.integers(0, size), min_size=degree - 1, max_size=degree - 1).map(sorted)
     cuts: Cuts = ((0, *data.draw(ends), size),)
     if data.draw(st.booleans()):
-        cuts = joined([cuts, cuts])
+        cuts = join_cuts([cuts, cuts])
         x = torch.cat([x, x + 1], 1)
     borders = st.lists(st.integers(-4, x.shape[1] + 4), max_size=4, unique=True).map(sorted)
     wanted = [[(b[i], b[i + 1]) for i in range(0, len(b) - 1, 2)] for b in (data.draw(borders) for _ in range(degree))]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import check, even, joined, uneven
+from split_checks import check, even_cuts, join_cuts, uneven
 
 from polylane.placement.placement import PARTIAL, Shard
 from polylane.placement.rules.vocabulary import ShardedLookup
@@ -46,7 +46,7 @@ def test_embedding(rows: int, features: int, shape: list[int], padding: int, dty
 
 @pytest.mark.parametrize("padding", [-1, 0, 4, 8])
 def test_parts_of_a_vocabulary(padding: int) -> None:
-    several = [joined([even(5, 2), even(4, 2)]), uneven(9, 2, 3), ((0, 0, 9),), ((0, 9, 9),)]
+    several = [join_cuts([even_cuts(5, 2), even_cuts(4, 2)]), uneven(9, 2, 3), ((0, 0, 9),), ((0, 9, 9),)]
     cuts = {("in", 0, 0): several, ("in", 0, 1): [((0, 0, 3),)], ("out", 0, 2): [((0, 1, 1), (1, 1, 3))]}
     found = check(aten.embedding.default, [table(9, 3), indices(9, [4, 3]), padding], cuts=cuts)
     assert {s.inputs[0] for s in found} >= {Shard(0, each) for each in several} | {Shard(1, ((0, 1, 1), (1, 1, 3)))}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import call_for, check, even, graph_of, joined, uneven
+from split_checks import call_for, check, even_cuts, graph_of, join_cuts, uneven
 
 from polylane.placement.operator_view import with_neighbour_cuts
 from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Placement, Shard, scale_cuts
@@ -73,13 +73,15 @@ def test_pieces_of_any_sizes(b: int, sizes: list[int], dim: int, degree: int, ne
     total = sum(sizes)
     shape = [b, 3]
     shape.insert(dim, total)
-    cuts: dict[Any, list[Cuts]] = {("in", 0, dim): [uneven(total, degree), even(total, degree)]} if total > 1 else {}
+    cuts: dict[Any, list[Cuts]] = (
+        {("in", 0, dim): [uneven(total, degree), even_cuts(total, degree)]} if total > 1 else {}
+    )
     if sizes[0] > 1:
         cuts["out", 0, dim] = [uneven(sizes[0], degree)]
     at = dim - 3 if negative else dim
     found = check(aten.split_with_sizes.default, [tensor(*shape), sizes, at], degree=degree, cuts=cuts)
-    fused = simplify_cuts(joined([even(n, degree) for n in sizes]))
-    parts: list[Placement] = [Shard(dim, even(n, degree)) for n in sizes]
+    fused = simplify_cuts(join_cuts([even_cuts(n, degree) for n in sizes]))
+    parts: list[Placement] = [Shard(dim, even_cuts(n, degree)) for n in sizes]
     assert offers(found, [Shard(dim, fused)], parts) == (total > 1)
     assert passes(found)
     assert {d for d, n in enumerate(shape) if n > 1 and d != dim} <= cut(found)
@@ -125,19 +127,19 @@ def test_split_where_a_tensor_says() -> None:
 def test_grouped_heads_in_one_matrix() -> None:
     """Queries in whole heads, and fewer keys and values, as views of each ask: each cut between its own heads."""
     x, width = tensor(2, 5 * 4), 4
-    queries, keys = scale_cuts(even(3, 2), width), scale_cuts(even(1, 2), width)
+    queries, keys = scale_cuts(even_cuts(3, 2), width), scale_cuts(even_cuts(1, 2), width)
     ask = {("out", 0, 1): [queries], ("out", 1, 1): [keys], ("out", 2, 1): [keys]}
     found = check(aten.split_with_sizes.default, [x, [12, 4, 4], 1], cuts=ask)
-    fused = simplify_cuts(joined([queries, keys, keys]))
+    fused = simplify_cuts(join_cuts([queries, keys, keys]))
     assert offers(found, [Shard(1, fused)], [Shard(1, queries), Shard(1, keys), Shard(1, keys)])
 
 
 def test_what_serves_nobody_is_not_offered() -> None:
     """Cut as one, the first rank has all of the first piece and nothing of the last."""
-    ask = {("in", 0, 1): [even(12, 2)]}
+    ask = {("in", 0, 1): [even_cuts(12, 2)]}
     found = asking(aten.chunk.default, [tensor(2, 12), 3, 1], ask, 2)
-    assert not any(s.inputs[0] == Shard(1, even(12, 2)) for s in found)
-    fused = joined([uneven(4, 2)] * 3)
+    assert not any(s.inputs[0] == Shard(1, even_cuts(12, 2)) for s in found)
+    fused = join_cuts([uneven(4, 2)] * 3)
     found = asking(aten.chunk.default, [tensor(2, 12), 3, 1], {("in", 0, 1): [fused]}, 2)
     assert offers(found, [Shard(1, fused)], [Shard(1, uneven(4, 2))] * 3)
 
@@ -149,14 +151,16 @@ def test_many_pieces_of_many_sizes() -> None:
         ("out", i, 0): [uneven(n, 2, shift) for shift in range(1, 8)] for i, n in enumerate(sizes)
     }
     found = asking(aten.split_with_sizes.default, [tensor(sum(sizes)), sizes, 0], ask, 2)
-    assert offers(found, [Shard(0, joined([even(n, 2) for n in sizes]))], [Shard(0, even(n, 2)) for n in sizes])
+    assert offers(
+        found, [Shard(0, join_cuts([even_cuts(n, 2) for n in sizes]))], [Shard(0, even_cuts(n, 2)) for n in sizes]
+    )
     assert len(found) < 30
 
 
 def test_a_first_position_before_others() -> None:
     """One class token and the patches of an image: as even as one sequence, in one segment."""
     found = check(aten.cat.default, [[tensor(2, 1, 3), tensor(2, 6, 3)], 1])
-    assert any(s.outputs[0] == Shard(1, even(7, 2)) for s in found)
+    assert any(s.outputs[0] == Shard(1, even_cuts(7, 2)) for s in found)
 
 
 @pytest.mark.parametrize("degree", [2, 3])
@@ -209,7 +213,7 @@ def test_slice(size: int, data: st.DataObject, degree: int) -> None:
     end = st.none() | st.integers(-size - 1, size + 1) | st.just(2**63 - 1)
     start, stop, step = data.draw(end), data.draw(end), data.draw(st.integers(1, 3))
     start = None if start == 2**63 - 1 else start
-    odd = joined([even(size // 2, degree), uneven(size - size // 2, degree, 2)])
+    odd = join_cuts([even_cuts(size // 2, degree), uneven(size - size // 2, degree, 2)])
     cuts: dict[Any, list[Cuts]] = {("in", 0, 1): [uneven(size, degree), odd]}
     length = len(range(size)[start:stop:step])
     if length > 1:
@@ -232,7 +236,7 @@ def test_narrow() -> None:
 
 def test_shifted_by_one() -> None:
     """A sequence without its first and without its last position: every rank has what it had of it."""
-    whole = Shard(1, even(8, 2))
+    whole = Shard(1, even_cuts(8, 2))
     found = check(aten.slice.Tensor, [tensor(2, 8), 1, 1, 2**63 - 1])
     assert offers(found, [whole], [Shard(1, ((0, 3, 7),))])
     found = check(aten.slice.Tensor, [tensor(2, 8), 1, 0, -1])
@@ -241,14 +245,14 @@ def test_shifted_by_one() -> None:
 
 def test_projections_taken_by_slices() -> None:
     """What the slices of one matrix ask for, each for itself, comes together: each of them cut evenly."""
-    even_ones = even(4, 2)
-    fused = joined([even_ones] * 3)
+    even_ones = even_cuts(4, 2)
+    fused = join_cuts([even_ones] * 3)
     middle = check(aten.slice.Tensor, [tensor(2, 12), 1, 4, 8])
     assert offers(middle, [Shard(1, fused)], [Shard(1, even_ones)])
     ask: dict[tuple[str, int, int], list[Cuts]] = {("in", 0, 1): [fused], ("out", 0, 1): [uneven(4, 2)]}
     last = check(aten.slice.Tensor, [tensor(2, 12), 1, 8, 12], cuts=ask)
     assert offers(last, [Shard(1, fused)], [Shard(1, even_ones)])
-    mixed = joined([even_ones, even_ones, uneven(4, 2)])
+    mixed = join_cuts([even_ones, even_ones, uneven(4, 2)])
     assert offers(last, [Shard(1, mixed)], [Shard(1, uneven(4, 2))])
 
 
@@ -261,7 +265,7 @@ def test_select(shape: list[int], data: st.DataObject, degree: int) -> None:
     found = check(aten.select.int, [tensor(*shape), dim - len(shape), at], degree=degree, cuts=cuts)
     assert passes(found)
     assert dims(found) == {(d, d - (d > dim)) for d, n in enumerate(shape) if n > 1 and d != dim}
-    assert offers(found, [Shard(dim, even(shape[dim], degree))], [PARTIAL]) == (shape[dim] > 1)
+    assert offers(found, [Shard(dim, even_cuts(shape[dim], degree))], [PARTIAL]) == (shape[dim] > 1)
 
 
 def test_scatter_of_a_piece() -> None:

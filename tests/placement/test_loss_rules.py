@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import Ring, ThreadAxis, call_for, check, even, graph_of, joined, on_threads, uneven
+from split_checks import Ring, ThreadAxis, call_for, check, even_cuts, graph_of, join_cuts, on_threads, uneven
 from torch import Tensor, fx
 
 from polylane.placement.placement import PARTIAL, REPLICATE, Shard
@@ -194,7 +194,7 @@ def test_cross_entropy_of_probabilities(
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_uneven_and_empty_parts_of_a_vocabulary(soft: bool, smoothing: float) -> None:
     target = positive(4, 9, seed=1) if soft else integers(9, 4)
-    several = [joined([even(5, 2), even(4, 2)]), uneven(9, 2, 3), ((0, 0, 9),), ((0, 9, 9),)]
+    several = [join_cuts([even_cuts(5, 2), even_cuts(4, 2)]), uneven(9, 2, 3), ((0, 0, 9),), ((0, 9, 9),)]
     cuts = {("in", 0, 1): several, ("in", 0, 0): [((0, 0, 4),), ((0, 3, 4),)]}
     args = [tensor(4, 9), target, positive(9, seed=2).detach(), MEAN, -100, smoothing]
     found = check(aten.cross_entropy_loss.default, args, cuts=cuts)
@@ -221,7 +221,7 @@ def test_halves_are_reduced_in_single_precision(dtype: torch.dtype) -> None:
     expected = torch.nn.functional.cross_entropy(whole, target)
     expected.backward()
     assert whole.grad is not None
-    cuts = even(6, 2)
+    cuts = even_cuts(6, 2)
 
     def work(axis: ThreadAxis) -> tuple[Tensor, Tensor]:
         ranges = Shard(1, cuts).ranges(axis.index)
@@ -266,7 +266,7 @@ def test_two_axes_cut_a_loss(target: str, dims: tuple[int, int], reduction: int)
     graph, tensors = graph_of(op, args, {}, expected)
     call = call_for(graph, 2, gradient=True)
     whole = {(f"input:{i}", 0): REPLICATE for i in range(len(tensors))}
-    chosen = [next(s for s in strategies(call) if s.inputs[0] == Shard(d, even(shape[d], 2))) for d in dims]
+    chosen = [next(s for s in strategies(call) if s.inputs[0] == Shard(d, even_cuts(shape[d], 2))) for d in dims]
     splits = {axis: AxisSplit(2, {"op": strategy}, whole) for axis, strategy in zip("xy", chosen, strict=True)}
     rings = {axis: [Ring(2), Ring(2)] for axis in "xy"}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import check, even, joined, uneven
+from split_checks import check, even_cuts, join_cuts, uneven
 
 from polylane.placement.placement import PARTIAL, Shard
 from polylane.placement.rules.matmul import parse_equation
@@ -55,7 +55,7 @@ def test_linear(rows: list[int], k: int, n: int, bias: str | None, degree: int) 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_of_fused_and_empty_parts(bias: bool) -> None:
-    fused = joined([even(4, 2, 2), even(2, 2), even(3, 2)])
+    fused = join_cuts([even_cuts(4, 2, 2), even_cuts(2, 2), even_cuts(3, 2)])
     args = [tensor(2, 3, 6), tensor(9, 6, seed=1), tensor(9, seed=2) if bias else None]
     cuts = {
         ("in", 1, 0): [fused, ((0, 0, 9),), ((0, 9, 9),)],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import Ring, ThreadAxis, check, joined, on_threads, uneven
+from split_checks import Ring, ThreadAxis, check, join_cuts, on_threads, uneven
 from torch import Tensor
 
 from polylane.errors import PolylaneError
@@ -32,7 +32,7 @@ def cuts_of(shape: list[int], degree: int) -> dict[tuple[str, int, int], list[Cu
     found: dict[tuple[str, int, int], list[Cuts]] = {}
     for dim, size in enumerate(shape):
         if size > 1:
-            halves = joined([even_cuts(size // 2, degree), uneven(size - size // 2, degree)])
+            halves = join_cuts([even_cuts(size // 2, degree), uneven(size - size // 2, degree)])
             found["in", 0, dim] = [uneven(size, degree), ((0, *[size] * degree),), halves]
     return found
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import check, joined, uneven
+from split_checks import check, join_cuts, uneven
 from torch import Tensor
 
 from polylane.placement.placement import PARTIAL, Cuts, Shard, even_cuts
@@ -218,13 +218,13 @@ def test_glu(dim: int, half: int, degree: int) -> None:
     shape[dim] = 2 * half
     asked: dict[tuple[str, int, int], list[Cuts]] = {}
     if half > 1:
-        asked = {("in", 0, dim): [joined([uneven(half, degree)] * 2), uneven(2 * half, degree)]}
+        asked = {("in", 0, dim): [join_cuts([uneven(half, degree)] * 2), uneven(2 * half, degree)]}
     checked = check(aten.glu.default, [numbers(*shape), dim - 3], degree=degree, cuts=asked)
     assert dims_of(checked) == {d for d in range(3) if d != dim or half > 1}
     for strategy in checked:
         out, given = strategy.outputs[0], strategy.inputs[0]
         if isinstance(out, Shard) and out.dim == dim:
-            assert given == Shard(dim, joined([out.cuts, out.cuts]))
+            assert given == Shard(dim, join_cuts([out.cuts, out.cuts]))
     if half > 1:
         found = {s.outputs[0] for s in checked}
         assert {Shard(dim, even_cuts(half, degree)), Shard(dim, uneven(half, degree))} <= found

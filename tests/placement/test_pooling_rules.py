@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from split_checks import check, even, joined, uneven
+from split_checks import check, even_cuts, join_cuts, uneven
 
 from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Shard
 from polylane.placement.strategy import Strategy
@@ -42,7 +42,7 @@ def verify(call: Callable[..., Any], args: list[Any], degree: int) -> set[str]:
             if n > 1:
                 cuts[part, 0, dim] = [uneven(n, degree), ((*[0] * degree, n),)]
                 if n % 2 == 0:
-                    cuts[part, 0, dim].append(joined([even(n // 2, degree)] * 2))
+                    cuts[part, 0, dim].append(join_cuts([even_cuts(n // 2, degree)] * 2))
     return names(check(call, args, degree=degree, cuts=cuts))
 
 
@@ -143,7 +143,7 @@ def test_adaptive_average(spatial: int, data: st.DataObject, degree: int) -> Non
 def test_a_global_average_gives_summands() -> None:
     found = check(aten.adaptive_avg_pool2d.default, [tensor(1, 2, 5, 4), [1, 1]], degree=2)
     (height,) = [s for s in found if s.name == "height"]
-    assert (height.inputs, height.outputs, height.sent) == ((Shard(2, even(5, 2)),), (PARTIAL,), 0)
+    assert (height.inputs, height.outputs, height.sent) == ((Shard(2, even_cuts(5, 2)),), (PARTIAL,), 0)
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import check, joined, uneven
+from split_checks import check, join_cuts, uneven
 from torch import Tensor
 
 from polylane.graph.operators.counter_rng import random_bits
@@ -104,7 +104,7 @@ def cuts_of(shape: list[int], degree: int) -> dict[tuple[str, int, int], list[Cu
     for dim, size in enumerate(shape):
         if size > 1:
             empty = ((0, *[size] * degree),)
-            halves = joined([even_cuts(size // 2, degree), even_cuts(size - size // 2, degree)])
+            halves = join_cuts([even_cuts(size // 2, degree), even_cuts(size - size // 2, degree)])
             found["in", 0, dim] = [uneven(size, degree), empty, halves]
     return found
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_checks import call_for, check, even, graph_of, joined, uneven
+from split_checks import call_for, check, even_cuts, graph_of, join_cuts, uneven
 
 from polylane.placement.placement import (
     PARTIAL,
@@ -67,7 +67,7 @@ def offers(found: Collection[Strategy], source: Placement, target: Placement) ->
 def test_heads_are_split_off_and_laid_together(b: int, t: int, h: int, d: int, degree: int, name: str) -> None:
     operator = getattr(aten, name).default
     apart = check(operator, [tensor(b, t, h * d), [b, t, h, d]], degree=degree)
-    heads = Shard(2, even(h, degree))
+    heads = Shard(2, even_cuts(h, degree))
     assert passes(apart)
     assert offers(apart, Shard(2, scale_cuts(heads.cuts, d)), heads) == (h > 1)
     together = check(operator, [tensor(b, t, h, d), [b, t, h * d]], degree=degree)
@@ -81,22 +81,22 @@ def test_heads_are_split_off_and_laid_together(b: int, t: int, h: int, d: int, d
 def test_positions_of_every_sample(b: int, t: int, d: int, degree: int, inferred: bool) -> None:
     cuts = {("in", 0, 1): [uneven(t, degree)]} if t > 1 else None
     flat = check(aten.view.default, [tensor(b, t, d), [-1 if inferred else b * t, d]], degree=degree, cuts=cuts)
-    rows = simplify_cuts(repeat_cuts(even(t, degree), t, b))
-    assert offers(flat, Shard(1, even(t, degree)), Shard(0, rows)) == (t > 1)
-    assert offers(flat, Shard(0, even(b, degree)), Shard(0, scale_cuts(even(b, degree), t))) == (b > 1)
-    assert offers(flat, Shard(2, even(d, degree)), Shard(1, even(d, degree))) == (d > 1)
+    rows = simplify_cuts(repeat_cuts(even_cuts(t, degree), t, b))
+    assert offers(flat, Shard(1, even_cuts(t, degree)), Shard(0, rows)) == (t > 1)
+    assert offers(flat, Shard(0, even_cuts(b, degree)), Shard(0, scale_cuts(even_cuts(b, degree), t))) == (b > 1)
+    assert offers(flat, Shard(2, even_cuts(d, degree)), Shard(1, even_cuts(d, degree))) == (d > 1)
     back = check(aten.view.default, [tensor(b * t, d), [b, t, d]], degree=degree, cuts={("in", 0, 0): [rows]})
-    assert offers(back, Shard(0, rows), Shard(1, even(t, degree))) == (t > 1)
+    assert offers(back, Shard(0, rows), Shard(1, even_cuts(t, degree))) == (t > 1)
 
 
 @given(st.integers(2, 4), st.integers(2, 5), st.integers(1, 3), DEGREES)
 @few
 def test_three_projections_in_one(b: int, h: int, d: int, degree: int) -> None:
-    fused = joined([scale_cuts(even(h, degree), d)] * 3)
+    fused = join_cuts([scale_cuts(even_cuts(h, degree), d)] * 3)
     apart = check(aten.view.default, [tensor(b, 3 * h * d), [b, 3, h, d]], degree=degree)
-    assert offers(apart, Shard(1, simplify_cuts(fused)), Shard(2, even(h, degree)))
+    assert offers(apart, Shard(1, simplify_cuts(fused)), Shard(2, even_cuts(h, degree)))
     together = check(aten.reshape.default, [tensor(3, h, d), [3 * h * d]], degree=degree)
-    assert offers(together, Shard(1, even(h, degree)), Shard(0, simplify_cuts(fused)))
+    assert offers(together, Shard(1, even_cuts(h, degree)), Shard(0, simplify_cuts(fused)))
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
@@ -158,7 +158,7 @@ def test_like_another(operator: Any) -> None:
 
 def test_what_is_not_contiguous_on_a_rank() -> None:
     """A part of a matrix is laid out otherwise than the whole: a view of it may not be one."""
-    check(aten.view.default, [tensor(4, 6), [24]], cuts={("in", 0, 1): [even(6, 2)]})
+    check(aten.view.default, [tensor(4, 6), [24]], cuts={("in", 0, 1): [even_cuts(6, 2)]})
     x = tensor(3, 4, 5).detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     check(aten.view.default, [x, [3, 2, 2, 5]])
 
@@ -184,7 +184,7 @@ def test_complex_views() -> None:
 @few
 def test_permute(shape: list[int], data: st.DataObject, degree: int) -> None:
     order = data.draw(st.permutations(range(len(shape))))
-    cuts = {("in", 0, i): [uneven(n, degree), joined([even(n - 1, degree), even(1, degree)])]
+    cuts = {("in", 0, i): [uneven(n, degree), join_cuts([even_cuts(n - 1, degree), even_cuts(1, degree)])]
             for i, n in enumerate(shape) if n > 1}  # fmt: skip
     found = check(aten.permute.default, [tensor(*shape), [order[0] - len(shape), *order[1:]]], degree=degree, cuts=cuts)
     assert dims(found) == {(i, o) for o, i in enumerate(order) if shape[i] > 1}
@@ -253,15 +253,15 @@ def test_repeat(shape: list[int], new: int, data: st.DataObject, degree: int, ti
     cuts = {("in", 0, i): [uneven(n, degree)] for i, n in enumerate(shape) if n > 1}
     for o, (n, k) in enumerate(zip([1] * new + shape, times, strict=True)):
         if n * k > 1:
-            cuts["out", 0, o] = [scale_cuts(even(k, degree), n)]
+            cuts["out", 0, o] = [scale_cuts(even_cuts(k, degree), n)]
     operator = aten.tile.default if tile else aten.repeat.default
     found = check(operator, [tensor(*shape), times[1:] if fewer else times], degree=degree, cuts=cuts)
     assert passes(found)
     assert {(i, i + new) for i, n in enumerate(shape) if n > 1 and times[i + new] == 1} <= dims(found)
     for i, n in enumerate(shape):
         if n > 1:
-            copies = simplify_cuts(repeat_cuts(even(n, degree), n, times[i + new]))
-            assert offers(found, Shard(i, even(n, degree)), Shard(i + new, copies))
+            copies = simplify_cuts(repeat_cuts(even_cuts(n, degree), n, times[i + new]))
+            assert offers(found, Shard(i, even_cuts(n, degree)), Shard(i + new, copies))
     whole = {
         s.outputs[0].dim for s in found if s.inputs[0] == REPLICATE_PARTIAL_GRAD and isinstance(s.outputs[0], Shard)
     }
@@ -274,13 +274,13 @@ def test_repeat_interleave(b: int, h: int, d: int, times: int, degree: int, size
     kwargs = {"output_size": h * times} if sized else {}
     found = check(aten.repeat_interleave.self_int, [tensor(b, h, d), times, -2], kwargs, degree=degree)
     assert passes(found)
-    assert offers(found, Shard(1, even(h, degree)), Shard(1, scale_cuts(even(h, degree), times)))
+    assert offers(found, Shard(1, even_cuts(h, degree)), Shard(1, scale_cuts(even_cuts(h, degree), times)))
     assert {i for i, _ in dims(found)} == {1, *([0] if b > 1 else []), *([2] if d > 1 else [])}
     flat = check(aten.repeat_interleave.self_int, [tensor(b, h), times], degree=degree)
     assert offers(
         flat,
-        Shard(1, even(h, degree)),
-        Shard(0, simplify_cuts(repeat_cuts(scale_cuts(even(h, degree), times), h * times, b))),
+        Shard(1, even_cuts(h, degree)),
+        Shard(0, simplify_cuts(repeat_cuts(scale_cuts(even_cuts(h, degree), times), h * times, b))),
     )
 
 
@@ -319,7 +319,7 @@ def test_turned(operator: Any, args: list[Any], expected: set[int], degree: int)
 def test_triangles(rows: int, columns: int, diagonal: int, degree: int, operator: Any) -> None:
     cuts = {
         ("in", 0, 1): [uneven(rows, degree)],
-        ("in", 0, 2): [uneven(columns, degree), joined([even(2, degree)] * 2)],
+        ("in", 0, 2): [uneven(columns, degree), join_cuts([even_cuts(2, degree)] * 2)],
     }
     cuts = {place: each for place, each in cuts.items() if (rows, columns)[place[2] - 1] == 4}
     found = check(operator, [tensor(2, rows, columns), diagonal], degree=degree, cuts=cuts)
@@ -353,7 +353,7 @@ def test_constants(degree: int) -> None:
         found = check(operator.default, [x, [4, 5], *more], {"dtype": torch.float32}, degree=degree)
         assert {s.outputs[0].dim for s in found if isinstance(s.outputs[0], Shard)} == {0, 1}
         assert dims(found) == {(0, 0)}
-        assert all(offers(found, Shard(d, even(n, degree)), REPLICATE) for d, n in enumerate(x.shape))
+        assert all(offers(found, Shard(d, even_cuts(n, degree)), REPLICATE) for d, n in enumerate(x.shape))
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------------------
@@ -408,8 +408,8 @@ def test_across(cuts: Cuts, outer: int, inner: int, data: st.DataObject) -> None
 
 
 def test_too_many_segments_are_no_cut() -> None:
-    assert convert_cuts(even(4, 2), DimensionBlock(5000, 4, 1), DimensionBlock(1, 20000, 1)) is None
-    assert convert_cuts(even(4, 2), DimensionBlock(5, 4, 1), DimensionBlock(1, 20, 1)) is not None
+    assert convert_cuts(even_cuts(4, 2), DimensionBlock(5000, 4, 1), DimensionBlock(1, 20000, 1)) is None
+    assert convert_cuts(even_cuts(4, 2), DimensionBlock(5, 4, 1), DimensionBlock(1, 20, 1)) is not None
 
 
 # ---- two axes at a time ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_checks import ThreadAxis, call_for, even, graph_of, joined, uneven
+from split_checks import ThreadAxis, call_for, even_cuts, graph_of, join_cuts, uneven
 from torch import Tensor, fx
 from whole_graphs import on_mesh
 
@@ -173,7 +173,7 @@ FAMILIES = [_losses, _likelihoods, _reductions, _normalizations, _attention, _co
 
 def odd_cuts(size: int, degree: int) -> tuple[Cuts, ...]:
     """As neighbours may ask for: uneven, with an empty part, in two segments."""
-    two = [joined([even(size // 2, degree)] * 2)] if size % 2 == 0 and size > 2 else []
+    two = [join_cuts([even_cuts(size // 2, degree)] * 2)] if size % 2 == 0 and size > 2 else []
     return (uneven(size, degree), ((*[0] * degree, size),), *two)
 
 
