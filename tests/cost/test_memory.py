@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from playing import one_stage_memory
-from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.cost.memory.attention_cores import find_attention_cores
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory

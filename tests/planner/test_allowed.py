@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import Objective
+from polylane.compile.objectives import Objective
 from polylane.graph.capture.capture import capture
 from polylane.placement.enumerate_strategies import enumerate_strategies
 from polylane.placement.operator_view import view_operators

@@ -24,7 +24,8 @@ import polylane
 from polylane.compile.batch_split import Batch
 from polylane.compile.cache import FORMS_KEPT, MANY_FORMS, CacheKey, CompileCache
 from polylane.compile.compiled_graph import CompiledGraph
-from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.program.program import Program
 from polylane.runtime.job import Job
 from training import batch_of, classify, mlp, sgd, workers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polylane.auto.parallelize import parallelize
 from polylane.compile.batch_split import compute_shares
-from polylane.compile.compiled_training import Objective
+from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
 from polylane.runtime.pipeline import executor as running

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from local_transport import LocalTransport, run_local
-from polylane.compile.compiled_training import Objective, build_objectives, compile_training, optimized_names
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import Objective, build_objectives, optimized_names
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.clipping import GradientClipper, build_optimizer

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import polylane
-from polylane.compile.compiled_training import Objective, build_objectives, compile_training
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import Objective, build_objectives
 from polylane.errors import PolylaneError
 from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job

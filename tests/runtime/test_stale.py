@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.runtime import stale_weights as stale
 from polylane.runtime.job import Job

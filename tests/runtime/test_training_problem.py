@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from polylane.compile.compiled_training import build_objectives
+from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from training import batch_of, classify, mlp, sgd
