@@ -32,14 +32,14 @@ def test_servers_get_and_give_once_for_each_replica() -> None:
 def test_in_one_of_several_steps() -> None:
     assert [one("data=2,every=3", 2, step) for step in range(6)] == [0, 0, N, 0, 0, N]
     assert [one("data=2,every=2,warmup=2", 2, step) for step in range(6)] == [N, N, 0, N, 0, N]
-    assert one("data=2,every=3", 2, replicas=False) == N  # what ranks of one replica sum does not wait
+    assert one("data=2,every=3", 2, only_replicas=False) == N  # what ranks of one replica sum does not wait
 
 
 def test_compressed() -> None:
     assert [one("data=2,compress=powersgd:4:1", 2, step) for step in (0, 1)] == [N, 4 * 4 * 1500]
     assert one("data=2,compress=powersgd:400:0", 2) == N  # two matrices of that rank would be larger
     assert one("data=2,compress=top_k:0.01", 4) == 3 * 5000 * 8
-    assert one("data=2,compress=top_k:0.01", 4, replicas=False) == pytest.approx(1.5 * N)
+    assert one("data=2,compress=top_k:0.01", 4, only_replicas=False) == pytest.approx(1.5 * N)
 
 
 def test_sharded_over_microbatches() -> None:

@@ -390,7 +390,7 @@ def alive(prepared: CompiledTraining, example: Any) -> int:
                 ledger.add(tensor)
             for _ in range(2):
                 _ = job.step(example).loss
-        return ledger.peak
+        return ledger.peak_bytes
 
 
 @pytest.mark.parametrize("transport", ["gloo", ""])
