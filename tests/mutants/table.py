@@ -112,7 +112,8 @@ PASSES = [
         "runtime.pipeline.stage_runner:StageRunner.backward",
         "torch.zeros_like(x) if x.grad is None else x.grad",
         "torch.zeros_like(x)",
-        "tests/runtime/pipeline/test_stage_runner.py", gpt="pipeline=2,microbatches=2", network="pipeline=2,microbatches=2",
+        "tests/runtime/pipeline/test_stage_runner.py",
+        gpt="pipeline=2,microbatches=2", network="pipeline=2,microbatches=2",
     ),
     Mutant(
         "gradients-of-the-last-step", "gradients are not forgotten after a step",
@@ -213,7 +214,8 @@ STATISTICS = [
         "graph.operators.counter_rng:random_bits",
         "part.first * (count // part.samples) if batch_dim is not None and part.samples else 0",
         "0",
-        "tests/graph/operators/test_counter_rng.py", gpt="data=2,microbatches=2", network="data=2,microbatches=2 optimizer=adamw",
+        "tests/graph/operators/test_counter_rng.py",
+        gpt="data=2,microbatches=2", network="data=2,microbatches=2 optimizer=adamw",
         error="would not compute what one device",
     ),
     Mutant(
@@ -221,7 +223,8 @@ STATISTICS = [
         "graph.capture.assign_keys:_key_node",
         "None if ragged else batch_dimension(val)",
         "None",
-        "tests/graph/operators/test_counter_rng.py", gpt="data=2,microbatches=2", network="data=2,microbatches=2 optimizer=adamw",
+        "tests/graph/operators/test_counter_rng.py",
+        gpt="data=2,microbatches=2", network="data=2,microbatches=2 optimizer=adamw",
         error="would not compute what one device",
     ),
     Mutant(
@@ -483,7 +486,8 @@ SERVERS = [
         "runtime.sync.parameter_server.gradient_sum:GradientSum._add_to_sum",
         "self.gradients[name].add_(whole) if name in self.gradients else whole",
         "whole",
-        "tests/runtime/sync/parameter_server/test_synchronous_servers.py", gpt="data=2,servers=1", network="data=2,servers=1",
+        "tests/runtime/sync/parameter_server/test_synchronous_servers.py",
+        gpt="data=2,servers=1", network="data=2,servers=1",
     ),
     Mutant(
         "server-without-clipping", "a server does not clip",
@@ -498,7 +502,8 @@ SERVERS = [
         "runtime.sync.parameter_server.server:ParameterServer._apply_update",
         "course.latest_version = self._version",
         "course.latest_version = self._version - 1",
-        "tests/runtime/sync/parameter_server/test_synchronous_servers.py", gpt="data=2,servers=1", network="data=2,servers=1",
+        "tests/runtime/sync/parameter_server/test_synchronous_servers.py",
+        gpt="data=2,servers=1", network="data=2,servers=1",
     ),
     Mutant(
         "replicas-averaged-alike", "in the mean of replicas' weights each counts alike, however many samples it saw",
@@ -691,7 +696,8 @@ MORE = [
         "runtime.parameters.shared_buffers:SharedBuffers.receive_updates",
         "self._stage == min(current)",
         "self._stage != min(current)",
-        "tests/runtime/parameters/test_shared_buffers.py", unseen="a proof is of one loss, whose buffers stay on their stage",
+        "tests/runtime/parameters/test_shared_buffers.py",
+        unseen="a proof is of one loss, whose buffers stay on their stage",
     ),
     Mutant(
         "loop-forgets-earlier-passes", "in a user's own loop only the last backward pass before a step counts",
@@ -757,7 +763,8 @@ COUNTS = [
         "samples.autograd.autograd_functions:_gradients_match",
         "not _is_gradient_of(arguments[argument].state, walk, walk.key_of(result))",
         "False",
-        "tests/samples/autograd/test_autograd_functions.py", unseen="the models of the proofs have no functions of their own",
+        "tests/samples/autograd/test_autograd_functions.py",
+        unseen="the models of the proofs have no functions of their own",
     ),
     Mutant(
         "witness-never-compares", "what users say of their own Python is watched, and never found wrong",

@@ -122,7 +122,7 @@ def test_batch_norm_keeps_its_input_and_two_numbers_of_every_channel() -> None:
 
 def test_batch_norm_over_replicas_keeps_the_normalized_values_of_its_own() -> None:
     model = Of(lambda x, a: a(x), 3, 5, 5, a=nn.BatchNorm2d(3))
-    _, keep = keeping(model, (3, 5, 5), shared=True)
+    _, keep = keeping(model, (3, 5, 5), sync_batch_norm=True)
     node = only(keep, "batch_norm")
     assert node.is_known and "mul" not in kept_keys(node)
     sums = (2 * 3 + 1) * 8  # in float64, over all replicas; the count among them is needed again
@@ -164,7 +164,7 @@ ROWS = SAMPLES * HEADS * LENGTH
         ({"device": "cuda", "dtype": torch.bfloat16}, ROWS * 4, True),  # flash
         ({"device": "cuda"}, SAMPLES * HEADS * 32 * 4, True),  # memory-efficient: rows in blocks of 32
         # the probabilities, and the mask with which they were made
-        ({"fused": False}, ROWS * LENGTH * 4 + LENGTH * LENGTH, False),
+        ({"fused_attention": False}, ROWS * LENGTH * 4 + LENGTH * LENGTH, False),
     ],
 )
 def test_attention_keeps_what_the_kernel_of_the_device_keeps(setting: Any, own: int, output: bool) -> None:
@@ -304,7 +304,7 @@ def test_kinds_run_once_so_that_depth_costs_little() -> None:
         graph = capture(Deep(depth), lambda m, b: m(b).mean(), torch.randn(4, 8))
         with AllocationMeter() as ledger:
             keep = trace_saved_tensors(graph, BackendSetting(SAMPLES))
-        made.append((keep.saved_bytes(), ledger.now))
+        made.append((keep.saved_bytes(), ledger.current_bytes))
     assert made[1][0] == made[0][0] + 27 * 2 * SAMPLES * 8 * 4
     assert made[0][1] == made[1][1] == 0  # and nothing is left of it
 

@@ -119,5 +119,5 @@ def test_recurrent(op: str, bidirectional: bool, drops: bool, batch: int) -> Non
     if drops:
         found = check(KEYED[name], [part, 5, 1, *args], degree=4, op=name, part=part)
     else:
-        found = check(getattr(torch.ops.aten, op).aliased_input, args, degree=4)
+        found = check(getattr(torch.ops.aten, op).input, args, degree=4)
     assert kinds(found, 4) == {"batch"}

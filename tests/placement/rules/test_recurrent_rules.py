@@ -51,7 +51,7 @@ def arguments(
 def test_batch(kind: str, batch: int, layers: int, directions: int, biases: bool, first: bool, degree: int) -> None:
     args = arguments(kind, batch, layers, directions, biases, first, 0.0)
     cuts = {("in", 0, 0 if first else 1): [uneven(batch, degree)]} if batch > 1 else {}
-    found = check(getattr(aten, kind).aliased_input, args, degree=degree, cuts=cuts)
+    found = check(getattr(aten, kind).input, args, degree=degree, cuts=cuts)
     by_batch = [s for s in found if s.name == "batch"]
     assert bool(by_batch) == (batch > 1)
     for strategy in by_batch:

@@ -141,7 +141,7 @@ def _convolutions(random: Random) -> Case:
     kernel, stride, padding, dilation = each(1, 3), each(1, 2), each(0, 1), each(1, 2)
     if random.random() < 0.4:
         base = f"conv_transpose{spatial}d"
-        target = getattr(aten, base).default if spatial == 1 else getattr(aten, base).aliased_input
+        target = getattr(aten, base).default if spatial == 1 else getattr(aten, base).input
         weight = numbers(2 * groups, 3, *kernel, seed=1)
         return Case(
             base, target, [x, weight, numbers(3 * groups, seed=2), stride, padding, [0] * spatial, groups, dilation]
