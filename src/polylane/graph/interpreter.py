@@ -29,7 +29,6 @@ class GraphInterpreter(fx.Interpreter):
         self._bind = bind
 
     def run_node(self, node: fx.Node) -> Any:
-        """Return the value of one node, whose inputs are in ``env``."""
         if node.op == "placeholder":
             return self._bind(node)
         if node.op == "output":
@@ -46,7 +45,7 @@ class ObservingInterpreter(GraphInterpreter):
     """Passes every operator's value to an observer at once, before another operator may write to it.
 
     Args:
-        code, bind: as for :class:`GraphInterpreter`.
+        code, bind: with the same meaning as for :class:`GraphInterpreter`.
         observe: called with the node and its value.
     """
 

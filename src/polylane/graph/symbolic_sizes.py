@@ -34,7 +34,7 @@ def size_function(expression: Any, ragged: bool = False) -> Callable[[int], Any]
         return lambda samples: fixed
     if free_unbacked_symbols(expr) and not ragged:
         raise ValueError(f"{expr} is known at run time only")
-    # Every free symbol is a length of the batch dimension, so that all of them are the number of samples.
+    # Free symbols are lengths of the batch dimension, or with ``ragged`` rows of data: all become the samples.
     samples = sympy.Symbol("samples", integer=True)
     single = expr.subs(dict.fromkeys(expr.free_symbols, samples))
     if single == samples:

@@ -136,7 +136,7 @@ class ViewSizes(ConcreteSizes):
         self.batch = samples if batch is None else batch
 
     def shape(self, val: Tensor) -> tuple[int, ...]:
-        # Data-dependent sizes stay symbolic here unless ``ragged``; see ConcreteSizes.
+        # Data-dependent sizes are those of the example unless ``ragged``; see ConcreteSizes.
         return tuple(self(size) for size in val.shape)
 
     def number(self, node: fx.Node) -> Any:

@@ -111,8 +111,8 @@ def axes_collide(one: Strategy, other: Strategy, together: bool) -> bool:
     # with an empty shard does not run the call (see kernels/empty_shards.py).
     if together and _covers_all_ranks(mine) and _covers_all_ranks(theirs):
         return False
-    # Otherwise an operator that communicates inside cannot be combined with another axis that changes the local call:
-    # the collective's arguments were computed for the whole call.
+    # Otherwise an operator that communicates inside is not combined with another axis that changes the local call too:
+    # its rule does not say that the two changes work together (composes=True).
     talks = (one.sent or one.messages) or (other.sent or other.messages)
     return bool(talks and one.local and other.local and _is_sharded(mine) and _is_sharded(theirs))
 

@@ -109,7 +109,7 @@ def explain(
         setting: the graph and prices that the split was chosen with.
         split: the chosen strategies and placements.
         options: all strategies that the rules offered.
-        purpose, pins: as for :func:`~polylane.sharding.solve.solve`.
+        purpose, pins: with the same meaning as for :func:`~polylane.sharding.solve.solve`.
         whole: parameters that their optimizer needs whole on every rank, and the reason.
         only: node and parameter names to restrict the report to; default: all of them.
     """

@@ -119,7 +119,7 @@ def carry_over(
     Args:
         split: the strategies chosen for the first graph.
         view, options: operators and offered strategies of the other graph.
-        purpose, rates, taken: as for :func:`solve`.
+        purpose, rates, taken: with the same meaning as for :func:`solve`.
     """
     fixed = {
         key: split.source_placements[key]
@@ -144,7 +144,7 @@ def choose_split(
     """Choose as :func:`solve` does, with the search's limits as arguments.
 
     Args:
-        view, options, degree, rates: as for :func:`solve`.
+        view, options, degree, rates: with the same meaning as for :func:`solve`.
         demands: purpose, pins, and the splits of other axes.
         hops: edges up to which the neighbourhoods of two nodes must be equal for them to share one choice.
         slack: relative excess over the least possible bytes that a faster split may have.

@@ -94,8 +94,8 @@ def choose_layouts(
                 found[mesh] = choose_layout(
                     partition.graph,
                     {axis: plan.degree(axis, stage) for axis in axes},
-                    # At least two samples: with one, dimensions of size 1 are ambiguous (samples or broadcast) and
-                    # offer no shards.
+                    # At least two samples: a dimension of size 1 offers no shards, so that what is chosen for one
+                    # sample would not carry over to more.
                     max(2, samples if sampled else -(-samples // mesh.data)),
                     pins={axis: plan.pins(axis, alike) for axis in plan.axes_of(stage)},
                     whole=whole,

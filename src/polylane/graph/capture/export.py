@@ -313,7 +313,7 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
     modules = [(m, dict(m.__dict__)) for m in model.modules()]
     random = generator_states()
 
-    # Attributes first: they may name other objects; then their contents, then tensors, which live in both.
+    # In this order: attributes, then what their values contain, then the values of tensors.
     def restore() -> None:
         for module, attributes in modules:
             module.__dict__.clear()

@@ -58,7 +58,7 @@ def functionalize(node: fx.Node) -> list[fx.Node] | None:
     Returns:
         The nodes put before it; None if there is no such operator, and the node still writes in place.
     """
-    # In-place operators copy between devices silently, functional ones refuse.
+    # A write may move data between devices (copy_); a functional operator would not.
     vals = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     if len({val.device for val in vals if isinstance(val, Tensor)}) > 1:
         return None

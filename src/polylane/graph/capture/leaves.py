@@ -119,8 +119,7 @@ class LeafCall:
     def _run(self, own: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         current = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         named = dict(own)
-        # The module's own tensors: call it directly, so that hooks and identity checks of the user see what they
-        # expect.
+        # The tensors are the module's own (an unsplit model on one rank, or a dry run): no functional_call is needed.
         if all(current[name] is tensor for name, tensor in own.items()):
             result = self.module(*args, **kwargs)
             named |= {name: self.module.get_buffer(name) for name in self.buffers}

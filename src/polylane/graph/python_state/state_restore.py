@@ -119,7 +119,6 @@ class _Snapshot:
         kept, version = value.detach().clone(), value._version
 
         def put_back() -> None:
-            # Write only what has changed: a write would raise the version counter of a tensor that autograd has saved.
             if value.shape == kept.shape and not (value._version == version and torch.equal(value, kept)):
                 with torch.no_grad():
                     value.data.copy_(kept)

@@ -1,7 +1,8 @@
 """Halo exchange: what a rank's outputs read beyond its own part of a dimension comes from the ranks that have it.
 
-Dryden et al., Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism, 2019, section III. A
-convolution with kernel 3, stride 1 and padding 1 over 9 positions on 3 ranks, as ranges [start, stop):
+Dryden et al., Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism, 2019, section III.
+
+A convolution with kernel 3, stride 1 and padding 1 over 9 positions on 3 ranks, as ranges [start, stop):
 
     rank   owns     writes   wanted (reads)   from before      from after       beyond the ends
     0      [0, 3)   [0, 3)   [-1, 4)          -                [3, 4) of 1      [-1, 0)

@@ -31,7 +31,7 @@ class _Normalized(torch.autograd.Function):
         dims: list[int], count: int, eps: float, centred: bool,
     ) -> Tensor:  # fmt: skip
         values = upcast(x)
-        # Two passes (mean, then squared deviations), as torch: a one-pass variance would cancel for large means.
+        # Two passes (mean, then squared deviations): a one-pass variance would cancel for large means.
         mean = all_reduce_sum(axes, values.sum(dims, keepdim=True)) / count if centred else values.new_zeros(())
         away = values - mean
         inverse = (all_reduce_sum(axes, away.square().sum(dims, keepdim=True)) / count + eps).rsqrt()

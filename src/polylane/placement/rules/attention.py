@@ -136,7 +136,7 @@ def _query_strategies(call: OperatorCall) -> Iterator[Strategy]:
     for cuts in _sequence_cuts(call, query.at(-2), out.at(-2), *_mask_dimension(call, -2)):
         placed = {query.index: Shard(query.dim - 2, cuts), **_mask_placement(call, -2, cuts)}
         given = Shard(out.dim - 2, cuts)
-        # Causal queries see more keys the later they are: the busiest rank is not the one with most queries.
+        # Causal queries see more keys the later they are: the busiest rank need not have most queries.
         scores = [count_scores(given.ranges(i), keys, call["is_causal"]) for i in range(call.degree)]
         work = max(scores) / max(sum(scores), 1)
         yield call.strategy("query positions", placed, given, local=_attend_local_queries, work=work)

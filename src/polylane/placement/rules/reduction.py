@@ -202,7 +202,7 @@ def softmax(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("cumsum")
 def cumsum(call: OperatorCall) -> Iterator[Strategy]:
-    """Every other dimension; summands too."""
+    """Every other dimension, and partial sums."""
     yield from _along(call)
     yield from partial_sums(call, call.inputs[0])
 
@@ -234,7 +234,7 @@ def cosine_similarity(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("diff")
 def diff(call: OperatorCall) -> Iterator[Strategy]:
-    """Every dimension but the one along which neighbours are subtracted; summands too."""
+    """Every dimension but the one along which neighbours are subtracted, and partial sums."""
     x = call.inputs[0]
     letters = label_dimensions(x, [call["dim"] % max(x.dim, 1)])
     yield from strategies_by_dimension(call, [letters for _ in call.inputs], [letters])
