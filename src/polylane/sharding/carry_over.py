@@ -86,7 +86,7 @@ class _StrategyDistance:
         """Return (shards that split samples differently, seconds and bytes of redistributions before the operator)."""
         moved, size = 0.0, 0.0
         for key, placement in zip(self.step.input_keys, strategy.inputs, strict=True):
-            # Inputs whose producers have been given their new placements already; any difference costs a redistribution.
+            # The producers of inputs have their new placements already; any difference costs a redistribution.
             if key in self.setting.values and (source := self.split.placement(key)) != placement:
                 moved += price_redistribution(self.setting, key, source, placement).seconds
                 size += value_bytes(self.setting.values[key])

@@ -119,7 +119,7 @@ class LeafCall:
     def _run(self, own: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         current = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         named = dict(own)
-        # The tensors are the module's own (an unsplit model on one rank, or a dry run): no functional_call is needed.
+        # The given tensors are the module's own: it can be called as it is, without functional_call.
         if all(current[name] is tensor for name, tensor in own.items()):
             result = self.module(*args, **kwargs)
             named |= {name: self.module.get_buffer(name) for name in self.buffers}
