@@ -93,12 +93,6 @@ class DryRun:
 def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
     """Run the loss once, eagerly. A loss that fails by itself is the user's error, not a limit of capture.
 
-    Args:
-        whole: model and loss, restored afterwards.
-        leaves: flat leaves of the example batch.
-        abstract: whether the model is on the meta device.
-        which: name of the batch in error messages.
-
     Raises:
         BadLoss: the result is no loss; in training, it has no gradient; or the loss takes gradients inside.
         PolylaneError: the run raises any other error.
@@ -116,7 +110,6 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
     try:
         with torch.enable_grad(), NormalizationWatch() as normalizing, _watching_backward() as taken:
             results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
-        # backward() inside the loss is allowed where the loss also works without gradients (then it is not needed).
         if taken and not runs_without_gradients(whole, leaves):
             raise BadLoss(
                 "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty does), "
@@ -160,11 +153,7 @@ def _watching_backward() -> Iterator[list[bool]]:
 
 
 def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
-    """Check that the loss can be differentiated, as plain PyTorch's backward() does.
-
-    Raises:
-        BadLoss: no parameter would be trained.
-    """
+    """Raise BadLoss if no parameter would be trained; plain PyTorch's backward() raises then, too."""
     if loss.requires_grad:
         return
     if not any(parameter.requires_grad for parameter in whole.parameters()):
@@ -184,9 +173,7 @@ def capture_with_leaves(
         if abstract:
             raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")
         return _capture_opaque(whole, leaves, dry), [f"the model is opaque, without a graph: it {kept['']}"]
-    # Each round makes at least one more module a leaf, or a larger one: the loop ends at the latest with an opaque
-    # model.
-    while True:
+    while True:  # each round makes one more module a leaf, or a larger one; at the latest the whole model
         try:
             draft = _attempt_capture(whole, leaves, kept)
         except NotCaptured as fault:
@@ -275,8 +262,7 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
 def _attempt_capture(
     whole: ModelWithLoss, leaves: Sequence[Any], paths: Sequence[str] | dict[str, str]
 ) -> CaptureAttempt:
-    # Runs in reverse on exit: first the model is restored, then the call sites of this capture are forgotten.
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
         stack.callback(forget_sites)
         stack.callback(snapshot_model(whole))
         if paths:
@@ -303,8 +289,7 @@ def _observe_two_sizes(
     whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]
 ) -> tuple[tuple[Any, Any], tuple[int, int]]:
     """Return calls of ``modules`` at two batch sizes, and those sizes; one size twice if no other works."""
-    # Two sizes tell which output dimensions grow with the samples; small ones first, because they are cheaper.
-    one = take_first_samples(leaves, FEW)
+    one = take_first_samples(leaves, FEW)  # small sizes first: they are cheaper
     samples = sample_count(one)
     other = other_batch(one) if samples > 2 else resize_batch(one, 2 * samples)
     seen: dict[int, Any] = {}
@@ -335,7 +320,6 @@ def _find_faulty_module(
         why = f"it fixes the number of samples to the example's, and {difference.what} came out different"
     elif draft.refused_sizes:
         why = f"what it computes depends on the number of samples, and {difference.what} came out different with some"
-    # A differing buffer names its module; only otherwise is a search needed.
     if difference.buffer is not None and (owner := difference.buffer.rpartition(".")[0]) and owner not in kept:
         return owner, f"{why}{format_line(source_line_of(type(whole.model.get_submodule(owner)).forward))}"
     path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
@@ -373,8 +357,7 @@ def _minimize_leaves(whole: ModelWithLoss, leaves: Sequence[Any], kept: list[str
     for part in (first, second):
         if _passes_self_check(whole, leaves, [*kept, *part]):
             return _minimize_leaves(whole, leaves, kept, part)
-    # Neither half suffices: minimize one with the other kept, then the other with that result.
-    needed = _minimize_leaves(whole, leaves, [*kept, *second], first)
+    needed = _minimize_leaves(whole, leaves, [*kept, *second], first)  # neither half suffices alone
     return needed + _minimize_leaves(whole, leaves, [*kept, *needed], second)
 
 

@@ -210,8 +210,7 @@ class _ClockWatch:
                 other.enable()
 
     def _on_event(self, frame: types.FrameType, event: str, function: Any) -> None:
-        # Clocks are C functions; os.environ's lookup is Python, recognized by its code object.
-        if event == "c_call":
+        if event == "c_call":  # clocks are C functions
             clock = _clock_name(function)
             if clock and self._is_watched(frame):
                 self.clocks.append(
@@ -382,8 +381,7 @@ class _Tracer:
                 and before.argval == code.co_varnames[0]
             ):
                 return False
-            # Adaptive and stack-shuffling instructions come between loading self and the attribute.
-            if step.opname not in ("COPY", "SWAP", "CACHE"):
+            if step.opname not in ("COPY", "SWAP", "CACHE"):  # these come between self and the attribute
                 before = step
         return True
 
