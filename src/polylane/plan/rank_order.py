@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from polylane.plan.spec import Degrees
 
-# One replica of a stage, whose ranks shard its operators: (its first sample as a fraction of the batch, stage, replica).
+# One replica of a stage, whose ranks shard its operators: (first sample as a fraction of the batch, stage, replica).
 _Group = tuple[float, int, int]
 
 

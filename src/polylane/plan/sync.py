@@ -1,4 +1,4 @@
-"""Sync options: how replicas synchronize gradients or weights; a mapping in a plan file, words in a plan in one line."""
+"""Sync options: how replicas synchronize gradients or weights; a mapping in a plan file, words in a one-line plan."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ _WANTED = {
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Parse a value into what a plan file would have; text that fits nothing is returned as it is, and refused later."""
+    """Parse a value into what a plan file would have; text that fits nothing is returned as is, and refused later."""
     if key == "outer":
         rate, _, momentum = text.partition(":")
         return (
@@ -256,8 +256,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 def _parse_number(text: str) -> Any:
     """Parse a number in plain notation; other text is returned as it is."""
-    # int() and float() also accept other scripts' digits, signs, underscores, "nan" and "inf": a plan does not, or
-    # its line could not be formatted back as it was written.
+    # int() and float() would also accept other scripts' digits, signs and underscores.
     if text.isascii() and text.isdecimal():
         return int(text)
     try:
