@@ -52,8 +52,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class CompiledTraining:
-    """A model compiled for a plan, before any worker computes. It is immutable: a worker keeps what it compiles for
-    further forms of batches in its own :class:`polylane.compile.cache.CompileCache`.
+    """A model compiled for a plan; immutable. Further forms of batches are compiled into a worker's own CompileCache.
 
     Attributes:
         model: the user's module, not modified here.
@@ -367,10 +366,8 @@ def recapture_objective(
     in_float64: bool,
     which: str = "the example batch",
 ) -> Partition:
-    """Capture an objective in another mode or for batches of another form, and cut the graph where ``main`` is cut.
-
-    Parameters that were frozen since the first capture get no gradient.
-    """
+    """Capture an objective in another mode or for another form of batch, and cut the graph where ``main`` is cut."""
+    # Parameters that were frozen since the first capture get no gradient.
     known = dict(named_parameters(model, [objective.loss]))
     trainable = [n for n, info in main.graph.parameters.items() if info.trainable and known[n].requires_grad]
     effects = main.graph.code.effects

@@ -1,10 +1,10 @@
 """Connections: the channels and process groups of a plan, opened once for everything that a job runs.
 
-    tag  transport        carries                                       a group of its own because
-    0    main             values between stages, gradients, objects
-    1    statistics       batch statistics over replicas                they come inside passes, between gradient sums
-    2    operators        collectives of sharded operators              likewise
-    3    agreement        all-gather of sharded parameters (ZeRO-3)     a pass needs them while gradients are reduced
+tag  transport        carries                                       a group of its own because
+0    main             values between stages, gradients, objects
+1    statistics       batch statistics over replicas                they come inside passes, between gradient sums
+2    operators        collectives of sharded operators              likewise
+3    agreement        all-gather of sharded parameters (ZeRO-3)     a pass needs them while gradients are reduced
 """
 
 from __future__ import annotations

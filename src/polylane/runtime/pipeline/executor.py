@@ -33,7 +33,6 @@ from polylane.schedule.action import Action, ActionKind
 # Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
 LOOKAHEAD = 2
 
-
 # Key of pending sends: microbatch, peer, and whether gradients were sent.
 _SendKey = tuple[int, int, bool]
 
@@ -69,9 +68,7 @@ class StepState:
 
 
 class Executor:
-    """Runs one program, step after step.
-
-    Before it runs it is fitted to the size of a batch, see :meth:`fit_to_samples`.
+    """Runs one program, step after step; it is first fitted to the size of a batch, see :meth:`fit_to_samples`.
 
     Args:
         program: actions of this worker in a step.

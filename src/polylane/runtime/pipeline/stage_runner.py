@@ -94,6 +94,7 @@ class WatchedCall:
         part, tensors = args
         if self.watch.records is not None:
             self.watch.records.append(WitnessedCall(self.node, part, tuple(t.detach().clone() for t in tensors)))
+        # In-place writes raise a tensor's version counter, whoever makes them.
         before = [buffer._version for buffer in tensors[self.buffers]]
         result = self.target(*args, **kwargs)
         if before != [buffer._version for buffer in tensors[self.buffers]]:
@@ -147,14 +148,7 @@ def no_gates(graph: fx.Graph) -> AbstractContextManager[None]:
 
 
 def extract_stage(partition: Partition, stage: int, device: torch.device, gates: Gates = no_gates) -> StageCode:
-    """Extract the part of the graph that a stage runs, and compile it.
-
-    Args:
-        partition: the graph and its cuts into stages.
-        stage: number of the stage, from 0.
-        device: device of the worker, put in place of the one that capture saw.
-        gates: adds further calls to the graph while its source is generated.
-    """
+    """Extract the part of the graph that a stage runs, for ``device``, and compile it; ``gates`` add further calls."""
     chosen = {node.name: node for node in partition.nodes(stage)}
     outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -164,6 +158,7 @@ def extract_stage(partition: Partition, stage: int, device: torch.device, gates:
     loss: list[fx.Node] = []
     if stage == partition.loss_stage:
         loss = list(source.output_node().args[0])  # type: ignore[arg-type]
+    # Arguments are what the body reads from outside of it: parameters, inputs, and values of other stages.
     wanted = dict.fromkeys(i for n in body for i in n.all_input_nodes if i not in inside)
     wanted |= dict.fromkeys(n for n in loss if n not in inside)
     roles: list[tuple[str, Any]] = []
@@ -188,16 +183,7 @@ def extract_stage(partition: Partition, stage: int, device: torch.device, gates:
 
 
 class LocalStageCode:
-    """A stage's code with sharded operators, as one rank of the mesh runs it: rewritten for a number of samples.
-
-    Args:
-        whole: code of the stage as one device would run it.
-        partition: the graph and its cuts into stages.
-        layout: how the stage's operators are sharded.
-        coordinates: index of this rank on each axis.
-        dtypes: dtypes of values that autocast changes, by name.
-        gates: adds further calls to the graph while its source is generated.
-    """
+    """A stage's code with sharded operators, as one rank of the mesh runs it: rewritten for a number of samples."""
 
     def __init__(
         self,
@@ -252,6 +238,7 @@ def _compile_graph(
     scope: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, file, "exec"), scope)
     forward = scope["forward"]
+    # fx writes one assignment for each call, "name = ...": its line in a traceback identifies the node.
     starts = {f"{n.name} = ": n for n in graph.nodes if n.op == "call_function"}
     lines = {}
     for number, text in enumerate(code.src.splitlines(), start=1):
@@ -273,13 +260,7 @@ def find_failing_node(runner: StageRunner, error: BaseException) -> Node | None:
 
 @dataclass
 class LiveMicrobatch:
-    """What is kept of a microbatch between its forward and its backward pass.
-
-    Attributes:
-        inputs: incoming values by name, leaves of the autograd graph.
-        outputs: outgoing values by name, roots of the backward pass.
-        loss: parts of the loss; empty on stages without it.
-    """
+    """What is kept of a microbatch between its passes: leaves and roots of its autograd graph, parts of the loss."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
@@ -383,6 +364,7 @@ class StageRunner:
         """
         live, self.code.watch.current_node = self.live_microbatches.pop(microbatch), None
         roots = [(live.outputs[name], grad) for name, grad in gradients.items() if live.outputs[name].requires_grad]
+        # A Mean's count is not a root: the gradient is taken of its total alone.
         if seed is not None and live.loss[0].requires_grad:
             roots.append((live.loss[0], seed.to(live.loss[0].dtype)))
         with self.hooks.backward():
@@ -400,16 +382,7 @@ def run_node_by_node(
     part: SampleSlice,
     look: Callable[[str, Tensor], None],
 ) -> tuple[Any, ...]:
-    """Run a stage's forward pass node by node, and call ``look`` with the name and value of each node as it is computed.
-
-    Args:
-        runner: runner of the stage, fitted to the size of the part.
-        values, leaves, part: inputs of the pass, see :meth:`StageRunner.forward`.
-        look: called with each node's name and tensor value.
-
-    Returns:
-        The outgoing values, then the parts of the loss.
-    """
+    """Run a stage's forward pass node by node; ``look`` is called with the name and value of each tensor."""
     code = runner.code_for(part.samples)
     roles = iter(code.roles)
 

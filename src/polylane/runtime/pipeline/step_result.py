@@ -150,8 +150,8 @@ def gather_report(
         ahead: seconds that this worker's clock is ahead of rank 0's.
         transport: transport between all workers.
         device: device of the vector, as the transport's backend needs it.
-        ranks: ranks whose loss and spans are summed, this worker's among them; the lanes of others stay empty.
-            Default: all.
+        ranks: ranks whose loss and spans are summed, this worker's among them, by default all; the lanes of others
+            stay empty.
     """
     ranks = range(transport.size) if ranks is None else ranks
     gather = transport.size <= TIMELINE_WORKERS
