@@ -246,7 +246,7 @@ def _describe_import_error(error: BaseException, path: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shorten_path(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
     message = " ".join(str(error).split()) or "no message"
-    # The deepest line of the recipe's folder: the fault may lie in a sibling that it imports, hardly in site-packages.
+    # The deepest frame in the recipe's folder: the error may be in a sibling that it imports, hardly in site-packages.
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -288,7 +288,7 @@ def _collect_functions(module: ModuleType, path: Path) -> dict[str, Callable[...
 def _check_call(name: str, function: Callable[..., Any], path: Path) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables written in C have none: calling them will tell
+    except (TypeError, ValueError):  # some callables written in C have none: they are checked by calling them
         return
     try:
         signature.bind(*range(ARGUMENTS[name]))

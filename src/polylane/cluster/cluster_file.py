@@ -49,7 +49,7 @@ def from_mapping(data: dict[Any, Any]) -> Cluster:
         PolylaneError: as :func:`load`, without the file.
     """
     _check_filled(data)
-    # Units and presets first: pydantic then sees plain numbers. Its errors are told with the text that the user wrote.
+    # Units and presets first: pydantic then sees plain numbers. Errors quote the text that the user wrote.
     try:
         file = _File.model_validate(_resolve_file(data))
     except pydantic.ValidationError as error:

@@ -23,8 +23,8 @@ class Link(pydantic.BaseModel):
         latency + n · hop + (w + sqrt(w · half)) / (fraction · bandwidth) + s / local
 
     The first two terms and the bytes are the alpha-beta model (Thakur et al., Optimization of Collective Communication
-    Operations in MPICH, IJHPCA 2005). The root is the ramp of a pipeline: the more bytes, the longer the pieces in
-    which they travel, and the less each of them waits for the ones before.
+    Operations in MPICH, IJHPCA 2005). The root is the ramp of a pipeline: the more bytes, the longer the chunks in
+    which they are sent, and the less each of them waits for the ones before.
 
     Attributes:
         kind: name of the link, for reports.

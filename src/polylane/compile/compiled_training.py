@@ -284,6 +284,7 @@ def _compile_training(
         for n, o in objectives.items()
     }
     fewer = fewer or spec.microbatches is None
+    # Python state allows one call a step: a number of microbatches that the user did not ask for is lowered to 1.
     if spec.microbatches is None and keeps_python_state(graphs.values()):
         microbatches = 1
     fewest = min_samples_for(spec, graphs.values())

@@ -77,7 +77,7 @@ def _refuse_across_stages(
     partition: Partition, every: dict[str, tuple[SideEffect, ...]], effect: SideEffect, what: str
 ) -> None:
     """Refuse one effect that calls on several stages have: a module called twice, or several that write the same."""
-    # Equal effects name the same state, so it does not matter which module has them.
+    # Equal effects name the same state, in whichever module they are.
     at = {other for other, effects in every.items() if effect in effects}
     stages = sorted({s for s in range(partition.stages) for node in partition.nodes(s) if node.name in at})
     if len(stages) > 1:

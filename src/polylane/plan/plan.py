@@ -204,7 +204,7 @@ class Plan(StrictMapping):
 
     def rank_at(self, stage: int, replica: int, coordinates: Mapping[str, int]) -> int:
         """Return the rank at a replica of a stage and an index on each of its axes."""
-        position = replica
+        position = replica  # row-major: data outermost, tensor innermost
         for axis in _OPERATOR_AXES:
             degree = self.degree(axis, stage)
             position = position * degree + (coordinates[axis] if degree > 1 else 0)
@@ -235,6 +235,7 @@ class Plan(StrictMapping):
             return (devices[self._found[1][rank][1]],)
         if self.degree("data", own) != self.degree("data", stage):
             return devices
+        # Data is the outermost axis of the mesh, so a replica's ranks are consecutive in the list of devices.
         size = len(devices) // self.degree("data", stage)
         return devices[replica * size : (replica + 1) * size]
 
@@ -357,6 +358,7 @@ def _check_devices(plan: Plan) -> None:
                 )
                 raise PolylaneError(f"{plan.title}: {where}: every worker has one place")
             seen[device] = index
+    # All different, so they are 0 to most if and only if none of these is missing.
     most = len(seen) - 1
     missing = next((device for device in range(len(seen)) if device not in seen), None)
     if missing is not None:

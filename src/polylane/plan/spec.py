@@ -96,6 +96,8 @@ class Spec:
         check_workers(self.workers, said)
 
     def _follow_stages(self) -> None:
+        # A degree beside meshes must be 1, the default, or the one that follows; the dataclass is frozen, so it is set
+        # through object.
         most = {axis: max(getattr(mesh, axis) for mesh in self.stages) for axis in Degrees._fields}
         for axis, n in {**most, "pipeline": len(self.stages)}.items():
             given = getattr(self, axis)
@@ -103,6 +105,7 @@ class Spec:
                 others = f"{n} stages" if axis == "pipeline" else f"stages of which the most have {axis}={n}"
                 raise PolylaneError(f"{axis}={given} is given beside {others}: say it in the stages alone")
             object.__setattr__(self, axis, n)
+        # Equal meshes are the same plan as plain degrees: one form, so that equal plans compare equal.
         if len(set(self.stages)) == 1:
             object.__setattr__(self, "stages", ())
 

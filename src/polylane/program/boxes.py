@@ -52,7 +52,7 @@ def plan_reshard(holders: Mapping[int, IndexBox], needs: Mapping[int, IndexBox])
     Raises:
         ValueError: a rank needs elements that no rank has, or holders' boxes overlap without being identical.
     """
-    # Ranks with equal boxes are replicas of a shard: they are planned for together, once for each pair of boxes.
+    # Ranks with equal boxes are replicas of a shard: each pair of boxes is planned for once.
     having, asking = _group_equal_boxes(holders), _group_equal_boxes(needs)
     transfers: list[BoxTransfer] = []
     for need, receivers in asking.items():

@@ -72,14 +72,6 @@ class ProgramBinder:
         self._losses = [objective.loss for objective in self._prepared.objectives.values()]
 
     def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
-        """Capture an objective from a small batch of a further form, and refuse what the plan cannot run.
-
-        Args:
-            objective: name of the loss to be captured.
-            training: whether in training mode; else in evaluation mode.
-            batch: a few samples of the form that came.
-            which: name of that batch in error messages.
-        """
         prepared = self._prepared
         main, about = prepared.graphs[objective].partition, prepared.objectives[objective]
         # Capture runs the user's model: it needs parameters of full shape, and must leave Python state as it was.
@@ -92,8 +84,7 @@ class ProgramBinder:
         return prepared.compile_further(partition)
 
     def lower(self, key: CacheKey, graph: CompiledGraph, replica_local: bool) -> tuple[Program, ...]:
-        """Return every worker's program for a graph; those lowered ahead of the first step are used again."""
-        if graph is self._prepared.graphs[key.objective]:
+        if graph is self._prepared.graphs[key.objective]:  # lowered before the first step, for its connections
             return self._ahead[replica_local][key.objective]
         if graph is self._prepared.evaluations.get(key.objective):  # compiled ahead, not checked by capture() here
             self._refuse(graph.partition, key.training)
@@ -105,14 +96,12 @@ class ProgramBinder:
     def bind(
         self, key: CacheKey, graph: CompiledGraph, programs: tuple[Program, ...], microbatches: int, replica_local: bool
     ) -> BoundProgram:
-        """Bind the first microbatches of the programs to this worker's tensors and connections."""
         if microbatches < self._plan.microbatches:
             programs = tuple(truncate_program(program, microbatches) for program in programs)
         codec = self._codecs[key.objective] if key.training and not replica_local else None
         return self.bind_graph(graph, programs, replica_local, codec)
 
     def fit_to_samples(self, bound: BoundProgram, samples: int) -> BoundProgram:
-        """Fit a bound program to batches of one size."""
         plan, parts = self._plan, bound.executor.microbatches
         own = tuple(count_replica_samples(samples, parts, plan.data)) if plan.sync.is_replica_local else ()
         return replace(bound, executor=bound.executor.fit_to_samples(samples), passes=min(parts, samples), counted=own)

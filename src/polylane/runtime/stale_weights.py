@@ -93,6 +93,7 @@ class StaleTensors:
             if model is None
             else {n: p for n, p in _named_parameters(model).items() if not path or n.startswith(f"{path}.")}
         )
+        # In the order of the table above: shards, other stages' weights, weights of one replica.
         for name in named:
             if name in self._parts and self._object_ids[name] == id(named[name]):
                 return self._parts[name]

@@ -67,17 +67,15 @@ class TransportAxis:
         self.index, self.degree = self._ranks.index(transport.rank), len(self._ranks)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks."""
         return self.begin_all_reduce(tensor)()
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start the sum over all ranks; returns a function that waits for it and returns it."""
         # Two addends: the sum is the same bit for bit in either order, so both ranks get the same.
         if self.degree == 2 and tensor.numel() * tensor.element_size() <= SWAPPED_BYTES:
             pieces: list[Tensor | None] = [tensor, tensor]
             swap = self.begin_exchange(pieces, [tensor.shape] * 2)
             return lambda: torch.add(*(part for part in swap() if part is not None))
-        own = tensor.clone(memory_format=torch.contiguous_format)
+        own = tensor.clone(memory_format=torch.contiguous_format)  # the transport sums in place
         pending = self._transport.all_reduce(own, sorted(self._ranks))
         self._waits.bytes += own.nbytes
         return self._timed(pending.wait)
@@ -92,25 +90,18 @@ class TransportAxis:
         return finish
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """Return the elementwise maximum over all ranks."""
+        # By exchange, since the transport's all-reduce only sums.
         for other in self.exchange([tensor] * self.degree, [tensor.shape] * self.degree):
             assert other is not None
             tensor = torch.maximum(tensor, other)
         return tensor
 
     def exchange(self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
-        """Send a piece to each rank and receive one from each (all-to-all).
-
-        Args:
-            pieces: for each rank the tensor to send, this rank's own among them; None: nothing is sent.
-            shapes: for each rank the shape to be received from it; None: nothing is received.
-        """
         return self.begin_exchange(pieces, shapes)()
 
     def begin_exchange(
         self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
     ) -> Callable[[], list[Tensor | None]]:
-        """Start an exchange, see :meth:`exchange`; returns a function that waits for it and returns what came."""
         own = pieces[self.index]
         assert own is not None
         dtype = own.dtype

@@ -38,6 +38,7 @@ def count_traffic(
     answers = {name: _server_answer_bytes(holding, each, hosts) if within else 0.0 for name, each in programs.items()}
     plan = holding.prepared.plan
 
+    # Counters stay plain numbers, independent of plans: what should be sent is passed in as a function.
     def theory(name: str, step: int, microbatches: int) -> float:
         return agreement.compute_sync_bytes(plan.sync, held[name], step, microbatches, answers[name])
 

@@ -71,6 +71,7 @@ class TrainingRole:
         self.plan, self.world = prepared.plan, world
         self._prepared, self._seed, self._step = prepared, seed, 0
         self._compared = False
+        # Programs first: their channels and groups are what connections are opened for.
         holders = owning_stages(prepared)
         lowered = lower_ahead(prepared, holders)
         layout = plan_shard_units(prepared, lowered)
@@ -93,6 +94,7 @@ class TrainingRole:
         codecs = {name: trainer.compressor for name, trainer in self._trainers.items()}
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, codecs)
         self._cache = CompileCache[BoundProgram](prepared, self._binding, example)
+        # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if local else [False])
         self._rule = choose_sync(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
         self._stale = track_stale_weights(self._holding)
@@ -123,6 +125,7 @@ class TrainingRole:
         self._refuse_short(own)
         with allow_own_calls(), self._rule.blame_local_server():
             lane = self._cache.compiled_for(name, own, replica_local=self._rule.is_replica_local(name))
+            # The host may run ahead of the all-reduce of earlier losses, but not without bound.
             self._reports.limit_in_flight(self._rule.max_steps_in_flight)
             trainer.zero_grad()
             if lane.buffers:
@@ -204,6 +207,7 @@ class TrainingRole:
         ):
             state = lane.executor.run(own, 0, self._seed, lambda state: None)
         sums = self._summed(state, range(self.world.size))
+        # Dedicated servers take part in no pass: they receive the result of every collective call from rank 0.
         self._rule.broadcast_result(CollectiveCall.EVALUATE, sums)
         return sums
 

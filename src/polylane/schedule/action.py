@@ -31,7 +31,7 @@ class Action:
         kind: what the worker does, see :class:`ActionKind`.
         stage: the stage it is done for, from 0.
         microbatch: number of the microbatch, from 0; None for what is done once a step (reduce, step).
-        value: the value that travels (its node's name), or the bucket that is reduced.
+        value: name of the node whose value is sent or received, or of the bucket that is reduced.
         peer: the rank at the other end of a send or a receive.
         gradient: whether the gradient of ``value`` is sent rather than the value itself.
     """

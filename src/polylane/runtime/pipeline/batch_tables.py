@@ -76,6 +76,7 @@ def build_tables(
     """
     ends = split_bounds(samples, count_microbatches(program))
     whole = {i: ends[i][1] - ends[i][0] for i in shares}
+    # Operators sharded along the batch work on sizes of the whole microbatch, and know their own rows by their shard.
     held = whole if batch_is_sharded else {i: share.samples for i, share in shares.items()}
     routes, last_backward = dict[Action, Route](), -1
     for index, action in enumerate(program.actions):

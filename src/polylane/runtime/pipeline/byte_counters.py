@@ -60,6 +60,7 @@ class ByteCounters:
     def _step_in_theory(self, objective: str, microbatches: int) -> float:
         (begin, period), step = self._cycle, self.steps_counted[objective]
         key = objective, step if step < begin else begin + (step - begin) % period, microbatches
+        # The closed form walks all parameters: it is evaluated once for each step of the cycle.
         if key not in self._in_theory:
             self._in_theory[key] = self._expected_step_bytes(*key)
         return self._in_theory[key]

@@ -92,6 +92,7 @@ def open_connections(
         pairs = sorted({pair for each in programs for pair in list_channels(each)})
     else:
         pairs = sorted((a, b) for a, b in peers if a != b)
+    # Every group that any rank reduces over is declared on all ranks: torch.distributed creates groups collectively.
     buckets = [bucket.ranks for each in programs for program in each for bucket in program.buckets]
     whole = [each for rank in ranks for each in (replica_ranks(plan, rank), plan.group(rank, plan.axes))]
     columns = {column_ranks(plan, rank) for rank in ranks}

@@ -178,7 +178,7 @@ class Executor:
         return state
 
     def _sample_slices(self, tables: BatchTables, step: int, seed: int) -> dict[int, SampleSlice]:
-        """Return what operators are told of the local samples, by microbatch."""
+        """Describe the local samples for the operators, by microbatch."""
         own, batch = tables.shares, tables.samples
         averaged = sum(share.samples for share in own.values()) if self.is_replica_local else batch
         return {
@@ -234,7 +234,7 @@ class Executor:
         return self.transport.all_reduce(tensor, self.program.replicas).wait()
 
     def _sample_slice(self, share: SampleShare, tables: BatchTables, step: int, seed: int) -> SampleSlice:
-        """Return what operators are told of the local samples of one microbatch."""
+        """Describe the local samples of one microbatch, for operators that depend on more than their inputs."""
         if self._batch_is_sharded:  # operators see the whole microbatch, of which each replica holds its rows
             begin, end = split_bounds(tables.samples, self.microbatches)[share.microbatch]
             return SampleSlice(end - begin, begin, tables.samples, share.microbatch, step, seed)

@@ -94,7 +94,7 @@ class WatchedCall:
         part, tensors = args
         if self.watch.records is not None:
             self.watch.records.append(WitnessedCall(self.node, part, tuple(t.detach().clone() for t in tensors)))
-        # In-place writes raise a tensor's version counter, whoever makes them.
+        # Every in-place write raises a tensor's version counter.
         before = [buffer._version for buffer in tensors[self.buffers]]
         result = self.target(*args, **kwargs)
         if before != [buffer._version for buffer in tensors[self.buffers]]:
@@ -168,6 +168,7 @@ def extract_stage(partition: Partition, stage: int, device: torch.device, gates:
             values[node] = copied = graph.placeholder(node.name)
             copied.meta = {**node.meta, "role": role}
             roles.append(role)
+    # Nodes are copied: the captured graph is shared by all stages.
     by_name, watch = {}, PythonCallWatch()
     for node in body:
         values[node] = copied = graph.node_copy(node, lambda n: values[n])

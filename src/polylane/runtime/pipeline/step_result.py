@@ -108,7 +108,7 @@ class StepReport:
             for action in program.actions:
                 start, end, waited, size = numbers[at : at + NUMBERS]
                 at += NUMBERS
-                if end > 0:
+                if end > 0:  # zeros: an action that was skipped, or a worker that is not in the group
                     spans.append(Span(program.rank, action, start, end, waited, round(size)))
         return Timeline(tuple(spans), len(self.programs), title="measured").from_zero()
 
@@ -157,6 +157,7 @@ def gather_report(
     gather = transport.size <= TIMELINE_WORKERS
     numbers = [0.0] * (NUMBERS * sum(len(program.actions) for program in programs) if gather else 0)
     if gather:
+        # Shifted to rank 0's clock before they are summed, so that all lanes have one origin.
         begin = sum(len(program.actions) for program in programs[: transport.rank])
         place = {action: begin + i for i, action in enumerate(programs[transport.rank].actions)}
         for span in state.spans:
