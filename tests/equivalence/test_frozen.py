@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import build_objectives, compile_training
+import covering
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
 from polylane.runtime.job import Job
@@ -171,8 +173,7 @@ def in_a_process(work: Callable[[], Any]) -> Any:
     return fork_workers(lambda _: work(), 1)[0]
 
 
-@pytest.mark.parametrize("plan", ["data=1", "data=2"])
-@pytest.mark.parametrize("name", STATE)
+@pytest.mark.parametrize(("name", "plan"), covering.pairs(STATE, ["data=1", "data=2"]))
 def test_python_state_is_that_of_the_plain_loop(name: str, plan: str) -> None:
     make, _ = STATE[name]
     model = between(built(make))
