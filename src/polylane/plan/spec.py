@@ -272,7 +272,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _parse_count(key: str, value: str) -> int:
-    # The length is checked first: int() of a very long text takes quadratic time, and raises above 4300 digits.
+    # The length is checked before int(), which takes quadratic time, and raises ValueError above 4300 digits.
     if not (value.isascii() and value.isdecimal()) or not value.strip("0"):
         raise PolylaneError(f"{key}={_shorten(value)} must be a whole number of at least 1")
     if len(value.lstrip("0")) > len(str(MOST)) or int(value) > MOST:
