@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, str]] = {
 }
 PLANS = ("data=1", "data=2", "pipeline=2,microbatches=4")
 WATCHED = {
-    "counts": (worker.Executor, "_with_counts"),
+    "counts": (worker.Executor, "_add_batch_counts"),
     "counts: waiting for the other replicas": (worker.Executor, "_add_replicas"),
     "attributes": (compile_cache.SettingsVersions, "current"),
     "finite": (finite.AnomalyDetector, "look"),

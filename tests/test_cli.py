@@ -750,7 +750,7 @@ def test_the_same_command_under_torchrun(folder: Path) -> None:
 
 ACCELERATED = """
 import sys
-import polylane.runtime.world
+import polylane.runtime.workers.world
 from polylane.cli import main
 
 if __name__ == "__main__":  # new processes import this file again, and find no accelerator
