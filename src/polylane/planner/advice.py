@@ -134,6 +134,7 @@ def _compare_families(answer: SearchResult, best: RankedPlan) -> list[tuple[str,
     found: dict[str, RatedPlan] = {}
     for candidate in answer.fitting_candidates:
         found.setdefault(plan_family(candidate), candidate)
+    # The best plan's own family is no alternative; a single device is reported separately.
     found.pop(plan_family(best.candidate), None)
     found.pop("one device", None)
     order = sorted(found.items(), key=lambda item: item[1].seconds)

@@ -126,6 +126,7 @@ def place_branches(graph: Graph, fork: Fork, seconds: Array, stages: int) -> Par
     Branches are placed greedily, the longest first, on the stage with the least work. The nodes before the fork are on
     the first stage, those after it on the last; both stages compute branches as well.
     """
+    # Longest processing time first: within 4/3 of the best makespan (Graham, 1969).
     loads, stage_of = [0.0] * stages, dict[int, int]()
     for branch in sorted(fork.branches, key=lambda nodes: -float(seconds[list(nodes)].sum())):
         least = loads.index(min(loads))
@@ -143,7 +144,7 @@ def place_branches(graph: Graph, fork: Fork, seconds: Array, stages: int) -> Par
     if not set(cuts) <= set(cut_positions(graph)) or len(set(owners)) < stages:
         return None
     partition = Partition(graph, cuts, (owners[0], *(owners[p] for p in cuts)))
-    # A branch that reads another branch's value, and is read by it, makes stages that wait for each other.
+    # Stages that wait for each other in a circle make no pipeline.
     try:
         StageGraph.of_partition(partition)
     except CyclicStages:

@@ -134,6 +134,7 @@ def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Call
     elements = sum(math.prod(info.shape) for _, info in trained)
     kept = sum(states.bytes(name, info.shape) for name, info in trained)
     own = sum(info.bytes for _, info in trained)
+    # Bytes of memory traffic per element: each state is read and written.
     each = (PASSES * own + 2 * kept) / max(elements, 1)
     measured = None if problem.profile is None or not elements else problem.profile.update_seconds / elements
 
@@ -173,6 +174,8 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
             raise PolylaneError(f"{name}={parts}: a batch of {batch} samples cannot be divided into so many")
     partition = Partition(graph, ())
     if plan.pipeline > 1:
+        # Balanced by the times on the widest mesh, with the local samples that it leaves; weights are the
+        # stages' workers.
         widest = max(plan.meshes, key=lambda mesh: mesh.workers)
         samples = -(-batch // (microbatches * widest.data))
         table = CurveCache(found, batch).table(widest, samples)

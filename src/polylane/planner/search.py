@@ -143,6 +143,7 @@ def _search(
         )
         found, more = _rate_uniform_plans(looking, wish, workers)
         every, passed = every + found, passed + more
+    # Both searches divide the batch over replicas or microbatches.
     if not wish.batch_is_indivisible:
         most = max(wish.workers)
         every += search_unequal_meshes(estimates, footprint, most, wish.methods, wish.memory_limit)
@@ -173,6 +174,7 @@ def _exact(
             break
         one = realize_plan(estimates, candidate)
         passes += one.plan.pipeline * one.plan.microbatches
+        # The estimate's memory is a bound of the search; only the prediction's peak decides.
         most = max(stage.memory.total for stage in one.prediction.stages)
         if most > candidate.memory_limit:
             too_big[id(candidate)] = replace(candidate, peak_bytes=float(most))
@@ -211,6 +213,7 @@ def _rate_uniform_plans(looking: _UniformSearch, wish: SearchRequest, workers: i
             (double if uniform.sequence > 1 and uniform.tensor > 1 else single).append(uniform)
     found = looking.at(single)
     best = sorted((pair for pair in found if pair[1].fits), key=lambda pair: pair[1].seconds)
+    # Products sequence x tensor of the fastest plans that shard operators at all, in the order of their seconds.
     inner = list(dict.fromkeys(u.sequence * u.tensor for u, _ in best if u.sequence * u.tensor > 1))[:BOTH_AXES]
     found += looking.at([u for u in double if u.sequence * u.tensor in inner])
     return [c for _, c in found], looking.skipped_count

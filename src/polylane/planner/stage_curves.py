@@ -84,6 +84,8 @@ class CurveCache:
     def __init__(self, basis: CostModel, batch: int, staying: Sequence[str] = ()) -> None:
         self.basis, self.batch = basis, batch
         graph = basis.stages.graph
+        # Large graphs are cut only at narrow positions, where few bytes cross: the searches are quadratic in
+        # the positions.
         allowed = cut_positions(graph, staying)
         inner = tuple(allowed) if len(allowed) <= MOST else narrow_positions(graph, staying)
         self.positions = np.array([0, *inner, len(graph.nodes)])
@@ -123,6 +125,7 @@ class CurveCache:
         where = self.basis.cluster.span(replicas) if parts else None
         key = (mesh.sequence, mesh.tensor, samples, method.recompute, self._statistics_replicas(mesh), where)
         if key not in self._curves:
+            # Zeros broadcast to any length where nothing is gathered.
             beside = (
                 [self._block_collective_seconds(mesh, kind, replicas) for kind in BESIDE]
                 if parts

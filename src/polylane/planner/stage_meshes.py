@@ -105,6 +105,7 @@ class StageMeshSearch:
             chosen = self.choose_stages(float(bound))
             if chosen is not None and (best is None or self.step_seconds(chosen) < best[0]):
                 best = self.step_seconds(chosen), chosen
+        # Equal meshes are left to the uniform plans, which price their cuts more closely.
         if best is None or len({option.mesh for _, _, option in best[1]}) < 2:
             return []
         seconds, chosen = best
@@ -142,6 +143,8 @@ class StageMeshSearch:
         inward = np.array(
             [network.message_seconds(basis.cluster, float(b), 0, 1) if b else 0.0 for b in curves.cut_bytes[at]]
         )
+        # The first stage receives no messages; elsewhere values come in and gradients of the same size go
+        # back (2 * inward).
         inward[0] = 0.0
         own = np.maximum(elements[None, :] - elements[:, None], 0.0)
         device = basis.cluster.device(0)
@@ -195,6 +198,8 @@ class StageMeshSearch:
             allowed = upper & (option.seconds <= bound) & (self.stage_bytes(number, live) <= self.limit)
             if not allowed.any():
                 continue
+            # The end of the step happens once, not per microbatch: only the slowest counts, spread here
+            # so that sums stay additive.
             cost = np.where(allowed, option.seconds + option.closing_seconds / self.microbatches, np.inf)
             for used in range(option.mesh.workers, self.workers + 1):
                 total = cost + after[used - option.mesh.workers][None, :]

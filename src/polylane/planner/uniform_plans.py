@@ -128,6 +128,7 @@ def _stage_bounds(estimates: CurveCache, footprint: Footprint, uniform: UniformP
     """Return the stage boundaries as indices into the positions; None if nothing fits."""
     curves = stage_curves_of(estimates, uniform)
     assert curves is not None
+    # Parameters, gradients and states per trained element.
     weight = sum(footprint.bytes_per_element(uniform.data, uniform.method))
     # With at least as many microbatches as stages, 1F1B's memory does not depend on their number: cuts are shared.
     filled = uniform.schedule == "1f1b" and uniform.microbatches >= uniform.stages
@@ -188,6 +189,7 @@ def _closing_seconds(
     device = basis.cluster.device(0)
     elements = np.diff(curves.elements[list(ends)])
     # Equal stages are priced once.
+    # ``passed``: seconds of the last backward pass, behind which reductions can hide.
     for own, passed, pieces in set(zip(elements.tolist(), backward.tolist(), np.diff(ends).tolist(), strict=True)):
         whole, handed = estimates.closing_seconds(method, own, uniform.ranks("data"))
         left = whole
