@@ -123,7 +123,7 @@ def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         for v in (values[used] for used in node.all_input_nodes)
     )
     constants = fx.map_arg((node.args, dict(node.kwargs)), lambda used: None)
-    # Keyed random operators begin with sample slice, dimension and key, which do not change the time.
+    # Keyed random operators begin with sample slice, salt and sample dimension, which do not change the time.
     keyless = constants[0][3:] if len(constants[0]) > 3 and constants[0][0] is None else constants[0]
     return node.meta["op"], shapes, repr((keyless, constants[1]))
 
