@@ -260,8 +260,7 @@ class PlanCost:
         shapes = {name: sheet.busiest_shape(f"parameter:{name}") for name in names}
         item = {name: graph.parameters[name].bytes // max(1, math.prod(graph.parameters[name].shape)) for name in names}
         sizes = {name: math.prod(shapes[name]) * item[name] for name in names}
-        # Frozen parameters, buffers and constants count unsharded: they are replicated over replicas, and
-        # small as a rule.
+        # Frozen parameters, buffers and constants count in full, whatever the sharding.
         frozen = [n for n in self.partition.parameters(stage) if n not in sizes]
         fixed = sum(graph.parameters[n].bytes for n in frozen)
         fixed += sum(graph.buffers[n].bytes for n in self.partition.buffers(stage))

@@ -147,7 +147,7 @@ def predict(
 
 
 def _is_replica_local(basis: CostModel, plan: Plan, period: int) -> bool:
-    """Whether replicas take steps without synchronizing (local SGD)."""
+    """Return whether replicas take steps without synchronizing (local SGD)."""
     if period < 1:
         raise PolylaneError(f"replicas must sum every so many steps, at least 1, not {period}")
     if period == 1 or plan.data == 1:

@@ -55,7 +55,7 @@ class TaskBuilder:
         own, overhead = self._scene.predict_stage(program.stage), self._scene.basis.host_overhead
         took, sharing = own.passes, own.shard_traffic
         if action.kind is ActionKind.FORWARD:
-            # ``took.sent`` counts both passes alike: half of it for each.
+            # ``took.sent`` is the sum of both passes: half for each.
             waits = took.waits + sharing.waits
             return Task(action, took.forward + waits + overhead, waits, int(took.sent / 2 + sharing.sent))
         if action.kind is ActionKind.BACKWARD:
@@ -184,7 +184,7 @@ class TaskBuilder:
         return self._scene.parameter_bytes(stage, bucket.parameters)
 
     def build_averaging_tasks(self, program: Program, lanes: Sequence[int]) -> list[Task]:
-        """Return the parameter averaging after a worker's step (local SGD); nothing is computed meanwhile."""
+        """Return the parameter averaging after a worker's step (local SGD); it does not overlap with computation."""
         ranks, cluster = program.replicas, self._scene.basis.cluster
         played = tuple(i for i, rank in enumerate(lanes) if rank in ranks)
         found = list[Task]()

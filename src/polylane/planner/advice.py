@@ -87,7 +87,7 @@ def step_shares(prediction: Prediction) -> tuple[StepShare, ...]:
     step, timeline = prediction.seconds, prediction.timeline
     if not step:
         return ()
-    # The busiest lane is the bottleneck; its waits inside passes are reported apart from exposed messages.
+    # The busiest lane is the bottleneck; its waits inside passes are reported separately from exposed messages.
     lane = max(range(timeline.ranks), key=lambda rank: timeline.busy()[rank])
     stage = prediction.plan.stage_and_replica(prediction.lanes[lane])[0]
     own, microbatches = prediction.stages[stage], prediction.plan.microbatches

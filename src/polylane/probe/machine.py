@@ -104,7 +104,7 @@ def usual_workers() -> int:
 
 
 def check_workers(workers: int) -> None:
-    """Check that the machine can run so many workers.
+    """Check that the machine can run this number of workers.
 
     Raises:
         PolylaneError: fewer than one worker, or more than accelerators, memory or cores allow.

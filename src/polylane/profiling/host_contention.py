@@ -51,7 +51,7 @@ def together(
     ]
     for copy in copies:
         copy.start()
-    # The parent's sending ends must go, or a dead copy's pipe would never report its end.
+    # While the parent has a sending end open, its pipe never reports that all copies are gone.
     for _, pipe in pipes:
         pipe.close()
     told = list[list[tuple[int, float]]]()
@@ -80,7 +80,7 @@ def _told(copy: BaseProcess, pipe: Connection, patience: float) -> list[tuple[in
     wait([pipe, copy.sentinel], patience)
     try:
         found: list[tuple[int, float]] = pipe.recv() if pipe.poll() else []
-    except EOFError:  # the copy ended, which closed the pipe
+    except EOFError:  # every process that had the sending end is gone
         return []
     return found
 

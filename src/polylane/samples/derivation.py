@@ -78,7 +78,7 @@ def derive_composition(
     """Derive how the parts of a batch make up the values and the loss of a graph.
 
     Args:
-        graph: the captured graph; no operator of it is run.
+        graph: the captured graph; none of its operators is run.
         per_sample: paths of modules with the user's own Python that, as the user declares, treat samples independently;
             "model" for all.
         counting: whether the proof may ask for whole-batch statistics and rescalings; they are returned.

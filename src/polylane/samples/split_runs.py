@@ -136,7 +136,7 @@ class _RunsInterpreter(GraphInterpreter):
         self._look, self._nodes = look, {node.id: node for node in graph.nodes}
 
     def call_operator(self, node: fx.Node) -> list[Any]:
-        """Run a node in every run and pass the values to ``look``."""
+
         described = self._nodes[node.name]
         wholes = [self._call(node, run) for run in range(self._wholes)]
         parts = self._of_parts(node, wholes[0], described)

@@ -32,7 +32,7 @@ _HIDING = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
 
 
 def hides_saved_tensors(node: fx.Node) -> bool:
-    """Whether a node saves more than a run on fake tensors shows."""
+    """Return whether a node saves more than a run on fake tensors shows."""
     return str(node.meta.get("op", "")).startswith(_HIDING)
 
 

@@ -128,7 +128,8 @@ def try_operator(
     of_input = {storage_id(t): i for i, t in reversed(list(enumerate(tensors)))}
     of_output = {storage_id(t): j for j, t in reversed(list(enumerate(every))) if isinstance(t, Tensor)}
     new = {at: j for at, j in of_output.items() if at not in of_input}
-    # Read before the backward pass, which allocates too. What is alive now and no output was saved by autograd.
+    # Read before the backward pass, which allocates too. Storages alive now that belong to no output are saved by
+    # autograd.
     alive, after = ledger.alive_bytes(), ledger.current_bytes
     more = max(ledger.peak_bytes - after, 0)
     gradients, back = _run_backward(every, tensors, ledger)

@@ -74,7 +74,7 @@ class SavedTensorTrace(GraphInterpreter):
         return SavedTensors(self._setting, self._saved, self._forms, self._places, self._bytes, loss)
 
     def call_operator(self, node: fx.Node) -> Any:
-        """Return the key of an operator's output and record what it saves."""
+
         value, saved = self._visit(node)
         self._saved[self._name(node)] = saved or SavedByOperator(self._position(node), (), ())
         return value

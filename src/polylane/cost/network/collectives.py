@@ -258,8 +258,8 @@ def _link_flow(span: RankSpan, crossing: LinkUse, kind: Kind, groups: int | None
         volume: bytes that leave each unit, as a fraction of the value; None: all-to-all.
     """
     per_byte = per_root = 0.0
-    # Units may have different numbers of ranks: the slowest counts. Inside a host a unit is one device; between
-    # hosts it is a host, whose ranks all send at the same time.
+    # Units may have different numbers of ranks: the slowest counts. Inside a host every rank sends on its own, and
+    # (ranks, devices) are those of the host; between hosts all ranks of a unit send at the same time.
     for ranks, devices in crossing.units:
         inside = crossing.level == Level.HOST
         leaves = _all_to_all_volume(span.ranks, ranks, inside) if volume is None else volume

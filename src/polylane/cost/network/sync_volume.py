@@ -56,7 +56,7 @@ def compute_sync_bytes(
     * Local SGD averages weights in one of k steps: as much in that one, nothing in the others.
     * A worker sends n to parameter servers, which send n to each worker: 2 n p in all (Li et al., OSDI 2014). Traffic
       between a worker and a server in one process does not leave it: 2 n (p - 1) in all, and a worker that hosts
-      servers sends what these answer.
+      servers sends the weights that they return.
 
     All-reduces of at most 64 KB over more than two workers in shared memory are sent directly to every other worker,
     which saves the steps of a ring: n (p - 1) bytes leave a worker, p / 2 times as many as in a ring.

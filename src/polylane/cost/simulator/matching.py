@@ -118,7 +118,7 @@ class _LaneMatcher:
         ops: list[ScheduledTask] = []
         channels: dict[Hashable, Transmission] = {}
         pending: list[Transmission] = []
-        # Only kept where a task has ``after``: hashing every action would cost more than the rest.
+        # Last task of each action, to resolve ``after``; None in lanes where no task has it.
         latest: dict[Action, ScheduledTask] | None = {} if any(task.after is not None for task in tasks) else None
         for task in tasks:
             kind = task.action.kind

@@ -3,7 +3,7 @@
 Such a function is one opaque operator of the captured graph. Its forward and backward pass are traced to ATen on fake
 tensors with a symbolic number of samples and a tangent for every output, and the traced graph is interpreted by the
 same rules as any other. A function is proven if its outputs follow from the parts' outputs, and the gradient of each
-input from the parts' gradients as the table demands. Nothing is known of any other function (one that looks at values,
+input from the parts' gradients as the table demands. Nothing is known of any other function (one that reads values,
 calls numpy, draws random numbers, branches on the number of samples, or joins samples in its backward pass).
 
 State of the gradient of a value v, by the state of v. Every part's backward pass begins with its share of the whole

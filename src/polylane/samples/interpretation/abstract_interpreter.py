@@ -56,7 +56,7 @@ def interpret(
     """Interpret a graph to its end; None if it does not hold for the numbers of samples that are tried.
 
     Args:
-        graph: the captured graph; no operator of it is run.
+        graph: the captured graph; none of its operators is run.
         per_sample, counting: see :func:`polylane.samples.derivation.derive_composition`.
         given: states of placeholders that are neither sharded by sample in order nor replicated; None for unknown ones.
         functions: proves custom autograd functions; default: none is proven.
