@@ -1,4 +1,4 @@
-"""Sharded replicas (ZeRO-3, FSDP): what gathering parameters and scattering gradients adds to computation."""
+"""Sharded data parallelism (ZeRO-3, FSDP): seconds that parameter all-gathers and reduce-scatters add to a pass."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ EXPOSED = 0.8
 
 
 def concurrent_collective_seconds(cluster: Cluster, kind: str, sizes: Sequence[float], ranks: Ranks) -> float:
-    """Seconds of a collective for each of these sizes in bytes, while all other ranks do the same."""
+    """Return the seconds of one collective per size (bytes), one after another, while all other groups do the same."""
+    # Transformer blocks are mostly of one size: each distinct size is priced once.
     alike = Counter(sizes).items()
     return sum(count * network.collective_seconds(cluster, kind, size, ranks, None) for size, count in alike)
 
 
 @dataclass(frozen=True)
 class ShardTrafficSeconds:
-    """What replicas that hold a part of everything exchange for one microbatch.
+    """Seconds of the collectives of parameter-sharded replicas for one microbatch.
 
     Attributes:
         gathers: seconds of all-gathers of parameters.
@@ -36,12 +37,12 @@ class ShardTrafficSeconds:
 
     @property
     def seconds(self) -> float:
-        """Of all of it, one after the other."""
+        """Seconds of all collectives, run one after another."""
         return self.gathers + self.scatters
 
     @staticmethod
     def of(cluster: Cluster, blocks: Sequence[float], ranks: Ranks, gathers: int = 2) -> ShardTrafficSeconds:
-        """Of blocks with so many bytes of parameters, gathered so often."""
+        """Price blocks of these parameter bytes: ``gathers`` all-gathers and one reduce-scatter each."""
         once = concurrent_collective_seconds(cluster, "all_gather", blocks, ranks)
         return ShardTrafficSeconds(
             gathers * once, concurrent_collective_seconds(cluster, "reduce_scatter", blocks, ranks)
@@ -49,9 +50,13 @@ class ShardTrafficSeconds:
 
 
 def exposed_seconds(compute: float, travel: float) -> float:
-    """Seconds by which computation takes longer with collectives of some seconds beside it.
+    """Return the seconds of collectives that computation does not hide.
 
-    They run beside the computation of other blocks, but :data:`EXPOSED` of their time is lost anyway; and they take
-    what they take.
+    Collectives overlap with the computation of other blocks, but at least :data:`EXPOSED` of their time is exposed; if
+    they take longer than the computation, all that exceeds it is.
+
+    Args:
+        compute: seconds of the computation that runs at the same time.
+        travel: seconds of the collectives without overlap.
     """
     return max(EXPOSED * travel, travel - compute)

@@ -1,6 +1,6 @@
-"""Table: what every node of a graph takes on one rank, for any number of samples in hand.
+"""Cost table: seconds and bytes of every node of a sharded graph on one rank, for any number of local samples.
 
-Nodes that are alike (the same operator on the same shapes, split alike) are priced once; a table is a few arrays over
+Equal nodes (same operator, shapes and strategy) are priced once; a table is a few arrays over
 the nodes with their running sums, so that any run of nodes costs two look-ups.
 """
 
@@ -39,15 +39,17 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """One operator on one rank.
+    """One operator as one rank computes it.
 
     Attributes:
-        operator: the whole operator, at some number of samples.
-        samples: in hand.
-        inputs, outputs: shapes of what the rank has of its tensors.
-        whole_inputs, whole_outputs: shapes of the whole tensors.
-        work_share: of the whole operator's work that the busiest rank does, where that does not follow from the shapes.
-        shares_statistics: whether it normalizes over a batch whose statistics replicas share.
+        operator: the unsharded operator, as viewed at the samples of the layout.
+        samples: local samples of the rank for one microbatch.
+        inputs, outputs: local shapes, those of the busiest rank, in the call's order.
+        whole_inputs, whole_outputs: shapes of the unsharded tensors at ``samples``.
+        work_share: fraction of the unsharded operator's work that the busiest rank does; None: it follows from the
+            local shapes.
+        shares_statistics: whether it is a batch normalization whose statistics are summed over replicas
+            (SyncBatchNorm).
     """
 
     operator: OperatorNode
@@ -61,40 +63,40 @@ class OperatorWork:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank computes all of it."""
+        """Whether the rank computes the unsharded operator."""
         return self.work_share is None and (self.inputs, self.outputs) == (self.whole_inputs, self.whole_outputs)
 
 
 class Clock(Protocol):
-    """How long one operator takes on one rank."""
+    """Prices one operator on one rank: a roofline model or a measured profile."""
 
     def __call__(self, work: OperatorWork) -> tuple[float, float]:
-        """Seconds of its forward and of its backward pass (0 where no gradient flows)."""
+        """Return the device's seconds of the forward and of the backward pass (0 where no gradient flows)."""
         ...
 
     def issued(self, work: OperatorWork) -> tuple[float, float]:
-        """Seconds that the host takes to issue them; it runs ahead of the device, as far as it can."""
+        """Return the host's seconds to issue both passes; the host runs ahead of the device as far as it can."""
         ...
 
 
 class CollectiveClock(Protocol):
-    """How long ranks along one axis need for a collective."""
+    """Prices a collective among the ranks along one axis."""
 
     def __call__(self, collective: str, size: float) -> float:
-        """Seconds of "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "message" over ``size`` bytes."""
+        """Return the seconds of a collective, or of a "message", of ``size`` bytes."""
         ...
 
 
 @dataclass(frozen=True)
 class PricedRedistribution:
-    """A tensor that some operators need otherwise than it is made, along one axis.
+    """A tensor that operators read with another placement than it is produced with, along one axis.
 
     Attributes:
-        key: of the tensor.
-        axis: along which it moves.
-        first_position: position of the first node that needs it so.
-        source, target: how it lies, and how it is needed.
-        has_gradient: whether its gradient comes back.
+        key: name of the tensor's node or source, and the output index.
+        axis: mesh axis of the redistribution: "sequence" or "tensor".
+        first_position: position of the first node that reads it with the target placement.
+        source, target: placement that it is produced with, and the one that is read.
+        has_gradient: whether its gradient is redistributed back in the backward pass.
     """
 
     key: TensorKey
@@ -107,15 +109,15 @@ class PricedRedistribution:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Running sums over a graph's nodes, for one number of samples: entry i is the sum of the nodes before i.
+    """Running sums over a graph's nodes, for one number of local samples: entry i is the sum of nodes 0..i-1.
 
     Attributes:
-        samples: in hand.
+        samples: local samples of the rank for one microbatch.
         forward, backward: seconds of computation.
-        waits, backward_waits: seconds in collectives within the passes, on top.
-        sent: bytes that the rank sends in these collectives, both ways.
-        issued, backward_issued: seconds in which the host issues the computation: it goes on beside it, and counts
-            where the device has less to do.
+        waits, backward_waits: seconds of collectives inside the passes, on top of the computation.
+        sent: bytes that the rank sends in these collectives, forward and backward.
+        issued, backward_issued: seconds of the host to issue the operators; it runs ahead of the device, and delays it
+            only where the device has less to do.
         stalled, backward_stalled: of the seconds of computation, those in which the device waits for the host.
     """
 
@@ -131,20 +133,20 @@ class CostTable:
     backward_stalled: Array
 
     def between(self, name: str, first: int, end: int) -> float:
-        """The sum of one of the arrays over nodes first..end-1."""
+        """Return the sum of the array called ``name`` over nodes first..end-1."""
         array: Array = getattr(self, name)
         return float(array[end] - array[first])
 
 
 class ShardedGraphCost:
-    """A graph and how it lies on the axes of a mesh, ready to be priced.
+    """A graph sharded over the axes of a mesh, ready to be priced.
 
     Args:
-        graph: what is priced.
-        splits: by axis; none where one rank has the whole.
-        samples: for which the splits were chosen.
-        item: bytes of an element of a floating-point value, where passes run in another precision than the graph's.
-        shown: the graph's view at so many samples, where it is known.
+        graph: the captured graph; only its structure and symbolic shapes are read.
+        splits: strategies and source placements by axis name; empty for an unsharded graph.
+        samples: local samples for which the splits were chosen.
+        item: bytes per floating-point element at most, where passes run in a lower precision than the graph.
+        shown: the graph's operator view at ``samples``; built here if None.
     """
 
     def __init__(
@@ -170,39 +172,39 @@ class ShardedGraphCost:
             if node.op in ("placeholder", "call_function") and not is_alias(node):
                 val = node.meta.get("val")
                 several = val if isinstance(val, (list, tuple)) else [val]
-                # A call counts only the tensors among what it gives.
+                # Output indices count only the tensors among a call's results, as the operator view does.
                 for index, each in enumerate(v for v in several if isinstance(v, Tensor)):
                     found[tensor_key(node)[0], index] = each
         return found
 
     def shape(self, key: TensorKey, samples: int) -> Shape:
-        """Of a whole tensor."""
+        """Return the unsharded shape of a tensor at ``samples`` local samples."""
         if (key, samples) not in self._shapes:
             sizes = self._concrete_sizes.setdefault(samples, ViewSizes(samples))
             self._shapes[key, samples] = sizes.shape(self._tensors[key])
         return self._shapes[key, samples]
 
     def placements(self, key: TensorKey) -> tuple[Placement, ...]:
-        """How a tensor lies where it is made, on every axis."""
+        """Return the placement of a tensor where it is produced, one for each axis."""
         return tuple(split.placement(key) for split in self.splits.values())
 
     def busiest_bytes(self, key: TensorKey, samples: int, placements: Iterable[Placement] | None = None) -> float:
-        """What the busiest rank has of a tensor."""
+        """Return the bytes of a tensor on the busiest rank (default: with the placements it is produced with)."""
         placed = self.placements(key) if placements is None else placements
         return math.prod(busiest_local_shape(self.shape(key, samples), placed)) * self.itemsize(key)
 
     def busiest_shape(self, source: str) -> Shape:
-        """What the busiest rank has of a parameter or buffer ("parameter:fc.weight")."""
+        """Return the busiest rank's local shape of a parameter or buffer ("parameter:fc.weight")."""
         return busiest_local_shape(self.shape((source, 0), self.view.samples), self.placements((source, 0)))
 
     def itemsize(self, key: TensorKey) -> int:
-        """Of an element of a tensor."""
+        """Return bytes per element of a tensor as the passes compute with it."""
         tensor = self._tensors[key]
         own = tensor.element_size()
         return min(own, self.float_itemsize) if self.float_itemsize is not None and tensor.is_floating_point() else own
 
     def busiest_value_bytes(self, name: str, samples: int) -> float:
-        """Bytes that the busiest rank has of a node's value."""
+        """Return the bytes of a node's value on the busiest rank; 0 for values that are no tensor."""
         key = self.view.aliases.get(name, (name, 0))
         return self.busiest_bytes(key, samples) if key in self._tensors else 0.0
 
@@ -210,7 +212,9 @@ class ShardedGraphCost:
 
     @cached_property
     def _distinct_operators(self) -> list[tuple[OperatorNode, list[int]]]:
-        """One step of every kind, and the positions of the nodes that are alike."""
+        """One operator of every kind, with the positions of all nodes of that kind."""
+        # The kind holds all that a price can depend on: operator, plain arguments, tensor forms and
+        # strategies. A 100-layer model then costs as much to price as one layer.
         kinds: dict[Hashable, tuple[OperatorNode, list[int]]] = {}
         for step in self.view.operators:
             chosen = tuple((s.inputs, s.outputs, s.work, s.sent) for s in self._strategies(step))
@@ -225,23 +229,25 @@ class ShardedGraphCost:
 
     @cached_property
     def redistributions(self) -> tuple[PricedRedistribution, ...]:
-        """Every tensor that must move, to each placement once, however many operators need it so."""
+        """All redistributions: each tensor once for every placement that it is read with, however many readers."""
         found: dict[tuple[str, TensorKey, Placement], PricedRedistribution] = {}
         end = len(self.graph.nodes) - 1
         for axis, split in self.splits.items():
             for step in self.view.operators:
                 for key, needed in zip(step.input_keys, split.strategies[step.name].inputs, strict=True):
                     self._add_redistribution(found, axis, split, key, needed, self.graph.positions[step.name])
+            # Outputs of the graph (the loss) are needed replicated, at the end of the last node.
             for key in self.view.output_keys:
                 self._add_redistribution(found, axis, split, key, REPLICATE, end)
         return tuple(found.values())
 
     @cached_property
     def _distinct_redistributions(self) -> list[tuple[PricedRedistribution, list[int], Array]]:
-        """One move of every kind, the positions of the nodes before which such moves are, and how many at each."""
+        """One redistribution of every kind, the positions of its first readers, and how many there are at each."""
         kinds: dict[Hashable, tuple[PricedRedistribution, Counter[int]]] = {}
         for moved in self.redistributions:
             tensor = self._tensors[moved.key]
+            # SymInts are unhashable; their sympy expressions are, and compare equal for equal sizes.
             form = tuple(size if isinstance(size, int) else size.node.expr for size in tensor.shape)
             kind = (
                 moved.axis,
@@ -285,18 +291,20 @@ class ShardedGraphCost:
     def table(
         self, samples: int, clock: Clock, exchange: Mapping[str, CollectiveClock], rates: RankSpeed | None = None
     ) -> CostTable:
-        """What every node takes.
+        """Price every node.
 
         Args:
-            samples: in hand.
-            clock: how long an operator takes on what a rank has of its tensors.
-            exchange: how long collectives take, by axis; "data" where replicas share the statistics of a batch.
-            rates: of one rank's memory, for copies that nothing travels for.
+            samples: local samples of the rank for one microbatch.
+            clock: prices an operator on the rank's local shapes.
+            exchange: prices collectives, by axis; has "data" if replicas sum the statistics of batch normalization.
+            rates: speed of one rank's memory, for redistributions that only copy locally; None: these cost nothing.
         """
         size = len(self.graph.nodes)
+        # Rows of the 2-row arrays: forward, backward.
         compute, waits, issued = np.zeros((2, size)), np.zeros((2, size)), np.zeros((2, size))
         traffic = np.zeros(size)
         for step, positions in self._distinct_operators:
+            # SyncBatchNorm: an all-reduce over replicas in each direction that runs.
             sums = _statistics_bytes(step) if "data" in exchange else 0.0
             work = replace(self._operator_work(step, samples), shares_statistics=sums > 0)
             compute[:, positions] = np.array(clock(work))[:, None]
@@ -307,11 +315,14 @@ class ShardedGraphCost:
                 waits[1, positions] += shared if step.call.outputs[0].gradient else 0.0
                 traffic[positions] += 2 * bytes_per_rank("all_reduce", sums, 2)
             for axis, strategy in zip(self.splits, self._strategies(step), strict=True):
+                # Point-to-point messages inside an operator (ring attention, halo exchange); their
+                # bytes grow with the local samples.
                 if strategy.messages:
                     scale = samples / self.view.samples
                     taken = strategy.messages * exchange[axis]("message", strategy.sent * scale / strategy.messages)
                     waits[:, positions] += taken / 2  # half of them on the way back
                     traffic[positions] += strategy.sent * scale
+        # Redistributions are charged to their first reader; way 0 is the tensor, way 1 its gradient.
         for moved, positions, counts in self._distinct_redistributions:
             whole = self._redistributed_bytes(moved, samples)
             for way, (collective, copied) in enumerate(
@@ -323,7 +334,9 @@ class ShardedGraphCost:
                 elif rates is not None:
                     compute[way, positions] += counts * copied / rates.bytes
         return CostTable(
-            samples, *(_running_sum(a) for a in (*compute, *waits, traffic, *issued, *np.zeros((2, size))))
+            # The stalled arrays stay zero here; limit_by_host fills them block by block.
+            samples,
+            *(_running_sum(a) for a in (*compute, *waits, traffic, *issued, *np.zeros((2, size)))),
         )
 
     def _operator_work(self, step: OperatorNode, samples: int) -> OperatorWork:
@@ -341,16 +354,16 @@ class ShardedGraphCost:
         return OperatorWork(step, samples, inputs, outputs, whole_in, whole_out, share)
 
     def _redistributed_bytes(self, moved: PricedRedistribution, samples: int) -> float:
-        """Bytes of a tensor that moves along an axis, with the splits of the other axes."""
+        """Return the bytes of a redistributed tensor, sharded on all axes but the one of the redistribution."""
         return self.busiest_bytes(moved.key, samples, self._other_placements(moved))
 
     def _other_placements(self, moved: PricedRedistribution) -> tuple[Placement, ...]:
-        """How the tensor lies on the other axes."""
+        """Return the tensor's placements on the other axes."""
         return tuple(s.placement(moved.key) for axis, s in self.splits.items() if axis != moved.axis)
 
 
 def _statistics_bytes(step: OperatorNode) -> float:
-    """Bytes of the statistics that replicas sum where an operator normalizes over a batch in training; 0 elsewhere.
+    """Return the bytes of batch statistics that replicas sum for a batch normalization in training; 0 for others.
 
     Two sums for each channel, in float64, forward and backward alike (see
     :mod:`polylane.graph.operators.sync_batch_norm`).
@@ -361,15 +374,16 @@ def _statistics_bytes(step: OperatorNode) -> float:
     return 2.0 * 8 * call.outputs[0].shape[1]
 
 
-# Arguments that differ from node to node without any difference in cost: keys of random numbers.
+# Arguments that differ from node to node and do not change the cost: the salts of random number streams.
 _ONE_OF_A_KIND: Collection[str] = ("salt",)
 
 
 def busiest_local_shape(shape: Shape, placements: Iterable[Placement]) -> Shape:
-    """What the busiest rank has of a shape; where a dimension has another size than it was cut for, the same share."""
+    """Return the busiest rank's local shape; a dimension of another size than was sharded keeps the largest share."""
     sizes = list(shape)
     for placement in placements:
         if isinstance(placement, Shard):
+            # 1e-9 keeps an exact share such as 1/3 of 9 from being rounded up to 4.
             sizes[placement.dim] = math.ceil(sizes[placement.dim] * placement.largest_share - 1e-9)
     return tuple(sizes)
 

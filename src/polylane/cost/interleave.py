@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: workers that have several stages each, and what their passes, sums and steps take."""
+"""Interleaved 1F1B (Narayanan et al., 2021): costs and tasks of workers that each run several virtual stages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from polylane.schedule.interleaved import interleaved
 
 
 class InterleavedWorkers(PlanCost):
-    """Prices of workers that have several virtual stages each: all of a worker's together; of each in ``chunks``.
+    """Costs of workers that run several virtual stages: summed over a worker's stages here, per stage in ``chunks``.
 
     Args:
-        basis, plan, batch, exact: as of :class:`polylane.cost.plan_cost.PlanCost`.
-        partition: the graph cut into virtual stages, a multiple of the plan's stages.
+        basis, plan, batch, exact: see :class:`polylane.cost.plan_cost.PlanCost`.
+        partition: the graph cut into virtual stages; their number is a multiple of the plan's stages.
 
     Raises:
         PolylaneError: a plan that cannot be interleaved.
@@ -34,15 +34,15 @@ class InterleavedWorkers(PlanCost):
         check(plan)
         super().__init__(basis, deal_stages(partition, plan.pipeline), plan, batch, exact)
         virtual = tuple(plan.stages[stage % plan.pipeline] for stage in range(partition.stages))
-        # Not a plan that anybody could run: stages share their devices. But as prices go they are stages as any other.
+        # This plan is for pricing only: its stages share devices, so it could not be run.
         self.chunks = PlanCost(basis, partition, plan.model_copy(update={"stages": virtual}), batch, exact)
 
     def stages_of_worker(self, stage: int) -> range:
-        """The virtual stages of a worker."""
+        """Return the virtual stages of a worker: every ``pipeline``-th, from its own stage on."""
         return range(stage, self.chunks.partition.stages, self.plan.pipeline)
 
     def peak_memory(self, stage: int) -> MemoryBreakdown:
-        """What a worker holds at most, by the order in which it runs its stages."""
+
         plan, own = self.plan, self.stages_of_worker(stage)
         return peak_memory(
             interleaved(plan.pipeline, len(own), plan.microbatches)[stage],
@@ -56,13 +56,14 @@ class InterleavedWorkers(PlanCost):
 
 
 class InterleavedTaskBuilder(TaskBuilder):
-    """The tasks of such workers."""
+    """Builds the tasks of workers with several virtual stages."""
 
     def __init__(self, workers: InterleavedWorkers) -> None:
         super().__init__(workers)
         self._workers, self._chunks = workers, TaskBuilder(workers.chunks)
 
     def _compute_task(self, program: Program, action: Action) -> Task:
+        # The optimizer steps once for all stages of a worker; passes are priced by virtual stage.
         if action.kind is ActionKind.STEP:
             return super()._compute_task(program, action)
         return self._chunks._compute_task(replace(program, stage=action.stage), action)
@@ -77,19 +78,19 @@ class InterleavedTaskBuilder(TaskBuilder):
         return self._chunks._ready_fraction(self._first_reader(stage, bucket), bucket)
 
     def _first_reader(self, worker: int, bucket: GradientBucket) -> int:
-        """The first of a worker's stages that reads a parameter of a bucket: the last one to go backward."""
+        """Return a worker's first stage that reads a parameter of the bucket: the last to run its backward pass."""
         own = self._workers.stages_of_worker(worker)
         return next((s for s in own if not self._parameters_read[s].isdisjoint(bucket.parameters)), own[0])
 
     @cached_property
     def _parameters_read(self) -> list[set[str]]:
-        """The parameters that each virtual stage reads."""
+        """Names of the parameters that each virtual stage reads."""
         partition = self._workers.chunks.partition
         return [set(partition.parameters(stage)) for stage in range(partition.stages)]
 
 
 def check(plan: Spec | Plan) -> None:
-    """Refuse plans that cannot be interleaved.
+    """Check that a plan can be interleaved.
 
     Raises:
         PolylaneError: the plan has one stage, another schedule, or stages with unlike meshes.

@@ -1,4 +1,4 @@
-"""A scene: one plan on one cluster, and what each of its stages takes and holds."""
+"""Plan cost: seconds, bytes and peak memory of every stage of one plan on one cluster."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from polylane.schedule.synchronous import Lanes, schedule_lanes
 
 @dataclass(frozen=True)
 class CostModel:
-    """What predictions rest on.
+    """Everything but the plan that a prediction depends on.
 
     Attributes:
-        cluster: the devices and what links them.
-        stages: prices of the graph.
-        method: how training is done.
-        make_clock: how long operators take on a device.
-        update_seconds: seconds that the optimizer takes for so many trained elements in so many tensors on a device.
-        optimizer: what it keeps for each parameter.
-        margin: memory that is lost beyond the tensors.
-        host_overhead: seconds of the host from one pass of a microbatch to the next, beyond its operators.
+        cluster: the devices and the links between them.
+        stages: prices of the graph's stages, cached by mesh and samples.
+        method: precision, sharding, recomputation and overlap of the training.
+        make_clock: device -> clock that prices operators on it.
+        update_seconds: (device, trained elements, trained tensors) -> seconds of the optimizer's step.
+        optimizer: tensors that the optimizer keeps for each parameter.
+        margin: memory that a worker takes beyond its tensors.
+        host_overhead: seconds of the host from one microbatch pass to the next, beyond issuing operators.
     """
 
     cluster: Cluster
@@ -62,11 +62,11 @@ class CostModel:
 
 @dataclass(frozen=True)
 class ShardTraffic:
-    """What replicas that hold parts of the parameters gather and scatter beside the passes of one microbatch.
+    """Collectives of parameter-sharded replicas (ZeRO-3) during the passes of one microbatch.
 
     Attributes:
-        waits, backward_waits: seconds that the passes take longer by.
-        sent, backward_sent: bytes.
+        waits, backward_waits: exposed seconds, added to each pass.
+        sent, backward_sent: bytes that the rank sends in each pass.
     """
 
     waits: float = 0.0
@@ -77,16 +77,16 @@ class ShardTraffic:
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """What one rank of a stage takes and does, the busiest.
+    """Predicted cost of the busiest rank of a stage.
 
     Attributes:
-        mesh: of the stage.
-        samples: in hand for each microbatch.
-        passes: of one microbatch.
-        weights: that it holds.
-        update_seconds: seconds of the optimizer.
-        memory: that it needs at most.
-        shard_traffic: of parameters, on top of the passes.
+        mesh: degrees of the stage's data, sequence and tensor axes.
+        samples: local samples of a replica for each microbatch.
+        passes: seconds and bytes of one microbatch.
+        weights: trained elements and tensors on the rank.
+        update_seconds: seconds of the optimizer's step on the rank.
+        memory: bytes at the peak of the step.
+        shard_traffic: gathered parameters and scattered gradients, on top of the passes.
     """
 
     mesh: Degrees
@@ -99,7 +99,7 @@ class StagePrediction:
 
     @property
     def collective_seconds(self) -> float:
-        """Seconds that both passes of a microbatch wait for collectives."""
+        """Seconds that the two passes of a microbatch wait for collectives."""
         return (
             self.passes.waits
             + self.passes.backward_waits
@@ -109,13 +109,13 @@ class StagePrediction:
 
     @property
     def shard_traffic_share(self) -> float:
-        """Of the bytes that its passes send, the share that replicas gather and scatter: from 0 to 1."""
+        """Fraction (0 to 1) of the bytes sent in the passes that is parameter sharding's traffic."""
         own = self.shard_traffic.sent + self.shard_traffic.backward_sent
         return own / (own + self.passes.sent) if own else 0.0
 
 
 class PlanCost:
-    """Prices of the stages of one plan on one cluster; arguments as of :func:`polylane.cost.predict.predict`."""
+    """Costs of the stages of one plan on one cluster; for the arguments see :func:`polylane.cost.predict.predict`."""
 
     def __init__(self, basis: CostModel, partition: Partition, plan: Plan, batch: int, exact: bool = True) -> None:
         self.exact = exact
@@ -125,18 +125,18 @@ class PlanCost:
 
     @cached_property
     def stage_graph(self) -> StageGraph:
-        """Which stages wait for which."""
+        """The stages and which of them feed which."""
         return StageGraph.of_partition(self.partition)
 
     def local_samples(self, stage: int) -> int:
-        """That a replica of a stage has in hand for each microbatch, at most."""
+        """Return the most samples that a replica of a stage has in one microbatch."""
         return -(-self.batch // (self.plan.microbatches * self.plan.degree("data", stage)))
 
     def node_ranges(self, stage: int) -> list[Range]:
         return [(first, end) for first, end, owner in self.partition.pieces if owner == stage]
 
     def table(self, stage: int) -> CostTable:
-        """What every node takes on a stage's mesh, with all that is computed again."""
+        """Return the cost of every node on a stage's mesh, recomputation included."""
         if stage not in self._tables:
             stages, recompute = self.basis.stages, self.basis.method.recompute
             plain = self._table(stage)
@@ -147,10 +147,12 @@ class PlanCost:
 
     def _table(self, stage: int) -> CostTable:
         mesh, rank = self.plan.degrees(stage), self.plan.stages[stage].devices[0]
+        # "data" is priced too: batch normalization sums its statistics over replicas inside the passes.
         axes = ("data", *self.plan.axes_of(stage)) if mesh.data > 1 else self.plan.axes_of(stage)
         groups = {axis: self.plan.ranks_along(rank, axis) for axis in axes}
         device = self.slowest_device(stage)
         exchange = {axis: network.make_collective_clock(self.basis.cluster, ranks) for axis, ranks in groups.items()}
+        # Cache key of the prices: stages with equal devices and equally spanned groups share one table.
         where = (device.kind, device.speed, tuple((a, self.basis.cluster.span(r)) for a, r in groups.items()))
         rates = network.fit_rank_speed(self.basis.cluster, self.plan.stages[stage].devices[:2], self.basis.method.dtype)
         return self.basis.stages.table(
@@ -158,16 +160,16 @@ class PlanCost:
         )
 
     def slowest_device(self, stage: int) -> Device:
-        """The slowest of a stage's devices: all others wait for it."""
+        """Return the slowest device of a stage: all others wait for it in collectives."""
         found = self.basis.cluster.devices(self.plan.stages[stage].devices)
         return min(found, key=lambda device: device.speed * max(device.achieved.values()))
 
     def partial_gradient_axes(self, stage: int) -> Mapping[str, tuple[str, ...]]:
-        """Parameters whose gradients are summands along axes of a stage's mesh."""
+        """Return the parameters whose gradients are partial sums on axes of a stage's mesh, with these axes."""
         return self.basis.stages.partial_gradient_axes(self.plan.degrees(stage))
 
     def predict_stage(self, stage: int) -> StagePrediction:
-        """What a stage's busiest rank does."""
+        """Predict the busiest rank of a stage."""
         if stage not in self._priced:
             table, pieces, mesh = self.table(stage), self.node_ranges(stage), self.plan.degrees(stage)
             own = sum_passes(table, pieces)
@@ -181,11 +183,13 @@ class PlanCost:
         return self._priced[stage]
 
     def _shard_traffic(self, stage: int, own: PassCosts) -> ShardTraffic:
-        """Each block's parameters are gathered for either pass, and its gradients scattered behind the second one."""
+        """Price ZeRO-3: a block's parameters are gathered before each pass, gradients scattered after backward."""
         if not self.basis.method.gathers_parameters(self.plan.degree("data", stage)):
             return ShardTraffic()
         ranks = self.plan.ranks_along(self.plan.stages[stage].devices[0], "data")
         blocks = [self.parameter_bytes(stage, names) for names in self._block_parameters(stage) if names]
+        # One gather per pass: gathers=1 prices the forward pass, and with the reduce-scatter the backward
+        # pass.
         traffic, turn = ShardTrafficSeconds.of(self.basis.cluster, blocks, ranks, gathers=1), self.basis.host_overhead
         gathered = bytes_per_rank("all_gather", sum(blocks), len(ranks))
         scattered = bytes_per_rank("reduce_scatter", sum(blocks), len(ranks))
@@ -197,12 +201,12 @@ class PlanCost:
         )
 
     def parameter_bytes(self, stage: int, names: Iterable[str]) -> float:
-        """Of parameters, or of their gradients, as a rank of a stage computes with them."""
+        """Return the local bytes of parameters, or of their gradients, in the dtype of the passes."""
         sheet = self.sharded_graph(stage)
         return sum(sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples) for name in names)
 
     def peak_memory(self, stage: int) -> MemoryBreakdown:
-        """What a stage's busiest rank holds at most."""
+        """Return the bytes of a stage's busiest rank at the peak of the step."""
         basis, load = self.basis, self.trained_bytes(stage)
         needs, trained = {stage: self.microbatch_memory(stage)}, {stage: load.trained}
         return peak_memory(
@@ -211,15 +215,15 @@ class PlanCost:
 
     @cached_property
     def _lanes(self) -> Lanes:
-        """The passes of every stage, in order."""
+        """The forward and backward passes of every stage, in the order of the schedule."""
         return schedule_lanes(self.plan.schedule, self.stage_graph, self.plan.microbatches)
 
     def sharded_load(self, stage: int) -> ShardedLoad:
-        """What a rank of a stage trains, as far as it holds it."""
+        """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""
         return shard_trained_bytes(self.trained_bytes(stage), self.basis.method, self.plan.degree("data", stage))
 
     def microbatch_memory(self, stage: int) -> PeakMemory:
-        """What one microbatch needs of a stage's busiest rank."""
+        """Return the memory that one microbatch takes on a stage's busiest rank."""
         basis, mesh, pieces = self.basis, self.plan.degrees(stage), self.node_ranges(stage)
 
         def held(ranges: Sequence[Range]) -> PeakMemory:
@@ -227,19 +231,20 @@ class PlanCost:
             return basis.stages.microbatch_memory(mesh, self.local_samples(stage), ranges, self.exact, again)
 
         need = held(pieces)
+        # Full recomputation prices every block as a stage of its own, then combines them.
         if basis.method.recompute == "full":
             need = recomputed_need(need, [held([each]) for each in self._block_bounds(stage)])
         return need
 
     def _block_bounds(self, stage: int) -> list[Range]:
-        """Where the blocks of a stage, or what it has of them, begin and end."""
+        """Return the ranges of a stage's blocks; a block that a cut divides counts with the part in this stage."""
         every, found = self.basis.stages.block_positions, list[Range]()
         for first, end in self.node_ranges(stage):
             found += itertools.pairwise([first, *(p for p in every if first < p < end), end])
         return found
 
     def _block_parameters(self, stage: int) -> list[list[str]]:
-        """The trained parameters of every block of a stage, each in the first one that reads it."""
+        """Return the trained parameters of every block of a stage; shared ones with the first block that reads them."""
         graph, seen, found = self.partition.graph, set[str](), list[list[str]]()
         for first, end in self._block_bounds(stage):
             read = dict.fromkeys(name for node in graph.nodes[first:end] for name in node.parameters)
@@ -248,18 +253,21 @@ class PlanCost:
         return found
 
     def trained_bytes(self, stage: int) -> TrainedBytes:
-        """What a rank of a stage trains, in bytes."""
+        """Return the bytes of a rank's parameters, gradients and optimizer state, before sharding over replicas."""
         graph, sheet = self.partition.graph, self.sharded_graph(stage)
+        # Sizes in the model's own dtype: shard_trained_bytes converts them to that of the passes.
         names = [name for name in self.partition.parameters(stage) if graph.parameters[name].trainable]
         shapes = {name: sheet.busiest_shape(f"parameter:{name}") for name in names}
         item = {name: graph.parameters[name].bytes // max(1, math.prod(graph.parameters[name].shape)) for name in names}
         sizes = {name: math.prod(shapes[name]) * item[name] for name in names}
+        # Frozen parameters, buffers and constants count in full, whatever the sharding.
         frozen = [n for n in self.partition.parameters(stage) if n not in sizes]
         fixed = sum(graph.parameters[n].bytes for n in frozen)
         fixed += sum(graph.buffers[n].bytes for n in self.partition.buffers(stage))
         fixed += sum(constant.nbytes for constant in graph.code.constants.values())
         trained = sum(sizes.values())
         shared = self.plan.degree("data", stage) > 1
+        # Tensors larger than a bucket are reduced in place; smaller ones are copied into a flat buffer.
         copied = sum(size for size in sizes.values() if size <= BUCKET_BYTES) if shared else 0
         block = max((sum(sizes[name] for name in each) for each in self._block_parameters(stage)), default=0)
         return TrainedBytes(
@@ -272,5 +280,5 @@ class PlanCost:
         )
 
     def sharded_graph(self, stage: int) -> ShardedGraphCost:
-        """The graph as it lies on a stage's mesh."""
+        """Return the graph sharded over a stage's mesh."""
         return self.basis.stages.sharded_graph(self.plan.degrees(stage))

@@ -1,4 +1,4 @@
-"""Predict a step: the programs that the workers would run, played over what everything takes."""
+"""Step-time prediction: lower a plan to the workers' programs and simulate them with predicted durations."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from polylane.program.replica_local import without_replica_sync
 
 __all__ = ["CostModel", "Prediction", "StagePrediction", "predict", "table_of"]
 
-# Up to so many workers each has a lane of its own where that is asked for.
+# Up to this many workers each gets a lane of its own, where that is asked for.
 LANES = 64
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of a plan on a cluster.
+    """A predicted step of a plan on a cluster.
 
     Attributes:
-        plan: what runs.
-        timeline: a lane for every worker, or for one of each stage where they are many (``lanes`` says which ranks).
-        stages: what each stage's busiest rank does.
-        batch: samples of a step.
-        lanes: the ranks that have a lane.
-        period: steps from one sum over replicas to the next; the timeline is that of the step which ends with it.
-        local_step_timeline: the timeline of every other step; None where all are alike.
+        plan: the plan whose step is predicted.
+        timeline: a lane for every worker, or for one worker of each stage (``lanes`` gives the ranks).
+        stages: costs of each stage's busiest rank, by stage.
+        batch: samples of a step over all replicas.
+        lanes: rank of the worker that each lane shows.
+        period: steps between two averagings over replicas (local SGD); ``timeline`` is the step that ends with one.
+        local_step_timeline: timeline of the steps without averaging; None if all steps are equal.
     """
 
     plan: Plan
@@ -49,19 +49,20 @@ class Prediction:
     local_step_timeline: Timeline | None = None
 
     def mean_over_period(self, of: Callable[[Timeline], float]) -> float:
-        """What is to be said of a step's timeline, on average over a period."""
+        """Return the mean over a period of a figure of a step's timeline."""
         if self.local_step_timeline is None:
             return of(self.timeline)
         return (of(self.timeline) + (self.period - 1) * of(self.local_step_timeline)) / self.period
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step, on average over a period."""
         return self.mean_over_period(Timeline.makespan)
 
     @cached_property
     def utilization(self) -> float:
-        """Of all workers' time, how much is work: from 0 to 1."""
+        """Fraction (0 to 1) of all workers' time in which they compute or communicate."""
+        # A lane stands for all workers of its stage, shared evenly if a stage has several lanes.
         of = [self.plan.stage_and_replica(rank)[0] for rank in self.lanes]
         workers = [len(self.plan.stages[stage].devices) / of.count(stage) for stage in of]
         area = self.seconds * self.plan.workers
@@ -73,12 +74,12 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        """Of the lanes' time, in how much nothing happens: from 0 to 1."""
+        """Fraction (0 to 1) of the lanes' time in which nothing happens: the pipeline bubble."""
         return self._share_of_lane_time(lambda timeline: sum(timeline.idle()))
 
     @property
     def exposed_communication(self) -> float:
-        """Of the lanes' time, in how much they communicate and compute nothing: from 0 to 1."""
+        """Fraction (0 to 1) of the lanes' time in which they communicate and do not compute."""
         return self._share_of_lane_time(lambda timeline: sum(timeline.exposed_communication()))
 
     def _share_of_lane_time(self, of: Callable[[Timeline], float]) -> float:
@@ -86,7 +87,7 @@ class Prediction:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all workers together."""
+        """Samples of all replicas per second."""
         return self.batch / self.seconds if self.seconds else 0.0
 
 
@@ -99,23 +100,23 @@ def predict(
     exact: bool = True,
     period: int = 1,
 ) -> Prediction:
-    """The time of one step.
+    """Predict one step of a plan.
 
-    Workers that are alike are played once: one of each stage, unless they share cores, or their devices differ.
+    Equal workers are simulated once: one of each stage, unless workers share cores or their devices differ.
 
     Args:
-        basis: what the prediction rests on.
-        partition: the graph and its cuts: into the plan's stages; or into a multiple of them, virtual stages that the
-            workers have in turn and interleave (:func:`polylane.schedule.interleaved.interleaved`).
-        plan: what runs where.
+        basis: cluster, prices and training options.
+        partition: the graph cut into the plan's stages, or into a multiple of them: virtual stages, dealt round-robin
+            and interleaved (:func:`polylane.schedule.interleaved.interleaved`).
+        plan: meshes, devices and schedule of the stages.
         batch: samples of a step, over all replicas.
-        every: a lane for every worker (up to :data:`LANES`), whether they are alike or not.
-        exact: memory is that of the samples in hand; else in proportion to those that the graph was captured with.
-        period: after so many steps replicas sum their parameters, and nothing before (local SGD: Stich, 2019); 1: they
-            sum gradients in every step.
+        every: whether every worker has a lane (up to :data:`LANES`), even where they are equal.
+        exact: whether memory is traced at the local samples; else it is scaled from those of the capture.
+        period: steps between two averagings of the replicas' parameters, without gradient reduction (local SGD: Stich,
+            2019); 1: gradients are reduced in every step.
 
     Raises:
-        PolylaneError: the plan cannot be interleaved, or its replicas cannot go so many steps alone.
+        PolylaneError: the plan cannot be interleaved, or its replicas cannot take local steps.
     """
     alone = _is_replica_local(basis, plan, period)
     scene: PlanCost
@@ -126,6 +127,7 @@ def predict(
         scene = PlanCost(basis, partition, plan, batch, exact)
         doing = TaskBuilder(scene)
     ranks = range(plan.workers)
+    # One lane per stage is exact only if workers are interchangeable: same devices, no shared cores.
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
     single = (every or unlike) and plan.workers <= LANES
     lanes = tuple(ranks) if single else tuple(stage.devices[0] for stage in plan.stages)
@@ -136,6 +138,7 @@ def predict(
         doing.build_hosts(lanes) if single else (),
     )
     timeline, between = simulate_tasks(tasks, hosts), None
+    # The step with averaging is the local step plus the all-reduce of parameters; both timelines are kept.
     if alone:
         sums = [doing.build_averaging_tasks(program, lanes) for program in programs]
         timeline, between = simulate_tasks([[*a, *b] for a, b in zip(tasks, sums, strict=True)], hosts), timeline
@@ -144,7 +147,7 @@ def predict(
 
 
 def _is_replica_local(basis: CostModel, plan: Plan, period: int) -> bool:
-    """Whether replicas go steps alone."""
+    """Return whether replicas take steps without synchronizing (local SGD)."""
     if period < 1:
         raise PolylaneError(f"replicas must sum every so many steps, at least 1, not {period}")
     if period == 1 or plan.data == 1:
@@ -159,7 +162,7 @@ def _is_replica_local(basis: CostModel, plan: Plan, period: int) -> bool:
 
 
 def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:
-    """What the workers run, by rank."""
+    """Lower the plan to the programs of the ranks in ``only`` (None: all), by rank."""
     plan = scene.plan
     partials = tuple(scene.partial_gradient_axes(stage) for stage in range(plan.pipeline))
     if partition.stages > plan.pipeline:
@@ -170,5 +173,5 @@ def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int]
 
 
 def table_of(basis: CostModel, partition: Partition, plan: Plan, batch: int, stage: int) -> CostTable:
-    """What every node of the graph takes on a rank of one of a plan's stages."""
+    """Return the cost of every node of the graph on a rank of one of a plan's stages."""
     return PlanCost(basis, partition, plan, batch).table(stage)

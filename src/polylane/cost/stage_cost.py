@@ -1,4 +1,4 @@
-"""What one rank of a stage takes: seconds of its passes, bytes that it holds and sends."""
+"""Stage cost: seconds of one rank's passes, bytes that it holds and sends, for any range of nodes as a stage."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Range = tuple[int, int]
 
 
 class MeshSplit(Protocol):
-    """How the operators of a graph lie on the axes of a mesh."""
+    """The sharding of a graph's operators over the axes of a mesh."""
 
     splits: dict[str, AxisSplit]
 
     @property
     def view(self) -> OperatorView:
-        """The graph as it was when the splits were chosen."""
+        """The graph's operator view at the samples for which the splits were chosen."""
         ...
 
     def at(self, samples: int) -> tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]:
-        """Every operator as a call, and the splits by axis, for so many samples in hand."""
+        """Return every operator as a call, and the splits by axis, at ``samples`` local samples."""
         ...
 
 
@@ -50,13 +50,13 @@ MakeSheet = Callable[[Mapping[str, AxisSplit], OperatorView | None], ShardedGrap
 
 @dataclass(frozen=True)
 class PassCosts:
-    """One microbatch on one rank of a stage.
+    """Cost of one microbatch on one rank of a stage.
 
     Attributes:
         forward, backward: seconds of computation.
-        waits, backward_waits: seconds in collectives within the passes, on top.
-        sent: bytes sent in these collectives, both ways.
-        stalled: of the seconds of computation, those in which the device waits for the host to issue operators.
+        waits, backward_waits: seconds of collectives inside the passes, on top of the computation.
+        sent: bytes sent in these collectives, forward and backward.
+        stalled: the part of the computation's seconds in which the device waits for the host to issue operators.
     """
 
     forward: float
@@ -68,17 +68,17 @@ class PassCosts:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of both passes, waiting included."""
+        """Seconds of both passes, collectives included."""
         return self.forward + self.backward + self.waits + self.backward_waits
 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """The parameters of one rank of a stage that have gradients and optimizer states.
+    """The trained parameters on one rank of a stage.
 
     Attributes:
-        trained_elements: how many elements they have.
-        trained_tensors: how many parameters they are.
+        trained_elements: number of elements of their local shards.
+        trained_tensors: number of parameters, each counted once.
     """
 
     trained_elements: int
@@ -86,18 +86,20 @@ class WeightBytes:
 
 
 class StageCosts:
-    """Prices stages of one graph: every table is made once.
+    """Prices stages of one graph; every table is built once.
 
     Args:
-        graph: what is split.
-        lay: how its operators lie on a mesh.
-        sheet: makes a sheet of the graph with such splits, and its view where that is known (see
-            :class:`polylane.cost.cost_table.ShardedGraphCost`).
-        setting: what decides which memory operators keep.
+        graph: the captured graph, before any sharding.
+        lay: mesh degrees -> sharding of the graph's operators.
+        sheet: (splits by axis, operator view or None) -> :class:`polylane.cost.cost_table.ShardedGraphCost` of the
+            graph.
+        setting: device, dtype and kernels that decide which tensors autograd saves.
     """
 
     def __init__(self, graph: Graph, lay: Lay, sheet: MakeSheet, setting: BackendSetting) -> None:
         self.graph, self._lay, self._make, self.setting = graph, lay, sheet, setting
+        # Caches. Keys begin with the degrees (sequence, tensor): the data degree changes only the local
+        # samples.
         self._keepings: dict[tuple[int, int, int], SavedTensors] = {}
         self._residences: dict[tuple[int, int, int, bool], LiveRanges] = {}
         self._laid: dict[tuple[int, int], MeshSplit] = {}
@@ -108,14 +110,14 @@ class StageCosts:
         self._summed: dict[tuple[int, int], Mapping[str, tuple[str, ...]]] = {}
 
     def without_prices(self) -> StageCosts:
-        """The same graph, laid out as it is, to be priced on other devices or links."""
+        """Return a copy that shares layouts and memory traces, but no prices: for other devices or links."""
         other = StageCosts(self.graph, self._lay, self._make, self.setting)
         other._laid, other._sheets = self._laid, self._sheets
         other._keepings, other._residences = self._keepings, self._residences
         return other
 
     def sharded_graph(self, mesh: Degrees) -> ShardedGraphCost:
-        """The graph as it lies on the operator axes of a mesh."""
+        """Return the graph sharded over the sequence and tensor axes of a mesh."""
         key = (mesh.sequence, mesh.tensor)
         if key not in self._sheets:
             if key != (1, 1):
@@ -133,7 +135,7 @@ class StageCosts:
         exchange: Mapping[str, CollectiveClock],
         rates: RankSpeed | None = None,
     ) -> CostTable:
-        """What every node takes; ``where`` names clock and exchange: equal ones give equal times."""
+        """Return the cost of every node; ``where`` is the cache key of ``clock`` and ``exchange``."""
         key = (mesh.sequence, mesh.tensor, samples, where)
         if key not in self._tables:
             self._tables[key] = limit_by_host(
@@ -144,12 +146,12 @@ class StageCosts:
     def microbatch_memory(
         self, mesh: Degrees, samples: int, pieces: Sequence[Range], exact: bool, again: bool = False
     ) -> PeakMemory:
-        """What one microbatch holds of a stage.
+        """Return the memory that one microbatch takes on a stage's rank.
 
         Args:
-            mesh, samples, pieces: of the stage, the samples in hand.
-            exact: of these samples; else in proportion to the graph's own.
-            again: attention is computed again in the backward pass.
+            mesh, samples, pieces: the stage's degrees, local samples and ranges of nodes.
+            exact: whether to trace at these samples; else scaled from the samples of the capture.
+            again: whether attention is recomputed in the backward pass (selective recomputation).
         """
         own = samples if exact else self.graph.samples
         key = (mesh.sequence, mesh.tensor, own, again, *pieces)
@@ -158,7 +160,7 @@ class StageCosts:
         return self._needs[key].scaled(samples / own)
 
     def live_ranges(self, mesh: Degrees, samples: int, again: bool = False) -> LiveRanges:
-        """What the graph's passes hold on a rank with so many samples in hand; ``again`` as of :meth:`need`."""
+        """Return the live ranges of a rank's memory; arguments as of :meth:`microbatch_memory`."""
         again = again and bool(self.attention_cores)
         key = (mesh.sequence, mesh.tensor, samples, again)
         if key not in self._residences:
@@ -169,7 +171,7 @@ class StageCosts:
     def _saved_tensors(self, mesh: Degrees, samples: int) -> SavedTensors:
         key = (mesh.sequence, mesh.tensor, samples)
         if key not in self._keepings:
-            self.sharded_graph(mesh)
+            self.sharded_graph(mesh)  # fills _laid, unless the mesh has no operator axes
             setting, laid = replace(self.setting, samples=samples), self._laid.get(key[:2])
             if laid is None:
                 self._keepings[key] = trace_saved_tensors(self.graph, setting)
@@ -180,11 +182,11 @@ class StageCosts:
 
     @cached_property
     def attention_cores(self) -> tuple[frozenset[str], ...]:
-        """The nodes of every attention."""
+        """Names of the nodes of every attention."""
         return find_attention_cores(self.graph)
 
     def recompute_counts(self, recompute: Recompute) -> Array:
-        """Of every node, how often it is computed again in the backward pass: 0 or 1."""
+        """Return for every node how often it is recomputed in the backward pass: 0 or 1."""
         found = np.full(len(self.graph.nodes), 1.0 if recompute == "full" else 0.0)
         if recompute == "selective":
             found[[self.graph.positions[name] for core in self.attention_cores for name in core]] = 1.0
@@ -192,7 +194,7 @@ class StageCosts:
 
     @cached_property
     def first_uses(self) -> Mapping[str, int]:
-        """Of every parameter, the position of the first node that reads it."""
+        """Position of the first node that reads each parameter."""
         found: dict[str, int] = {}
         for position, node in enumerate(self.graph.nodes):
             for name in node.parameters:
@@ -200,7 +202,7 @@ class StageCosts:
         return found
 
     def weights(self, mesh: Degrees, pieces: Sequence[Range]) -> WeightBytes:
-        """The parameters that a rank of a stage trains."""
+        """Return the trained parameters of a rank of a stage."""
         names = {name for first, end in pieces for i in range(first, end) for name in self.graph.nodes[i].parameters}
         trained, sheet = [name for name in names if self.graph.parameters[name].trainable], self.sharded_graph(mesh)
         keys = [(f"parameter:{name}", 0) for name in trained]
@@ -208,7 +210,7 @@ class StageCosts:
         return WeightBytes(elements, len(trained))
 
     def partial_gradient_axes(self, mesh: Degrees) -> Mapping[str, tuple[str, ...]]:
-        """Parameters whose gradients are summands on the ranks of an axis, and the axes."""
+        """Return the parameters whose gradients are partial sums on the ranks of an axis, with these axes."""
         key = (mesh.sequence, mesh.tensor)
         if key not in self._summed:
             splits, found = self.sharded_graph(mesh).splits, {}
@@ -225,18 +227,18 @@ class StageCosts:
 
     @cached_property
     def block_positions(self) -> tuple[int, ...]:
-        """Positions between which lie the blocks that are recomputed, or gathered, as one; both ends included."""
+        """Boundaries of the blocks that are recomputed or gathered as one, both ends included."""
         return (0, *narrow_positions(self.graph, most=1 << 30), len(self.graph.nodes))
 
     def block_input_bytes(self, mesh: Degrees) -> Array:
-        """Running sum over the nodes: bytes per sample that enter the blocks that begin before each position."""
+        """Return running sums over the nodes: bytes per sample that enter blocks beginning before each position."""
         live, begins = self.cut_bytes(mesh), np.zeros(len(self.graph.nodes) + 1)
         for position in self.block_positions[:-1]:
             begins[position + 1] = live[position]
         return np.cumsum(begins)
 
     def cut_bytes(self, mesh: Degrees) -> Array:
-        """For every position, bytes per sample that a rank holds of the values which a cut there would divide."""
+        """Return for every position the local bytes per sample of the values that cross a cut there."""
         key = (mesh.sequence, mesh.tensor)
         if key not in self._live:
             sheet = self.sharded_graph(mesh)
@@ -248,19 +250,21 @@ class StageCosts:
 
 
 def limit_by_host(table: CostTable, bounds: Sequence[int]) -> CostTable:
-    """A table in which the host's time counts where the device has less to do.
+    """Return a table in which the device waits for the host where issuing a block takes longer than computing it.
 
-    The host issues the operators of a block while the device computes and waits for collectives; it does not run
-    ahead of the device farther than that, as measured steps of many models have it.
+    The host issues the operators of a block while the device computes and waits for collectives; it does not run ahead
+    of the device by more than a block, as was measured on steps of many models.
 
     Args:
-        table: of the device's own time, and the host's beside it.
-        bounds: positions between which the blocks lie, both ends included.
+        table: the device's own seconds, with the host's in the ``issued`` arrays.
+        bounds: positions at which blocks begin and end, both ends of the graph included.
     """
     at = np.asarray(bounds)
     block = np.searchsorted(at, np.arange(len(table.forward) - 1), side="right") - 1  # of every node
     gaps = []
     for own, waits, issued in (("forward", "waits", "issued"), ("backward", "backward_waits", "backward_issued")):
+        # Per block: the gap is the host's time beyond the device's; it is spread over the block's nodes in
+        # proportion to what the host takes for each, so that a cut inside a block stays additive.
         host = np.diff(getattr(table, issued)[at])
         gap = np.maximum(host - np.diff(getattr(table, own)[at] + getattr(table, waits)[at]), 0.0)
         each = np.diff(getattr(table, issued)) * (gap / np.where(host > 0, host, 1.0))[block]
@@ -276,7 +280,7 @@ def limit_by_host(table: CostTable, bounds: Sequence[int]) -> CostTable:
 
 
 def sum_passes(table: CostTable, pieces: Sequence[Range]) -> PassCosts:
-    """What a stage of these nodes takes, without recomputation."""
+    """Return the costs of a stage made up of these ranges of nodes."""
     names = ("forward", "backward", "waits", "backward_waits", "sent", "stalled", "backward_stalled")
     forward, backward, waits, backward_waits, sent, there, back = (
         sum(table.between(name, first, end) for first, end in pieces) for name in names
@@ -285,14 +289,14 @@ def sum_passes(table: CostTable, pieces: Sequence[Range]) -> PassCosts:
 
 
 def add_recomputation(table: CostTable, repeated: Array) -> CostTable:
-    """A table in which some nodes run forward once more in the backward pass, collectives and all.
+    """Return a table in which some nodes run forward again in the backward pass, their collectives included.
 
     Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing
     Activation Recomputation in Large Transformer Models", 2022.
 
     Args:
-        table: without recomputation.
-        repeated: of every node, how often (:meth:`StageCosts.repeated`).
+        table: costs of every node without recomputation.
+        repeated: how often each node is recomputed (:meth:`StageCosts.recompute_counts`).
     """
 
     def more(there: Array) -> Array:
@@ -302,7 +306,7 @@ def add_recomputation(table: CostTable, repeated: Array) -> CostTable:
         table,
         backward=table.backward + more(table.forward),
         backward_waits=table.backward_waits + more(table.waits),
-        sent=table.sent + more(table.sent) / 2,  # half of it is of the forward pass
+        sent=table.sent + more(table.sent) / 2,  # ``sent`` counts both passes; only the forward half is repeated
         backward_issued=table.backward_issued + more(table.issued),
         backward_stalled=table.backward_stalled + more(table.stalled),
     )

@@ -1,4 +1,4 @@
-"""Lanes: what the workers of a plan do in a step, action by action, with durations."""
+"""Simulator input: the actions of each worker's program as tasks with predicted durations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from polylane.schedule.action import Action, ActionKind
 
 
 class TaskBuilder:
-    """The tasks of a plan's workers.
+    """Builds the tasks of a plan's workers.
 
     Args:
-        scene: the plan and its prices.
+        scene: costs of the plan's stages.
     """
 
     def __init__(self, scene: PlanCost) -> None:
@@ -30,7 +30,8 @@ class TaskBuilder:
         self._steps: dict[Hashable, tuple[float, int]] = {}
 
     def build_tasks(self, program: Program, lanes: Sequence[int]) -> list[Task]:
-        """What a worker does, with durations; ``lanes`` are the ranks that are played."""
+        """Return the tasks of a worker's program; ``lanes`` are the ranks that are simulated."""
+        # The last backward pass of a stage: reductions of its gradients can begin in the course of it.
         last = {action.stage: action for action in program.actions if action.kind is ActionKind.BACKWARD}
         buckets = {bucket.name: bucket for bucket in program.buckets}
         travels = self._build_routes(program, lanes)
@@ -54,6 +55,7 @@ class TaskBuilder:
         own, overhead = self._scene.predict_stage(program.stage), self._scene.basis.host_overhead
         took, sharing = own.passes, own.shard_traffic
         if action.kind is ActionKind.FORWARD:
+            # ``took.sent`` is the sum of both passes: half for each.
             waits = took.waits + sharing.waits
             return Task(action, took.forward + waits + overhead, waits, int(took.sent / 2 + sharing.sent))
         if action.kind is ActionKind.BACKWARD:
@@ -63,7 +65,7 @@ class TaskBuilder:
         return Task(action, own.update_seconds + waits, waits, bytes_)
 
     def _parameter_collective(self, program: Program) -> tuple[float, int]:
-        """Seconds and bytes in which replicas hand each other the parameters that each has updated, all at once."""
+        """Return seconds and bytes of the all-gather of updated parameters (ZeRO-1 and ZeRO-2), all buckets at once."""
         key = (program.stage, program.replicas)
         if key not in self._steps:
             kind, ranks = self._scene.basis.method.parameter_collective, program.replicas
@@ -73,12 +75,13 @@ class TaskBuilder:
         return self._steps[key]
 
     def _build_routes(self, program: Program, lanes: Sequence[int]) -> dict[Hashable, _Route | None]:
-        """How the messages of a worker go, the same for every microbatch, by kind, value, peer and direction.
+        """Return the routes of a worker's messages, equal for every microbatch, by kind, value, peer and direction.
 
-        Where one rank stands for a whole stage, all that it sends to another stage is one message: that to the first
-        of its peers there; the others are None.
+        Where one rank stands for a whole stage (folded lanes), a value that goes to several peers of another stage is
+        one message, to the first of them; the routes to the others are None.
         """
         folded = len(lanes) < self._plan.workers
+        # Reversed, so that the first lane of a stage wins.
         lane_of = {self._plan.stage_and_replica(rank)[0]: lane for lane, rank in reversed(list(enumerate(lanes)))}
         found = dict[Hashable, _Route | None]()
         seen = set[Hashable]()
@@ -89,6 +92,8 @@ class TaskBuilder:
             assert action.peer is not None and action.value is not None
             other = self._plan.stage_and_replica(action.peer)[0]
             there, here = (program.stage, other) if action.kind is ActionKind.SEND else (other, program.stage)
+            # Unfolded: a value is resharded box by box, so each of the receiver's peers sends it an equal
+            # part.
             peers = 1
             if not folded:
                 receiver = action.peer if action.kind is ActionKind.SEND else program.rank
@@ -108,9 +113,10 @@ class TaskBuilder:
         return found
 
     def _message_transfer(self, size: float, source: int, target: int) -> TransferTime:
-        """A message between ranks of two stages."""
+        """Return the transfer of a message between ranks of two stages."""
         key = (size, source, target)
         if key not in self._transfers:
+            # All ranks of the receiving stage are sent to at the same time, over the same links.
             ends = self._plan.stages[source].devices[0], self._plan.stages[target].devices[0]
             streams = len(self._plan.stages[target].devices)
             empty = network.message_seconds(self._scene.basis.cluster, 0.0, *ends)
@@ -119,13 +125,13 @@ class TaskBuilder:
         return self._transfers[key]
 
     def _transfer_cores(self, ranks: Sequence[int]) -> float:
-        """Cores that what these ranks send each other keeps busy at each end."""
+        """Return how many cores a transfer between these ranks keeps busy at each end."""
         return self._scene.basis.cluster.link(ranks).cpu if len(ranks) > 1 else 0.0
 
     def _reduction_tasks(
         self, program: Program, action: Action, bucket: GradientBucket, last: Action, lanes: Sequence[int]
     ) -> list[Task]:
-        """Gradients that are summed from when the last backward pass has them all; none if the passes sum them."""
+        """Return the reduction of a bucket once the last backward pass completes it; none if the passes reduce it."""
         key = (program.stage, bucket.name, bucket.ranks)
         if key not in self._sums:
             seconds, bytes_ = self._gradient_collective(bucket)
@@ -148,16 +154,18 @@ class TaskBuilder:
         return [task]
 
     def _gradient_collective(self, bucket: GradientBucket) -> tuple[float, float]:
-        """Seconds and bytes that a rank sends until gradients are summed, as far as the method has it.
+        """Return the seconds of a bucket's gradient reduction, and the bytes that a rank sends in it.
 
-        Replicas that update a part each sum but that part; what else sums these gradients (ranks that split operators,
-        stages that hold tied weights) then sums the parts.
+        With sharded optimizer states the gradients are reduce-scattered over the replicas; all other ranks that
+        contribute to them (of operator axes, of stages with tied weights) then all-reduce the shards.
         """
         cluster, method = self._scene.basis.cluster, self._scene.basis.method
         ranks: Sequence[int] = bucket.ranks
         stages = {self._stage_and_replica[rank][0] for rank in ranks}
-        # Where stages have unlike parts of tied weights, the largest.
+        # Stages with tied weights may shard them differently: the largest local size counts.
         size, seconds, bytes_ = max(self.bucket_bytes(stage, bucket) for stage in stages), 0.0, 0.0
+        # Two steps: reduce-scatter over the replicas of one stage, then all-reduce of the shards over the
+        # rest: the ranks that have the same replica index.
         if method.shard != "none" and len({self._plan.degree("data", stage) for stage in stages}) == 1:
             replicas, first = self._plan.ranks_along(ranks[0], "data"), self._stage_and_replica[ranks[0]][1]
             seconds = network.collective_seconds(cluster, method.gradient_collective, size, replicas, None)
@@ -168,15 +176,15 @@ class TaskBuilder:
 
     @cached_property
     def _stage_and_replica(self) -> dict[int, tuple[int, int]]:
-        """Stage and replica of every rank."""
+        """Stage and replica index of every rank."""
         return {rank: self._plan.stage_and_replica(rank) for stage in self._plan.stages for rank in stage.devices}
 
     def bucket_bytes(self, stage: int, bucket: GradientBucket) -> float:
-        """Of the gradients of a bucket, on one rank."""
+        """Return the bytes of a bucket's gradients on one rank of a stage."""
         return self._scene.parameter_bytes(stage, bucket.parameters)
 
     def build_averaging_tasks(self, program: Program, lanes: Sequence[int]) -> list[Task]:
-        """Parameters that a worker sums with its replicas after its step; nothing is computed meanwhile."""
+        """Return the parameter averaging after a worker's step (local SGD); it does not overlap with computation."""
         ranks, cluster = program.replicas, self._scene.basis.cluster
         played = tuple(i for i, rank in enumerate(lanes) if rank in ranks)
         found = list[Task]()
@@ -193,26 +201,28 @@ class TaskBuilder:
         return found
 
     def _master_bytes(self, stage: int, name: str) -> float:
-        """Of a parameter as the optimizer has it: where passes run in 16 bits, of the master."""
+        """Return the local bytes of a parameter as the optimizer holds it: of the float32 master for 16-bit passes."""
         whole = self._scene.partition.graph.parameters[name]
         elements = math.prod(self._scene.sharded_graph(stage).busiest_shape(f"parameter:{name}"))
         return elements * whole.bytes / max(1, math.prod(whole.shape))
 
     def _completing_stage(self, program: Program, bucket: GradientBucket) -> int:
-        """Of a worker's stages, the one whose last backward pass completes the gradients of a bucket."""
+        """Return the worker's stage whose last backward pass completes the gradients of a bucket."""
         return program.stage
 
     def _ready_fraction(self, stage: int, bucket: GradientBucket) -> float:
-        """How much of the last backward pass is over when the gradients of a bucket are complete."""
+        """Return the fraction of the last backward pass after which the gradients of a bucket are complete."""
         table, pieces = self._scene.table(stage), self._scene.node_ranges(stage)
         whole = sum(table.between("backward", *piece) for piece in pieces)
         uses = self._scene.basis.stages.first_uses
+        # The backward pass runs from the last node to the first: a bucket is complete once the earliest
+        # reader of its parameters has run.
         first = min(uses[name] for name in bucket.parameters)
         done = sum(table.between("backward", max(a, first), b) for a, b in pieces if b > first)
         return min(1.0, done / whole) if whole else 1.0
 
     def build_hosts(self, lanes: Sequence[int]) -> list[SharedCores]:
-        """Lanes that share the cores of a host; where one rank stands for many, none do."""
+        """Return the lanes that share the cores of each host."""
         cluster = self._scene.basis.cluster
         found: dict[int, list[int]] = {}
         for lane, rank in enumerate(lanes):
@@ -226,13 +236,13 @@ class TaskBuilder:
 
 @dataclass(frozen=True)
 class _Route:
-    """How a value goes to a peer, or comes from one, for every microbatch.
+    """A message of every microbatch, sent to a peer or received from one.
 
     Attributes:
-        peer_lane: of the peer.
-        size: bytes.
-        transfer: how it moves.
-        stages: from where to where, if one rank stands for each.
+        peer_lane: index of the peer's lane, or its rank.
+        size: bytes of one message.
+        transfer: undisturbed duration and cores of the message.
+        stages: sending and receiving stage, if one rank stands for each; else None.
     """
 
     peer_lane: int
@@ -241,7 +251,8 @@ class _Route:
     stages: tuple[int, int] | None
 
     def build_task(self, action: Action) -> Task:
-        """Of one microbatch."""
+        """Return the task of one microbatch."""
+        # Between folded lanes the ranks of an action do not match lanes, so the key names stages instead.
         key = None if self.stages is None else (action.value, action.microbatch, action.gradient, *self.stages)
         own = Action(action.kind, action.stage, action.microbatch, action.value, self.peer_lane, action.gradient)
         return Task(own, bytes=self.size, key=key, transfer=self.transfer)

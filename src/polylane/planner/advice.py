@@ -1,4 +1,4 @@
-"""Advice: in words, why a plan wins, what it is bound by, what would help, and what does not fit."""
+"""Advice on a found plan: its bottleneck, the alternatives, what would make it faster, and what does not fit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
 
 ISSUING = "the host, which does not issue operators as fast as the device computes them"
-# A change that makes a step less than this much faster is no help.
+# Relative speed-up below which a change is not worth mentioning.
 WORTH = 0.03
 
 
 @dataclass(frozen=True)
 class StepShare:
-    """What a share of a step goes by with, on the worker that ends last."""
+    """Fraction of a step that the busiest worker spends on one activity."""
 
     name: str
     share: float
@@ -28,7 +28,7 @@ class StepShare:
 
 @dataclass(frozen=True)
 class Improvement:
-    """What a change would bring: ``faster`` is how many times as many samples a second."""
+    """Speed-up by a change: ``faster`` is the ratio of samples per second, with the best plan then."""
 
     change: str
     faster: float
@@ -37,14 +37,14 @@ class Improvement:
 
 @dataclass(frozen=True)
 class Advice:
-    """All that is to be said of an answer.
+    """Everything that is reported about the best plan of a search.
 
     Attributes:
-        parts: of the best plan's step, the largest first.
-        families: of every other way to split that fits, its best plan, and how many times as long a step takes.
-        alone: how many times as long one device takes; None where the model does not fit on it.
-        helps: what would help, the most first.
-        excluded: plans that would be faster but do not fit, and the bytes that they lack.
+        parts: fractions of the best plan's step, the largest first.
+        families: (family, its best plan, step time relative to the best) for every other family that fits.
+        alone: step time of one device relative to the best; None if the model does not fit on it.
+        helps: changes that would speed up the step, the most effective first.
+        excluded: (plan, relative step time, missing bytes) of plans that would be faster but do not fit.
     """
 
     parts: tuple[StepShare, ...]
@@ -61,12 +61,12 @@ def advise(
     answer: SearchResult,
     with_cluster: Callable[[Cluster], CostModel],
 ) -> Advice:
-    """What is to be said of an answer that found something.
+    """Return advice on the result of a search that found a plan.
 
     Args:
-        estimates, footprint, wish: of the search.
-        answer: what it found.
-        with_cluster: the same job on another cluster.
+        estimates, footprint, wish: arguments of the search.
+        answer: result of the search, with at least one ranked plan.
+        with_cluster: cluster -> cost model of the same problem on it.
     """
     best = answer.ranked_plans[0]
     return Advice(
@@ -83,10 +83,11 @@ def advise(
 
 
 def step_shares(prediction: Prediction) -> tuple[StepShare, ...]:
-    """What a step goes by with: computing, collectives inside passes, the pipeline, gradients, the optimizer."""
+    """Return the fractions of a step: computing, collectives inside passes, pipeline, gradients, optimizer."""
     step, timeline = prediction.seconds, prediction.timeline
     if not step:
         return ()
+    # The busiest lane is the bottleneck; its waits inside passes are reported separately from exposed messages.
     lane = max(range(timeline.ranks), key=lambda rank: timeline.busy()[rank])
     stage = prediction.plan.stage_and_replica(prediction.lanes[lane])[0]
     own, microbatches = prediction.stages[stage], prediction.plan.microbatches
@@ -107,7 +108,7 @@ def step_shares(prediction: Prediction) -> tuple[StepShare, ...]:
 
 
 def plan_family(candidate: RatedPlan) -> str:
-    """What kind of plan it is: which axes it has."""
+    """Return the family of a plan: the axes along which it is parallel, in words."""
     if candidate.workers == 1:
         return "one device"
     if candidate.stage_of_piece:
@@ -119,7 +120,7 @@ def plan_family(candidate: RatedPlan) -> str:
 
 
 def describe_candidate(candidate: RatedPlan) -> str:
-    """A candidate in one line."""
+    """Return a candidate as one line in the plan syntax."""
     if len(set(candidate.meshes)) > 1:
         line = f"[{' | '.join(map(str, candidate.meshes))}]"
     else:
@@ -133,6 +134,7 @@ def _compare_families(answer: SearchResult, best: RankedPlan) -> list[tuple[str,
     found: dict[str, RatedPlan] = {}
     for candidate in answer.fitting_candidates:
         found.setdefault(plan_family(candidate), candidate)
+    # The best plan's own family is no alternative; a single device is reported separately.
     found.pop(plan_family(best.candidate), None)
     found.pop("one device", None)
     order = sorted(found.items(), key=lambda item: item[1].seconds)
@@ -151,7 +153,7 @@ def _find_improvements(
     best: RankedPlan,
     with_cluster: Callable[[Cluster], CostModel],
 ) -> list[Improvement]:
-    """Twice the bandwidth, twice the memory, twice the batch: each searched anew, without simulation."""
+    """Search again with twice the bandwidth, memory or batch, by estimate only, and return what speeds up the step."""
     cluster, found = estimates.basis.cluster, list[Improvement]()
     now = best.candidate.seconds / estimates.batch
 
@@ -171,7 +173,7 @@ def _find_improvements(
 
 
 def with_faster_links(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with links of so many times the bandwidth."""
+    """Return the cluster with ``factor`` times the bandwidth on every link."""
 
     def better(link: Link | None) -> Link | None:
         if link is None:
@@ -188,7 +190,7 @@ def with_faster_links(cluster: Cluster, factor: float) -> Cluster:
 
 
 def with_more_hosts(cluster: Cluster, factor: int) -> Cluster:
-    """The cluster with so many times the hosts of each kind; a lone host's link then leads to others as well."""
+    """Return the cluster with ``factor`` times the hosts of each kind; a single host's link also connects hosts."""
     hosts = tuple(group.model_copy(update={"count": group.count * factor}) for group in cluster.hosts)
     between = cluster.links.hosts or cluster.hosts[0].link
     return Cluster(hosts, cluster.links.model_copy(update={"hosts": between}), cluster.speeds)
@@ -201,7 +203,7 @@ def devices_needed(
     with_cluster: Callable[[Cluster], CostModel],
     most: int,
 ) -> int | None:
-    """How many such devices would have the memory, in steps of two; None where even ``most`` have not."""
+    """Return how many such devices would have the memory, in powers of two; None if even ``most`` have not."""
     cluster, factor = estimates.basis.cluster, 2
     while cluster.count * factor <= most:
         workers = max(wish.workers) * factor
@@ -219,7 +221,7 @@ def _explain_single_device(advice: Advice) -> str:
 
 
 def advice_sentences(advice: Advice, best: RankedPlan, show_bytes: Callable[[float], str]) -> Sequence[str]:
-    """An advice in words."""
+    """Return the advice as sentences for the user."""
     lines = []
     if advice.parts:
         first, *rest = advice.parts

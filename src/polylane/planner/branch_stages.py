@@ -1,4 +1,4 @@
-"""Branches as stages: parts of a graph that do not wait for each other, on workers of their own at the same time."""
+"""Branch parallelism: independent branches of a graph as stages that run at the same time, as in two-tower models."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
 
-# A branch with less of the fork's work than this is not worth a worker.
+# Fraction of a fork's work below which a branch is not worth a worker.
 WORTH = 0.1
 MOST_WORKERS = 16
-# How many places of the graph are looked at for a fork.
+# Most positions of the graph that are searched for a fork.
 MOST_FORKS = 64
 MICROBATCHES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Fork:
-    """Where a graph divides and meets again.
+    """A place where a graph divides into branches that join again.
 
     Attributes:
         first: position of its first node.
-        join: position of the node that reads what several branches make.
-        branches: positions of the nodes of each, ascending.
+        join: position of the first node that reads several branches.
+        branches: positions of each branch's nodes, in ascending order.
     """
 
     first: int
@@ -42,12 +42,12 @@ class Fork:
 
 
 def find_forks(graph: Graph, seconds: Array, places: Sequence[int]) -> Iterator[Fork]:
-    """The forks that begin at some positions.
+    """Yield the forks that begin at some positions.
 
     Args:
-        graph: what is looked at.
-        seconds: of every node.
-        places: positions where a fork may begin; what is made before one counts as there.
+        graph: the captured graph to search.
+        seconds: seconds of both passes of every node.
+        places: positions where a fork may begin; values made before one count as available to all branches.
     """
     for first in places:
         found = _find_fork(graph, seconds, first)
@@ -56,9 +56,9 @@ def find_forks(graph: Graph, seconds: Array, places: Sequence[int]) -> Iterator[
 
 
 def _find_fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
-    """Nodes are joined with what they read, in order, until one joins two branches that are worth a worker each."""
-    parent: dict[str, str] = {}  # towards the first node of a branch (union-find, with path halving)
-    work: dict[str, float] = {}  # by that node
+    """Return the fork that begins at a position: join nodes with their inputs until one joins two large branches."""
+    parent: dict[str, str] = {}  # union-find towards the first node of a branch, with path halving
+    work: dict[str, float] = {}  # seconds by that first node
     total = 0.0
 
     def root(name: str) -> str:
@@ -68,6 +68,7 @@ def _find_fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
 
     for position in range(first, len(graph.nodes)):
         node = graph.nodes[position]
+        # Sizes and masks that every stage recomputes connect nothing: no value crosses on their account.
         if node.recomputable:
             continue
         read = {root(name) for name in node.inputs if name in parent}
@@ -87,7 +88,7 @@ def _find_fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
 def _branch_nodes(
     graph: Graph, positions: range, parent: Mapping[str, str], root: Callable[[str], str], work: Mapping[str, float]
 ) -> tuple[tuple[int, ...], ...]:
-    """The positions of the nodes of every branch that takes time, in the order of their first nodes."""
+    """Return the positions of the nodes of every branch that takes time, in the order of their first nodes."""
     found: dict[str, list[int]] = {}
     for position in positions:
         name = graph.nodes[position].name
@@ -99,7 +100,7 @@ def _branch_nodes(
 def plan_branches(
     estimates: CurveCache, workers: int, methods: Sequence[TrainingOptions], limit: float
 ) -> list[RatedPlan]:
-    """The plans that put branches on up to so many workers, one worker for each stage, predicted exactly."""
+    """Return plans that run branches on up to ``workers`` workers, one per stage, rated by exact prediction."""
     graph = estimates.basis.stages.graph
     if graph.is_opaque or workers < 2:
         return []
@@ -120,10 +121,12 @@ def plan_branches(
 
 
 def place_branches(graph: Graph, fork: Fork, seconds: Array, stages: int) -> Partition | None:
-    """A fork's branches on so many stages, the longest first where there is least; None where they cannot be cut so.
+    """Return a partition with a fork's branches spread over ``stages`` stages; None if the graph cannot be cut so.
 
-    What comes before the fork is on the first stage, what comes after on the last: both compute a branch as well.
+    Branches are placed greedily, the longest first, on the stage with the least work. The nodes before the fork are on
+    the first stage, those after it on the last; both stages compute branches as well.
     """
+    # Longest processing time first: within 4/3 of the best makespan (Graham, 1969).
     loads, stage_of = [0.0] * stages, dict[int, int]()
     for branch in sorted(fork.branches, key=lambda nodes: -float(seconds[list(nodes)].sum())):
         least = loads.index(min(loads))
@@ -134,12 +137,14 @@ def place_branches(graph: Graph, fork: Fork, seconds: Array, stages: int) -> Par
         outside = 0 if position < fork.first else stages - 1
         inside = fork.first <= position < fork.join and not node.recomputable
         owners.append(stage_of.get(position, owners[-1] if owners else 0) if inside else outside)
+        # A recomputable node follows the node before it, so that it makes no cut of its own.
         if node.recomputable and owners[:-1]:
             owners[-1] = owners[-2]
     cuts = tuple(p for p in range(1, len(owners)) if owners[p] != owners[p - 1])
     if not set(cuts) <= set(cut_positions(graph)) or len(set(owners)) < stages:
         return None
     partition = Partition(graph, cuts, (owners[0], *(owners[p] for p in cuts)))
+    # Stages that wait for each other in a circle make no pipeline.
     try:
         StageGraph.of_partition(partition)
     except CyclicStages:

@@ -1,4 +1,4 @@
-"""Subdivide a plan: stages cut into chunks, which workers have in turn and interleave."""
+"""Interleaved pipeline: subdivide the stages of a plan into chunks (virtual stages), dealt round-robin to workers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from polylane.program.interleave import deal_stages
 
 
 def subdivide_plan(found: CostModel, plan: Spec | Plan, batch: int, chunks: int) -> tuple[Partition, Plan]:
-    """A plan of which every worker has so many virtual stages, each as long as the others as far as can be.
+    """Cut the graph into ``chunks`` balanced virtual stages per worker.
 
     Returns:
-        The graph cut into virtual stages, and the plan of the workers; as it was where there is one chunk.
+        The graph cut into virtual stages, and the plan of the workers; the plan unchanged for one chunk.
 
     Raises:
-        PolylaneError: as of :func:`polylane.planner.problem.fit_plan`; or the plan cannot be interleaved, says its
+        PolylaneError: as of :func:`polylane.planner.problem.fit_plan`; or the plan cannot be interleaved, has fixed
             cuts, or has more virtual stages than the graph can be cut into.
     """
     if chunks < 1:
@@ -41,5 +41,6 @@ def subdivide_plan(found: CostModel, plan: Spec | Plan, batch: int, chunks: int)
             f"{plan.pipeline} stages of {chunks} chunks are {stages}, and the graph can be cut into at most {most}"
         )
     microbatches = default_microbatches(plan, batch)
+    # Balanced as a pipeline of ``stages * chunks`` stages, then dealt out to the workers.
     partition, _ = fit_plan(found, replace(plan, pipeline=stages, microbatches=microbatches), batch)
     return partition, fit.plan_from_partition(deal_stages(partition, plan.pipeline), plan, microbatches)

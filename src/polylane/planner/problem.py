@@ -1,4 +1,4 @@
-"""From a captured graph and a cluster to what predictions and searches rest on."""
+"""Planning problem: build the cost model and the memory bound of a captured graph on a cluster."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
-# Passes over an element's bytes that an optimizer's step makes beyond reading and writing its states once: the
-# parameter is read and written, the gradient read, and set to zero for the next step.
+# Passes over a parameter's bytes in an optimizer's step, besides reading and writing its states once: the parameter is
+# read and written, the gradient read, and set to zero for the next step.
 PASSES = 4
 
 
 @dataclass(frozen=True)
 class CapturedProblem:
-    """What is to be trained, as far as costs depend on it: a graph, and what a graph does not say.
+    """What is to be trained, as far as costs depend on it.
 
     Attributes:
         graph: of the model and its loss, captured with any number of samples.
-        optimizer: takes (name, parameter) pairs and makes the user's optimizer.
-        whole: names of the parameters that every rank must hold whole -> why.
-        pins: placements asked for: axis -> name of a parameter or node -> placement.
-        profile: measured times of the graph's nodes; None: the device's model tells them.
+        optimizer: (name, parameter) pairs -> the user's optimizer.
+        whole: name of a parameter that must not be sharded -> reason for the user.
+        pins: requested placements: axis -> name of a parameter or node -> placement.
+        profile: measured seconds of the graph's nodes; None: the device model predicts them.
     """
 
     graph: Graph
@@ -64,17 +64,18 @@ class CapturedProblem:
 def build_cost_model(
     problem: CapturedProblem, cluster: Cluster, method: TrainingOptions, lay: Lay | None = None
 ) -> CostModel:
-    """What predictions of a training on a cluster rest on.
+    """Build the cost model of a training on a cluster.
 
     Args:
-        problem: what is trained.
-        cluster: the devices and what links them.
-        method: how training is done.
-        lay: the operators' placements on a mesh; default: chosen for this cluster.
+        problem: graph, optimizer, pins and profile.
+        cluster: the devices and the links between them.
+        method: precision, sharding, recomputation and overlap.
+        lay: mesh degrees -> placements of the operators; default: chosen for this cluster.
     """
     graph, device = problem.graph, cluster.device(0)
     kind = device.type
     states = probe_optimizer_state(graph, problem.optimizer, kind)
+    # Layouts are chosen for the speed of two neighbouring ranks: operator axes fill a host first.
     rates = network.fit_rank_speed(cluster, range(min(cluster.count, 2)), method.dtype)
 
     offer = LayoutOffer(graph, graph.samples)
@@ -104,7 +105,7 @@ def build_cost_model(
 
 
 def _with_measured_contention(cluster: Cluster, profile: Profile | None) -> Cluster:
-    """The cluster with what the model's own copies slow each other by, where that was measured, not what others do."""
+    """Return the cluster with host contention as measured with this model, if it was, in place of the probe's."""
     if profile is None or not profile.host_contention:
         return cluster
     contention = dict(profile.host_contention)
@@ -112,7 +113,7 @@ def _with_measured_contention(cluster: Cluster, profile: Profile | None) -> Clus
 
 
 def _precision_setting(method: TrainingOptions) -> dict[str, Any]:
-    """How values are kept: autocast keeps parameters as they are; 16 bits without masters are everything's."""
+    """Return the backend setting of a precision: autocast keeps float32 parameters; other 16-bit modes convert all."""
     if not method.is_half_precision:
         return {}
     low = getattr(torch, method.dtype)
@@ -128,11 +129,12 @@ def _make_clocks(profile: Profile | None, method: TrainingOptions) -> Callable[[
 
 
 def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Callable[[Device, int, int], float]:
-    """Seconds of the optimizer's step: measured, or by the bytes that pass through memory."""
+    """Return a function of the seconds of an optimizer step: measured, or from the bytes it reads and writes."""
     trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
     elements = sum(math.prod(info.shape) for _, info in trained)
     kept = sum(states.bytes(name, info.shape) for name, info in trained)
     own = sum(info.bytes for _, info in trained)
+    # Bytes of memory traffic per element: each state is read and written.
     each = (PASSES * own + 2 * kept) / max(elements, 1)
     measured = None if problem.profile is None or not elements else problem.profile.update_seconds / elements
 
@@ -145,7 +147,7 @@ def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Call
 
 
 def build_search_bound(problem: CapturedProblem, cluster: Cluster) -> Footprint:
-    """Bytes of workers by what they hold."""
+    """Build the memory bound of workers from the mean state bytes and item size of the parameters."""
     device = cluster.device(0)
     kind = device.type
     states = probe_optimizer_state(problem.graph, problem.optimizer, kind)
@@ -157,10 +159,10 @@ def build_search_bound(problem: CapturedProblem, cluster: Cluster) -> Footprint:
 
 
 def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition, Plan]:
-    """A plan as it would run: its cuts by the predicted times, where it does not say them.
+    """Complete a plan: cut its stages to balance the predicted times, unless it is a full plan already.
 
     Raises:
-        PolylaneError: a plan for another model, or more stages, replicas or microbatches than there can be.
+        PolylaneError: the plan is for another model, or has more stages, replicas or microbatches than possible.
     """
     graph = found.stages.graph
     if isinstance(plan, Plan):
@@ -172,6 +174,8 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
             raise PolylaneError(f"{name}={parts}: a batch of {batch} samples cannot be divided into so many")
     partition = Partition(graph, ())
     if plan.pipeline > 1:
+        # Balanced by the times on the widest mesh, with the local samples that it leaves; weights are the
+        # stages' workers.
         widest = max(plan.meshes, key=lambda mesh: mesh.workers)
         samples = -(-batch // (microbatches * widest.data))
         table = CurveCache(found, batch).table(widest, samples)

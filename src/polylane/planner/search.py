@@ -1,4 +1,4 @@
-"""Search: the plans that a cluster allows for a graph, compared by estimate, the best ones predicted exactly."""
+"""Plan search: rate all plans that a cluster allows by estimate, then predict and rank the best exactly."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from polylane.planner.uniform_plans import (
     rate_uniform_plan,
 )
 
-# How many of the best estimates are predicted exactly: fewer where they have more passes than these together.
+# How many of the best estimates are predicted exactly; fewer once their schedules add up to this many passes.
 FINALISTS = 12
 PASSES = 15_000
-# By how much a plan must be faster for twice the workers.
+# Relative speed-up that twice the workers must bring.
 FRUGAL = 0.01
-# Of plans with operators split over several ranks along both axes only those near the best single ones are looked at.
+# Plans that shard operators along both axes are rated only for this many rank counts, the best of single-axis plans.
 BOTH_AXES = 1
-# Plans that must take so many times as long as the best one found are passed over, if there is one of their kind.
+# Plans are skipped if their lower bound exceeds the best time by this factor and their family has a plan already.
 FAR = 1.5
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is asked for.
+    """Constraints of a search.
 
     Attributes:
         batch: samples of a step.
-        workers: numbers of workers that may be used.
-        max_operator_ranks: the most ranks that may share an operator.
-        methods: ways of training to choose from.
+        workers: numbers of workers to try.
+        max_operator_ranks: most ranks over which an operator may be sharded.
+        methods: training options to choose from.
         memory_limit: bytes that a worker may have.
-        plan_count: how many plans are wanted.
-        batch_is_indivisible: a batch must not be divided, over replicas or into microbatches: its samples meet in the
-            loss.
+        plan_count: number of plans to return.
+        batch_is_indivisible: whether the loss couples the samples of a batch, which then must not be divided over
+            replicas or into microbatches.
     """
 
     batch: int
@@ -62,13 +62,13 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """A plan, and what it takes.
+    """A plan with its exact prediction.
 
     Attributes:
-        candidate: as it was found.
-        plan: the same as a plan.
-        partition: the graph with its cuts.
-        prediction: of a step.
+        candidate: the plan as it was estimated.
+        plan: the candidate as a full plan.
+        partition: the graph cut into the plan's stages.
+        prediction: simulated step of the plan.
     """
 
     candidate: RatedPlan
@@ -79,13 +79,13 @@ class RankedPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        ranked_plans: the best plans, fastest first; empty where nothing fits.
-        fitting_candidates: all that fit, fastest first by estimate.
-        too_large_candidates: those that do not fit, likewise.
-        skipped_count: how many more could not be among the best, whether they fit or not.
+        ranked_plans: the best plans, fastest first; empty if nothing fits.
+        fitting_candidates: all candidates that fit in memory, fastest first by estimate.
+        too_large_candidates: candidates that do not fit, fastest first by estimate.
+        skipped_count: number of plans skipped by their lower bound, whether they fit or not.
     """
 
     ranked_plans: tuple[RankedPlan, ...]
@@ -95,7 +95,7 @@ class SearchResult:
 
     @property
     def compared_count(self) -> int:
-        """How many plans were compared."""
+        """Number of plans compared, skipped ones included."""
         return len(self.fitting_candidates) + len(self.too_large_candidates) + self.skipped_count
 
 
@@ -106,22 +106,23 @@ def search(
     finalists: int = FINALISTS,
     keep: Callable[[RatedPlan], bool] = lambda candidate: True,
 ) -> SearchResult:
-    """The fastest plans that fit.
+    """Return the fastest plans that fit in memory.
 
-    Uniform plans of every degree are compared by formula, then plans whose stages have meshes of their own; the best of
-    them are predicted exactly, and ranked by that.
+    Uniform plans of every degree are rated by formula, then plans with unequal meshes and plans of branches; the best
+    are simulated and ranked by that.
 
     Args:
-        estimates: of the graph on the cluster.
-        footprint: memory of workers.
-        wish: what is asked for.
-        finalists: how many are predicted exactly, about; 0: none.
-        keep: which plans may be chosen at all.
+        estimates: cost curves of the graph on the cluster.
+        footprint: memory bound of a worker.
+        wish: constraints of the search.
+        finalists: about how many are predicted exactly; 0: none, estimates only.
+        keep: filter of the candidates that may be chosen.
     """
+    # First pass with skipping; it may be repeated without.
     answer = _search(estimates, footprint, wish, finalists, keep, FAR)
     if (
         finalists and answer.skipped_count and not answer.ranked_plans
-    ):  # what was passed over for the sake of others may fit
+    ):  # only plans that do not fit were kept: the skipped ones may fit
         answer = _search(estimates, footprint, wish, finalists, keep, math.inf)
     return answer
 
@@ -134,7 +135,7 @@ def _search(
     keep: Callable[[RatedPlan], bool],
     far: float,
 ) -> SearchResult:
-    """As :func:`search`; plans are passed over that take more than ``far`` times as long as the best."""
+    """Search once, skipping plans whose lower bound is more than ``far`` times the best time."""
     every, passed = list[RatedPlan](), 0
     for workers in wish.workers:
         looking = _UniformSearch(
@@ -142,6 +143,7 @@ def _search(
         )
         found, more = _rate_uniform_plans(looking, wish, workers)
         every, passed = every + found, passed + more
+    # Both searches divide the batch over replicas or microbatches.
     if not wish.batch_is_indivisible:
         most = max(wish.workers)
         every += search_unequal_meshes(estimates, footprint, most, wish.methods, wish.memory_limit)
@@ -161,9 +163,9 @@ def _search(
 def _exact(
     estimates: CurveCache, candidates: Sequence[RatedPlan], top: int, finalists: int
 ) -> tuple[list[RankedPlan], dict[int, RatedPlan]]:
-    """The best candidates predicted exactly, and those that then turn out not to fit, by their identity.
+    """Predict the best candidates exactly; return them, and by id() those that turn out not to fit.
 
-    As many as are wanted, if so many fit, and further ones as long as that is not much work.
+    At least ``top`` plans if that many fit; more as long as that is little work.
     """
     found, too_big, passes = list[RankedPlan](), dict[int, RatedPlan](), 0
     for candidate in candidates:
@@ -172,6 +174,7 @@ def _exact(
             break
         one = realize_plan(estimates, candidate)
         passes += one.plan.pipeline * one.plan.microbatches
+        # The estimate's memory is a bound of the search; only the prediction's peak decides.
         most = max(stage.memory.total for stage in one.prediction.stages)
         if most > candidate.memory_limit:
             too_big[id(candidate)] = replace(candidate, peak_bytes=float(most))
@@ -181,12 +184,12 @@ def _exact(
 
 
 def weighted_seconds(seconds: float, workers: int) -> float:
-    """Twice the workers must be worth it: of plans about as fast, the one with the fewest comes first."""
+    """Return seconds with a penalty per doubling of workers: of equally fast plans the one with fewer comes first."""
     return seconds * (1 + FRUGAL * math.log2(workers))
 
 
 def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
-    """Of plans that differ in nothing but microbatches only the three best, so that others are looked at, too."""
+    """Keep only the three best of plans that differ in microbatches alone, so that finalists are diverse."""
     counts: dict[object, int] = {}
     kept = []
     for candidate in candidates:
@@ -198,9 +201,9 @@ def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
 
 
 def _rate_uniform_plans(looking: _UniformSearch, wish: SearchRequest, workers: int) -> tuple[list[RatedPlan], int]:
-    """Uniform plans, and how many more cannot be among the best.
+    """Return rated uniform plans, and how many were skipped.
 
-    Those that split operators along two axes are looked at only where one axis alone is good.
+    Plans that shard operators along both axes are rated only for the rank counts at which one axis alone is best.
     """
     single, double = list[UniformPlan](), list[UniformPlan]()
     for uniform in enumerate_uniform_plans(
@@ -210,24 +213,25 @@ def _rate_uniform_plans(looking: _UniformSearch, wish: SearchRequest, workers: i
             (double if uniform.sequence > 1 and uniform.tensor > 1 else single).append(uniform)
     found = looking.at(single)
     best = sorted((pair for pair in found if pair[1].fits), key=lambda pair: pair[1].seconds)
+    # Products sequence x tensor of the fastest plans that shard operators at all, in the order of their seconds.
     inner = list(dict.fromkeys(u.sequence * u.tensor for u, _ in best if u.sequence * u.tensor > 1))[:BOTH_AXES]
     found += looking.at([u for u in double if u.sequence * u.tensor in inner])
     return [c for _, c in found], looking.skipped_count
 
 
 class _UniformSearch:
-    """Goes through plans, those first that may be the fastest, and passes over those that cannot be among the best.
+    """Branch and bound over uniform plans: rate them in the order of their lower bounds, skip hopeless ones.
 
     Args:
-        estimates, footprint: of the graph on the cluster.
+        estimates, footprint: cost curves and memory bound on the cluster.
         limit: bytes that a worker may have.
-        keep: which plans may be chosen.
-        far: plans that must take more than so many times as long as the best one are passed over.
-        families: whether the best of every kind is wanted, rather than the best of all alone.
+        keep: filter of the candidates that may be chosen.
+        far: skip plans whose lower bound exceeds the best time by this factor.
+        families: whether to find the best plan of every family, not only the best of all.
 
     Attributes:
-        max_stages: into how many stages the graph can be cut.
-        skipped_count: how many were passed over.
+        max_stages: most stages into which the graph can be cut.
+        skipped_count: number of plans skipped so far.
     """
 
     def __init__(
@@ -241,11 +245,11 @@ class _UniformSearch:
     ) -> None:
         self._estimates, self._footprint, self._limit, self._keep = estimates, footprint, limit, keep
         self._far, self._families = far, families
-        self._best: dict[object, float] = {}  # of those that fit, by the axes that they have
+        self._best: dict[object, float] = {}  # best seconds that fit, by family (axes in use)
         self.max_stages, self.skipped_count = estimates.max_stages, 0
 
     def at(self, uniforms: Sequence[UniformPlan]) -> list[tuple[UniformPlan, RatedPlan]]:
-        """Those that were looked at."""
+        """Rate plans in the order of their lower bounds; return those that were not skipped."""
         found = []
         for least, uniform in sorted(
             ((min_step_seconds(self._estimates, u), u) for u in uniforms), key=lambda pair: pair[0]
@@ -262,13 +266,13 @@ class _UniformSearch:
         return found
 
     def _is_hopeless(self, least: float, axes: object) -> bool:
-        """Whether a plan that takes at least so long need not be looked at."""
+        """Return whether a plan with this lower bound can be skipped."""
         kind = self._best.get(axes, math.inf) if self._families else 0.0
         return least > max(self._far * min(self._best.values(), default=math.inf), kind)
 
 
 def realize_plan(estimates: CurveCache, candidate: RatedPlan) -> RankedPlan:
-    """A candidate as a plan, predicted exactly."""
+    """Return a candidate as a full plan with its exact prediction."""
     partition = Partition(estimates.basis.stages.graph, candidate.cuts, candidate.stage_of_piece)
     plan = make_plan(partition, candidate)
     basis = replace(estimates.basis, method=candidate.method)
@@ -276,7 +280,7 @@ def realize_plan(estimates: CurveCache, candidate: RatedPlan) -> RankedPlan:
 
 
 def make_plan(partition: Partition, candidate: RatedPlan) -> Plan:
-    """A candidate's plan, its workers ranked so that a host is filled with ranks that talk the most."""
+    """Return a candidate's plan, with ranks ordered so that those that communicate most share a host."""
     dtype = candidate.method.dtype
     precision = dtype if dtype in PRECISIONS else PRECISIONS[0]
     shared = any(degrees.data > 1 for degrees in candidate.meshes)

@@ -1,6 +1,6 @@
-"""Estimates: what stages of a graph take, for every start and end at once, so that thousands of plans can be compared.
+"""Stage curves: time and memory of every possible stage, as running sums over cut positions, to rate many plans.
 
-Figures are those of `polylane.cost`, without the play of the schedule: a pipeline's time is its formula's.
+The figures are those of `polylane.cost`, but a pipeline's time comes from a formula instead of the simulator.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from polylane.plan.spec import Degrees
 from polylane.planner.balance import Array, BalancedCuts
 
 Places = NDArray[np.int64]
-# Collectives beside the passes, where replicas hold parts of the parameters.
+# Collectives that overlap with the passes where parameters are sharded over replicas (ZeRO-3).
 BESIDE = ("all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
 class StageCurves:
-    """Running sums over the positions where a graph may be cut, of one mesh and one number of samples.
+    """Running sums over the possible cut positions of a graph, for one mesh and one number of local samples.
 
     Attributes:
-        forward, backward: seconds of a pass, waiting included.
-        activation_bytes: bytes kept of a microbatch.
-        elements: of the parameters that a rank holds and trains, counted where they are first used.
-        cut_bytes: bytes that a cut at each position makes travel to a rank, one way.
-        gather_seconds, scatter_seconds: seconds of collectives beside a pass, which takes no less: gathering parameters
-            for either pass, scattering gradients in the backward pass. Their exposed share is part of the passes.
-        host_overhead: seconds of the host for every pass of a stage.
+        forward, backward: seconds of a pass, collectives included.
+        activation_bytes: bytes that a microbatch holds between its passes.
+        elements: trained elements of a rank, counted at the first use of each parameter.
+        cut_bytes: bytes that a rank receives if the graph is cut at each position, in one direction (no running sum).
+        gather_seconds, scatter_seconds: seconds of overlapped collectives, lower bounds of a pass: parameter gathers of
+            each pass, gradient scatters of the backward pass. Their exposed part is in the passes already.
+        host_overhead: seconds of the host per pass of a stage.
     """
 
     forward: Array
@@ -54,11 +54,11 @@ class StageCurves:
 
     @property
     def pass_seconds(self) -> Array:
-        """Seconds of both passes without turns, where nothing beside them takes longer."""
+        """Running sum of both passes' seconds, without host overhead and the bound of overlapped collectives."""
         return self.forward + self.backward
 
     def stage_seconds(self, first: Places, end: Places) -> tuple[Array, Array]:
-        """Seconds of the forward and of the backward pass of stages between such positions, turns included."""
+        """Return forward and backward seconds of the stages between positions, host overhead included."""
 
         def own(curve: Array) -> Array:
             return np.asarray(curve[end] - curve[first])
@@ -69,21 +69,23 @@ class StageCurves:
 
 
 class CurveCache:
-    """Curves of one graph on one cluster, each made once.
+    """Cache of the curves of one graph on one cluster.
 
     Args:
-        basis: what predictions rest on.
-        batch: samples of a step.
-        staying: values that must not cross between stages.
+        basis: cost model of the graph on the cluster.
+        batch: samples of a step over all replicas.
+        staying: names of values that must not cross between stages.
 
     Attributes:
-        positions: at which the graph may be cut, both ends included.
-        cuts_cache: of pipelines that were looked at, by what they depend on.
+        positions: positions at which the graph may be cut, both ends included.
+        cuts_cache: balanced cuts of pipelines, by everything that they depend on.
     """
 
     def __init__(self, basis: CostModel, batch: int, staying: Sequence[str] = ()) -> None:
         self.basis, self.batch = basis, batch
         graph = basis.stages.graph
+        # Large graphs are cut only at narrow positions, where few bytes cross: the searches are quadratic in
+        # the positions.
         allowed = cut_positions(graph, staying)
         inner = tuple(allowed) if len(allowed) <= MOST else narrow_positions(graph, staying)
         self.positions = np.array([0, *inner, len(graph.nodes)])
@@ -93,11 +95,11 @@ class CurveCache:
 
     @property
     def max_stages(self) -> int:
-        """Into how many stages the graph can be cut."""
+        """Most stages into which the graph can be cut."""
         return len(self.positions) - 1
 
     def table(self, mesh: Degrees, samples: int) -> CostTable:
-        """What every node takes on the slowest device."""
+        """Return the cost of every node on the slowest device of the cluster."""
         basis = self.basis
         device = min(
             basis.cluster.devices(range(basis.cluster.count)), key=lambda d: d.speed * max(d.achieved.values())
@@ -112,15 +114,18 @@ class CurveCache:
         )
 
     def _statistics_replicas(self, mesh: Degrees) -> int:
-        """How many replicas sum the statistics of a batch in the course of their passes."""
+        """Return how many replicas sum batch statistics inside their passes; 1 for graphs without."""
         return mesh.data if self.basis.stages.graph.code.has_batch_statistics else 1
 
     def curves(self, mesh: Degrees, samples: int, method: TrainingOptions, replicas: Ranks = (0,)) -> StageCurves:
-        """Of a rank with so many samples in hand; ``replicas``: the ranks of a stage that hold the same."""
+        """Return the curves of a rank with ``samples`` local samples; ``replicas`` are the ranks of its data group."""
+        # The key leaves out what does not change the curves: the data degree, unless parameters are sharded
+        # or statistics are shared.
         parts = method.gathers_parameters(len(replicas))
         where = self.basis.cluster.span(replicas) if parts else None
         key = (mesh.sequence, mesh.tensor, samples, method.recompute, self._statistics_replicas(mesh), where)
         if key not in self._curves:
+            # Zeros broadcast to any length where nothing is gathered.
             beside = (
                 [self._block_collective_seconds(mesh, kind, replicas) for kind in BESIDE]
                 if parts
@@ -152,9 +157,9 @@ class CurveCache:
         )
 
     def _block_collective_seconds(self, mesh: Degrees, kind: str, replicas: Ranks) -> Array:
-        """Running sum over the nodes: seconds of a collective for every block's parameters, where they are first used.
+        """Return running sums over the nodes of each block's collective, spread over its parameters' first uses.
 
-        A cut through a block leaves each part its share.
+        A cut through a block then gives each part its share.
         """
         sizes, bounds = self._first_use_bytes(mesh), np.array(self.basis.stages.block_positions)
         blocks = np.add.reduceat(sizes, bounds[:-1])
@@ -165,7 +170,7 @@ class CurveCache:
         return np.concatenate([[0.0], np.cumsum(sizes * np.repeat(rates, np.diff(bounds)))])
 
     def _first_use_bytes(self, mesh: Degrees) -> Array:
-        """Of every node, bytes of the trained parameters that it is the first to use, as a rank computes with them."""
+        """Return for every node the local bytes of the trained parameters that it is the first to use."""
         key = (mesh.sequence, mesh.tensor, "gathered")
         if key not in self._counts_cache:
             sheet, graph = self.basis.stages.sharded_graph(mesh), self.basis.stages.graph
@@ -177,19 +182,21 @@ class CurveCache:
         return self._counts_cache[key]
 
     def closing_seconds(self, method: TrainingOptions, elements: float, replicas: Ranks) -> tuple[float, float]:
-        """Seconds in which replicas sum the gradients of so many elements, and hand out what each has updated."""
+        """Return the seconds of the gradient and of the parameter collective over replicas, for trained elements."""
         size, cluster = elements * min(4, method.float_itemsize), self.basis.cluster
         summed = network.collective_seconds(cluster, method.gradient_collective, size, replicas, None)
         return summed, network.collective_seconds(cluster, method.parameter_collective, size, replicas, None)
 
     def _activation_bytes(self, mesh: Degrees, again: bool) -> Array:
-        """Running sum over the nodes, as far as the positions go: bytes per sample that are kept of a microbatch."""
+        """Return the activation bytes per sample of the nodes before each cut position."""
         key = (mesh.sequence, mesh.tensor, "held", again)
         if key not in self._counts_cache:
             base = self.basis.stages.graph.samples
             residence = self.basis.stages.live_ranges(mesh, base, again)
             held = np.zeros(len(self.basis.stages.graph.nodes) + 1)
             for position in self.positions[1:]:
+                # Exact for the stage from 0 to the position; the differences approximate other
+                # stages. Live bytes may shrink at a cut, but running sums must not.
                 held[position] = residence.microbatch_memory([(0, int(position))]).live_bytes / base
             self._counts_cache[key] = np.maximum.accumulate(held)
         return self._counts_cache[key]

@@ -1,8 +1,8 @@
-"""Stages with meshes of their own: their boundaries, and how many devices each has, by dynamic programming.
+"""Unequal meshes: boundaries and devices of pipeline stages, by dynamic programming (Alpa's inter-operator pass).
 
-Zheng et al., Alpa, OSDI 2022, section 5.2: for every bound on the slowest stage, the stages whose times add up to the
-least; a pipeline then takes their sum and (m - 1) times the slowest. Here stages keep to memory as well, counted from
-the last one back, for a stage holds as many microbatches as there are stages from it to the end.
+Zheng et al., Alpa, OSDI 2022, section 5.2: for every bound on the slowest stage, find the stages with the least sum of
+times; a pipeline takes that sum plus (m - 1) times the slowest. Here stages also keep within memory, which is why they
+are added from the last one back: in 1F1B a stage holds as many microbatches as there are stages from it to the end.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from polylane.planner.balance import Array
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
 
-# Beyond so many workers all stages have the same mesh.
+# With more workers only uniform meshes are searched.
 MOST_WORKERS = 16
 MOST_STAGES = 6
 MOST_PLACES = 48
-# How many bounds on the slowest stage are tried, and which numbers of microbatches.
+# How many bounds on the slowest stage are tried; numbers of microbatches; degrees of operator axes.
 BOUNDS = 12
 MICROBATCHES = (2, 4, 8, 16, 32)
 DEGREES = (2, 4, 8)
-# Elements for which collectives are priced: others take in proportion.
+# Elements for which collectives are priced; other sizes count in proportion.
 SAMPLE = 1e6
 
 
 @dataclass(frozen=True)
 class MeshOption:
-    """A mesh, and what a stage on it takes for every first (row) and last (column) place.
+    """A mesh, with the cost of a stage on it for every first (row) and last (column) position.
 
     Attributes:
-        mesh: of the stage.
-        seconds: of both passes of a microbatch, and of the messages before them.
-        closing_seconds: seconds after the last backward pass.
-        elements: that a rank trains.
-        activation_bytes: bytes kept of a microbatch.
+        mesh: degrees of the stage's data, sequence and tensor axes.
+        seconds: seconds of a microbatch's two passes and of the messages before them.
+        closing_seconds: seconds of a step after the last backward pass.
+        elements: trained elements of one rank.
+        activation_bytes: bytes that a microbatch holds between its passes.
     """
 
     mesh: Degrees
@@ -53,14 +53,14 @@ class MeshOption:
     activation_bytes: Array
 
 
-# A stage: its first place, its last, and its mesh.
+# Stages: first position, end position and mesh of each, as indices into the chosen positions.
 Chosen = list[tuple[int, int, MeshOption]]
 
 
 def search_unequal_meshes(
     estimates: CurveCache, footprint: Footprint, workers: int, methods: Sequence[TrainingOptions], limit: float
 ) -> list[RatedPlan]:
-    """The best plan with unequal meshes for each number of microbatches."""
+    """Return the best plan with unequal meshes for each number of microbatches and training option."""
     if workers > MOST_WORKERS or workers < 3 or estimates.max_stages < 2:
         return []
     found = []
@@ -72,13 +72,13 @@ def search_unequal_meshes(
 
 
 class StageMeshSearch:
-    """The best unequal stages for one number of microbatches.
+    """Finds the best unequal stages for one number of microbatches.
 
     Args:
-        estimates, footprint: of the graph on the cluster.
-        workers: that all stages have together.
-        microbatches: of a step.
-        method: how training is done.
+        estimates, footprint: cost curves and memory bound on the cluster.
+        workers: number of workers over all stages.
+        microbatches: number of microbatches of a step.
+        method: precision, sharding, recomputation and overlap.
         limit: bytes that a worker may have.
     """
 
@@ -97,13 +97,15 @@ class StageMeshSearch:
         self._bytes: dict[tuple[int, int], Array] = {}
 
     def find_best(self) -> list[RatedPlan]:
-        """One candidate, or none where equal meshes are better."""
+        """Return the best candidate in a list; an empty list if equal meshes are better."""
         one = min((float(option.seconds[0, -1]) for option in self.options), default=0.0)
         best: tuple[float, Chosen] | None = None
+        # Bounds from a perfect split of the fastest single stage over all workers up to that stage itself.
         for bound in np.geomspace(one / self.workers, one, BOUNDS) if one else ():
             chosen = self.choose_stages(float(bound))
             if chosen is not None and (best is None or self.step_seconds(chosen) < best[0]):
                 best = self.step_seconds(chosen), chosen
+        # Equal meshes are left to the uniform plans, which price their cuts more closely.
         if best is None or len({option.mesh for _, _, option in best[1]}) < 2:
             return []
         seconds, chosen = best
@@ -117,7 +119,7 @@ class StageMeshSearch:
         return [RatedPlan(meshes, cuts, "1f1b", self.microbatches, self.method, seconds, most, self.limit)]
 
     def step_seconds(self, chosen: Chosen) -> float:
-        """Of a step on these stages."""
+        """Return the seconds of a step: sum of the stages, (m - 1) times the slowest, and the end of the step."""
         each = [float(option.seconds[a, b]) for a, b, option in chosen]
         return (
             sum(each) + (self.microbatches - 1) * max(each) + max(float(o.closing_seconds[a, b]) for a, b, o in chosen)
@@ -125,7 +127,7 @@ class StageMeshSearch:
 
     @cached_property
     def options(self) -> list[MeshOption]:
-        """Every mesh that a stage may have, without all the workers."""
+        """Every mesh of a stage that leaves workers for other stages."""
         splits = [(1, 1), *((1, n) for n in DEGREES), *((n, 1) for n in DEGREES)]
         most = min(self.workers - 1, self.estimates.batch // self.microbatches)
         meshes = [Degrees(data, sequence, tensor) for data in range(1, most + 1) for sequence, tensor in splits]
@@ -141,6 +143,8 @@ class StageMeshSearch:
         inward = np.array(
             [network.message_seconds(basis.cluster, float(b), 0, 1) if b else 0.0 for b in curves.cut_bytes[at]]
         )
+        # The first stage receives no messages; elsewhere values come in and gradients of the same size go
+        # back (2 * inward).
         inward[0] = 0.0
         own = np.maximum(elements[None, :] - elements[:, None], 0.0)
         device = basis.cluster.device(0)
@@ -148,13 +152,13 @@ class StageMeshSearch:
             own
         )
         summed, handed = self.estimates.closing_seconds(self.method, SAMPLE, replicas)
-        # Most of the sums go on beside the last backward pass.
+        # About 70% of the gradient reduction overlaps with the last backward pass.
         ending = ending + own / SAMPLE * (summed * (0.3 if self.method.overlap else 1.0) + handed)
         seconds = forward + backward + 2 * inward[:, None]
         return MeshOption(mesh, seconds, ending, own, held[None, :] - held[:, None])
 
     def stage_bytes(self, number: int, live: int) -> Array:
-        """Memory of a rank of a stage on one of the options, with so many microbatches in flight."""
+        """Return the bytes of a rank of every stage on one option, with ``live`` microbatches in flight."""
         if (number, live) not in self._bytes:
             option = self.options[number]
             self._bytes[number, live] = self.footprint(
@@ -163,9 +167,9 @@ class StageMeshSearch:
         return self._bytes[number, live]
 
     def choose_stages(self, bound: float) -> Chosen | None:
-        """The stages, first to last, that take the least together, none of them more than ``bound``."""
+        """Return the stages with the least sum of times, none above ``bound``; None if there are none."""
         count, rounds = len(self.places), list[_SearchRound]()
-        least = np.full((self.workers + 1, count), np.inf)  # by workers and first place, from there to the end
+        least = np.full((self.workers + 1, count), np.inf)  # [workers, first position]: least time to the end
         least[0, -1] = 0.0
         best = np.inf
         stages = 0
@@ -176,6 +180,7 @@ class StageMeshSearch:
                 best, stages = float(least[self.workers, 0]), number
         if not stages:
             return None
+        # Follow the choices from the first stage, which was added last.
         result, at, left = Chosen(), 0, self.workers
         for each in reversed(rounds[:stages]):
             option, end = self.options[int(each.option[left, at])], int(each.end[left, at])
@@ -184,7 +189,7 @@ class StageMeshSearch:
         return result
 
     def _add_stage(self, after: Array, bound: float, live: int) -> _SearchRound:
-        """One more stage before those that ``after`` has the least times of."""
+        """Prepend one stage to the best stages so far; ``after`` has their least times."""
         count = len(self.places)
         least = np.full_like(after, np.inf)
         choice, ends = (np.full(after.shape, -1, dtype=np.int64) for _ in "12")
@@ -193,6 +198,8 @@ class StageMeshSearch:
             allowed = upper & (option.seconds <= bound) & (self.stage_bytes(number, live) <= self.limit)
             if not allowed.any():
                 continue
+            # The end of the step happens once, not per microbatch: only the slowest counts, spread here
+            # so that sums stay additive.
             cost = np.where(allowed, option.seconds + option.closing_seconds / self.microbatches, np.inf)
             for used in range(option.mesh.workers, self.workers + 1):
                 total = cost + after[used - option.mesh.workers][None, :]
@@ -205,7 +212,7 @@ class StageMeshSearch:
 
 @dataclass(frozen=True)
 class _SearchRound:
-    """For every number of workers and first place: the least time to the end, and the first stage's option and end."""
+    """By workers and first position: least time to the end, and option and end of the first stage."""
 
     least: Array
     option: NDArray[np.int64]
@@ -213,7 +220,7 @@ class _SearchRound:
 
 
 def choose_positions(estimates: CurveCache) -> list[int]:
-    """Indices of the positions to cut at: all, or of many those where the fewest bytes cross and which lie apart."""
+    """Return indices of positions to cut at: all, or the one with the fewest bytes in each interval of work."""
     count = len(estimates.positions)
     if count <= MOST_PLACES:
         return list(range(count))

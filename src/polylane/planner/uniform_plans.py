@@ -1,4 +1,4 @@
-"""Candidates: plans with the same mesh for all stages, their cuts, time and memory by formula."""
+"""Uniform plans: candidates with the same mesh for all stages, with cuts, time and memory by formula."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from polylane.planner.stage_curves import CurveCache, StageCurves
 
 @dataclass(frozen=True)
 class RatedPlan:
-    """A way to train, by estimate.
+    """A candidate plan with its estimated time and memory.
 
     Attributes:
-        meshes: of every stage.
-        cuts: positions of the graph at which stages begin, but the first.
-        stage_of_piece: the stage of every piece, where stages have several (see
+        meshes: degrees of the mesh of every stage.
+        cuts: positions of the graph at which all stages but the first begin.
+        stage_of_piece: stage of every piece of the graph, if stages have several pieces; else empty (see
             :class:`polylane.graph.partition.Partition`).
-        schedule, microbatches: in which order.
-        method: how.
-        seconds: of a step.
-        peak_bytes: of memory on the worker that needs the most.
-        memory_limit: bytes that it may have.
+        schedule, microbatches: name of the schedule, number of microbatches.
+        method: precision, sharding, recomputation and overlap.
+        seconds: estimated seconds of a step.
+        peak_bytes: bytes of the worker that needs the most memory.
+        memory_limit: bytes that a worker may have.
     """
 
     meshes: tuple[Degrees, ...]
@@ -46,22 +46,22 @@ class RatedPlan:
 
     @property
     def workers(self) -> int:
-        """How many it takes."""
+        """Number of workers over all stages."""
         return sum(mesh.workers for mesh in self.meshes)
 
     @property
     def fits(self) -> bool:
-        """Whether every worker's memory is enough."""
+        """Whether every worker stays within its memory."""
         return self.peak_bytes <= self.memory_limit
 
 
 @dataclass(frozen=True)
 class UniformPlan:
-    """Equal meshes: data replicas of a pipeline of stages, each on sequence x tensor ranks.
+    """Degrees of a uniform plan: data replicas of a pipeline, each stage on sequence x tensor ranks.
 
     Attributes:
-        data, stages, sequence, tensor: the degrees.
-        microbatches, schedule, method: of the plan.
+        data, stages, sequence, tensor: number of ranks along each axis.
+        microbatches, schedule, method: microbatches, schedule and training options of the plan.
     """
 
     data: int
@@ -74,11 +74,11 @@ class UniformPlan:
 
     @property
     def mesh(self) -> Degrees:
-        """Of every stage."""
+        """Mesh of every stage."""
         return Degrees(self.data, self.sequence, self.tensor)
 
     def ranks(self, axis: str) -> range:
-        """The first group of ranks along an axis."""
+        """Return the first group of ranks along an axis."""
         degrees = {"data": self.data, "pipeline": self.stages, "sequence": self.sequence, "tensor": self.tensor}
         return ranks_along(degrees, axis)
 
@@ -86,15 +86,15 @@ class UniformPlan:
 def rate_uniform_plan(
     estimates: CurveCache, footprint: Footprint, uniform: UniformPlan, limit: float
 ) -> RatedPlan | None:
-    """The best cuts of a uniform plan, and what it then takes; None where the graph has too few places to cut.
+    """Find the best cuts of a uniform plan and rate it; None if the graph has too few cut positions.
 
-    Stages are cut so that every one fits in memory, if they can be, and the slowest is as fast as can be.
+    Stages are cut so that each fits in memory, if possible, and the slowest is as fast as possible.
     """
     curves = stage_curves_of(estimates, uniform)
     if curves is None:
         return None
     ends = _stage_bounds(estimates, footprint, uniform, limit)
-    if ends is None:  # as balanced as can be, to say by how much it does not fit
+    if ends is None:  # cut without limit, to report how much memory is missing
         ends = _stage_bounds(estimates, footprint, uniform, math.inf)
         if ends is None:
             return None
@@ -106,7 +106,7 @@ def rate_uniform_plan(
 
 
 def stage_curves_of(estimates: CurveCache, uniform: UniformPlan) -> StageCurves | None:
-    """What the stages of a uniform plan take; None where the graph has too few places to cut."""
+    """Return the curves of a uniform plan's stages; None if the graph has too few cut positions."""
     if uniform.stages > estimates.max_stages:
         return None
     samples = -(-estimates.batch // (uniform.microbatches * uniform.data))
@@ -114,7 +114,7 @@ def stage_curves_of(estimates: CurveCache, uniform: UniformPlan) -> StageCurves 
 
 
 def min_step_seconds(estimates: CurveCache, uniform: UniformPlan) -> float:
-    """Seconds that a step takes at least, however it is cut: as if all stages were alike and nothing sent."""
+    """Return a lower bound of a step's seconds: perfectly balanced stages, no messages, no reductions."""
     curves = stage_curves_of(estimates, uniform)
     if curves is None:
         return math.inf
@@ -125,11 +125,12 @@ def min_step_seconds(estimates: CurveCache, uniform: UniformPlan) -> float:
 
 
 def _stage_bounds(estimates: CurveCache, footprint: Footprint, uniform: UniformPlan, limit: float) -> list[int] | None:
-    """Where stages begin and end, as indices into the positions."""
+    """Return the stage boundaries as indices into the positions; None if nothing fits."""
     curves = stage_curves_of(estimates, uniform)
     assert curves is not None
+    # Parameters, gradients and states per trained element.
     weight = sum(footprint.bytes_per_element(uniform.data, uniform.method))
-    # Pipelines with at least as many microbatches as stages differ in nothing that counts here.
+    # With at least as many microbatches as stages, 1F1B's memory does not depend on their number: cuts are shared.
     filled = uniform.schedule == "1f1b" and uniform.microbatches >= uniform.stages
 
     def memory(last: int) -> Array:
@@ -137,7 +138,7 @@ def _stage_bounds(estimates: CurveCache, footprint: Footprint, uniform: UniformP
         return curves.elements * weight + curves.activation_bytes * live
 
     room = footprint.available_bytes(limit)
-    # The curves live as long as these estimates: no others will have their identity.
+    # The cache keeps the curves alive, so that their id() is not reused.
     key = (id(curves), weight, room, uniform.schedule, None if filled else uniform.microbatches)
     found = estimates.cuts_cache.get(key)
     if found is None:
@@ -146,24 +147,24 @@ def _stage_bounds(estimates: CurveCache, footprint: Footprint, uniform: UniformP
 
 
 def _live_microbatches(uniform: UniformPlan, stage: int) -> int:
-    """Microbatches that a stage holds at a time."""
+    """Return how many microbatches a stage holds at the same time."""
     if uniform.schedule == "1f1b":
         return min(uniform.microbatches, uniform.stages - stage)
     return uniform.microbatches
 
 
 def _max_stage_bytes(footprint: Footprint, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]) -> float:
-    """Bytes of a rank of the stage that needs the most."""
+    """Return the bytes of a rank of the stage that needs the most memory."""
     elements, held = (np.diff(curve[list(ends)]) for curve in (curves.elements, curves.activation_bytes))
     live = np.array([_live_microbatches(uniform, stage) for stage in range(uniform.stages)])
     return float(footprint(elements, held * live, uniform.data, uniform.method).max())
 
 
 def _step_seconds(estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]) -> float:
-    """Of a step: the pipeline's fill and drain, its slowest stage, messages, gradients that are summed, the update.
+    """Return the seconds of a step: pipeline fill and drain, slowest stage, messages, reductions, optimizer.
 
-    For one forward, one backward and for all forward, all backward alike: sum of all stages + (m - 1) times the slowest
-    (Huang et al., GPipe, 2019, section 2.3, with unequal stages).
+    1F1B and GPipe take the same time: sum of all stages + (m - 1) times the slowest (Huang et al., GPipe, 2019, section
+    2.3, for unequal stages).
     """
     cluster = estimates.basis.cluster
     forward, backward = curves.stage_seconds(np.array(ends[:-1]), np.array(ends[1:]))
@@ -174,7 +175,7 @@ def _step_seconds(estimates: CurveCache, uniform: UniformPlan, curves: StageCurv
         for bytes_, count in Counter(float(curves.cut_bytes[i]) for i in ends[1:-1]).items():
             hops += 2 * count * network.message_seconds(cluster, bytes_, ranks[0], ranks[1], inner)
     passes = forward + backward
-    # A worker sends while it computes, but 1F1B's turns wait for the answer.
+    # Sends overlap with computation, but in 1F1B's steady state a forward waits for the backward that answers it.
     slowest = float(passes.max()) + (hops / (uniform.stages - 1) if uniform.stages > 1 else 0.0)
     pipeline = float(passes.sum()) + hops + (uniform.microbatches - 1) * slowest
     return pipeline + _closing_seconds(estimates, uniform, curves, ends, backward - curves.host_overhead)
@@ -183,15 +184,16 @@ def _step_seconds(estimates: CurveCache, uniform: UniformPlan, curves: StageCurv
 def _closing_seconds(
     estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int], backward: Array
 ) -> float:
-    """Seconds after the last backward pass: what is left of the reductions, the optimizer's step, handing it out."""
+    """Return the seconds after the last backward pass: exposed reductions, optimizer step, parameter all-gather."""
     basis, method, most = estimates.basis, uniform.method, 0.0
     device = basis.cluster.device(0)
     elements = np.diff(curves.elements[list(ends)])
-    # Most stages are alike: they are priced once.
+    # Equal stages are priced once.
+    # ``passed``: seconds of the last backward pass, behind which reductions can hide.
     for own, passed, pieces in set(zip(elements.tolist(), backward.tolist(), np.diff(ends).tolist(), strict=True)):
         whole, handed = estimates.closing_seconds(method, own, uniform.ranks("data"))
         left = whole
-        if method.overlap:  # all but the last of it may go on during the backward pass
+        if method.overlap:  # all but the last bucket may overlap with the backward pass
             left = max(whole - passed, whole / max(1, pieces))
         most = max(most, left + basis.update_seconds(device, method.count_updated(int(own), uniform.data), 1) + handed)
     return most
@@ -200,14 +202,14 @@ def _closing_seconds(
 def enumerate_uniform_plans(
     workers: int, inner: int, batch: int, pieces: int, methods: Sequence[TrainingOptions]
 ) -> Iterator[UniformPlan]:
-    """Every uniform plan worth looking at on so many workers.
+    """Yield every uniform plan worth rating on ``workers`` workers.
 
     Args:
-        workers: all of them are used.
-        inner: the most ranks that may share an operator (a host's devices).
-        batch: samples of a step.
-        pieces: the most stages.
-        methods: to choose from.
+        workers: number of workers, all of which are used.
+        inner: most ranks over which an operator may be sharded.
+        batch: samples of a step over all replicas.
+        pieces: most stages into which the graph can be cut.
+        methods: training options to choose from.
     """
     for sequence in _powers_of_two(inner):
         for tensor in _powers_of_two(inner // sequence):
@@ -225,7 +227,7 @@ def enumerate_uniform_plans(
 
 
 def _microbatch_counts(samples: int, stages: int) -> list[int]:
-    """Into how many parts a replica's samples may be divided: those that make parts of 1, 2, 4, 8... samples."""
+    """Return the numbers of microbatches that make parts of about 1, 2, 4, 8... samples."""
     found = {max(1, samples // size) for size in _powers_of_two(samples)}
     return sorted(m for m in found if m <= samples and (stages == 1 or m >= 2 or samples == 1))
 

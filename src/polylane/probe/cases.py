@@ -1,4 +1,4 @@
-"""The sweep: operators of many shapes, from tall and thin to square, that a device is measured with."""
+"""Benchmark sweep: operators of many shapes, from tall and thin to square, with which a device is measured."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from polylane.cost.operators.operation import Operation, operation
 from polylane.placement.strategy import OperatorCall, TensorValue
 
-# What a tensor is: an activation; a parameter, whose gradient is added to what is there; a buffer, which has none;
-# whole numbers below a bound.
+# Roles of tensors: an activation; a parameter, whose gradient is accumulated; a buffer, which has no gradient; integers
+# below a bound.
 ACTIVATION, WEIGHT, BUFFER, INDEX = "activation", "weight", "buffer", "index"
 
 
 @dataclass(frozen=True)
 class CaseTensor:
-    """A tensor that an operator is given.
+    """A tensor argument of a measured operator.
 
     Attributes:
-        shape: of it.
+        shape: sizes of its dimensions.
         role: :data:`ACTIVATION`, :data:`WEIGHT`, :data:`BUFFER` or :data:`INDEX`.
-        bound: of whole numbers.
+        bound: exclusive upper bound of the integers, for :data:`INDEX`.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class CaseTensor:
         return self.role in (ACTIVATION, WEIGHT)
 
     def make_tensor(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Such a tensor, of random values."""
+        """Return a tensor of this shape and role with random values."""
         if self.role == INDEX:
             return torch.randint(self.bound, self.shape, device=device)
         return torch.randn(self.shape, device=device).to(dtype).requires_grad_(self.requires_grad)
@@ -44,12 +44,12 @@ class CaseTensor:
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """An operator on tensors of given shapes.
+    """A measured operator on tensors of given shapes.
 
     Attributes:
-        family: what it is measured for: "matmul", "convolution", "attention" or "memory".
-        op: as a graph has it ("aten.linear.default").
-        arguments: in the order of torch's schema, the tensors as :class:`CaseTensor`.
+        family: resource that it measures: "matmul", "convolution", "attention" or "memory".
+        op: name of the operator as in a graph ("aten.linear.default").
+        arguments: arguments in the order of torch's schema, tensors as :class:`CaseTensor`.
     """
 
     family: str
@@ -58,22 +58,22 @@ class OperatorCase:
 
     @property
     def target(self) -> Any:
-        """What to call."""
+        """The operator overload to call."""
         _, name, overload = self.op.split(".")
         return getattr(getattr(torch.ops.aten, name), overload)
 
     @property
     def name(self) -> str:
-        """For people: "linear 32x512 2048x512"."""
+        """Readable name: "linear 32x512 2048x512"."""
         shapes = ("x".join(map(str, each.shape)) for each in self.arguments if isinstance(each, CaseTensor))
         return f"{self.op.split('.')[1]} {' '.join(shapes)}"
 
     def make_arguments(self, dtype: torch.dtype, device: torch.device | str) -> list[Any]:
-        """Arguments to call it with."""
+        """Return arguments to call it with, tensors filled with random values."""
         return [each.make_tensor(dtype, device) if isinstance(each, CaseTensor) else each for each in self.arguments]
 
     def describe_operation(self, dtype: torch.dtype) -> Operation:
-        """What it asks of a device."""
+        """Return its demand, by which the device model prices it."""
         call = self._call(dtype)
         return operation(call, [v.shape for v in call.inputs], [v.shape for v in call.outputs])
 
@@ -88,6 +88,7 @@ class OperatorCase:
                 )
                 inputs.append(given)
             arguments[slot.name] = given
+        # A run on the meta device gives the output shapes without computing.
         result = self.target(*self.make_arguments(dtype, "meta"))
         shapes = [tuple(each.shape) for each in (result if isinstance(result, (list, tuple)) else [result])]
         outputs = tuple(TensorValue(shape, dtype, True, index, "out") for index, shape in enumerate(shapes))
@@ -133,7 +134,7 @@ def _moving(elements: int) -> list[OperatorCase]:
 
 
 def _normalized(images: int, channels: int, side: int) -> OperatorCase:
-    """Batch normalization in training."""
+    """Return a batch normalization in training mode."""
     weights, buffers = (
         (_weight(channels), _weight(channels)),
         (CaseTensor((channels,), BUFFER), CaseTensor((channels,), BUFFER)),
@@ -143,7 +144,7 @@ def _normalized(images: int, channels: int, side: int) -> OperatorCase:
 
 
 def _pooled(images: int, channels: int, side: int) -> OperatorCase:
-    """The largest of every three by three."""
+    """Return a max pooling over windows of 3 x 3."""
     given = (CaseTensor((images, channels, side, side)), [3, 3], [1, 1], [1, 1])
     return OperatorCase("memory", "aten.max_pool2d.default", given)
 
@@ -161,7 +162,8 @@ def _cross_entropy(rows: int, classes: int) -> OperatorCase:
 
 
 def cpu_cases() -> list[OperatorCase]:
-    """For a core of a CPU: a few GFLOP at most each."""
+    """Return the sweep for a CPU core: at most a few GFLOP each."""
+    # Square, then tall and thin as in training: tile quantization and bandwidth limits show only in odd shapes.
     cases = [_linear(n, n, n) for n in (32, 64, 128, 256, 512, 1024)]
     cases += [_linear(8, 64, 64), _linear(64, 64, 256), _linear(64, 256, 64), _linear(4096, 64, 64)]
     cases += [_linear(1024, 64, 256), _linear(1, 1024, 1024), _linear(16, 512, 2048), _linear(16, 2048, 512)]
@@ -179,7 +181,8 @@ def cpu_cases() -> list[OperatorCase]:
 
 
 def gpu_cases() -> list[OperatorCase]:
-    """For a GPU: up to a TFLOP each."""
+    """Return the sweep for a GPU: up to a TFLOP each."""
+    # Square, then the shapes of transformer layers and vocabularies.
     cases = [_linear(n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192)]
     cases += [_linear(65536, 128, 128), _linear(16384, 1024, 4096), _linear(16384, 4096, 1024)]
     cases += [_linear(16, 4096, 16384), _linear(2048, 12288, 1536), _linear(4096, 1600, 6400)]

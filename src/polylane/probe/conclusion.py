@@ -1,4 +1,4 @@
-"""From what workers saw to the cluster that this machine is, as a file."""
+"""Probe result: fit device, link and contention figures to the workers' measurements, as a one-host cluster file."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from polylane.probe.fit_device import FitErrors
 from polylane.probe.machine import available_memory, cpu_name, find_preset, shared_cores
 from polylane.probe.measure import Accelerator, WorkerMeasurements
 
-DIGITS = 4  # of a figure that matter
+DIGITS = 4  # significant digits of a figure
 
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """This machine, and how well the figures tell what was measured.
+    """This machine as a cluster, and how well the fitted figures reproduce the measurements.
 
     Attributes:
-        cluster: one host.
-        threads: of each worker.
-        device: relative errors over the sweep.
-        link: relative errors over all traffic, the median and the worst; None for one worker.
+        cluster: cluster of this one host.
+        threads: number of threads of each worker.
+        device: relative errors of the device model over the sweep.
+        link: median and worst relative error of the link model over all traffic; None for one worker.
     """
 
     cluster: Cluster
@@ -38,11 +38,11 @@ class MeasuredMachine:
     link: tuple[float, float] | None
 
     def text(self, when: str, load: float) -> str:
-        """The cluster file, with a comment on where its figures are from.
+        """Return the cluster file, headed by a comment on the origin of its figures.
 
         Args:
-            when: it was measured.
-            load: how many processes ran on the machine before.
+            when: date and time of the measurement.
+            load: load average of the machine before the measurement.
         """
         workers, off = self.cluster.count, self.device
         lines = [
@@ -60,7 +60,7 @@ def _many(number: int, word: str) -> str:
 
 
 def conclude(seen: WorkerMeasurements, workers: int) -> MeasuredMachine:
-    """Figures from what so many workers saw."""
+    """Fit the machine's figures to the measurements of its workers."""
     link = (
         Link.model_validate(_rounded(fit_link.fit_link(seen.timed_traffic).model_dump()))
         if seen.timed_traffic
@@ -70,7 +70,7 @@ def conclude(seen: WorkerMeasurements, workers: int) -> MeasuredMachine:
         device, own = _cpu_device(seen, workers), {"cores": shared_cores(workers), "contention": seen.contention}
     else:
         device, own = _gpu_device(seen, seen.gpu), {}
-        link = link and link.model_copy(update={"cpu": 0.0})  # the host only waits, and that keeps a core busy too
+        link = link and link.model_copy(update={"cpu": 0.0})  # the CPU time measured was busy waiting
     cluster = Cluster((Hosts.model_validate({"devices": workers, "device": device, "link": link, **_rounded(own)}),))
     off = None
     if link is not None:
@@ -80,7 +80,7 @@ def conclude(seen: WorkerMeasurements, workers: int) -> MeasuredMachine:
 
 
 def _cpu_device(seen: WorkerMeasurements, workers: int) -> Device:
-    """A worker's share of the CPU."""
+    """Fit a worker's share of the CPU."""
     preset = Device.model_validate(device_presets()["cpu"])
     known = {"kind": cpu_name(), "memory": max(1, available_memory() // workers), "price": 0.0}
     base = preset.model_copy(update={**known, "flops": {}, "achieved": {}})
@@ -88,7 +88,7 @@ def _cpu_device(seen: WorkerMeasurements, workers: int) -> Device:
 
 
 def _gpu_device(seen: WorkerMeasurements, gpu: Accelerator) -> Device:
-    """A GPU: peak rates, price and the sizes of tiles as its preset has them, where there is one."""
+    """Fit a GPU; peak rates, price and tile sizes come from its preset, if there is one."""
     presets = device_presets()
     preset = find_preset(gpu.name, gpu.memory, presets)
     base = Device.model_validate(presets[preset or _GENERIC])
@@ -98,7 +98,7 @@ def _gpu_device(seen: WorkerMeasurements, gpu: Accelerator) -> Device:
     return _to_digits(fit_device.fit_device(base.model_copy(update=known), seen.timed_cases, seen.bandwidth, tiles=()))
 
 
-_GENERIC = "a100-80g"  # whose tiles are those of a GPU that is not known
+_GENERIC = "a100-80g"  # the preset whose tiles an unknown GPU gets
 
 
 def _to_digits(device: Device) -> Device:
@@ -106,7 +106,7 @@ def _to_digits(device: Device) -> Device:
 
 
 def _rounded(given: Any) -> Any:
-    """Every figure in a nest of data to as many digits as matter."""
+    """Round every float in nested data to :data:`DIGITS` significant digits."""
     if isinstance(given, float):
         return float(f"{given:.{DIGITS}g}")
     if isinstance(given, dict):

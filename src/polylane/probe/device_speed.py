@@ -1,4 +1,4 @@
-"""Measure a device: every case of the sweep, forward and backward, and how fast its memory streams."""
+"""Device speed: time every case of the sweep, forward and backward, and the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from polylane.cost.operators.operation import Operation
 from polylane.probe.cases import WEIGHT, CaseTensor, OperatorCase
 from polylane.probe.stopwatch import FixedOverhead, lower_quartile, median_seconds, stopwatch
 
-FEWEST, MOST = 2, 20  # runs of a case in a round
-LEAST = 0.2  # of what was measured is always left: what is fixed is itself measured, and may come out at more
+FEWEST, MOST = 2, 20  # timed runs of a case in a round
+LEAST = 0.2  # of a time remains at least after subtracting the fixed overhead, which is itself measured with noise
 
 
 @dataclass(frozen=True)
 class TimedCase:
-    """A case as it was measured.
+    """A case with its measured seconds.
 
     Attributes:
-        name, family: of the case.
-        operation: what it asks of a device.
-        dtype: of its tensors ("float32").
-        forward, backward: seconds.
+        name, family: readable name and family of the case.
+        operation: demand of the operator, for the device model.
+        dtype: dtype of its floating-point tensors ("float32").
+        forward, backward: seconds of the two passes, without fixed overhead.
     """
 
     name: str
@@ -45,13 +45,17 @@ def time_cases(
     rounds: int,
     told: Callable[[], Any] = lambda: None,
 ) -> list[TimedCase]:
-    """Measure cases, in rounds, so that what else goes on in the machine for a while does not hit one of them alone.
+    """Time cases in rounds, so that a temporary disturbance of the machine does not hit one case alone.
 
-    Of all runs of a case the quarter counts that was disturbed least.
+    The lower quartile of all runs of a case counts, since disturbances only make runs slower.
 
     Args:
+        cases: operators to time, each in every round.
+        dtype: dtype of the floating-point tensors ("float32").
+        device: device on which all tensors are.
         budget: seconds for each case in each round.
-        told: called after each case of each round.
+        rounds: number of passes over all cases.
+        told: progress callback, called after each case of each round.
     """
     fixed, found = FixedOverhead(device), [list[tuple[float, float]]() for _ in cases]
     for _ in range(rounds):
@@ -73,9 +77,9 @@ def _summarize_runs(
 
 
 def _time_runs(case: OperatorCase, dtype: str, device: torch.device, budget: float) -> list[tuple[float, float]]:
-    """Seconds of forward and backward passes, as many as there is time for, after one that does not count.
+    """Return the seconds of as many forward and backward passes as the budget allows, after a warm-up.
 
-    The backward pass adds the gradients of weights to what is there, as training with microbatches does.
+    The backward pass accumulates the gradients of weights, as training with microbatches does.
     """
     arguments, watch, target = case.make_arguments(getattr(torch, dtype), device), stopwatch(device), case.target
     inputs, kept = _with_gradients(case, arguments)
@@ -90,7 +94,7 @@ def _time_runs(case: OperatorCase, dtype: str, device: torch.device, budget: flo
 
 
 def _with_gradients(case: OperatorCase, arguments: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The tensors that have gradients, and for each of them that is a weight the gradient so far."""
+    """Return the tensors with gradients, and for weights among them an accumulated gradient (else None)."""
     inputs = list[Tensor]()
     kept = list[Tensor | None]()
     for given, made in zip(case.arguments, arguments, strict=True):
@@ -107,14 +111,14 @@ def _run_backward(out: Tensor, inputs: Sequence[Tensor], seed: Tensor, kept: Seq
 
 
 def measure_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second that are read and written as one array of ``size`` bytes is copied to another."""
+    """Return the bytes per second read and written while copying an array of ``size`` bytes."""
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     return 2 * size / median_seconds(lambda: target.copy_(source), stopwatch(device), runs=9)
 
 
 def is_fast_enough(dtype: str, device: torch.device, least: float) -> bool:
-    """Whether matmuls of a dtype run at ``least`` of float32's rate; some kernels only exist, and are slow."""
+    """Return whether matmuls of a dtype reach ``least`` times float32's rate; some kernels exist but are slow."""
     watch, seconds = stopwatch(device), []
     try:
         for each in ("float32", dtype):

@@ -1,4 +1,4 @@
-"""How much is measured, and how long it may take."""
+"""Measuring effort: cases, sizes, rounds and seconds of a probe."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ KB, MB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Effort:
-    """Sizes and seconds.
+    """How much is measured, and for how long.
 
     Attributes:
-        cases: of the sweep.
-        dtype_cases: cases in each further dtype, which tell how fast its matmuls are.
-        rounds: in which everything is measured.
-        case_seconds: for each case in a round.
-        stream_bytes: of an array with which memory is streamed: much more than caches hold.
-        sizes: bytes of messages and collectives.
-        traffic_seconds: for each size of each kind in a round.
-        contention_seconds: in which workers compute side by side, for each number of them in a round.
-        warm_seconds: in which a device computes before it is measured.
+        cases: operators of the sweep in the main dtype.
+        dtype_cases: operators in each further dtype, to fit its matmul rate.
+        rounds: number of times everything is measured.
+        case_seconds: seconds for each case in a round.
+        stream_bytes: bytes of the array that measures memory bandwidth, much more than caches hold.
+        sizes: sizes in bytes of the measured messages and collectives.
+        traffic_seconds: seconds for each size of each kind of traffic in a round.
+        contention_seconds: seconds for each number of concurrent workers in a round.
+        warm_seconds: seconds of computation before a device is measured.
     """
 
     cases: tuple[OperatorCase, ...]
@@ -38,7 +38,7 @@ class Effort:
     warm_seconds: float
 
     def progress_ticks(self, workers: int, dtypes: int) -> int:
-        """Into how many parts the work is divided that progress is told by, with so many further dtypes."""
+        """Return the number of progress ticks of a probe with ``dtypes`` further dtypes."""
         found = len(self.cases) + dtypes * len(self.dtype_cases)
         if workers > 1:
             found += sum(len(kinds_of(ranks)) for ranks, _ in group_arrangements(workers)) * len(self.sizes)
@@ -47,13 +47,13 @@ class Effort:
 
 
 def concurrent_counts(workers: int) -> list[int]:
-    """How many workers are let compute at once: 2, 4, 8..., and all."""
+    """Return the numbers of workers that compute at once: 2, 4, 8..., and all."""
     powers = [2**power for power in range(1, workers.bit_length())]
     return sorted({*(each for each in powers if each <= workers), *([workers] if workers > 1 else [])})
 
 
 def thorough(device_type: str) -> Effort:
-    """Under a minute for up to four workers on two cores."""
+    """Return the default effort: under a minute for up to four workers on two cores."""
     cases = sweep.gpu_cases() if device_type == "cuda" else sweep.cpu_cases()
     return Effort(
         cases=tuple(cases),

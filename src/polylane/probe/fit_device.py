@@ -1,4 +1,4 @@
-"""From measured operators to a device's figures, by least squares of relative errors."""
+"""Device fit: the figures of the roofline model, by least squares of relative errors over measured operators."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from polylane.probe.device_speed import TimedCase
 Array = NDArray[np.float64]
 Tiles = tuple[tuple[int, int], ...]
 
-# Tiles of which the best is taken, for a device whose own are not known: a core computes a result in such pieces.
+# Tile sizes to choose from for a device whose own are unknown: the pieces in which a core computes a product.
 TILES: tuple[Tiles, ...] = (((1, 1),), ((8, 32),), ((16, 16),), ((32, 32),))
 
-# Beyond this relative error a case pulls less than in proportion: what an operator computes besides its matmuls and
-# bytes, such as random numbers, has no figure of its own.
+# Relative error beyond which the loss grows only linearly (soft L1): work of an operator besides matmuls and bytes,
+# such as random numbers, has no figure of its own.
 _TOLERATED = 0.3
-_STEPS = 60  # evaluations of a search, from each start
+_STEPS = 60  # evaluations of the solver from each start
 
 
 @dataclass(frozen=True)
 class FitErrors:
-    """How well figures tell what was measured: relative errors, 0.1 for a tenth too much or too little.
+    """Relative errors of a device model against measurements: 0.1 is 10% too much or too little.
 
     Attributes:
-        median: of all.
-        worst: the largest.
-        worst_case: whose that is.
-        families: medians by kind of case.
+        median: median error over all cases.
+        worst: largest error over all cases.
+        worst_case: name and dtype of the case with the largest error.
+        families: median error by family of cases.
     """
 
     median: float
@@ -45,33 +45,35 @@ class FitErrors:
 
 
 def fit_device(base: Device, timed: Sequence[TimedCase], bandwidth: float, tiles: Sequence[Tiles] = TILES) -> Device:
-    """The device whose figures tell best what was measured of it.
+    """Return the device whose figures fit the measurements best.
 
-    Fitted are, over all cases in the dtype of the first one: the rate of matmuls, ``streaming``, ``overhead``,
-    ``depth``, ``attention`` and ``attention_length``; then, of every further dtype, the rate alone.
+    Over all cases in the dtype of the first one, the matmul rate, ``streaming``, ``overhead``, ``depth``, ``attention``
+    and ``attention_length`` are fitted; then the matmul rate alone in every further dtype.
 
     Args:
-        base: what is known already; of its figures those that are fitted do not count.
-        timed: what was measured, with matmuls and operators that move bytes among it.
-        bandwidth: of the device's memory, bytes per second; what operators stream is at most that.
-        tiles: of which the best are taken; with none, the base's stay.
+        base: known figures of the device; those that are fitted are replaced.
+        timed: measured cases, with matmuls and bandwidth-bound operators among them.
+        bandwidth: measured memory bandwidth in bytes per second, upper limit of what operators stream.
+        tiles: tile sizes to choose from; if empty, the base's are kept.
     """
     main = timed[0].dtype
     own = [each for each in timed if each.dtype == main]
     others = {dtype: _max_rate(timed, dtype) for dtype in dict.fromkeys(each.dtype for each in timed) if dtype != main}
     known = base.model_copy(update={"achieved": others})
+    # One search per tile choice; ties within 1e-9 go to the first, the smallest tiles.
     spaces = _distinguishable_spaces([_Space(known, bandwidth, each, main) for each in tiles or (base.tiles,)], own)
     best = min((_search(space, own) for space in spaces), key=lambda found: round(found[1], 9))[0]
     rates = {main: best.achieved[main]}
     for dtype in others:
         rates[dtype] = _fit_rate(best, [each for each in timed if each.dtype == dtype], dtype)
+    # A peak is never below a rate that was measured.
     peaks = {dtype: max(rate, _max_rate(timed, dtype), base.flops.get(dtype, 0.0)) for dtype, rate in rates.items()}
     change = {"flops": {**base.flops, **peaks}, "achieved": {**base.achieved, **rates}}
     return Device.model_validate({**best.model_dump(), **change})
 
 
 def fit_errors(device: Device, timed: Sequence[TimedCase]) -> FitErrors:
-    """How far the device's figures are from what was measured."""
+    """Return the errors of the device's figures against the measurements."""
     found = [(abs(math.expm1(off)), each) for each in timed for off in _log_errors(device, each)]
     worst, where = max(found, key=lambda pair: pair[0])
     families = {
@@ -86,13 +88,13 @@ def fit_errors(device: Device, timed: Sequence[TimedCase]) -> FitErrors:
 
 @dataclass(frozen=True)
 class _Space:
-    """The devices among which one is searched: a vector of logarithms for each.
+    """Search space of devices, each a point of logarithms of the fitted figures.
 
     Attributes:
-        base: all that is not searched.
-        bandwidth: of the memory.
-        tiles: the device's.
-        dtype: whose rate is searched.
+        base: device with the figures that are not searched.
+        bandwidth: memory bandwidth in bytes per second.
+        tiles: tile sizes of the devices.
+        dtype: dtype whose matmul rate is searched.
     """
 
     base: Device
@@ -101,7 +103,7 @@ class _Space:
     dtype: str
 
     def device(self, at: Array) -> Device:
-        """The device at a point."""
+        """Return the device at a point."""
         rate, stream, overhead, depth, attention, length = np.exp(at)
         change = {
             "flops": {**self.base.flops, self.dtype: float(rate)},
@@ -119,13 +121,13 @@ class _Space:
 
     @property
     def bounds(self) -> tuple[Array, Array]:
-        """Of the logarithms; nothing streams faster than the memory, and attention is no faster than matmuls."""
+        """Bounds of the logarithms: streaming is at most the memory's bandwidth, attention at most the matmul rate."""
         least = np.log([1e6, self.bandwidth * 1e-3, 1e-9, 1e-3, 1e-3, 1e-2])
         most = np.log([1e17, self.bandwidth, 1.0, 1e4, 1.0, 1e5])
         return least, most
 
     def starts(self, timed: Sequence[TimedCase]) -> Iterator[Array]:
-        """Points to search from, by what was measured at best."""
+        """Yield starting points, from the best rates measured."""
         rate = _max_rate(timed, self.dtype)
         overhead = min(each.forward for each in timed)
         for depth, share in ((1.0, 0.9), (30.0, 0.4)):
@@ -134,7 +136,7 @@ class _Space:
 
 
 def _distinguishable_spaces(spaces: Sequence[_Space], timed: Sequence[TimedCase]) -> list[_Space]:
-    """One of all spaces whose tiles make no difference to what was measured."""
+    """Return one of every set of spaces whose tiles the measurements cannot tell apart."""
     found: dict[bytes, _Space] = {}
     for space in spaces:
         start = list(space.starts(timed))[-1]
@@ -143,7 +145,7 @@ def _distinguishable_spaces(spaces: Sequence[_Space], timed: Sequence[TimedCase]
 
 
 def _search(space: _Space, timed: Sequence[TimedCase]) -> tuple[Device, float]:
-    """The best device of a space, and its cost; figures that make no difference are left at nothing."""
+    """Return the best device of a space and its cost; figures that do not improve the fit are set to 0."""
 
     def off(at: Array) -> Array:
         return _all_log_errors(space.device(at), timed)
@@ -165,7 +167,7 @@ def _search(space: _Space, timed: Sequence[TimedCase]) -> tuple[Device, float]:
 
 
 def _cost(device: Device, timed: Sequence[TimedCase]) -> float:
-    """What a search makes small (soft L1: half of the sum of 2 (sqrt(1 + z) - 1), z the square in units tolerated)."""
+    """Return the solver's cost (soft L1): half the sum of 2 (sqrt(1 + z) - 1), z = (error / tolerance)²."""
     squares = (_all_log_errors(device, timed) / _TOLERATED) ** 2
     return float(_TOLERATED**2 * np.sum(np.sqrt(1 + squares) - 1))
 
@@ -175,13 +177,13 @@ def _all_log_errors(device: Device, timed: Sequence[TimedCase]) -> Array:
 
 
 def _log_errors(device: Device, timed: TimedCase) -> list[float]:
-    """Logarithms of what the device's figures say over what was measured, of the passes that there are."""
+    """Return log(predicted / measured) of the passes that both have."""
     said = pass_seconds(timed.operation, device, timed.dtype)
     return [math.log(a / b) for a, b in zip(said, (timed.forward, timed.backward), strict=True) if a > 0 and b > 0]
 
 
 def _fit_rate(device: Device, timed: Sequence[TimedCase], dtype: str) -> float:
-    """The rate of matmuls in a further dtype, all else being as it is."""
+    """Fit the matmul rate in a further dtype, with all other figures fixed."""
 
     def off(at: Array) -> Array:
         rate = float(np.exp(at[0]))
@@ -193,7 +195,7 @@ def _fit_rate(device: Device, timed: Sequence[TimedCase], dtype: str) -> float:
 
 
 def _max_rate(timed: Sequence[TimedCase], dtype: str) -> float:
-    """Operations per second of the fastest matmul or convolution in a dtype."""
+    """Return the FLOP/s of the fastest matmul or convolution in a dtype."""
     rates = [
         sum(product.flops for product in own.products) / seconds
         for each in timed

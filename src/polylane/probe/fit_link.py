@@ -1,10 +1,11 @@
-"""From measured messages and collectives to a link's figures, by least squares of relative errors.
+"""Link fit: the figures of a link, by least squares of relative errors over measured messages and collectives.
 
-With the shares and steps of :mod:`polylane.cost.network.collectives`, a kind's seconds are linear in its latency, in
-the seconds of
-a byte and in those of a further step, once two figures are given that all kinds share: ``half``, and ``total`` over
-``bandwidth``. Those two are searched; the others follow from each choice by least squares without negative numbers
+With the volumes and steps of :mod:`polylane.cost.network.collectives`, the seconds of a kind of traffic are linear in
+its latency, the seconds per byte and the seconds per step, once two figures are fixed that all kinds share: ``half``,
+and ``share`` = ``total`` / ``bandwidth``. These two are searched; the others follow by non-negative least squares
 (Lawson and Hanson, Solving Least Squares Problems, 1974).
+
+    seconds(kind) = latency[kind] + (v + sqrt(v * half)) / (bandwidth[kind] * min(1, share / senders)) + steps * hop
 """
 
 from __future__ import annotations
@@ -28,20 +29,19 @@ from polylane.probe.link_speed import TimedTraffic
 
 Array = NDArray[np.float64]
 
-_REWEIGHTED = 8  # times
-_HALVES = (1e3, 3e4, 1e6, 3e7)  # bytes, where searches for ``half`` start
-_REFINED = 5  # of the starts, the best
-_FASTER = 4.0  # how much faster than what was seen a rate may come out: more cannot be told from latency
+_REWEIGHTED = 8  # rounds of iteratively reweighted least squares
+_HALVES = (1e3, 3e4, 1e6, 3e7)  # bytes, starting values of ``half``
+_REFINED = 5  # number of the best starts that are refined
+_FASTER = 4.0  # limit of a fitted rate over the fastest one seen: beyond it rate and latency are indistinguishable
 
 
 def fit_link(carried: Sequence[TimedTraffic], kind: str = "measured") -> Link:
-    """The link whose figures tell best what was measured between devices of one host.
+    """Return the link whose figures fit the measurements between devices of one host best.
 
     Args:
-        carried: of groups of two at least, with "send" and "all_reduce" among the kinds. Where there are other groups
-            too, what a further step takes is told apart from the latency, and what all devices share from what each
-            has alone.
-        kind: the link's name.
+        carried: measurements, with "send" and "all_reduce" in groups of two at least. With larger groups the seconds
+            of a step can be told from the latency, and the bandwidth that all devices share from that of one.
+        kind: name that the link gets.
     """
     several = len({_senders(each) for each in carried if each.kind != "send"}) > 1
     most = max(_senders(each) for each in carried)
@@ -67,7 +67,7 @@ def fit_link(carried: Sequence[TimedTraffic], kind: str = "measured") -> Link:
 
 
 def link_errors(link: Link, carried: Sequence[TimedTraffic]) -> list[float]:
-    """Relative errors of what the link's figures say, 0.1 for a tenth too much or too little."""
+    """Return the relative errors of the link's figures: 0.1 is 10% too much or too little."""
     device = Device.model_validate(device_presets()["cpu"])
     most = max(each.ranks * each.groups for each in carried)
     cluster = Cluster((Hosts(devices=most, device=device, link=link),))
@@ -85,12 +85,14 @@ def _predicted_seconds(cluster: Cluster, each: TimedTraffic) -> float:
 
 @dataclass(frozen=True)
 class _LinkFit:
-    """What follows from ``half`` and from ``share``, what all devices together send over what one can.
+    """Figures that follow from ``half`` and ``share``, with their cost.
 
     Attributes:
-        latencies, rates: seconds, and bytes per second, by kind.
-        hop: seconds of a step.
-        cost: how far it is from what was measured.
+        half: bytes of the ramp, at which half the bandwidth is reached.
+        share: bandwidth of all devices at once over that of one.
+        latencies, rates: seconds, and bytes per second, by kind of traffic.
+        hop: seconds of one further step.
+        cost: sum of squared logarithmic errors.
     """
 
     half: float
@@ -102,21 +104,22 @@ class _LinkFit:
 
 
 def _cost_of(found: _LinkFit) -> float:
-    """Rounded, so that the first of equals is taken: without a ramp, without sharing."""
+    """Return the rounded cost, so that of equal fits the first is taken: without ramp, without sharing."""
     return round(found.cost, 12)
 
 
 def _start_points(several: bool, most: int) -> list[tuple[float, float]]:
-    """Where searches start: (half, share)."""
+    """Return the starting points (half, share) of the searches."""
     shares = [float(most), most / 1.5, 2.0] if several else [float(most)]
     return [(half, share) for half in (0.0, *_HALVES) for share in shares]
 
 
 def _refine_fit(carried: Sequence[TimedTraffic], half: float, share: float, most: int) -> _LinkFit:
-    """The best that is found from a start; a half of 0 stays, and so does a share that limits nobody."""
+    """Refine a start by Nelder-Mead; a half of 0 stays fixed, and so does a share that limits no device."""
 
     def at(point: Sequence[float]) -> _LinkFit:
         named = dict(zip(free, point, strict=True))
+        # Unconstrained search: half by its logarithm, share by the logit of its place between 2 and ``most``.
         own = 2 + (most - 2) / (1 + math.exp(-named["share"])) if "share" in named else share
         return _solve_fit(carried, math.exp(min(named["half"], 25.0)) if "half" in named else half, own)
 
@@ -131,12 +134,13 @@ def _refine_fit(carried: Sequence[TimedTraffic], half: float, share: float, most
 
 
 def _solve_fit(carried: Sequence[TimedTraffic], half: float, share: float) -> _LinkFit:
-    """Latencies, rates and the hop that fit best: twice too much counts as half too little does."""
+    """Solve for latencies, rates and hop; errors count by their logarithms, so that twice and half weigh the same."""
     kinds: list[Kind] = list(dict.fromkeys(each.kind for each in carried))
     several = len({each.ranks for each in carried}) > 1
     rows = np.array([_row(each, kinds, half, share, several) for each in carried])
     measured = np.array([each.seconds for each in carried])
     count, weights, said = len(kinds), 1 / measured, measured
+    # Columns are scaled to 1, since latencies and seconds per byte differ by many orders of magnitude.
     scale = np.maximum((rows / measured[:, None]).max(axis=0), 1e-300)
     least = np.zeros(rows.shape[1])
     least[count : 2 * count] = [_fastest(carried, kind) / _FASTER for kind in kinds]
@@ -145,7 +149,7 @@ def _solve_fit(carried: Sequence[TimedTraffic], half: float, share: float) -> _L
         left = (measured - rows @ least) * weights
         solution = least + nnls(rows / scale * weights[:, None], left)[0] / scale
         said = np.maximum(rows @ solution, measured * 1e-6)
-        weights = 1 / np.sqrt(said * measured)  # errors in the unit of both are those of their logarithms
+        weights = 1 / np.sqrt(said * measured)  # errors then approximate differences of logarithms
     cost = float(np.sum(np.log(said / measured) ** 2))
     return _LinkFit(
         half,
@@ -158,7 +162,7 @@ def _solve_fit(carried: Sequence[TimedTraffic], half: float, share: float) -> _L
 
 
 def _fastest(carried: Sequence[TimedTraffic], kind: Kind) -> float:
-    """Seconds of a byte of the fastest run of a kind, all of it counted."""
+    """Return the least seconds per byte of a kind, latency included."""
     own = (each for each in carried if each.kind == kind)
     return min(
         each.seconds / (each.size if kind == "send" else bytes_per_rank(kind, each.size, each.ranks)) for each in own
@@ -166,7 +170,7 @@ def _fastest(carried: Sequence[TimedTraffic], kind: Kind) -> float:
 
 
 def _row(each: TimedTraffic, kinds: Sequence[Kind], half: float, share: float, several: bool) -> list[float]:
-    """What multiplies each kind's latency, each kind's seconds of a byte, and the seconds of a step."""
+    """Return the coefficients of each kind's latency, each kind's seconds per byte, and the seconds per step."""
     alone = min(1.0, share / _senders(each))
     if each.kind == "send":
         steps, bytes_ = 1, float(each.size)
@@ -179,5 +183,5 @@ def _row(each: TimedTraffic, kinds: Sequence[Kind], half: float, share: float, s
 
 
 def _senders(each: TimedTraffic) -> int:
-    """How many devices send at the same time."""
+    """Return how many devices send at the same time."""
     return each.groups if each.kind == "send" else each.ranks * each.groups

@@ -1,4 +1,4 @@
-"""Measure what workers of a host slow each other by that compute at the same time, cores aside."""
+"""Host contention: how much workers of a host slow each other when they compute at once, cores aside."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from polylane.runtime.workers.world import World
 
 # A block of a small transformer: matmuls, and operators that only move bytes.
 SAMPLES, LENGTH, HIDDEN, HEADS = 8, 64, 256, 4
-FEWEST = 3  # passes of a worker
+FEWEST = 3  # timed passes of a worker at least, after one warm-up
 
 
 def measure_contention(
     world: World, counts: Sequence[int], seconds: float, rounds: int, told: Callable[[], Any] = lambda: None
 ) -> dict[int, float]:
-    """How fast each of so many workers is that compute at once, in parts of the speed of one alone.
+    """Measure the speed of each of several concurrent workers relative to one alone (collective call).
 
-    Counted is the time in which a worker has a core: so what is seen is the memory that they share, however many cores
-    there are. All workers call it together; all get the same.
+    CPU time is measured, not wall-clock time: so the figures show contention for memory, however many cores there are.
+    All workers get the same result.
 
     Args:
-        counts: how many compute at once.
-        seconds: for each count in each round.
-        told: called after each.
+        world: this worker's place among all workers.
+        counts: numbers of workers that compute at once.
+        seconds: seconds for each count in each round.
+        rounds: number of times every count is measured.
+        told: progress callback, called after each count of each round.
     """
     transport, step = C10dTransport(world), _make_block()
     found: dict[int, list[float]] = {count: [] for count in (1, *counts)}
     for _ in range(rounds):
         for count in found:
+            # All workers start at once; those beyond the count wait in the gather below.
             transport.barrier()
             own = _median_pass_seconds(step, seconds) if world.rank < count else 0.0
             every = [each for each in transport.all_gather_object(own) if each]
@@ -48,7 +51,7 @@ def measure_contention(
 
 
 def _median_pass_seconds(step: Callable[[], Any], seconds: float) -> float:
-    """The median of a worker's computing seconds for a pass, over so many seconds of the wall's clock."""
+    """Return the median CPU seconds of a worker's pass, over ``seconds`` of wall-clock time."""
     times, end = list[float](), time.perf_counter() + seconds
     while len(times) <= FEWEST or time.perf_counter() < end:
         start = time.thread_time()
@@ -58,7 +61,7 @@ def _median_pass_seconds(step: Callable[[], Any], seconds: float) -> float:
 
 
 def _make_block() -> Callable[[], Any]:
-    """Forward and backward of the block, on the CPU."""
+    """Return a function that runs the block forward and backward on the CPU."""
     x = torch.randn(SAMPLES, LENGTH, HIDDEN, requires_grad=True)
     shapes = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN))
     weights = [(torch.randn(shape) / shape[1] ** 0.5).requires_grad_() for shape in shapes]

@@ -1,4 +1,4 @@
-"""Measure what workers send each other: collectives and messages of many sizes, by the runtime's own ways."""
+"""Link speed: time collectives and messages of many sizes between workers, over the runtime's own transport."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from polylane.runtime.transport.c10d import C10dTransport
 from polylane.runtime.workers.world import World
 
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-FEWEST, MOST = 3, 20  # runs in a round
-ITEM = 4  # bytes of an element
+FEWEST, MOST = 3, 20  # timed runs in a round
+ITEM = 4  # bytes of a float32 element
 
 
 @dataclass(frozen=True)
 class TimedTraffic:
-    """What was measured of one kind of traffic.
+    """Measured seconds of one kind and size of traffic.
 
     Attributes:
-        kind: a collective, or "send".
-        size: of the whole value in bytes, as it is where all its parts are together; of a message.
-        ranks: of the group.
-        groups: how many such groups were at work at the same time.
-        seconds: from its start until all have it.
-        cpu: cores that it kept busy at each end meanwhile.
+        kind: name of a collective, or "send".
+        size: bytes of the full (unsharded) value, or of a message.
+        ranks: number of ranks in the group.
+        groups: number of such groups that communicated at the same time.
+        seconds: from its start until the slowest rank has the result.
+        cpu: cores that it kept busy at each end.
     """
 
     kind: Kind
@@ -46,19 +46,19 @@ class TimedTraffic:
 
 
 def group_arrangements(workers: int) -> list[tuple[int, int]]:
-    """(ranks of a group, groups at once): two ranks alone, all by twos, and all as one group."""
+    """Return (ranks of a group, groups at once) pairs: two ranks alone, all in pairs, and all as one group."""
     found = [(2, 1), (2, workers // 2), (workers, 1)]
     return [each for each in dict.fromkeys(found) if each[0] <= workers and each[1] > 0]
 
 
 def kinds_of(ranks: int) -> tuple[Kind, ...]:
-    """What is measured in groups of so many: collectives, and between two also messages."""
+    """Return the kinds measured in groups of this size: collectives, and messages between two."""
     return (*COLLECTIVES, "send") if ranks == 2 else COLLECTIVES
 
 
 @dataclass(frozen=True)
 class _TrafficKind:
-    """What is measured: a kind in groups of so many, so many groups at once, over so many bytes."""
+    """One measurement: kind, bytes, ranks of a group, and number of groups at once."""
 
     kind: Kind
     size: int
@@ -69,12 +69,14 @@ class _TrafficKind:
 def measure_traffic(
     world: World, sizes: Sequence[int], budget: float, rounds: int, told: Callable[[], Any] = lambda: None
 ) -> list[TimedTraffic]:
-    """Measure all kinds of traffic, in rounds; all workers call it together, and all get what the slowest of them saw.
+    """Time all kinds of traffic in rounds (collective call); all workers get the seconds of the slowest.
 
     Args:
-        sizes: bytes.
+        world: this worker's place among all workers.
+        sizes: sizes in bytes of messages and collectives.
         budget: seconds for each size of each kind in each round.
-        told: called after each.
+        rounds: number of times everything is measured.
+        told: progress callback, called after each measurement.
     """
     ranks = range(world.size)
     sorts = [
@@ -93,7 +95,7 @@ def measure_traffic(
             told()
     own = [_mean_run(sort, each) for sort, each in zip(sorts, runs, strict=True)]
     every = list(zip(*transport.all_gather_object(own), strict=True))
-    transport.barrier()  # nobody ends a group in which another one still talks
+    transport.barrier()  # no worker closes a group that another one still uses
     transport.close()
     return [
         TimedTraffic(sort.kind, sort.size, sort.ranks, sort.groups, max(s for s, _ in seen), max(c for _, c in seen))
@@ -102,20 +104,21 @@ def measure_traffic(
 
 
 def _group(sort: _TrafficKind, rank: int) -> tuple[int, ...]:
-    """The group in which a rank takes part; empty where it does not."""
+    """Return the group of a rank; empty if the rank takes no part."""
     first = rank // sort.ranks * sort.ranks
     return tuple(range(first, first + sort.ranks)) if rank < sort.ranks * sort.groups else ()
 
 
-# Seconds of a run, and those in which this process computed meanwhile.
+# Wall-clock seconds of a run, and CPU seconds of this process in it.
 _Run = tuple[float, float]
 
 
 def _time_traffic(transport: C10dTransport, world: World, sort: _TrafficKind, budget: float) -> list[_Run]:
-    """As many runs as there is time for; ranks without a group wait."""
+    """Time as many runs as the budget allows; ranks without a group wait at the barrier."""
     group = _group(sort, world.rank)
     run = _make_run(transport, world, sort, group) if group else None
-    first = max(_time_run(run, world) for _ in range(2))  # connections are made, and buffers
+    first = max(_time_run(run, world) for _ in range(2))  # warm-up: connections and buffers are made
+    # All ranks must do the same number of runs, so the slowest decides.
     slowest = max(transport.all_gather_object(first[0]))
     count = int(min(max(budget / max(slowest, 1e-6), FEWEST), MOST))
     transport.barrier()
@@ -123,13 +126,13 @@ def _time_traffic(transport: C10dTransport, world: World, sort: _TrafficKind, bu
 
 
 def _mean_run(sort: _TrafficKind, runs: Sequence[_Run]) -> tuple[float, float]:
-    """Seconds, and cores kept busy meanwhile, on average.
+    """Return the mean seconds of a run, and the mean number of cores that it kept busy.
 
-    A message may have to wait until the system lets its receiver have a core: a few times out of ten that takes ten
-    times as long as all else. In the course of a step so many are sent that the mean counts, not what is usual.
+    A message may have to wait until its receiver is scheduled on a core, which in a few of ten cases takes ten times as
+    long as the rest. A step sends many messages, so the mean counts, not the median.
     """
     seconds, computing = (statistics.mean(each) for each in zip(*runs, strict=True))
-    return seconds / (2 if sort.kind == "send" else 1), computing / max(seconds, 1e-9)  # a message goes there and back
+    return seconds / (2 if sort.kind == "send" else 1), computing / max(seconds, 1e-9)  # a ping-pong is two messages
 
 
 def _time_run(run: Callable[[], Any] | None, world: World) -> _Run:
@@ -137,7 +140,7 @@ def _time_run(run: Callable[[], Any] | None, world: World) -> _Run:
         return 0.0, 0.0
     run_small_operators(
         world.device
-    )  # in a step messages come between computations, and find caches and cores as these leave them
+    )  # as in a step, where computations come before a message and leave their traces in caches
     start, computing = time.perf_counter(), time.process_time()
     run()
     synchronizer_of(world.device)()
@@ -145,12 +148,13 @@ def _time_run(run: Callable[[], Any] | None, world: World) -> _Run:
 
 
 def _make_run(transport: C10dTransport, world: World, sort: _TrafficKind, group: tuple[int, ...]) -> Callable[[], Any]:
-    """What one rank does of one run."""
+    """Return the function that runs one rank's part of a measurement."""
     if sort.kind == "send":
         return _ping_pong(transport, world, sort.size, group)
     axis, degree = TransportAxis(group, transport, CollectiveWaits()), len(group)
     side = max(degree, round((sort.size / ITEM) ** 0.5 / degree) * degree)
     rows, columns = Shard(0, even_cuts(side, degree)), Shard(1, even_cuts(side, degree))
+    # Each collective is the redistribution that the runtime performs by it.
     ways: dict[str, tuple[Placement, Placement]] = {
         "all_reduce": (PARTIAL, REPLICATE),
         "all_gather": (rows, REPLICATE),
@@ -168,7 +172,7 @@ def _ping_pong(transport: C10dTransport, world: World, size: int, group: tuple[i
     peer = group[1] if first else group[0]
 
     def run() -> Tensor:
-        coming = transport.receive(value.shape, value.dtype, peer)  # asked for ahead, as the runtime does
+        coming = transport.receive(value.shape, value.dtype, peer)  # posted before the send, as the runtime does
         if not first:
             coming.wait()
         going = transport.send(value, peer)

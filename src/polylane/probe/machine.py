@@ -1,4 +1,4 @@
-"""This machine, without measuring anything: cores, memory, accelerators, and the cluster that presets make of it."""
+"""Machine inventory, without measuring: cores, memory and accelerators, and the cluster that presets make of them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from polylane.runtime.workers.world import accelerator_type
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
-USUAL = 4  # workers where nobody says how many
-LEAST_MEMORY = 512 << 20  # bytes that a worker needs before it holds anything: torch, its buffers, a small model
-EACH_CORE = 4  # workers that a core can take turns with; more only wait for each other
-AT_LEAST = 8  # workers that every machine may try
+USUAL = 4  # workers by default, at most
+LEAST_MEMORY = 512 << 20  # bytes that a worker needs to start: torch, its buffers, a small model
+EACH_CORE = 4  # workers per core at most; more would only wait for each other
+AT_LEAST = 8  # workers that are allowed on every machine
 
-# Parts of a preset's name that say how large the device is, not which one.
+# Parts of a preset's name that give memory or power ("80g", "700w"), not the model.
 _SIZE = re.compile(r"\d+[gw]")
-_ALIKE = 0.12  # by how much the memory that a driver shows differs from the one on the box
+_ALIKE = 0.12  # relative difference between the memory that a driver reports and the nominal one
 
 
 def cores() -> int:
-    """Cores that this process may use: those it is bound to, and no more than its control group has time for."""
+    """Return the cores that this process may use: those of its CPU affinity, limited by its cgroup quota."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([bound, *map(int, _quotas(CGROUPS, OWN_CGROUPS))]))
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """Cores' worth of time that this process's control groups have, version 1 or 2; nothing where there is no limit."""
+    """Yield the CPU quotas of this process's cgroups (version 1 or 2) in cores; nothing if there is no limit."""
     for folder in _folders(root, own, "cpu"):
         limit = _words(folder / "cpu.max") or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / _PERIOD)]
         if len(limit) == 2 and limit[0] != "max" and float(limit[0]) > 0:
@@ -49,10 +49,11 @@ _PERIOD = "cpu.cfs_period_us"
 
 
 def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's control group and of all around it; lines read "4:cpu,cpuacct:/path"."""
+    """Yield the folders of this process's cgroup and its ancestors; lines read "4:cpu,cpuacct:/path"."""
     for line in own.read_text().splitlines() if own.exists() else ():
         number, controllers, path = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
+            # Hierarchy 0 is cgroup version 2; version 1 has a folder for each controller.
             base = root if number == "0" else root / controller
             inner = base / path.lstrip("/")
             yield from (each for each in (inner, *inner.parents) if each.is_relative_to(base))
@@ -66,7 +67,7 @@ def _words(file: Path) -> list[str]:
 
 
 def available_memory() -> int:
-    """Bytes of memory that new processes can have."""
+    """Return the bytes of memory available to new processes, limited by the cgroup."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", "\n".join(_lines(Path("/proc/meminfo"))))
     free = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [_words(folder / name) for folder in _folders(CGROUPS, OWN_CGROUPS, "memory") for name in _MEMORY]
@@ -84,7 +85,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def cpu_name() -> str:
-    """The processor's, as the system tells it; "cpu" where it does not."""
+    """Return the processor's model name from /proc/cpuinfo; "cpu" if it is not there."""
     for line in _lines(Path("/proc/cpuinfo")):
         key, _, value = line.partition(":")
         if key.strip() == "model name" and value.strip():
@@ -93,20 +94,20 @@ def cpu_name() -> str:
 
 
 def accelerators() -> int:
-    """How many workers can have an accelerator of their own; 0 where workers compute on the CPU."""
+    """Return how many workers can have an accelerator of their own; 0 on a CPU-only machine."""
     return torch.accelerator.device_count() if accelerator_type() is not None else 0
 
 
 def usual_workers() -> int:
-    """How many workers are measured where nobody says: what is there, but no more than :data:`USUAL`."""
+    """Return the default number of workers: one per accelerator or core, at most :data:`USUAL`."""
     return min(USUAL, accelerators() or cores())
 
 
 def check_workers(workers: int) -> None:
-    """Refuse what the machine cannot hold.
+    """Check that the machine can run this number of workers.
 
     Raises:
-        PolylaneError: no workers, or more than there are accelerators, or than memory and cores can take.
+        PolylaneError: fewer than one worker, or more than accelerators, memory or cores allow.
     """
     if workers < 1:
         raise PolylaneError(f"--workers must be at least 1, not {workers}")
@@ -127,9 +128,9 @@ def check_workers(workers: int) -> None:
 
 
 def find_preset(name: str, memory: int, presets: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The preset of an accelerator by the name that its driver gives it: all words are there, and memory is nearest.
+    """Return the preset of an accelerator: all words of its name are in the driver's, and its memory is nearest.
 
-    >>> preset_of("NVIDIA A100-SXM4-80GB", 80 << 30, device_presets())
+    >>> find_preset("NVIDIA A100-SXM4-80GB", 80 << 30, device_presets())
     'a100-80g'
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
@@ -147,7 +148,7 @@ def _own_words(preset: str) -> list[str]:
 
 
 def device_kind() -> str:
-    """What this machine's devices are called: by their preset, where there is one, or as the system names them."""
+    """Return the name of this machine's devices: of their preset, if there is one, else of the system."""
     if not accelerators():
         return cpu_name()
     properties = torch.cuda.get_device_properties(0)
@@ -155,10 +156,10 @@ def device_kind() -> str:
 
 
 def preset_device(workers: int) -> Device:
-    """A worker's device by its preset, where there is one: an accelerator, or a share of the CPU.
+    """Return a worker's device by preset: an accelerator, or a share of the CPU.
 
     Raises:
-        PolylaneError: an accelerator that no preset is for.
+        PolylaneError: the accelerator has no preset.
     """
     presets = device_presets()
     if not accelerators():
@@ -176,13 +177,13 @@ def _share_of_cpu(workers: int) -> Device:
 
 
 def local_cluster(workers: int | None = None) -> Cluster:
-    """This machine as a cluster, without measuring anything: presets, cores and memory as they are.
+    """Return this machine as a cluster, from presets and its present cores and memory.
 
     Args:
-        workers: how many; default: one for each accelerator, or each core.
+        workers: number of workers; default: one for each accelerator, or each core.
 
     Raises:
-        PolylaneError: fewer than one, more than the machine can hold, or an accelerator that no preset is for.
+        PolylaneError: fewer than one worker, more than the machine can run, or an accelerator without preset.
     """
     count = (accelerators() or cores()) if workers is None else workers
     check_workers(count)
@@ -190,22 +191,21 @@ def local_cluster(workers: int | None = None) -> Cluster:
 
 
 def running_cluster(workers: int, device_type: str) -> Cluster:
-    """As :func:`local_cluster`, for workers that have been started on this machine, each with the threads that this one
-    has.
+    """Return this machine as a cluster for workers already started, each with as many threads as this process.
 
     Args:
-        workers: how many.
-        device_type: of what they compute on, "cpu" or "cuda".
+        workers: number of workers on this machine.
+        device_type: type of the workers' devices, "cpu" or "cuda".
 
     Raises:
-        PolylaneError: an accelerator that no preset is for.
+        PolylaneError: the accelerator has no preset.
     """
     device = _share_of_cpu(workers) if device_type == "cpu" else preset_device(workers)
     return _host(workers, device, max(1, cores() // torch.get_num_threads()))
 
 
 def _host(workers: int, device: Device, at_once: int) -> Cluster:
-    """So many workers on one host, of which those on a CPU can compute ``at_once`` without slowing each other."""
+    """Return a cluster of one host; of CPU workers ``at_once`` can compute without sharing cores."""
     on_cpu = device.type == "cpu"
     link = Link.model_validate(link_presets()[usual_links()["cpu" if on_cpu else device.kind]["link"]])
     shared = at_once if on_cpu else None
@@ -213,5 +213,5 @@ def _host(workers: int, device: Device, at_once: int) -> Cluster:
 
 
 def shared_cores(workers: int) -> int:
-    """How many of so many workers may compute at once without slowing each other, with the threads that each has."""
+    """Return how many workers can compute at once without sharing cores, given the threads of each."""
     return max(1, cores() // threads_per_worker(workers))

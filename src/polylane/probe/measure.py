@@ -1,4 +1,4 @@
-"""Measure this machine, in as many workers as will train on it."""
+"""Machine measurement: operators, links and contention, with as many worker processes as will train on it."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from polylane.probe.stopwatch import measure_dispatch, warm_up
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
 from polylane.runtime.workers.torchrun import spawn_workers
 
-# Called as work goes on: what is being measured, and how many parts of it are done.
+# Progress callback: what is being measured, and how many ticks of it are done.
 Told = Callable[[str, int], Any]
 
-# The dtype of the whole sweep; and what of float32's rate a dtype's matmuls must reach to be worth a figure: some
-# kernels only exist.
+# Dtype of the full sweep by device type; and the fraction of float32's rate that a dtype's matmuls must reach to get a
+# figure: some kernels exist but are slow.
 MAIN = {"cpu": "float32", "cuda": "bfloat16"}
 LEAST = {"float32": 0.0, "float64": 0.01, "bfloat16": 0.5, "float16": 0.5}
 
 
 def further_dtypes(device_type: str) -> dict[str, float]:
-    """Dtypes besides the main one, and what of float32's rate they must reach."""
+    """Return the dtypes besides the main one, with the fraction of float32's rate that each must reach."""
     return {dtype: least for dtype, least in LEAST.items() if dtype != MAIN[device_type]}
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """An accelerator, as its driver describes it.
+    """Properties of an accelerator, as its driver reports them.
 
     Attributes:
-        name: of the model.
-        memory: bytes.
-        units: compute units.
-        dispatch: seconds of the host for each operator that it issues.
+        name: model name from the driver.
+        memory: bytes of device memory.
+        units: number of compute units (streaming multiprocessors).
+        dispatch: seconds of the host to issue one operator.
     """
 
     name: str
@@ -51,15 +51,15 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class WorkerMeasurements:
-    """What the workers saw.
+    """Measurements of all workers of a machine.
 
     Attributes:
-        threads: that each of them computed with.
-        gpu: what a worker computes on; None for a share of the CPU.
-        timed_cases: the sweep.
-        bandwidth: of memory, bytes per second.
-        timed_traffic: messages and collectives.
-        contention: see :class:`polylane.cluster.cluster.Hosts`.
+        threads: number of threads of each worker.
+        gpu: a worker's accelerator; None for a share of the CPU.
+        timed_cases: measured operators of the sweep.
+        bandwidth: memory bandwidth in bytes per second.
+        timed_traffic: measured messages and collectives between workers.
+        contention: workers that compute at once -> relative speed, see :class:`polylane.cluster.cluster.Hosts`.
     """
 
     threads: int
@@ -71,11 +71,11 @@ class WorkerMeasurements:
 
 
 def measure_machine(workers: int, effort: Effort, told: Told = lambda what, parts: None) -> WorkerMeasurements:
-    """Measure this machine with so many workers, in processes of their own, which wait for each other's turns.
+    """Measure this machine with ``workers`` processes, which are started for it and take turns.
 
     Raises:
-        PolylaneError: no workers, or more than the machine can hold.
-        WorkerFailed: one of them did.
+        PolylaneError: fewer than one worker, or more than the machine can run.
+        WorkerFailed: a worker raised an error or died.
     """
     check_workers(workers)
     limit_to_one_thread()
@@ -84,7 +84,7 @@ def measure_machine(workers: int, effort: Effort, told: Told = lambda what, part
 
 
 def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements:
-    """What each worker does; the first one measures the device, while the others wait."""
+    """Run one worker: the first measures the device while the others wait, then all measure links and contention."""
     world, device = context.world, context.device
 
     def told(what: str, parts: int = 1) -> None:
@@ -116,7 +116,7 @@ def _gpu(device: torch.device) -> Accelerator | None:
 
 
 def _measure_operators(effort: Effort, device: torch.device, told: Callable[..., None]) -> list[TimedCase]:
-    """The sweep in the main dtype, then matmuls in the others that are worth it."""
+    """Time the sweep in the main dtype, then matmuls in every further dtype that is fast enough."""
     seconds, rounds = effort.case_seconds, effort.rounds
     found = time_cases(effort.cases, MAIN[device.type], device, seconds, rounds, lambda: told("operators"))
     for dtype, least in further_dtypes(device.type).items():

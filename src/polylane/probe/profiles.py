@@ -1,4 +1,4 @@
-"""Profiles on disk: a recipe's nodes are measured once for each graph, device, torch and number of threads."""
+"""Profile store: measured profiles on disk, one for each graph, device, torch version and number of threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AGAIN = "measure again: polylane probe --profile RECIPE"
 
 
 class _Stored(pydantic.BaseModel):
-    """A profile as a file has it; with what it is a profile of, for people."""
+    """File format of a profile; graph, device, torch and threads are there for human readers."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
@@ -54,17 +54,19 @@ class _Stored(pydantic.BaseModel):
 
 
 def folder() -> Path:
-    """Where profiles are kept: in $POLYLANE_CACHE, or else in the user's own cache."""
+    """Return the folder of the profiles: in $POLYLANE_CACHE, or else in the user's cache."""
     own = os.environ.get("POLYLANE_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polylane" if not own else Path(own)
     return base / "profiles"
 
 
 def path_of(graph: Graph, device: Device, threads: int | None = None) -> Path:
-    """The file of a graph's profile on a device.
+    """Return the path of a graph's profile on a device.
 
     Args:
-        threads: that a worker computes with on a CPU; default: as this process does.
+        graph: the captured graph, identified by its fingerprint.
+        device: device of the profile; only its kind counts.
+        threads: number of threads of a worker on a CPU; default: this process's.
     """
     key = repr((_of_graph(graph), device.kind, torch.__version__, _threads(device, threads)))
     name = re.sub(r"[^a-z0-9]+", "-", device.kind.lower()).strip("-")
@@ -72,10 +74,10 @@ def path_of(graph: Graph, device: Device, threads: int | None = None) -> Path:
 
 
 def save_profile(profile: Profile, graph: Graph, device: Device, threads: int | None = None) -> Path:
-    """Keep a profile; what was kept of the same graph, device, torch and threads is replaced, whole.
+    """Save a profile, atomically replacing that of the same graph, device, torch version and threads.
 
     Raises:
-        PolylaneError: it cannot be written.
+        PolylaneError: the file cannot be written.
     """
     path = path_of(graph, device, threads)
     stored = _Stored(
@@ -92,6 +94,7 @@ def save_profile(profile: Profile, graph: Graph, device: Device, threads: int | 
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside the target and renamed: a reader never sees half a file.
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
             file.write(stored.model_dump_json(indent=1))
         os.replace(file.name, path)
@@ -101,10 +104,10 @@ def save_profile(profile: Profile, graph: Graph, device: Device, threads: int | 
 
 
 def load_profile(graph: Graph, device: Device, threads: int | None = None) -> Profile | None:
-    """The profile that was kept of a graph on a device; None where there is none.
+    """Load the profile of a graph on a device; None if there is none.
 
     Raises:
-        PolylaneError: its file cannot be read, or is none of this graph's; naming the file and the key.
+        PolylaneError: the file cannot be read or is invalid (naming the key), or belongs to another graph.
     """
     path = path_of(graph, device, threads)
     try:
@@ -127,13 +130,13 @@ def load_profile(graph: Graph, device: Device, threads: int | None = None) -> Pr
 
 
 def _of_graph(graph: Graph) -> str:
-    """The fingerprint, and what times depend on beyond it: dtypes, and which nodes have gradients."""
+    """Return the fingerprint with a hash of dtypes and gradients, on which times depend as well."""
     told = repr([(node.dtype, node.requires_grad) for node in graph.nodes])
     return f"{graph.fingerprint}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
 
 def _threads(device: Device, threads: int | None) -> int:
-    """Threads that matter: of a GPU none do."""
+    """Return the number of threads that identifies a profile: 1 for a GPU, whose times do not depend on it."""
     if device.type != "cpu":
         return 1
     return torch.get_num_threads() if threads is None else threads

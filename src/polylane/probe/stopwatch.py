@@ -1,4 +1,4 @@
-"""Seconds that calls take, of the device they run on, without what looking at the clock takes."""
+"""Stopwatch: seconds of calls on their device, and the fixed overhead of measuring them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ Call = Callable[[], Any]
 Watch = Callable[[Call], tuple[float, Any]]
 
 RUNS = 51
-# Cycles for which a GPU is kept waiting while the host issues what is to be timed: about half a millisecond.
+# GPU cycles for which the stream sleeps while the host issues the timed call: about half a millisecond.
 _AHEAD = 1_000_000
 
 
 def time_on_cpu(call: Call) -> tuple[float, Any]:
-    """Seconds in which this thread computed, and what the call gives; while others have the core, no time goes by."""
+    """Return the CPU seconds of this thread in a call, and its result; time without a core does not count."""
     start = time.thread_time()
     result = call()
     return time.thread_time() - start, result
 
 
 def time_on_cuda(call: Call) -> tuple[float, Any]:
-    """Seconds between two events of the current stream, with the host ahead, and what the call gives."""
+    """Return the seconds between two events around a call on the current stream, and its result.
+
+    The stream sleeps first, so that the host has issued everything before the first event.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_AHEAD)
     begin.record()
@@ -37,35 +40,35 @@ def time_on_cuda(call: Call) -> tuple[float, Any]:
 
 
 def stopwatch(device: torch.device) -> Watch:
-    """The clock of a device."""
+    """Return the stopwatch of a device."""
     return time_on_cuda if device.type == "cuda" else time_on_cpu
 
 
 def median_seconds(call: Call, watch: Watch, runs: int = RUNS) -> float:
-    """The median of so many runs, after one that does not count."""
+    """Return the median seconds of ``runs`` calls, after one to warm up."""
     watch(call)
     return statistics.median(watch(call)[0] for _ in range(runs))
 
 
 def lower_quartile(times: Sequence[float]) -> float:
-    """The lower quartile: what else goes on in a machine only makes things slower."""
+    """Return the lower quartile, robust since disturbances of a machine only make runs slower."""
     return sorted(times)[len(times) // 4]
 
 
 def synchronizer_of(device: torch.device) -> Callable[[], Any]:
-    """What to call before the wall's clock is read: accelerators compute on their own."""
+    """Return the function that waits for a device, which computes asynchronously, before the clock is read."""
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
 def run_small_operators(device: torch.device) -> None:
-    """A few operators, as a pass has them between two messages: less than a millisecond on a CPU."""
+    """Run a few small operators, as a pass does between two messages: less than a millisecond on a CPU."""
     own = torch.ones(64, 64, device=device)
     for _ in range(20):
         own @ own
 
 
 def warm_up(device: torch.device, seconds: float) -> None:
-    """Compute for a while, so that clocks and caches are as in the middle of a training."""
+    """Compute for some seconds, so that clock rates and caches are as in the middle of a training."""
     own, wait = torch.ones(64, 64, device=device), synchronizer_of(device)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -75,25 +78,28 @@ def warm_up(device: torch.device, seconds: float) -> None:
 
 
 class FixedOverhead:
-    """What a measurement holds that an operator in the middle of a pass does not: looking at the clock, and on the CPU
-    the start of a backward pass, which a whole pass makes but once.
+    """Fixed overhead of a measurement, which an operator in the middle of a pass does not have.
+
+    It is that of reading the clock, and on the CPU of starting a backward pass, which a whole pass does only once.
 
     Attributes:
-        clock_seconds: seconds of a forward pass that does nothing.
-        autograd_seconds: seconds of a backward pass through no operators.
+        clock_seconds: seconds measured for an empty call.
+        autograd_seconds: seconds of a backward pass without operators.
     """
 
-    LONG = 40  # operators of the longer of two chains, whose difference is that of the operators
+    LONG = 40  # further operators of the longer of two chains
 
     def __init__(self, device: torch.device) -> None:
         watch = stopwatch(device)
         self.clock_seconds = median_seconds(lambda: None, watch)
+        # Extrapolated to a chain without operators: the difference of the chains is the time of LONG
+        # operators.
         first, long = (_chain_backward_seconds(length, device, watch) for length in (1, 1 + self.LONG))
         self.autograd_seconds = max(0.0, first - (long - first) / self.LONG)
 
 
 def _chain_backward_seconds(length: int, device: torch.device, watch: Watch) -> float:
-    """Seconds of the backward pass through so many operators that do next to nothing."""
+    """Return the median seconds of the backward pass through ``length`` tiny operators."""
     x = torch.ones(8, device=device, requires_grad=True)
     seed, times = torch.ones(8, device=device), []
     for _ in range(RUNS):
@@ -105,7 +111,7 @@ def _chain_backward_seconds(length: int, device: torch.device, watch: Watch) -> 
 
 
 def measure_dispatch(device: torch.device) -> float:
-    """Seconds of the host for each operator that it issues to a GPU, which is busy with something else meanwhile."""
+    """Return the seconds of the host per operator issued to a GPU that is kept busy meanwhile."""
     x, found = torch.ones(8, device=device, requires_grad=True), list[float]()
     for _ in range(RUNS // 5):
         torch.cuda._sleep(20 * _AHEAD)

@@ -1,4 +1,4 @@
-"""Contention on a host: how much copies of a model slow each other down that run their passes at the same time."""
+"""Host contention: how much copies of a model slow each other when they run their passes at the same time."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from torch import nn
 from polylane.graph.batch import Rebuild, clone_leaves
 from polylane.graph.capture.export import Loss, ModelWithLoss
 
-SECONDS = 0.4  # for each number of copies in each round
+SECONDS = 0.4  # of measuring, for each number of copies in each round
 ROUNDS = 2
-FEWEST = 2  # passes of a copy
-PATIENCE = 60.0  # seconds for each number of copies in each round, after which they are given up
+FEWEST = 2  # timed passes of a copy at least, after one warm-up
+PATIENCE = 60.0  # seconds for each number of copies in each round, after which the measurement is abandoned
 
 
 def together(
     model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild, counts: Collection[int]
 ) -> dict[int, float]:
-    """How fast each of so many copies runs forward and backward passes at once, in parts of the speed of one alone.
+    """Measure the speed of each of several concurrent copies relative to one alone.
 
-    Counted is the time in which a copy has a core, so that what is seen is the memory and the caches that they share,
-    however many cores there are. The copies are forked from this process; the model here stays as it is.
+    CPU time is measured, not wall-clock time: so the figures show contention for memory and caches, however many cores
+    there are. The copies are forked from this process, whose own model stays as it is.
 
     Args:
-        model, loss: on the CPU.
-        leaves, rebuild: what a copy has in hand.
-        counts: how many copies run at once.
+        model, loss: the user's, on the CPU.
+        leaves, rebuild: flat batch of one copy, and the function that restores its structure.
+        counts: numbers of copies to run at once.
 
     Returns:
-        By count; empty where the copies cannot run (there is no memory for them), or are too slow.
+        Relative speed by count; empty if the copies cannot run (no memory for them) or are too slow.
     """
     wanted = [1, *sorted({count for count in counts if count > 1})]
     if len(wanted) == 1:
         return {}
+    # Forked, so that model and batch are shared copy-on-write and need not be pickled.
     fork = multiprocessing.get_context("fork")
     barrier = fork.Barrier(wanted[-1])
     pipes = [fork.Pipe(duplex=False) for _ in range(wanted[-1])]
@@ -50,13 +51,14 @@ def together(
     ]
     for copy in copies:
         copy.start()
+    # While the parent has a sending end open, its pipe never reports that all copies are gone.
     for _, pipe in pipes:
         pipe.close()
     told = list[list[tuple[int, float]]]()
     try:
         for copy, (receive, _) in zip(copies, pipes, strict=True):
             told.append(_told(copy, receive, PATIENCE * ROUNDS * len(wanted)))
-            if not told[-1]:  # the others wait for it in vain
+            if not told[-1]:  # the others would wait for it at the barrier
                 return {}
     finally:
         for copy in copies:
@@ -68,17 +70,17 @@ def together(
         found[count].append(statistics.mean(seconds for _, seconds in times[:count]))
     typical = {count: statistics.median(each) for count, each in found.items()}
     slowest, factors = 1.0, dict[int, float]()
-    for count in wanted[1:]:  # more copies slow each other no less: what says so is noise
+    for count in wanted[1:]:  # more copies cannot run faster: a rise is noise
         factors[count] = slowest = min(slowest, typical[1] / typical[count])
     return factors
 
 
 def _told(copy: BaseProcess, pipe: Connection, patience: float) -> list[tuple[int, float]]:
-    """What a copy has found; nothing where it was killed, or gave up."""
+    """Receive the times of a copy; empty if it was killed or gave up."""
     wait([pipe, copy.sentinel], patience)
     try:
         found: list[tuple[int, float]] = pipe.recv() if pipe.poll() else []
-    except EOFError:  # it ended, and so did all who had the pipe
+    except EOFError:  # every process that had the sending end is gone
         return []
     return found
 
@@ -93,7 +95,7 @@ def _copy(
     barrier: threading.Barrier,
     pipe: Connection,
 ) -> None:
-    """One copy: for every count the computing seconds of a pass, 0 where it does not take part."""
+    """Run one copy: send its CPU seconds of a pass for every count, 0 for counts that it sits out."""
     whole, found = ModelWithLoss(model, loss, rebuild), list[tuple[int, float]]()
     try:
         for _ in range(ROUNDS):
@@ -106,7 +108,7 @@ def _copy(
 
 
 def _pass(whole: ModelWithLoss, leaves: Sequence[Any]) -> float:
-    """The median of the computing seconds of both passes, over some time of the wall's clock."""
+    """Return the median CPU seconds of a forward and backward pass, over a fixed wall-clock time."""
     times, end = list[float](), time.perf_counter() + SECONDS
     while len(times) <= FEWEST or time.perf_counter() < end:
         own = clone_leaves(leaves)

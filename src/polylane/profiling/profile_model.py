@@ -1,4 +1,4 @@
-"""Profiling a model on its own device: its nodes one by one, whole passes, and a step of its optimizer."""
+"""Model profile: seconds of a model's nodes one by one, of whole passes and of an optimizer step, on its own device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polylane.profiling.time_operators import measure_both, wait_for
 
 REPEATS = 5
 
-# What normalizes over a batch.
+# Operator whose statistics replicas may share; it is then timed once more in its synchronized form.
 NORM = "aten.batch_norm.default"
 
 
@@ -31,15 +31,16 @@ def profiled(
     rebuild: Rebuild,
     sizes: Sequence[int],
 ) -> Profile:
-    """Measure a graph's nodes, the passes of its model and the optimizer's step, at some batch sizes.
+    """Measure a graph's nodes, its model's passes and an optimizer step at some batch sizes.
 
-    Weights, buffers, gradients and the random state stay as they were. Whole passes run as in a plain loop.
+    Weights, buffers, gradients and the random state are restored. Whole passes run as in a plain training loop.
 
     Args:
-        graph: of the model and its loss.
-        optimizer: made of named parameters; None: not measured.
-        leaves, rebuild: a batch of at least the largest size.
-        sizes: batch sizes; those that the batch does not reach are left out.
+        graph: captured from ``model`` and ``loss``.
+        model, loss: the user's, on the device to measure.
+        optimizer: (name, parameter) pairs -> optimizer; None: its step is not measured.
+        leaves, rebuild: flat batch of at least the largest size, and the function that restores its structure.
+        sizes: batch sizes to measure; larger ones than the batch are left out.
     """
     wanted = sorted({n for n in sizes if 1 <= n <= sample_count(leaves)}) or [sample_count(leaves)]
     nodes: dict[str, list[Both]] = {node.name: [] for node in graph.nodes}
@@ -63,12 +64,13 @@ def profiled(
 
 
 def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild) -> Both:
-    """Seconds of a whole forward and a whole backward pass, medians; gradients are added to those already there."""
+    """Return the median seconds of a forward and a backward pass; gradients accumulate into existing ones."""
     whole = ModelWithLoss(model, loss, rebuild)
     restore = snapshot_model(whole)
     wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
     times: list[Both] = []
     try:
+        # The first repetition warms up and is dropped.
         for _ in range(REPEATS + 1):
             own = clone_leaves(leaves)
             wait()
@@ -85,7 +87,7 @@ def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild
 
 
 def _update(model: nn.Module, loss: Loss, factory: Callable[[list[tuple[str, nn.Parameter]]], Any]) -> float:
-    """Seconds of a step of the optimizer on all parameters, with zero_grad."""
+    """Return the median seconds of an optimizer step on all parameters, zero_grad included."""
     restore = snapshot_model(model)
     named = list(model.named_parameters())
     if isinstance(loss, nn.Module):

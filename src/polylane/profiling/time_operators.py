@@ -1,4 +1,4 @@
-"""Operator timing: seconds of each node, forward and backward, on real data; by nominal rates on the meta device."""
+"""Operator timing: seconds of each node, forward and backward, on real data; nominal rates on the meta device."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from polylane.graph.sample_slice import SampleSlice
 
 REPEATS = 3
 
-# Seconds until an operator begins, where nothing can be measured.
+# Overhead of an operator where nothing can be measured.
 OVERHEAD_SECONDS = 5e-6
 
 
 def nominal_seconds(graph: Graph) -> tuple[Both, ...]:
-    """Seconds of every node, forward and backward, by the roofline of nominal rates; only their ratios matter.
+    """Return nominal seconds of every node, forward and backward, by a roofline; only their ratios matter.
 
-    A backward pass computes two products for each one of the forward pass.
+    A backward pass counts twice: it computes two products for each product of the forward pass.
     """
     rates, by_name = RankSpeed(), {node.name: node for node in graph.nodes}
     result = []
@@ -40,21 +40,23 @@ def nominal_seconds(graph: Graph) -> tuple[Both, ...]:
 
 
 def measure(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> tuple[float, ...]:
-    """Seconds of every node of ``graph``, forward and backward together: see :func:`measure_both`."""
+    """Return the seconds of every node of ``graph``, forward plus backward; see :func:`measure_both`."""
     return tuple(map(sum, measure_both(graph, model, loss, leaves)))
 
 
 def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any], only: str = "") -> tuple[Both, ...]:
-    """Seconds of every node of ``graph``, forward and backward, on the batch ``leaves``.
+    """Measure the seconds of every node of ``graph``, forward and backward, on the batch ``leaves``.
+
+    Each kind of node (same operator, same shapes) runs :data:`REPEATS` times after a warm-up, and so does its backward
+    pass with respect to all its inputs; the median counts for all nodes of the kind. Weights, buffers, gradients and
+    the random state are restored. On the meta device, and for an opaque graph, nominal rates are used.
 
     Args:
-        only: an operator whose nodes are measured, all others count as 0; they run as among replicas that share the
-            statistics of a batch, but for the sums themselves. Default: all nodes, as without replicas.
-
-    Each kind of node (the same operator on the same shapes) runs :data:`REPEATS` times after a warm-up, and so does its
-    backward pass with respect to all that it reads; the median counts, for all nodes of the kind. Weights, buffers,
-    gradients and the random state stay as they were. Where nothing can be measured, on the meta device, or where there
-    is nothing to choose, in an opaque graph: nominal rates.
+        graph: captured from ``model`` and ``loss``.
+        model, loss: the user's, on the device to measure.
+        leaves: flat batch on the same device.
+        only: operator whose nodes alone are measured, with the batch statistics of replicas but without their
+            all-reduce; all others count as 0. Default: all nodes, without replicas.
     """
     if graph.is_opaque or any(p.is_meta for p in model.parameters()):
         return nominal_seconds(graph)
@@ -74,6 +76,7 @@ def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: s
         SampleSlice(samples, batch=samples, sum_replicas=_alone if only else None),
     )
     wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
+    # Values are freed after their last reader, so that timing needs no more memory than a forward pass.
     last_use = {used: node for node in graph.code.fx.nodes for used in node.all_input_nodes}
     values: dict[fx.Node, Any] = {}
     seconds: dict[str, Both] = {}
@@ -98,12 +101,12 @@ def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: s
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The sum over one replica."""
+    """Return the sum over a single replica."""
     return tensor
 
 
 def wait_for(device: torch.device) -> Callable[[], None]:
-    """Accelerators compute on their own: what to call before reading the clock."""
+    """Return the function that waits for a device, which computes asynchronously, before the clock is read."""
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
@@ -112,7 +115,7 @@ def _writes_memory(node: fx.Node) -> bool:
 
 
 def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """What a node's time depends on; the user's own Python is of a kind of its own."""
+    """Return what a node's time depends on; every call of the user's own Python is of its own kind."""
     if node.meta["op"] in ("leaf", "function"):
         return node
     shapes = tuple(
@@ -120,12 +123,13 @@ def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         for v in (values[used] for used in node.all_input_nodes)
     )
     constants = fx.map_arg((node.args, dict(node.kwargs)), lambda used: None)
+    # Keyed random operators begin with sample slice, salt and sample dimension, which do not change the time.
     keyless = constants[0][3:] if len(constants[0]) > 3 and constants[0][0] is None else constants[0]
     return node.meta["op"], shapes, repr((keyless, constants[1]))
 
 
 def _once(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    if written_arguments(node):  # autograd refuses a write to a leaf: the value is what counts here
+    if written_arguments(node):  # autograd refuses in-place writes to leaves; only the value matters here
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         flows = any(isinstance(v, Tensor) and v.requires_grad for v in (values[n] for n in node.all_input_nodes))
         with torch.no_grad():
@@ -151,7 +155,7 @@ def _timed(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]) 
 
 
 def _written(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]) -> Both:
-    """A write in place happens once, and without autograd, which would not let us write to what it must remember."""
+    """Time an in-place write once, without autograd, which refuses it on leaves; backward counts the same."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     flows = any(isinstance(values[used], Tensor) and values[used].requires_grad for used in node.all_input_nodes)
     with torch.no_grad():

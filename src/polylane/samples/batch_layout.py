@@ -1,4 +1,4 @@
-"""How the parts of a batch make up a value: in their order, alike, as a mean or a sum; by node name."""
+"""Batch layout: how the parts of a batch make up a value: sharded by sample, replicated, a mean or a sum."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from polylane.graph.partition import Partition
 
 
 class BatchLayout(StrEnum):
-    """How the parts of a batch make up a value of the whole."""
+    """How the parts' values make up the value of the whole batch."""
 
-    SHARDED_BY_SAMPLE = "rows"  # one after another along the dimension of the samples
-    REPLICATED = "alike"  # the same for any samples
-    MEAN = "mean"  # in their mean, weighted by their samples
+    SHARDED_BY_SAMPLE = "rows"  # concatenated along the dimension of the samples
+    REPLICATED = "alike"  # equal for all parts
+    MEAN = "mean"  # mean of the parts, weighted by their samples
     SUM = "sum"
     UNKNOWN = "other"
 
 
 @dataclass(frozen=True)
 class MeasuredLayouts:
-    """What is known of a graph's values.
+    """Batch layouts of a graph's values, as far as they are known.
 
     Attributes:
-        layouts: how the parts make up each value, by node name; nothing is known of those that are missing.
+        layouts: node name -> batch layout of its value; values of unknown layout are missing.
     """
 
     layouts: Mapping[str, BatchLayout] = field(default_factory=dict)
 
 
 def batch_layouts(graph: Graph, seen: MeasuredLayouts) -> dict[str, BatchLayout]:
-    """How the parts of a batch make up every value of a graph, by node name.
+    """Return the batch layout of every value of a graph by node name.
 
-    What is the same for parts of one batch counts as their mean if it depends on them: it may be so by chance (a zero
-    at the start), and a mean of what is alike is the same again. What nobody knows is in no order.
+    A floating-point value that is equal for all parts but depends on the samples counts as a mean: it may be equal by
+    chance (a zero at the start), and the mean of equal values is the same value. Values missing in ``seen`` are
+    UNKNOWN.
     """
     code, moving, result = graph.code.fx, set[fx.Node](), dict[str, BatchLayout]()
     names = {node.id: node.name for node in graph.nodes}
@@ -52,15 +53,16 @@ def batch_layouts(graph: Graph, seen: MeasuredLayouts) -> dict[str, BatchLayout]
         val = node.meta.get("val")
         continuous = isinstance(val, Tensor) and (val.is_floating_point() or val.is_complex())
         order = seen.layouts.get(names[node.name], BatchLayout.UNKNOWN)
+        # Integers and booleans stay replicated: their mean is no value of their type.
         chance = order is BatchLayout.REPLICATED and node in moving and continuous
         result[names[node.name]] = BatchLayout.MEAN if chance else order
     return result
 
 
 def explain_unknown(graph: Graph, seen: MeasuredLayouts, name: str) -> str:
-    """Why a value's order is not known, as the end of a sentence; "" where it is known to be none of those there are.
+    """Explain why a value's layout is not known, as the end of a sentence; "" if it is known.
 
-    It names the operator at which what is not known begins.
+    The explanation names the first operator of unknown layout on the way to the value.
     """
     if name in seen.layouts:
         return ""
@@ -76,6 +78,6 @@ def _unknown_inputs(graph: Graph, seen: MeasuredLayouts, node: Node) -> list[Nod
 
 
 def hash_crossing_layouts(partition: Partition, orders: Mapping[str, BatchLayout]) -> str:
-    """A number of how the values that cross are divided: workers that looked apart must have seen alike."""
+    """Return a hash of the layouts of all crossing values, which must be equal on all workers."""
     crossing = [(crossing.value, str(orders[crossing.value])) for crossing in partition.crossings]
     return hashlib.sha256(repr(crossing).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""Statistics of the whole batch, counted from the inputs before a step's first pass.
+"""Whole-batch statistics: counts and sums over all samples of a batch, computed before a step's first pass.
 
-Each worker counts over its own samples of every microbatch; replicas then add up what they have. A statistic that needs
-another one (weights that are divided by their own sum, and summed again) waits for that one: they are counted level by
-level, with one exchange between replicas for each.
+Each worker counts over its own samples of every microbatch, and replicas combine their results. A statistic may need
+another one (weights that are divided by their own sum, and summed again): statistics are therefore computed level by
+level, with one all-reduce between replicas for each level.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.operators.whole_batch_counts import BatchSize, CombineParts, WholeBatchStatistic, statistics_of
 from polylane.graph.sample_slice import SampleSlice
 
-# What a placeholder of the graph stands for, by its role, given the leaves of a part.
+# Role of a placeholder: its kind ("input", "buffer", ...), and its name or index.
 Role = tuple[str, Any]
 
 
 @dataclass(frozen=True)
 class CountingReplicas:
-    """The replicas that share a batch.
+    """The replicas that share a batch, seen from one of them.
 
     Attributes:
-        sum_over_replicas: sums a tensor over all of them, in place.
-        index, count: of this one, and of all.
+        sum_over_replicas: all-reduces a tensor over the replicas, in place.
+        index, count: index of this replica, and number of all.
     """
 
     sum_over_replicas: Callable[[Tensor], Tensor]
@@ -37,11 +37,11 @@ class CountingReplicas:
 
 
 class BatchStatistics:
-    """What must be counted of a batch for some operators of a graph.
+    """Computes the whole-batch statistics that some operators of a graph need.
 
     Args:
-        code: the whole graph.
-        names: of the operators for which it is counted; default: all.
+        code: FX graph of the model and loss, unsharded.
+        names: names of the statistics to compute; default: all.
     """
 
     def __init__(self, code: fx.Graph, names: Collection[str] | None = None) -> None:
@@ -49,6 +49,7 @@ class BatchStatistics:
         self._code, needed = code, find_ancestors(wanted)
         self._order = [node for node in code.nodes if node in needed]
         self.buffers = {n.meta["role"][1] for n in needed if n.op == "placeholder" and n.meta["role"][0] == "buffer"}
+        # Level of a node: how many statistics are on the longest path to it, itself included.
         depth: dict[fx.Node, int] = {}
         for node in self._order:
             before = max((depth[n] for n in node.all_input_nodes), default=0)
@@ -67,13 +68,13 @@ class BatchStatistics:
         tensors: Mapping[Role, Tensor],
         replicas: CountingReplicas | None = None,
     ) -> Mapping[str, Any]:
-        """The value of every statistic over the whole batch, by node name.
+        """Return the value of every statistic over the whole batch by node name.
 
         Args:
-            parts: the samples in hand, microbatch by microbatch; those of weight 0 are another replica's.
-            leaves: of each part, the leaves of the batch.
-            tensors: buffers and constants by role.
-            replicas: who has the rest of the batch; None: nobody.
+            parts: local samples of each microbatch; those of weight 0 belong to another replica and do not count.
+            leaves: flat inputs of each part.
+            tensors: buffers and constants of the graph by role.
+            replicas: replicas that have the rest of the batch; None if there are none.
         """
         found: dict[str, Any] = {}
         of_parts = [
@@ -90,13 +91,13 @@ class BatchStatistics:
 
 
 class _PartInterpreter(GraphInterpreter):
-    """Runs what statistics depend on for one part of the batch, as far as is known of the whole batch.
+    """Runs the ancestors of statistics on one part of the batch, level by level.
 
     Args:
-        code: the whole graph.
-        part, leaves: the samples of the part.
-        tensors: buffers and constants by role.
-        found: the statistics that are known already, by node name; others are added between calls.
+        code: FX graph of the model and loss, unsharded.
+        part, leaves: sample slice of the part, and its flat inputs.
+        tensors: buffers and constants of the graph by role.
+        found: statistics known so far by node name; the caller adds to it between levels.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class _PartInterpreter(GraphInterpreter):
         return self._part if kind == "part" else self._leaves[key] if kind == "input" else self._tensors[kind, key]
 
     def values(self, order: Sequence[fx.Node], wanted: Sequence[Any]) -> list[Tensor]:
-        """The values of some nodes; all that can be computed by now of ``order`` is."""
+        """Return the values of some nodes; run all nodes of ``order`` whose statistics are known by now."""
         for node in order:
             unknown = isinstance(node.target, WholeBatchStatistic) and node.meta["name"] not in self._found
             if node not in self.env and not unknown and all(other in self.env for other in node.all_input_nodes):
@@ -125,12 +126,12 @@ class _PartInterpreter(GraphInterpreter):
 
 
 def needs_batch_counts(code: fx.Graph) -> bool:
-    """Whether a graph needs to know more of the whole batch than the samples in hand."""
+    """Return whether a graph needs statistics or the size of the whole batch, not only its local samples."""
     return any(isinstance(node.target, (WholeBatchStatistic, BatchSize)) for node in code.nodes)
 
 
 def _combine_parts(node: fx.Node, own: Sequence[Tensor], parts: Sequence[SampleSlice]) -> Tensor:
-    """A statistic over the parts in hand: a sum, a share of a mean, or an extreme; in float64."""
+    """Combine a statistic over the local parts in float64: a sum, a share of a mean, or an extreme."""
     combine = node.target.combine  # type: ignore[union-attr]
     stacked = torch.stack([each.double() for each in own])
     if combine is CombineParts.MAX:
@@ -145,8 +146,10 @@ def _combine_parts(node: fx.Node, own: Sequence[Tensor], parts: Sequence[SampleS
 
 
 def _combine_replicas(level: Sequence[fx.Node], own: Sequence[Tensor], replicas: CountingReplicas) -> list[Tensor]:
-    """The same over all replicas: one sum of a vector in which every replica has a place of its own."""
+    """Combine statistics over all replicas, with one all-reduce."""
     flat = torch.cat([each.flatten() for each in own])
+    # One row per replica, zero but for the own one: the sum is an all-gather, and extremes need no other
+    # collective.
     places = flat.new_zeros(replicas.count, flat.numel())
     places[replicas.index] = flat
     every = replicas.sum_over_replicas(places.flatten()).view_as(places).split([each.numel() for each in own], 1)
@@ -165,7 +168,7 @@ def _combine_replicas(level: Sequence[fx.Node], own: Sequence[Tensor], replicas:
 
 
 def find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all on which they depend."""
+    """Return nodes and all their ancestors."""
     found, left = set[fx.Node](), list(nodes)
     while left:
         node = left.pop()

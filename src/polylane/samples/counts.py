@@ -1,15 +1,15 @@
-"""Means over counts, made exact on parts of a batch: totals that add up, over counts of the whole batch.
+"""Loss normalization: rewrite means over counts as totals over counts of the whole batch, exact for any split.
 
-A loss that is a mean over what counts in a batch (tokens that are not ignored, rows that a mask selects, weights) is no
-mean over samples. It is a total over a count: the total is a sum over samples, and the count, where it depends on the
-inputs alone, can be known of the whole batch before the first pass. Here a captured graph is written so:
+A mean over what counts in a batch (tokens that are not ignored, rows that a mask selects, weights) is no mean over
+samples, but a total over a count: the total is a sum over samples, and the count, if it depends on the inputs alone,
+can be computed for the whole batch before the first pass. A captured graph is rewritten accordingly:
 
     cross_entropy(x, y)     ->  cross_entropy(x, y, sum) / whole_batch(sum(y != ignored))
     x[mask].mean()          ->  sum(x[mask]) / whole_batch(sum(mask))
     total / mask.sum()      ->  total / whole_batch(mask.sum())
 
-and a sum beside a mean is multiplied by how many times as many samples the whole batch has as the part, so that the
-loss is a mean over samples whatever it is made of. Whatever cannot be written so stays as it was captured.
+A sum that is added to a mean is multiplied by the ratio of the whole batch's samples to the part's, so that the loss is
+a mean over samples whatever its terms. What cannot be rewritten stays as it was captured.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from polylane.samples.interpretation.ragged import data_dependent_symbols, find_
 
 aten = torch.ops.aten
 
-# Everything that a user may say of what runs own Python: the graph is the same whatever a plan says.
+# Assume that all of the user's own Python treats samples independently: the rewritten graph must not depend on the
+# plan.
 ALL = ("model",)
 
 _OF_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 
 
 def capture_with_counts(model: nn.Module, loss: Loss, batch: Any, **how: Any) -> Graph:
-    """As :func:`polylane.graph.capture.capture.capture`; with means over counts as totals over counts of the whole
-    batch.
+    """Capture a graph as :func:`polylane.graph.capture.capture.capture` does, and normalize its loss by whole-batch
+    counts.
     """
     return count_whole_batch(capture(model, loss, batch, **how))
 
 
 def count_whole_batch(graph: Graph) -> Graph:
-    """A graph whose loss is a mean over samples, of the same value on a whole batch; the graph itself if there is none.
+    """Return an equivalent graph whose loss is a mean over samples; the graph itself if it cannot be rewritten.
 
     Args:
-        graph: as captured; is not changed.
+        graph: the captured graph, which is not changed.
     """
     if graph.is_opaque:
         return graph
@@ -64,10 +65,11 @@ def count_whole_batch(graph: Graph) -> Graph:
     draft.split_means()
     derived = derive_composition(draft.build_graph(), ALL, counting=True)
     if not derived.is_proven:
-        # What stands in the way may be what was split: a mean that is split is no worse than one that is not.
+        # Without a proof the split means gain nothing: keep the graph as captured.
         return graph
     if not derived.statistics and not derived.rescaled_operands:
         return graph if not draft.added_nodes else draft.build_graph()
+    # The result is only used if it is proven by itself.
     made = draft.build_with_statistics(derived)
     return made if _needs_nothing(derive_composition(made, ALL)) else graph
 
@@ -78,14 +80,14 @@ def _needs_nothing(derived: Derivation) -> bool:
 
 @dataclass
 class _CodeEditor:
-    """A copy of a graph's code to which operators are added.
+    """Editor of a copy of a graph's code, to which operators are added.
 
     Attributes:
-        source: the graph.
-        code: its code, copied.
-        described: by the copy's nodes, what is known of the source's.
-        names: all that are taken.
-        added_nodes: the nodes that are new, in no order.
+        source: the original graph, which is not changed.
+        code: copy of its FX graph, which is edited.
+        described: node of the copy -> description of the original node.
+        names: node names that are in use.
+        added_nodes: all nodes that were added, in no particular order.
     """
 
     source: Graph
@@ -96,7 +98,7 @@ class _CodeEditor:
 
     @classmethod
     def of(cls, graph: Graph) -> _CodeEditor:
-        """A copy of a graph."""
+        """Copy a graph for editing."""
         code, values = fx.Graph(), dict[fx.Node, fx.Node]()
         code.output(code.graph_copy(graph.code.fx, values))
         for old, new in values.items():
@@ -107,20 +109,20 @@ class _CodeEditor:
 
     @property
     def slice_placeholder(self) -> fx.Node:
-        """The placeholder of the samples in hand."""
+        """Placeholder of the sample slice."""
         placeholder: fx.Node = next(node for node in self.code.nodes if node.op == "placeholder")
         return placeholder
 
     # ---- means as totals over counts ----
 
     def split_means(self) -> None:
-        """Write every mean over a number that the inputs decide as a sum over that number."""
+        """Rewrite every mean whose count follows from the inputs as a sum divided by that count."""
         given, origins = nodes_from_inputs(self.code), find_masks(self.code)
         for node in [n for n in self.code.nodes if n.op == "call_function" and operator_name(n).startswith("aten.")]:
             base = operator_name(node).split(".")[1]
             val = node.meta.get("val")
             if isinstance(val, Tensor) and val.dtype is torch.float16:
-                continue  # a sum may be more than the largest number, where the mean is not
+                continue  # the sum may overflow float16 where the mean does not
             arguments = bind_arguments(node, node.args, node.kwargs)[1]
             if base in _OF_CLASSES:
                 self._split_class_loss(node, arguments, given)
@@ -133,6 +135,7 @@ class _CodeEditor:
             return
         if target.meta["val"].is_floating_point() or scores.meta["val"].dim() < 2:
             return
+        # The count of cross-entropy: targets that are not ignored, or the sum of their class weights.
         counts = self.insert_before(node, aten.ne.Scalar, target, arguments["ignore_index"])
         if weight is not None:
             ignored = self.insert_before(node, aten.logical_not.default, counts)
@@ -144,7 +147,7 @@ class _CodeEditor:
     def _split_ragged(
         self, node: fx.Node, base: str, arguments: dict[str, Any], origins: dict[Any, fx.Node], given: set[fx.Node]
     ) -> None:
-        """A mean over rows that a mask selects."""
+        """Rewrite a mean over rows that a mask selects."""
         symbols = {s for n in node.all_input_nodes for s in data_dependent_symbols(n.meta.get("val"))}
         if len(symbols) != 1 or node.meta["val"].dim():
             return
@@ -160,28 +163,29 @@ class _CodeEditor:
         self._divide_by_count(node, counts)
 
     def _losses_per_row(self, node: fx.Node, base: str, arguments: dict[str, Any]) -> int | None:
-        """Over how many numbers of each row a mean is taken; None where that is not a fixed number."""
+        """Return how many elements of each selected row enter a mean; None if that is not a fixed number."""
         if base == "mean":
             sizes = [*arguments["self"].meta["val"].shape]
         else:
             with node.meta["val"].fake_mode:
+                # The shape of the unreduced losses tells; the fake mode computes it without data.
                 whole = {**arguments, "reduction": NONE}
                 given = {k: v.meta["val"] if isinstance(v, fx.Node) else v for k, v in whole.items()}
                 try:
                     target: Any = unwrap_settings(node.target)
                     sizes = [*target(**given).shape]
-                except Exception:  # an operator that cannot be asked for its losses
+                except Exception:  # an operator without unreduced losses
                     return None
         ragged = [size for size in sizes if not isinstance(size, int)]
         if len(ragged) != 1:
             return None
         (symbol,) = free_unbacked_symbols(ragged[0].node.expr)
-        rows = ragged[0].node.expr / symbol  # a row may have become several
+        rows = ragged[0].node.expr / symbol  # one selected row may have become several rows
         fixed = math.prod(size for size in sizes if isinstance(size, int))
         return fixed * int(rows) if rows.is_Integer else None
 
     def _divide_by_count(self, node: fx.Node, counts: fx.Node) -> None:
-        """Let an operator that gives a mean give the sum, over counts."""
+        """Turn an operator's mean into a sum and divide that by ``counts``."""
         val = node.meta["val"]
         if operator_name(node).split(".")[1] == "mean":
             dtype = bind_arguments(node, node.args, node.kwargs)[1].get("dtype")
@@ -197,7 +201,7 @@ class _CodeEditor:
     # ---- statistics and shares ----
 
     def build_with_statistics(self, derived: Derivation) -> Graph:
-        """With all that a derivation asks for; it was derived of :meth:`graph`, whose nodes these are."""
+        """Add all statistics and rescalings of a derivation, which refers to nodes of :meth:`build_graph`."""
         done: dict[tuple[fx.Node, Any], fx.Node] = {}
         for statistic in derived.statistics:
             key = statistic.value, statistic.combine
@@ -238,7 +242,7 @@ class _CodeEditor:
     # ---- bookkeeping ----
 
     def insert_before(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
-        """A new operator before a node, of the same line of the user's."""
+        """Insert an operator before a node, attributed to the same source line."""
         with self.code.inserting_before(node):
             made = self.code.call_function(target, args)
         mode = node.meta["val"].fake_mode
@@ -248,7 +252,7 @@ class _CodeEditor:
         return made
 
     def _label_node(self, made: fx.Node, like: fx.Node, val: Any) -> None:
-        """Name a new operator after the module of another one."""
+        """Set a new operator's metadata and a unique name, after the module of another operator."""
         made.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack", "module") if key in like.meta}
         made.meta |= {"val": val, "op": op_name(made)}
         operation = made.meta["op"].removeprefix("aten.").split(".")[0]
@@ -259,7 +263,7 @@ class _CodeEditor:
         self.added_nodes.append(made)
 
     def build_graph(self) -> Graph:
-        """The graph as it is now."""
+        """Build a graph from the present state of the code."""
         source, results = self.source, self.code.output_node().args[0]
         flows: dict[str, bool] = {node.name: node.requires_grad for node in source.nodes}
         nodes = []
@@ -275,6 +279,7 @@ class _CodeEditor:
             )
             nodes.append(describe_node(node, flows[name], free))
         position = {node.name: i for i, node in enumerate(nodes)}
+        # Ranges are given by position: they move with the inserted nodes.
         uncut = [tuple(position[source.nodes[i].name] for i in pair) for pair in source.unsplittable_ranges]
         code = source.code
         return replace(

@@ -1,13 +1,14 @@
-"""Additivity over samples, derived: how the parts of a batch make up every value of a captured graph, for all inputs.
+"""Derivation of batch layouts: prove how the parts of a batch make up every value of a captured graph, for all inputs.
 
-Nothing is computed. An operator's placement rule says what each of two ranks computes when the samples are cut between
-them. Where that is the very call that a replica makes which has these samples alone, the parts' values make up the
-whole's as the rule says: row after row, or in their sum. What no rule proves is not known.
+Nothing is computed. An operator's placement rule says what each of two ranks computes if the samples are sharded over
+them. Where that equals the call of a replica that has these samples alone, the parts' values make up the whole's as the
+rule says: concatenated, or summed. What no rule proves is unknown.
 
-Linear operators keep additive(q); additive(q) times proportional(p) is additive(q - p). Rows become additive where an
-operator sums over the samples. Everything else that joins rows, or is not linear, makes an unknown value, unless what
-stands in the way depends on the inputs alone: then it can be counted over the whole batch first (a *statistic*, see
-:mod:`polylane.samples.counts`), and is alike for all parts.
+Linear operators preserve additive(q); additive(q) times proportional(p) is additive(q - p) (see
+:mod:`polylane.samples.interpretation.additivity`). Rows become additive where an operator sums over the samples. Any
+other operator that joins rows, or is not linear, makes an unknown value, unless the operand in question depends on the
+inputs alone: then it can be computed over the whole batch first (a *statistic*, see :mod:`polylane.samples.counts`),
+and is equal for all parts.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from polylane.samples.interpretation.known_states import NeededStatistic, Rescal
 
 @dataclass(frozen=True)
 class Derivation:
-    """What is proven of a graph.
+    """Everything that is proven of a graph.
 
     Attributes:
-        states: of every tensor of which it is known, how the parts make it up.
-        batch_layouts: the same by node name, as plans ask for it.
-        statistics, rescaled_operands: what must be added to the graph for this to hold.
-        culprit: the operator at which the loss stops being made up of the parts' losses; None where it never does.
-        explanation: in a few words, what that operator does.
-        buffer: a buffer that replicas would disagree on, with the operator that writes it.
-        counters: buffers that something else than a batch normalization writes, once for each part.
-        unproven: nodes that run the user's own Python on samples, about which only the user knows.
+        states: tensor -> state, for every tensor whose composition from parts is proven.
+        batch_layouts: the same by node name, as batch layouts.
+        statistics, rescaled_operands: additions to the graph on which the proof depends.
+        culprit: first operator at which the proof fails for the loss; None if it is proven.
+        explanation: keyword for the message: "fixed", "writes in place", "own Python", "scalar" or "".
+        buffer: a buffer that would differ between replicas, with the operator that writes it; or None.
+        counters: buffers written once per part by anything but batch normalization, each with the operator.
+        unproven: nodes that run the user's own Python on samples, of which nothing can be proven.
     """
 
     states: Mapping[TensorKey, State]
@@ -59,14 +60,12 @@ class Derivation:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the loss, and every buffer, is made up of the parts'."""
+        """Whether loss and buffers of the whole batch are proven to follow from those of its parts."""
         return self.culprit is None and self.buffer is None
 
 
 def derive_batch_layouts(graph: Graph, per_sample: Collection[str] = ()) -> MeasuredLayouts:
-    """How the parts of a batch make up the values of a graph that may cross between stages; see
-    :func:`derive_composition`.
-    """
+    """Derive the batch layouts of a graph's values; see :func:`derive_composition`."""
     return MeasuredLayouts(derive_composition(graph, per_sample).batch_layouts)
 
 
@@ -76,13 +75,13 @@ def derive_composition(
     *,
     counting: bool = False,
 ) -> Derivation:
-    """How the parts of a batch make up the values of a graph, and its loss.
+    """Derive how the parts of a batch make up the values and the loss of a graph.
 
     Args:
-        graph: nothing of it is computed.
-        per_sample: module paths of what runs the user's own Python and, as the user says, treats every sample by
-            itself; "model" for all of it.
-        counting: whether statistics of the whole batch, and shares of it, may be added to the graph: they are told.
+        graph: the captured graph; none of its operators is run.
+        per_sample: paths of modules with the user's own Python that, as the user declares, treat samples independently;
+            "model" for all.
+        counting: whether the proof may ask for whole-batch statistics and rescalings; they are returned.
     """
     nodes = graph.code.fx.nodes
     inputs = [n.meta["val"] for n in nodes if n.op == "placeholder" and n.meta["role"][0] == "input"]
@@ -98,7 +97,7 @@ def derive_composition(
 
 
 def _writes_unknown_memory(node: fx.Node) -> bool:
-    """Whether an operator writes in place under a setting, or with a key, of its own: whose memory, nobody tells."""
+    """Return whether an operator writes in place but its written arguments are unknown (inside a wrapper)."""
     base = (
         operator_name(node).split(".")[1]
         if node.op == "call_function" and operator_name(node).startswith("aten.")
@@ -108,9 +107,10 @@ def _writes_unknown_memory(node: fx.Node) -> bool:
 
 
 def _build_derivation(walk: AbstractInterpreter) -> Derivation:
-    """What all this says of the loss."""
+    """Build the derivation from a finished interpretation: is the loss additive with the wanted power?"""
     output = walk.graph.code.fx.output_node()
     results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    # A mean must be additive(1); total and count of polylane.Mean are sums, additive(0).
     wanted = 1 if walk.graph.loss_is_mean else 0
     culprit: Node | None = None
     for result in results:
@@ -149,7 +149,7 @@ def _batch_layouts(walk: AbstractInterpreter) -> dict[str, BatchLayout]:
 
 
 def _find_first_unknown(walk: AbstractInterpreter, result: fx.Node) -> Node:
-    """The first operator on the way to a result of whose value nothing is known, though of all that it reads."""
+    """Return the first operator on the way to a result whose value has no proven state."""
     needed = find_ancestors([result])
     order = [n for n in walk.graph.code.fx.nodes if n in needed and n.op == "call_function"]
     for node in order:
@@ -165,9 +165,9 @@ def _explain_unknown(node: Node) -> str:
 
 
 def _find_counters(walk: AbstractInterpreter, results: Sequence[fx.Node]) -> Iterator[tuple[str, Node]]:
-    """Buffers that are written once for each part, and by nothing that moves microbatch by microbatch anyhow.
+    """Yield buffers that are written once for each part, unlike on one device.
 
-    Where batch statistics move running averages, numbers that count the passes move with them.
+    Exempt are the pass counters of batch normalizations, whose running averages move per microbatch anyhow.
     """
     needed = find_ancestors(results)
     nodes = walk.graph.code.fx.nodes

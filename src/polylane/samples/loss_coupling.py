@@ -1,7 +1,7 @@
-"""May a batch be divided? Decided by what is derived of the graph; never by how one batch happens to look.
+"""Loss coupling: may a batch be divided? Decided by what is proven of the graph, never by sample values.
 
-Three answers: its parts' losses make up its loss (replicas and microbatches compute what one device computes); samples
-meet (replicas then split the operators, and hold the microbatch as one); or it is refused, in a sentence.
+Three answers: the parts' losses make up the batch's loss (replicas and microbatches compute what one device computes);
+the samples are coupled (replicas then shard the operators of the whole batch); or the plan is refused, with a reason.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def loss_couples_samples(
     seen: Callable[[], str | None] = lambda: None,
     sync: str = "",
 ) -> bool:
-    """Whether a batch must be computed on as a whole: replicas then have to split the operators.
+    """Return whether the loss couples samples, so that replicas must shard the operators of the whole batch.
 
     Args:
-        graph: captured, with counts of the whole batch (:func:`polylane.samples.counts.count_whole_batch`).
-        microbatches, replicas: into how many parts batches are divided.
-        per_sample: modules that run the user's own Python and treat each sample by itself, as the user says.
-        seen: computes a batch whole and in parts, and says what differs, or None; asked only about the user's own
-            Python, to refuse what the user says wrongly.
-        sync: the rule by which replicas agree, where it is not a sum of gradients: it divides every batch.
+        graph: captured graph with whole-batch counts (:func:`polylane.samples.counts.count_whole_batch`).
+        microbatches, replicas: numbers of parts into which batches are divided.
+        per_sample: modules with the user's own Python that, as the user declares, treat samples independently.
+        seen: runs a batch whole and in parts and explains what differs, or returns None; only called to check what
+            ``per_sample`` declares.
+        sync: gradient sync other than all-reduce, which needs divided batches; "" for all-reduce.
 
     Raises:
-        PolylaneError: so it is, and there are microbatches.
+        PolylaneError: the samples are coupled and there are microbatches or a sync; or ``per_sample`` does not hold.
     """
     if microbatches == 1 and replicas == 1:
         return False
@@ -51,6 +51,7 @@ def loss_couples_samples(
         parts = f"microbatches={microbatches}"
         raise PolylaneError(f"{parts} would not compute what one device computes: {reason}; {_suggest_remedy(derived)}")
     if reason is not None and derived.culprit is not None and derived.culprit.op in OWN_PYTHON:
+        # Own Python cannot be sharded by operator: it is computed in full by every replica, which the user should know.
         name = derived.culprit.module or "model"
         if sync:
             raise PolylaneError(
@@ -64,10 +65,10 @@ def loss_couples_samples(
 
 
 def refuse_coupled_samples(graph: Graph, microbatches: int, replicas: int, per_sample: Collection[str] = ()) -> None:
-    """See that batches of a form that comes in mid-training may be divided, where those of the first form are.
+    """Check that batches of a new shape in mid-training may be divided as those of the first shape are.
 
     Raises:
-        PolylaneError: their samples meet.
+        PolylaneError: the loss couples the samples of such a batch.
     """
     if microbatches == 1 and replicas == 1:
         return
@@ -91,10 +92,10 @@ def _refuse_counters(derived: Derivation, microbatches: int) -> None:
 
 
 def check_per_sample_names(graph: Graph, per_sample: Collection[str]) -> None:
-    """Refuse names of modules that run none of the user's own Python.
+    """Check that all names are of modules that run the user's own Python.
 
     Raises:
-        PolylaneError: with those that do.
+        PolylaneError: a module runs none; the message lists those that do.
     """
     own = sorted({node.module or "model" for node in graph.nodes if node.op in OWN_PYTHON})
     for name in per_sample:
@@ -105,7 +106,7 @@ def check_per_sample_names(graph: Graph, per_sample: Collection[str]) -> None:
 
 
 def explain_coupling(graph: Graph, derived: Derivation) -> str:
-    """Why the parts of a batch do not make up its loss, as a sentence without its end."""
+    """Explain why a batch cannot be divided, as a sentence without its end."""
     if derived.culprit is None:
         assert derived.buffer is not None
         name, node = derived.buffer
@@ -143,7 +144,7 @@ def _suggest_per_sample(name: str) -> str:
 
 
 def _suggest_remedy(derived: Derivation) -> str:
-    """What the user can do."""
+    """Return what the user can do, as the end of a sentence."""
     node = derived.culprit
     if node is not None and node.op in OWN_PYTHON:
         return f"{_suggest_per_sample(node.module or 'model')}; else use microbatches=1"

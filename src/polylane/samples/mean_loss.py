@@ -1,4 +1,4 @@
-"""Is the loss a mean over samples? Found by computing a batch whole and in two unequal parts, in float64."""
+"""Split test: is the loss a mean over samples? Run an example batch whole and in two unequal parts, in float64."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from polylane.samples.split_runs import (
 
 
 def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> str | None:
-    """Whether the batch may be split: its parts' losses make up the whole's, and its buffers end the same.
+    """Test whether a batch may be split: losses of the parts make up the whole's, and buffers end equal.
 
     Args:
         graph: captured from ``model`` and ``loss``.
-        model: with its values; unchanged by this.
-        loss: the user's.
-        leaves: an example batch, flat.
+        model: the user's model with its values, which are not changed.
+        loss: the user's loss function or module.
+        leaves: flat inputs of an example batch.
 
     Returns:
-        None where splitting is exact (or cannot be tried, on the meta device); else one sentence for the user, that
-        names the first node whose parts do not make up the whole.
+        None if splitting is exact, or cannot be tried (on the meta device); else one sentence for the user that names
+        the first node whose parts do not make up the whole.
     """
     whole = ModelWithLoss(model, loss, lambda flat: flat)
     if any(parameter.is_meta for parameter in whole.parameters()):
         return None
     if _describe_difference(graph, make_runs(graph, whole, leaves)) is None:
         return None
-    # What differs may be rounding and nothing else: the mean of what is normalized already, say.
+    # The difference may be rounding alone (the mean of normalized values, say): repeat with nudged runs to measure it.
     return _describe_difference(graph, make_runs(graph, whole, leaves, again=TRIES))
 
 
 def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
-    """What differs between the whole of a batch and its parts, for the user."""
+    """Return what differs between the whole batch and its parts, as a sentence; None if nothing does."""
     sizes = [run.part.samples for run in runs[1:]]
     differing: list[Node] = []
 
@@ -58,6 +58,8 @@ def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
         outputs = run_split(graph, runs, look)
     except PartFails as failure:
         return str(failure)
+    # Only the outputs decide; a node that differs on the way just names the place. A recomputable one (a mask, a
+    # size) is seldom the cause.
     if not _outputs_combine(graph.loss_is_mean, outputs, sizes):
         return _explain_not_a_mean(
             graph, next((n for n in differing if not n.recomputable), (differing or [graph.nodes[-1]])[0])
@@ -82,7 +84,7 @@ def _outputs_combine(mean: bool, outputs: list[list[Tensor]], sizes: list[int]) 
 
 
 def _parts_combine(value: Any, parts: list[Any], sizes: list[int], reach: Floor) -> bool:
-    """Whether parts make up the whole: one after another, all alike, in sum, in mean, or in another order."""
+    """Return whether parts make up the whole: concatenated, equal, summed, averaged, or permuted."""
     if isinstance(value, (list, tuple)):
         reaches = reach if isinstance(reach, list) else [reach] * len(value)
         return all(_parts_combine(v, list(each), sizes, r) for v, r, *each in zip(value, reaches, *parts, strict=False))

@@ -1,4 +1,4 @@
-"""Into how many microbatches a training divides its batches."""
+"""Number of microbatches: as requested by a plan, limited by the samples that the model needs at once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from polylane.samples.min_samples import MinSamples, min_samples
 
 
 def requested_microbatches(spec: Spec | Plan, total: int) -> int:
-    """Into how many a batch of so many samples is to be divided.
+    """Return the number of microbatches that a plan requests for a batch of ``total`` samples.
 
     Raises:
-        PolylaneError: there are more of them, or more replicas, than samples.
+        PolylaneError: there are more microbatches, or more replicas, than samples.
     """
     microbatches = spec.microbatches if isinstance(spec, Plan) else default_microbatches(spec, total)
     if microbatches > total:
@@ -33,22 +33,22 @@ def requested_microbatches(spec: Spec | Plan, total: int) -> int:
 
 
 def min_samples_for(plan: Spec | Plan, graphs: Iterable[Graph]) -> MinSamples:
-    """How few samples a microbatch of a plan may have in training."""
+    """Return the least samples that a microbatch of a plan may have in training."""
     fewest = min_samples(graphs)
     return fewest.for_local_replicas(plan.data) if plan.sync.is_replica_local else fewest
 
 
 def limit_microbatches(asked: int, total: int, fewest: MinSamples, fewer: bool) -> int:
-    """Into how many a full batch is divided, so that each microbatch has the samples that the model needs.
+    """Return the number of microbatches such that each has the samples that the model needs.
 
     Args:
-        asked: how many there are to be.
-        total: samples in a batch.
-        fewest: what the model needs.
-        fewer: whether fewer will do: nobody asked for so many.
+        asked: requested number of microbatches.
+        total: samples of a full batch.
+        fewest: least samples that the model needs at once.
+        fewer: whether fewer are allowed, since the number is a default.
 
     Raises:
-        PolylaneError: the batch is too small, or fewer will not do.
+        PolylaneError: the batch is too small, or too small for the requested number.
     """
     fewest.check(total, "a batch", "take larger batches")
     possible = count_parts(total, asked, fewest.samples)
@@ -63,7 +63,7 @@ def limit_microbatches(asked: int, total: int, fewest: MinSamples, fewer: bool) 
 def make_split_check(
     graph: Graph, model: nn.Module, loss: Loss, leaves: list[Any], in_float64: bool
 ) -> Callable[[], str | None]:
-    """How to compute an example batch whole and in parts: what differs, as a sentence, or None."""
+    """Return a function that runs an example batch whole and in parts and explains a difference, or returns None."""
 
     def look() -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""How few samples a graph takes in training: of one value per channel, batch normalization has no variance."""
+"""Minimum samples: the least samples a graph takes in training; batch normalization needs two values per channel."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST = 64  # samples that are tried
 
 @dataclass(frozen=True)
 class MinSamples:
-    """How few samples may be computed on at once in training.
+    """Least number of samples that may be computed on at once in training.
 
     Attributes:
-        samples: so many, over all replicas.
-        node: the operator that needs them, with the user's own line; "" where a single sample will do.
-        replicas: that each need their part of them, for each sees its own samples alone; 1 where all see all.
+        samples: least number of samples, over all replicas.
+        node: operator that needs them, with its source line; "" if one sample suffices.
+        replicas: number of replicas that normalize over their own samples only; 1 if statistics are shared.
     """
 
     samples: int = 1
@@ -37,19 +37,19 @@ class MinSamples:
         return f"{self.node} needs {count} samples at once in training{each}, for the variance of a channel's values"
 
     def for_local_replicas(self, replicas: int) -> MinSamples:
-        """How few samples so many replicas take that each see their own alone."""
+        """Return the least samples for replicas that each normalize over their own samples only."""
         return MinSamples(self.samples * replicas, self.node, replicas) if self.samples > 1 else self
 
     def check(self, samples: int, what: str, remedy: str) -> None:
-        """Refuse a batch on which one device would fail, too.
+        """Check that a batch has enough samples.
 
         Args:
-            samples: how many it has.
-            what: which batch, to begin a sentence with.
-            remedy: what the user can do.
+            samples: number of samples of the batch.
+            what: name of the batch, to begin a sentence with.
+            remedy: what the user can do, to end the sentence.
 
         Raises:
-            PolylaneError: it is too short.
+            PolylaneError: the batch has too few samples.
         """
         if samples < self.samples:
             count = f"{samples} sample{'s' if samples != 1 else ''}"
@@ -58,7 +58,7 @@ class MinSamples:
 
 
 def min_samples(graphs: Iterable[Graph]) -> MinSamples:
-    """How few samples all of a training's graphs take."""
+    """Return the least samples that all graphs of a training need."""
     needs = [
         _min_samples_of_node(graph, node)
         for graph in graphs
@@ -78,17 +78,17 @@ def _min_samples_of_node(graph: Graph, node: fx.Node) -> MinSamples:
 
 
 def _min_samples_of_leaf(node: fx.Node) -> int:
-    """The user's own Python was seen at work."""
+    """Return what the capture observed of the user's own Python; 1 for other operators."""
     return int(getattr(unwrap_settings(node.target), "fewest", 1))
 
 
 def _min_samples_of_norm(node: fx.Node) -> int:
-    """Of a batch normalization over all replicas: (part, x, ...), x (N, C, ...)."""
+    """Return the least samples of a batch normalization over all replicas; x is (N, C, ...)."""
     x = node.args[1]
     assert isinstance(x, fx.Node)
     try:
         sizes = [size_function(size) for size in x.meta["val"].shape]
-    except ValueError:  # they depend on data
+    except ValueError:  # sizes depend on data: assume the best
         return 1
     tried = ((n, [size(n) for size in sizes]) for n in range(1, MOST + 1))
     return next((n for n, (rows, _, *space) in tried if rows * math.prod(space) >= VALUES), 1)

@@ -1,4 +1,4 @@
-"""A graph run node by node on a small batch, whole and in two unequal parts, in float64."""
+"""Split runs: interpret a graph node by node on a small batch, whole and in two unequal parts, in float64."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ from polylane.graph.precision import PROMOTED, Promoted, unwrap_settings
 from polylane.graph.rounding_noise import MARGIN, max_magnitude, nudge_fractions, nudge_values, rounding_floor
 from polylane.graph.sample_slice import SampleSlice
 
-# Of an example batch; fewer than the fewest cannot be split unequally.
+# Samples of the example batch: fewer than FEWEST cannot be split into two unequal parts of at least two.
 FEWEST, MOST = 5, 32
 TOLERANCE = 1e-9
 
-# Told of every node: what it gives of the whole, and of the parts; and how far rounding reaches in the whole.
+# Called for every node with its value of the whole batch, of each part, and the rounding floor of the whole's value.
 Look = Callable[[Node, Any, list[Any], "Floor"], None]
-Floor = float | list[Any]  # of a value, or of each of several
+Floor = float | list[Any]  # absolute rounding error of a value, or of each item of a list
 
 
 @dataclass
 class SplitRun:
-    """One of three runs: the whole batch, or one of its two parts.
+    """One of three runs: of the whole batch, or of one of its two parts.
 
     Attributes:
-        nudged_runs: the whole batch once more, from numbers that differ by one unit in the last place.
+        part: sample slice of the run.
+        tensors_by_role: parameters, buffers, constants and inputs in float64, its own copies.
+        nudged_runs: runs of the whole batch on values that differ by one unit in the last place.
     """
 
     part: SampleSlice
@@ -50,16 +52,18 @@ class SplitRun:
 
 
 class PartFails(Exception):
-    """A node that computes on the whole does not on a part of it; one sentence for the user."""
+    """A node that runs on the whole batch fails on a part of it; the message is one sentence for the user."""
 
 
 def make_runs(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], again: int = 0) -> list[SplitRun]:
-    """The whole of an example batch, and its two parts, ready to be run; each with tensors of its own.
+    """Prepare the runs of an example batch: whole and two parts, each with its own copies of all tensors.
 
     Args:
-        again: how many times the whole is run once more, to see how far rounding reaches.
+        graph, whole, leaves: captured graph, its model with loss, and flat inputs of a batch.
+        again: number of nudged runs of the whole, from which the rounding floor is measured.
     """
     count = min(max(sample_count(leaves), FEWEST), MOST)
+    # Unequal parts, so that a plain mean of the parts' means differs from the mean over samples.
     at_sample = count // 2 + 1
     batch = cast_leaves(resize_batch(leaves, count), torch.float64)
 
@@ -79,7 +83,7 @@ def make_runs(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], again: 
 
 
 def rounding_floor_of(value: Any, again: Sequence[Any]) -> Floor:
-    """How far rounding reaches in a value that was computed several times."""
+    """Return the rounding floor of a value, from its values in nudged runs."""
     if isinstance(value, Tensor):
         return rounding_floor(value, again)
     if isinstance(value, (list, tuple)):
@@ -88,7 +92,7 @@ def rounding_floor_of(value: Any, again: Sequence[Any]) -> Floor:
 
 
 def _in_float64(whole: ModelWithLoss, graph: Graph, leaves: Sequence[Any]) -> Tables:
-    """Values of its own for a run: nothing that it writes is seen elsewhere."""
+    """Return copies of all tensors in float64 for one run, so that its in-place writes stay its own."""
 
     def own(tensor: Tensor) -> Tensor:
         return tensor.detach().to(PROMOTED.get(tensor.dtype, tensor.dtype), copy=True)
@@ -103,13 +107,13 @@ def _in_float64(whole: ModelWithLoss, graph: Graph, leaves: Sequence[Any]) -> Ta
 
 @torch.no_grad()
 def run_split(graph: Graph, runs: list[SplitRun], look: Look) -> list[list[Tensor]]:
-    """Run the code node by node in all runs.
+    """Run every node in all runs before the next node.
 
     Returns:
-        Each one's outputs.
+        Outputs of the whole and of each part, without the nudged runs.
 
     Raises:
-        PartFails: a node fails on a part of the batch; what one raises on the whole of it comes as it is.
+        PartFails: a node fails on a part of the batch; errors on the whole batch are raised unchanged.
     """
     with torch.random.fork_rng(devices=[]), Promoted():
         results = _RunsInterpreter(graph, runs, look).run()
@@ -118,9 +122,9 @@ def run_split(graph: Graph, runs: list[SplitRun], look: Look) -> list[list[Tenso
 
 
 class _RunsInterpreter(GraphInterpreter):
-    """Runs each node in all runs before the next one. A node's value: that of each run, the whole's first.
+    """Interprets all runs in lockstep; the value of a node is the list of its values in every run.
 
-    The order is: the whole, the whole ``again``, the parts.
+    Order of the runs: the whole, its nudged runs, the parts.
     """
 
     def __init__(self, graph: Graph, runs: Sequence[SplitRun], look: Look) -> None:
@@ -132,7 +136,7 @@ class _RunsInterpreter(GraphInterpreter):
         self._look, self._nodes = look, {node.id: node for node in graph.nodes}
 
     def call_operator(self, node: fx.Node) -> list[Any]:
-        """The node's value in every run, which is looked at."""
+
         described = self._nodes[node.name]
         wholes = [self._call(node, run) for run in range(self._wholes)]
         parts = self._of_parts(node, wholes[0], described)
@@ -140,21 +144,21 @@ class _RunsInterpreter(GraphInterpreter):
         return [*wholes, *parts]
 
     def _arguments(self, node: fx.Node, run: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a node is called with in one run."""
+        """Return the arguments of a node in one run."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: self.env[used][run])
         return tuple(args), dict(kwargs)
 
     def _reach(self, node: fx.Node, wholes: Sequence[Any]) -> Floor:
-        """How far rounding reaches in a node's value: no further than to a tiny share of what it is made of.
+        """Return the rounding floor of a node's value, capped at a tiny fraction of its inputs' magnitude.
 
-        What moves more between two runs is no rounding: a choice between values that are nearly the same, say.
+        A larger difference between nudged runs is no rounding, but for example an argmax between nearly equal values.
         """
         most = max((_magnitude(self.env[used][0]) for used in node.all_input_nodes), default=0.0) * TOLERANCE / MARGIN
         return _cap_reach(rounding_floor_of(wholes[0], wholes[1:]), most)
 
     def _of_parts(self, node: fx.Node, whole: Any, described: Node) -> list[Any]:
         parts = range(self._wholes, len(self._runs))
-        if isinstance(node.target, WholeBatchStatistic):  # counted of the whole batch before any part is computed on
+        if isinstance(node.target, WholeBatchStatistic):  # computed over the whole batch before any part runs
             return [whole for _ in parts]
         try:
             if unwrap_settings(node.target) is batch_norm:
@@ -173,11 +177,11 @@ class _RunsInterpreter(GraphInterpreter):
     def _call(self, node: fx.Node, run: int) -> Any:
         args, kwargs = self._arguments(node, run)
         target: Any = unwrap_settings(node.target)
-        if is_unfilled(str(node.meta["op"])):  # whatever is in that memory differs from part to part
+        if is_unfilled(str(node.meta["op"])):  # uninitialized memory differs between runs: use zeros
             return target(*args, **kwargs).zero_()
         if not isinstance(target, PythonOnSlice):
             return target(*args, **kwargs)
-        # Which numbers the user's own Python draws is no question of samples, nor how often it was called.
+        # The user's own Python must not differ between runs by its random numbers, nor by how often it was called.
         with (
             WithoutRandomness(),
             python_kept(unwrap_settings(target.target).module) if target.effects else nullcontext(),
@@ -196,10 +200,10 @@ def _magnitude(value: Any) -> float:
 
 
 def _run_batch_norms(arguments: Sequence[Sequence[Any]]) -> list[Any]:
-    """A batch normalization of all parts, with the statistics of their samples together.
+    """Run a batch normalization on all parts with shared statistics, as replicas do.
 
     Args:
-        arguments: of each part's call; the first is the part itself.
+        arguments: arguments of each part's call, of which the first is the sample slice.
     """
     given = [args[1:] for args in arguments]
     outs = whole_batch_norm([x for x, *_ in given], *given[0][1:])
@@ -213,7 +217,9 @@ def _run_batch_norms(arguments: Sequence[Sequence[Any]]) -> list[Any]:
 def _run_as_replicas(
     node: fx.Node, parts: Sequence[SampleSlice], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> list[Any]:
-    """Run the user's own Python on all parts at once, a thread and a copy each: they share statistics."""
+    """Run the user's own Python on all parts at once, each in a thread with its own copy, with shared statistics."""
+    # A thread per part stands for a replica; the two barriers of ``add`` make its all-reduce: all have given, all
+    # have read.
     barrier = threading.Barrier(len(parts))
     given: list[Tensor] = [torch.empty(0)] * len(parts)
     target: Any = node.target
@@ -236,7 +242,7 @@ def _run_as_replicas(
                 part = dataclasses.replace(parts[i], sum_replicas=sums(i))
                 return copies[i](*(part if isinstance(arg, SampleSlice) else arg for arg in args), **kwargs)
         except threading.BrokenBarrierError:
-            return None  # the other part says why
+            return None  # the other part raises the error
         except BaseException:
             barrier.abort()
             raise
@@ -246,7 +252,7 @@ def _run_as_replicas(
 
 
 class WithoutRandomness(TorchFunctionMode):
-    """Dropout that drops nothing, and random numbers that are all the same."""
+    """Function mode in which dropout drops nothing and random numbers are constants."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -259,10 +265,11 @@ class WithoutRandomness(TorchFunctionMode):
 
 
 def equal_within(a: Tensor, b: Any, reach: Floor = 0.0) -> bool:
-    """Whether two values are one up to the rounding of float64.
+    """Return whether two values are equal up to the rounding of float64.
 
     Args:
-        reach: how far rounding reaches in ``a``, as :func:`rounding_floor_of` tells.
+        a, b: values to compare; b may be a Python number.
+        reach: rounding floor of ``a`` from :func:`rounding_floor_of`, on top of the tolerance.
     """
     b = torch.as_tensor(b)
     if a.shape != b.shape:
@@ -270,12 +277,12 @@ def equal_within(a: Tensor, b: Any, reach: Floor = 0.0) -> bool:
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b.to(a.dtype))
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)  # what the caller's promotion makes of one it may not make of the other
+    a, b = a.to(wide), b.to(wide)  # only one of them may have been promoted by the caller
     scale = float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if a.numel() else 0.0
     most = MARGIN * reach if isinstance(reach, float) else 0.0
     return torch.allclose(a, b, rtol=TOLERANCE, atol=max(TOLERANCE * max(scale, 1e-30), most), equal_nan=True)
 
 
 def mean_of_parts(parts: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-    """The mean of what parts of so many samples give."""
+    """Return the mean of the parts' values, weighted by their samples."""
     return sum(n * part for n, part in zip(sizes, parts, strict=True)) / sum(sizes)

@@ -1,4 +1,4 @@
-"""Ledger: how many bytes of tensors are alive, and were alive at most, counted as operators make them."""
+"""Allocation meter: live and peak bytes of tensor storages, counted as operators allocate them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocationMeter(TorchDispatchMode):
-    """While it is entered, every piece of memory that an operator of this thread makes is counted until it is freed.
+    """Dispatch mode that counts every storage that an operator of this thread allocates, until it is freed.
 
-    A piece counts once, however many tensors lie in it. Tensors without data count as if they had theirs. What a kernel
-    needs for itself and never hands out is not seen. While it looks on, autograd adds gradients up in new memory, where
+    A storage counts once, however many tensors view it; fake tensors count as if they had data. A kernel's own
+    workspace that it never returns is not seen. Under a dispatch mode autograd accumulates gradients in new memory,
+    where
     otherwise it does so in place.
 
     Attributes:
-        current_bytes: bytes that are alive.
-        peak_bytes: the most that ever were, since it was last set.
-        peak_pieces: how many pieces of memory were alive at most.
+        current_bytes: bytes of all counted storages that are alive.
+        peak_bytes: the most bytes alive since the attribute was last set.
+        peak_pieces: the most storages alive at the same time.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         """
         Args:
-            known: what was there before, and does not count.
+            known: tensors that existed before and do not count.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = self.peak_bytes = self.peak_pieces = self._count = 0
@@ -42,16 +43,16 @@ class AllocationMeter(TorchDispatchMode):
         return result
 
     def ignore_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Let tensors not count."""
+        """Exclude the storages of these tensors."""
         for tensor in tensors:
             self._watch(tensor, 0)
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor that is alive, if it is not counted yet."""
+        """Count the storage of a tensor, unless it is counted or excluded already."""
         self._watch(tensor, tensor.untyped_storage().nbytes())
 
     def alive_bytes(self) -> dict[int, int]:
-        """Bytes of every piece of memory that counts, by the number that :func:`storage_id` gives."""
+        """Return the bytes of every counted storage that is alive, by :func:`storage_id`."""
         return {number: size for number, (_, size) in self._alive.items() if size}
 
     def _watch(self, tensor: Tensor, size: int) -> None:
@@ -59,6 +60,8 @@ class AllocationMeter(TorchDispatchMode):
         if number in self._alive:
             return
 
+        # The weak reference's callback runs when the storage is freed; ids are reused from then on, so the
+        # entry must go.
         def freed(_: Any) -> None:
             self._alive.pop(number, None)
             self.current_bytes -= size
@@ -71,5 +74,5 @@ class AllocationMeter(TorchDispatchMode):
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number of the piece of memory that a tensor lies in, its own as long as that is alive."""
+    """Return an id of a tensor's storage, unique as long as the storage is alive."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Where a graph computes attention: from queries and keys to what is made of the values."""
+"""Attention cores: the nodes of a graph that compute attention, for selective recomputation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from polylane.graph.graph import Graph, Node
 _WHOLE = "scaled_dot_product_attention"
 _PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
 _SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax"))
-# What may stand between a softmax and the two products: it changes no more than single scores, or how they lie.
+# Operators between the softmax and the two products: elementwise on scores, or changes of layout.
 _BETWEEN = frozenset(
     (
         *("mul", "div", "add", "sub", "where", "masked_fill", "dropout", "to", "_to_copy", "type_as", "clone"),
@@ -20,11 +20,10 @@ _BETWEEN = frozenset(
 
 
 def find_attention_cores(graph: Graph) -> tuple[frozenset[str], ...]:
-    """The nodes of every attention: a fused operator, or all between two products of activations around a softmax.
+    """Return the nodes of every attention: a fused operator, or all from QK^T through softmax to the product with V.
 
-    What they make between queries, keys and values and their own result, the scores above all, is large for what it
-    takes to compute it again (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-    2022, section 5).
+    Their intermediate values, the scores above all, take much memory and little time to recompute (Korthikanti et al.,
+    "Reducing Activation Recomputation in Large Transformer Models", 2022, section 5).
     """
     nodes = {node.name: node for node in graph.nodes}
     readers: dict[str, list[Node]] = {}
@@ -35,6 +34,8 @@ def find_attention_cores(graph: Graph) -> tuple[frozenset[str], ...]:
     taken: set[str] = set()
     for node in graph.nodes:
         if _base_op(node) in _SOFTMAX and node.name not in taken:
+            # Both searches must end in a product of two activations: a product with a parameter is a
+            # linear layer, and its softmax (a router, a classifier) no attention.
             before = _reachable_nodes(node, lambda n: [nodes[name] for name in n.inputs])
             after = _reachable_nodes(node, lambda n: readers.get(n.name, ()))
             if before is not None and after is not None:
@@ -50,7 +51,7 @@ def _base_op(node: Node) -> str:
 
 
 def _reachable_nodes(start: Node, following: Callable[[Node], Iterable[Node]]) -> set[str] | None:
-    """All nodes from a softmax to a product of activations, both included; None where there is no such product."""
+    """Return all nodes from a softmax to products of two activations, inclusive; None if there is no such product."""
     names, stack, product = {start.name}, [start], False
     while stack:
         for node in following(stack.pop()):

@@ -1,4 +1,4 @@
-"""What to run, on tensors of the CPU, to see what an operator of a graph keeps on another device or with replicas."""
+"""Backend kernels: substitutes that, run on CPU tensors, save for backward what another backend's kernels would."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from polylane.graph.sample_slice import SampleSlice
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention
 _HALF = (torch.float16, torch.bfloat16)
-_WIDEST_FLASH = 256  # features of a head
+_WIDEST_FLASH = 256  # features of a head: flash attention supports no more
 
 
-# Operators whose kernels on the CPU keep more than their versions without data show: oneDNN's work space.
+# Operators whose CPU kernels save more than their fake-tensor versions show: oneDNN's workspace.
 _HIDING = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
 
 
 def hides_saved_tensors(node: fx.Node) -> bool:
-    """Whether a node keeps more than can be seen without data."""
+    """Return whether a node saves more than a run on fake tensors shows."""
     return str(node.meta.get("op", "")).startswith(_HIDING)
 
 
 def unwrap_target(target: Any) -> Any:
-    """What runs in the end, without the settings around it and the key."""
+    """Return the innermost function of a node's target, without precision settings and random key."""
     target = unwrap_settings(target)
     return unwrap_settings(target.target) if isinstance(target, PythonOnSlice) else target
 
 
 def call_identity(target: Any) -> Hashable:
-    """What makes two calls calls of the same thing: an operator or function itself, an object's kind and all it has."""
+    """Return a hashable identity of a target: the operator or function itself, or an object's type and attributes."""
     if isinstance(target, (LeafCall, FunctionCall, FunctionType, BuiltinFunctionType, torch._ops.OpOverload)):
         return target
     own = {
@@ -51,6 +51,7 @@ def call_identity(target: Any) -> Hashable:
         for key, value in getattr(target, "__dict__", {}).items()
     }
     found = (type(target), tuple(sorted(own.items())))
+    # A module or list among the attributes is unhashable: such a target is only equal to itself.
     try:
         hash(found)
     except TypeError:
@@ -59,21 +60,22 @@ def call_identity(target: Any) -> Hashable:
 
 
 def without_key(args: Any) -> tuple[Any, ...]:
-    """Arguments without what only tells one node's random numbers from another's."""
+    """Return a node's arguments without sample slice and random key, which do not change what is saved."""
     keyed = len(args) > 3 and isinstance(args[0], SampleSlice) and isinstance(args[1], int)
     return tuple(args[2:]) if keyed else tuple(a for a in args if not isinstance(a, SampleSlice))
 
 
 def make_runnable(target: Any, device: str, fused: bool, shared: bool) -> Callable[..., Any]:
-    """What to run so that what is kept is what ``device`` would keep.
+    """Return a callable that saves for backward what the kernels of ``device`` would save.
 
     Args:
-        target: of a node.
-        device: "cpu" or "cuda".
-        fused: whether attention may run as one kernel that does not keep its scores.
-        shared: whether batch normalization sums over replicas.
+        target: callable of the graph's node.
+        device: backend to imitate, "cpu" or "cuda".
+        fused: whether attention may use a fused kernel that does not save the scores.
+        shared: whether batch normalization sums its statistics over replicas.
     """
     found: Callable[..., Any] = target
+    # Wrappers are copied, not changed: the graph's own nodes must keep running the real thing.
     if isinstance(target, (UnderSetting, PythonOnSlice)):
         around: Any = copy.copy(target)
         around.target = make_runnable(target.target, device, fused, shared)
@@ -94,7 +96,7 @@ def make_runnable(target: Any, device: str, fused: bool, shared: bool) -> Callab
 
 
 def _copy_leaf_call(call: LeafCall) -> LeafCall:
-    """The same call of a copy of the module that shares its parameters: a trial gives it others."""
+    """Return a call of a copy of the module that shares parameters and buffers: a trial must not change its state."""
     shared: list[Any] = [*call.module.parameters(), *call.module.buffers()]
     shared += [each.tracing for each in call.module.modules() if isinstance(each, ModelWithLoss)]  # of the capture
     module = copy.deepcopy(call.module, {id(each): each for each in shared})
@@ -103,7 +105,8 @@ def _copy_leaf_call(call: LeafCall) -> LeafCall:
 
 
 def _batch_norm(shared: bool, part: SampleSlice, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor:
-    """Batch normalization in training, without the look at how many values there are, of which there are none."""
+    """Batch normalization in training, without the check of the values per channel, which fake tensors cannot pass."""
+    # The identity as all-reduce: one replica's memory is what counts.
     if shared and part.sum_replicas is None:
         part = dataclasses.replace(part, sum_replicas=lambda tensor: tensor)
     if part.sum_replicas is None:
@@ -123,7 +126,7 @@ def _attention_with_scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention as one writes it by hand: two products and a softmax."""
+    """Attention by two products and a softmax, which saves the scores."""
     if enable_gqa:
         key, value = _repeat_heads(query, key, value)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -137,7 +140,7 @@ def _attention_with_scores(
 
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of as many heads as there are queries."""
+    """Repeat the heads of keys and values for grouped-query attention."""
     repeats = query.shape[-3] // key.shape[-3]
     return key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
 
@@ -153,7 +156,7 @@ def _attention_on_cuda(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's own order (aten/native/transformers/cuda/sdp_utils.cpp): flash, memory-efficient, then with scores."""
+    """Choose the kernel as torch does (aten/native/transformers/cuda/sdp_utils.cpp): flash, efficient, with scores."""
     if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
         return _attention_with_scores(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -163,9 +166,11 @@ def _attention_on_cuda(
     features = query.shape[-1]
     factor = features**-0.5 if scale is None else scale
     if query.dtype in _HALF and attn_mask is None and max(features, value.shape[-1]) <= _WIDEST_FLASH:
+        # Flash kernels need head sizes that are multiples of 8: torch pads, and saves the padded copies.
         query, key, value = (F.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t for t in (query, key, value))
         padded: Tensor = _FLASH(query, key, value, dropout_p, is_causal, False, scale=factor)[0]
         return padded[..., :features]
+    # The memory-efficient kernel takes an additive bias of full shape; the conversion's result is saved too.
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
     if attn_mask is not None:

@@ -1,4 +1,4 @@
-"""Flow: in which memory the gradients of a backward pass lie, as autograd hands them on and adds them up."""
+"""Gradient flow: which pieces of memory a backward pass's gradients occupy, as autograd passes and accumulates them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from polylane.cost.memory.saved_tensors import Key, SavedByOperator
 
 
 class GradientFlow:
-    """A backward pass, node by node from the last.
+    """Plays a backward pass node by node, from the last node to the first.
 
     Attributes:
-        sizes: bytes of every piece of memory that gradients lie in.
-        is_parameter_gradient: whether it is a parameter's gradient, which goes nowhere from here.
-        touched_pieces: the pieces that every node of the graph touches, by its position.
+        sizes: bytes of every piece of memory that holds gradients.
+        is_parameter_gradient: whether the piece is a parameter's gradient, which no node reads.
+        touched_pieces: node position -> pieces that its backward pass reads or writes.
     """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.is_parameter_gradient: list[bool] = []  # whether it is a parameter's
+        self.is_parameter_gradient: list[bool] = []
         self.touched_pieces: dict[int, list[int]] = {}
+        # Piece of each tensor's gradient, and how many tensors' gradients share a piece.
         self._of: dict[Key, int] = {}
         self._users: dict[int, int] = {}
 
     def start_from_loss(self, loss: Key) -> None:
-        """The gradient of the loss."""
+        """Begin with the gradient of the loss, a scalar that counts as 0 bytes."""
         self._set_gradient(loss, self._new_piece(0, False))
 
     def run_backward_of(self, saved: SavedByOperator, forms: Mapping[Key, TensorForm]) -> None:
-        """The backward pass of one operator."""
+        """Run one operator's backward pass: consume its outputs' gradients, produce those of its inputs."""
         given = {j: self._of[key] for j, key in enumerate(saved.output_keys) if key in self._of}
         if not given:
             return
@@ -40,6 +41,8 @@ class GradientFlow:
         for key, spec in zip(saved.input_keys, saved.gradient_origins, strict=False):
             if spec is None:
                 continue
+            # "output": the operator passes an output's gradient on (a view, an addition); "new": it
+            # allocates one.
             kind, number = spec
             if kind == "output" and number in given:
                 found = given[number]
@@ -48,13 +51,14 @@ class GradientFlow:
             touched += [found, *self._accumulate(key, found, forms[key])]
 
     def _accumulate(self, key: Key, found: int, form: TensorForm) -> list[int]:
-        """A gradient on top of what has come from later readers: in place, where nobody else holds that memory."""
+        """Accumulate a gradient, in place unless its memory is shared; return the pieces that this touches."""
         before = self._of.get(key)
         if before is None:
             self._set_gradient(key, found)
             return []
         if self._users[before] == 1:
             return [before]
+        # The piece also holds another tensor's gradient (one that was passed on): the sum goes to new memory.
         self._drop_gradient(key)
         total = self._new_piece(form.bytes, form.is_parameter)
         self._set_gradient(key, total)

@@ -1,4 +1,4 @@
-"""Touches: which pieces of memory are touched at which nodes of a graph, and what is alive at each of them."""
+"""Intervals: which nodes of a graph touch which pieces of memory, and the bytes alive at each node."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Ints = NDArray[np.int64]
 # Nodes first..end-1 of a graph.
 Range = tuple[int, int]
 
-# The first node that touches what none does.
+# "First node" of a piece that no node touches.
 NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Which pieces of memory are touched at which nodes, in the order of the nodes.
+    """The touches of pieces of memory by nodes, sorted by node (compressed rows, CSR).
 
     Attributes:
-        piece, node: of every touch.
-        starts: where the touches of every node begin; one more than there are nodes.
+        piece, node: ids of piece and node, one pair for each touch.
+        starts: index of each node's first touch; has one entry more than there are nodes.
     """
 
     piece: Ints
@@ -33,7 +33,7 @@ class Intervals:
 
     @classmethod
     def from_nodes(cls, each: Sequence[Iterable[int]]) -> Intervals:
-        """Of every node, the pieces that it touches."""
+        """Build from the pieces that each node touches."""
         lists = [sorted(set(pieces)) for pieces in each]
         counts = np.array([len(pieces) for pieces in lists], dtype=np.int64)
         piece = np.array([p for pieces in lists for p in pieces], dtype=np.int64)
@@ -41,7 +41,7 @@ class Intervals:
         return cls(piece, np.repeat(np.arange(len(lists), dtype=np.int64), counts), starts)
 
     def in_ranges(self, pieces: Sequence[Range]) -> tuple[Ints, Ints]:
-        """The touches at some nodes, in order: pieces, and nodes counted from the first of these nodes on."""
+        """Return the touches in some ranges of nodes: pieces, and nodes renumbered consecutively from 0."""
         at, parts, nodes = 0, list[Ints](), list[Ints]()
         for first, end in pieces:
             inside = slice(self.starts[first], self.starts[end])
@@ -52,15 +52,17 @@ class Intervals:
 
 
 def first_and_last(piece: Ints, node: Ints, count: int) -> tuple[Ints, Ints]:
-    """Of every piece the first and the last node that touches it, of touches in the order of the nodes."""
+    """Return the first and the last node that touches each piece; touches must be sorted by node."""
     first, last = np.full(count, NEVER, dtype=np.int64), np.full(count, -1, dtype=np.int64)
+    # numpy keeps the last of repeated assignments: forwards it is the last touch, reversed the first.
     last[piece] = node
     first[piece[::-1]] = node[::-1]
     return first, last
 
 
 def alive_bytes(begins: Ints, ends: Ints, size: Floats, count: int) -> Floats:
-    """Bytes that are alive at each of so many nodes: every piece from one node to another, both included."""
+    """Return the bytes alive at each of ``count`` nodes; a piece lives from begin to end, both included."""
+    # Prefix sum of allocations at begins and frees after ends.
     change = np.bincount(begins, size, count + 1) - np.bincount(ends + 1, size, count + 1)
     result: Floats = np.cumsum(change)[:count]
     return result

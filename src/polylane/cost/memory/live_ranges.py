@@ -1,8 +1,8 @@
-"""Residence: how long every piece of memory of a graph's passes lives, and what a run of nodes needs at most.
+"""Live ranges: how long every piece of memory of a graph's passes lives, and the peak of any range of nodes.
 
-A forward pass makes values, and keeps those that autograd asks for; the backward pass goes the same way back, frees
-what was kept and makes gradients. For any run of nodes (a stage, a block) the bytes that are alive at every node follow
-from the nodes at which each piece of memory is touched: a few sums over arrays, exact for any cut.
+A forward pass makes values and keeps those that autograd saves; the backward pass visits the nodes in reverse, frees
+saved tensors and makes gradients. For any range of nodes (a stage, a block) the bytes alive at every node follow from
+the nodes that touch each piece of memory: a few sums over arrays, exact for any cut.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from polylane.graph.graph import Graph
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What one microbatch needs on one rank of a stage, in bytes.
+    """Memory that one microbatch takes on one rank of a stage, in bytes.
 
     Attributes:
-        saved: that autograd keeps from the forward to the backward pass, of what the stage makes.
-        values_received: values that come from other stages; they stay until the backward pass is over.
-        values_sent: values that go to other stages; they stay as long.
-        gradients_received: gradients that come from other stages, for values that were sent.
-        gradients_sent: gradients that go to other stages, for values that were received.
-        forward_peak: alive at most in a forward pass, received and sent values included.
-        backward_peak: alive at most in a backward pass, with all that was kept at its beginning; gradients of
-            parameters count only while they are made.
-        first_backward_peak: the same where they stay: in the first backward pass of a step.
-        batch_bytes: of the samples themselves.
+        saved: tensors made in the stage that autograd saves from the forward to the backward pass.
+        values_received: values received from other stages, held until the backward pass is over.
+        values_sent: values sent to other stages, held until the backward pass is over.
+        gradients_received: gradients received from other stages, for values that were sent.
+        gradients_sent: gradients sent to other stages, for values that were received.
+        forward_peak: most bytes alive in a forward pass, received and sent values included.
+        backward_peak: most bytes alive in a backward pass, saved tensors included; gradients of parameters count only
+            while they are made.
+        first_backward_peak: the same in the first backward pass of a step, where parameters' gradients stay.
+        batch_bytes: bytes of the microbatch's input samples.
     """
 
     saved: float
@@ -55,31 +55,34 @@ class PeakMemory:
     batch_bytes: float
 
     def scaled(self, factor: float) -> PeakMemory:
-        """For so many times the samples: all of it grows with them."""
+        """Return the memory for ``factor`` times the samples: all figures are proportional."""
         return PeakMemory(*(factor * getattr(self, each.name) for each in fields(self)))
 
     @property
     def live_bytes(self) -> float:
-        """Bytes that a microbatch holds between its passes."""
+        """Bytes that a microbatch holds between its forward and backward pass."""
         return self.saved + self.values_received + self.values_sent
 
 
 class LiveRanges:
-    """Everything that a graph's passes hold on one rank, by the nodes that touch it.
+    """Live ranges of all memory of a graph's passes on one rank.
 
     Args:
-        graph: what is run.
-        keeping: what its operators keep, on one rank where they are split; it says for how many samples.
-        again: groups of nodes that are computed once more in the backward pass, so that nothing that they make is kept
-            unless a node outside needs it (see :func:`attention_cores`).
+        graph: the graph whose passes run.
+        keeping: tensors that operators save on one rank, at the samples of its setting.
+        again: groups of nodes that are recomputed in the backward pass, so that nothing that they make is saved unless
+            a node outside reads it (see :func:`polylane.cost.memory.attention_cores.find_attention_cores`).
     """
 
     def __init__(self, graph: Graph, keeping: SavedTensors, again: Sequence[Collection[str]] = ()) -> None:
         self._graph, self._keeping = graph, keeping
         self._again = {name: number for number, names in enumerate(again) for name in names}
+        # Pieces of memory are numbered; the lists below have one entry for each.
         self._pieces: dict[Key, int] = {}
         self._sizes: list[int] = []
-        self._made: list[int] = []  # at which node
+        self._made: list[int] = []  # position of the node that makes the piece
+        # Whether the tensor has a gradient; whether its node is recomputable in any stage (a size, a mask),
+        # so that it never crosses a cut.
         self._flows: list[bool] = []
         self._free: list[bool] = []
         self._build()
@@ -87,13 +90,14 @@ class LiveRanges:
     # ---- what a stage needs ------------------------------------------------------------------------------------------
 
     def microbatch_memory(self, pieces: Sequence[Range]) -> PeakMemory:
-        """What one microbatch needs of a stage made up of these ranges of nodes, ascending."""
+        """Return the memory of one microbatch on a stage made up of these ranges of nodes, in ascending order."""
         count = sum(end - first for first, end in pieces)
-        local = np.full(len(self._graph.nodes) + 1, -1, dtype=np.int64)  # the last stands for "nowhere"
+        local = np.full(len(self._graph.nodes) + 1, -1, dtype=np.int64)  # -1: not in the stage
         local[np.concatenate([np.arange(a, b) for a, b in pieces])] = np.arange(count)
         touched, at = self._values.in_ranges(pieces)
         first, last = first_and_last(touched, at, len(self._bytes))
-        ids = np.flatnonzero(last >= 0)  # all pieces that the stage touches
+        ids = np.flatnonzero(last >= 0)  # pieces that the stage touches
+        # A piece is own if a node of the stage makes it; it leaves if nodes of other stages read it as well.
         own = (local[self._maker[ids]] >= 0) | self._is_free[ids]
         begins = np.where(self._is_free[ids], first[ids], local[self._maker[ids]])
         inside = np.bincount(touched, minlength=len(self._bytes))[ids]
@@ -104,15 +108,16 @@ class LiveRanges:
         received, sent = float(size[~own].sum()), float(size[leaves].sum())
         keeps = slice_ranges(self._own, pieces)
         stays = is_saved & own & ~leaves
-        # Forward: own values live from where they are made to their last reader, or to the end.
+        # Forward: own values live from their maker to the last reader; saved and sent ones to the end of the pass.
         ends = np.where(is_saved | leaves, count - 1, last[ids])
         alive = alive_bytes(begins[own], ends[own], size[own], count) + np.cumsum(keeps)
         forward = float((alive + slice_ranges(self._forward, pieces)).max(initial=0.0)) + received
-        # Backward: what was kept is there down to the first node that keeps it.
+        # Backward runs from the last node down: a saved piece is freed after the first node that saved it.
         held = alive_bytes(saved[stays], np.full(int(stays.sum()), count - 1), size[stays], count) + np.cumsum(keeps)
         held += self._live_gradient_bytes(pieces, local, count) + slice_ranges(self._backward, pieces)
         asked = float(size[leaves & self._flowing[ids]].sum())
         finished = self._finished_gradient_bytes(pieces, count)
+        # Values of the stage's boundary and their received gradients stay for all of the backward pass.
         constant = received + sent + asked
         return PeakMemory(
             saved=float(size[stays].sum() + keeps.sum()),
@@ -127,18 +132,19 @@ class LiveRanges:
         )
 
     def _live_gradient_bytes(self, pieces: Sequence[Range], local: Ints, count: int) -> Floats:
-        """Bytes of gradients that the stage makes, at every node of a backward pass."""
+        """Return the bytes of gradients made in the stage that are alive at every node of its backward pass."""
         touched, at = self._gradients.in_ranges(pieces)
         first, last = first_and_last(touched, at, len(self._gradient_bytes))
         ids = np.flatnonzero(last >= 0)
         lowest, highest = self._gradient_lowest[ids], self._gradient_highest[ids]
-        goes = (local[lowest] < 0) & ~self._gradient_ends[ids]  # to the stage before
+        goes = (local[lowest] < 0) & ~self._gradient_ends[ids]  # sent to an earlier stage: alive until the pass ends
         begins = np.where(goes, 0, first[ids])
+        # A gradient that comes from a later stage and is only read here counts as received, not as made here.
         size = np.where((local[highest] < 0) & (first[ids] == last[ids]), 0.0, self._gradient_bytes[ids])
         return alive_bytes(begins, last[ids], size, count)
 
     def _finished_gradient_bytes(self, pieces: Sequence[Range], count: int) -> Floats:
-        """Bytes of parameters' gradients that are complete before the backward pass of every node."""
+        """Return the bytes of parameter gradients that exist before the backward pass of every node."""
         touched, at = self._parameters.in_ranges(pieces)
         first, last = first_and_last(touched, at, len(self._parameter_bytes))
         ids = np.flatnonzero(last >= 0)
@@ -146,7 +152,7 @@ class LiveRanges:
         return np.asarray(np.cumsum(done[::-1])[::-1][1:], dtype=np.float64)
 
     def parameter_bytes(self, pieces: Sequence[Range]) -> tuple[float, float]:
-        """Bytes of the parameters that a stage reads, and of those among them that are trained, on one rank."""
+        """Return the local bytes of the parameters that a stage reads, and of the trained ones among them."""
         ids = np.unique(self._parameters.in_ranges(pieces)[0])
         return float(self._parameter_bytes[ids].sum()), float(self._trained_bytes[ids].sum())
 
@@ -158,7 +164,8 @@ class LiveRanges:
         self._own: Floats = np.zeros(len(nodes))
         self._forward: Floats = np.zeros(len(nodes))
         self._backward: Floats = np.zeros(len(nodes))
-        # By group: pieces, and the first node that would have kept each; nodes, and bytes of their own.
+        # By recomputed group: its pieces that are not saved, with the first node that would have saved each; and its
+        # nodes with the bytes of their own saved memory.
         dropped, lost = dict[int, dict[int, int]](), dict[int, list[tuple[int, int]]]()
         for each in saved:
             i, group = each.at, self._again.get(nodes[each.at].name)
@@ -173,7 +180,7 @@ class LiveRanges:
             if group is None:
                 self._own[i] += each.own_bytes
                 kept[i] += keeps
-            else:  # it keeps what enters it
+            else:  # a recomputed group saves only its inputs
                 keeps += [p for p in read if p is not None and self._recompute_group(p) != group]
                 kept[i] += [p for p in keeps if self._recompute_group(p) != group]
                 for piece in keeps:
@@ -185,7 +192,7 @@ class LiveRanges:
             self._backward[i] = max(self._backward[i], each.backward - made)
         for i, node in enumerate(nodes):
             again = self._again.get(node.name)
-            if again is not None:  # its backward pass begins with all that it did not keep, and frees it on its way
+            if again is not None:  # recomputation restores all of it at the start
                 self._backward[i] += sum(own for at, own in lost.get(again, ()) if at <= i)
                 self._backward[i] += sum(self._sizes[p] for p, at in dropped.get(again, {}).items() if at <= i)
         self._values, self._kept = Intervals.from_nodes(values), Intervals.from_nodes(kept)
@@ -199,15 +206,15 @@ class LiveRanges:
         self._batch_bytes = float(sum(form.bytes for key, form in forms.items() if key[0].startswith("input:")))
 
     def _recompute_group(self, piece: int) -> int | None:
-        """The group of nodes, computed once more, that makes a piece."""
+        """Return the recomputed group of the node that makes a piece; None if it is in none."""
         return self._again.get(self._graph.nodes[self._made[piece]].name)
 
     def _memory_piece(self, key: Key) -> int | None:
-        """The piece of memory in which a tensor lies; None for what counts elsewhere: parameters, the batch."""
+        """Return the piece of memory of a tensor; None for parameters and inputs, which count elsewhere."""
         return self._pieces.get(self._keeping.storage_of[key])
 
     def _output_piece(self, key: Key, position: int, free: bool) -> int | None:
-        """The piece in which a tensor lies that an operator gives: a new one, unless it shares another one's."""
+        """Return the piece of an operator's output: a new one, unless the output is a view of another tensor."""
         if self._keeping.storage_of[key] == key:
             self._pieces[key] = len(self._sizes)
             self._sizes.append(self._keeping.storage_bytes[key])
@@ -219,7 +226,7 @@ class LiveRanges:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def _build_gradients(self, saved: Sequence[SavedByOperator]) -> None:
-        """Play a backward pass over the whole graph, and note which gradient's memory every node touches."""
+        """Play a backward pass over the whole graph and record which gradient memory every node touches."""
         flow = GradientFlow()
         if self._keeping.loss_key is not None:
             flow.start_from_loss(self._keeping.loss_key)

@@ -1,4 +1,4 @@
-"""Trial: one operator run alone, forward and backward, to see what memory it makes, hands on and keeps."""
+"""Operator trial: run one operator alone, forward and backward, to see the memory that it allocates and saves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
 
 @dataclass(frozen=True)
 class TensorForm:
-    """A tensor without its values.
+    """Shape, strides and dtype of a tensor, without data.
 
     Attributes:
-        shape, stride, dtype: as torch has them.
-        gradient: whether a gradient flows back through it.
-        is_parameter: whether it is a parameter, where that gradient is accumulated.
+        shape, stride, dtype: the tensor's own, strides in elements.
+        gradient: whether a gradient flows back to it.
+        is_parameter: whether it is a parameter, into which the gradient is accumulated.
     """
 
     shape: tuple[int, ...]
@@ -31,20 +31,20 @@ class TensorForm:
 
     @property
     def bytes(self) -> int:
-        """Of the memory that its elements span."""
+        """Bytes of the memory that its elements span."""
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class OutputMemory:
-    """A tensor that an operator gives.
+    """Where one output of an operator is stored.
 
     Attributes:
-        form: of it; None for what is no tensor.
-        aliased_input: the number of the input in whose memory it lies, or None.
-        aliased_output: the number of the first output in whose memory it lies: its own where it is in new memory.
-        new_bytes: of that memory, where it is new.
+        form: form of the output; None if it is no tensor.
+        aliased_input: index of the input whose storage it shares, or None.
+        aliased_output: index of the first output with the same storage: its own if it has a new one.
+        new_bytes: bytes of the new storage; 0 if it shares an input's.
     """
 
     form: TensorForm | None
@@ -55,11 +55,11 @@ class OutputMemory:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Memory that autograd keeps and that is neither an input's nor an output's.
+    """Memory that autograd saves and that belongs to no input or output.
 
     Attributes:
-        bytes: of it.
-        shape: of the tensor in it; None where it was not seen as a tensor.
+        bytes: bytes of its storage.
+        shape: shape of the saved tensor; None where the saved-tensor hooks did not see one.
     """
 
     bytes: int
@@ -68,17 +68,17 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class OperatorTrial:
-    """What came of it.
+    """Result of running one operator forward and backward.
 
     Attributes:
-        outputs: what it gives; one for each place of its result.
-        saved_inputs, saved_outputs: numbers of the inputs and outputs that are kept for the backward pass.
-        own_tensors: what else is.
-        forward_peak: bytes alive at most while it ran, beyond its inputs, its outputs and what it keeps.
-        gradient_origins: for every input: None where it gets no gradient; the number of the output in the memory of
-            whose gradient its own lies, as ("output", j); or ("new", bytes).
-        backward: bytes alive at most during the backward pass, beyond the outputs' gradients and what was kept.
-        returns_list: whether it gives a list.
+        outputs: storage of each output, in order.
+        saved_inputs, saved_outputs: indices of the inputs and outputs that are saved for backward.
+        own_tensors: other tensors that are saved for backward.
+        forward_peak: most bytes alive while it ran, beyond inputs, outputs and saved tensors.
+        gradient_origins: for every input: None for no gradient; ("output", j) if it shares the storage of output j's
+            gradient; ("new", bytes) if it has its own.
+        backward: most bytes alive in the backward pass, beyond the outputs' gradients and saved tensors.
+        returns_list: whether its result is a list or tuple.
     """
 
     outputs: tuple[OutputMemory, ...]
@@ -92,7 +92,7 @@ class OperatorTrial:
 
 
 class _MadeTensor(torch.autograd.Function):
-    """A new tensor that looks as if some operator had made it: written in place it may be."""
+    """Makes a tensor that is no leaf of autograd, so that in-place operators may write it."""
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -106,16 +106,16 @@ class _MadeTensor(torch.autograd.Function):
 def try_operator(
     call: Callable[[Sequence[Tensor]], Any], inputs: Sequence[TensorForm], make: Callable[[TensorForm], Tensor]
 ) -> OperatorTrial:
-    """Run an operator on tensors of these forms.
+    """Run an operator, forward and backward, on tensors of these forms.
 
     Args:
-        call: the operator, of its tensors.
-        inputs: their forms.
-        make: a tensor of a form, without gradient.
+        call: runs the operator on a list of tensors.
+        inputs: forms of the tensors that it reads.
+        make: allocates a tensor of a form, without requires_grad.
     """
     tensors = [_make_tensor(form, make) for form in inputs]
     ledger = AllocationMeter(tensors)
-    packed: dict[int, tuple[int, ...]] = {}  # what is kept, by its memory
+    packed: dict[int, tuple[int, ...]] = {}  # shapes of saved tensors, by storage
 
     def pack(tensor: Tensor) -> Tensor:
         packed[storage_id(tensor)] = tuple(tensor.shape)
@@ -124,9 +124,12 @@ def try_operator(
     with saved_tensors_hooks(pack, lambda tensor: tensor), ledger:
         result = call(tensors)
     every: list[Any] = list(result) if isinstance(result, (list, tuple)) else [result]
+    # Reversed, so that of several tensors with one storage the first wins.
     of_input = {storage_id(t): i for i, t in reversed(list(enumerate(tensors)))}
     of_output = {storage_id(t): j for j, t in reversed(list(enumerate(every))) if isinstance(t, Tensor)}
     new = {at: j for at, j in of_output.items() if at not in of_input}
+    # Read before the backward pass, which allocates too. Storages alive now that belong to no output are saved by
+    # autograd.
     alive, after = ledger.alive_bytes(), ledger.current_bytes
     more = max(ledger.peak_bytes - after, 0)
     gradients, back = _run_backward(every, tensors, ledger)
@@ -160,18 +163,19 @@ def _output_memory(
 
 
 def form_of(tensor: Tensor) -> TensorForm:
-    """The form of a tensor."""
+    """Return the form of a tensor."""
     return TensorForm(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
 
 
 def _run_backward(
     results: Sequence[Any], tensors: Sequence[Tensor], ledger: AllocationMeter
 ) -> tuple[tuple[tuple[str, int] | None, ...], int]:
-    """Where every input's gradient lies, and the bytes that were alive at most beyond what was before."""
+    """Return the origin of every input's gradient, and the peak bytes of the backward pass beyond its start."""
     outputs = {j: t for j, t in enumerate(results) if isinstance(t, Tensor) and t.requires_grad}
     wanted = [t for t in tensors if t.requires_grad]
     if not outputs or not wanted:
         return (None,) * len(tensors), 0
+    # The outputs' gradients exist before the pass and do not count.
     seeds = {j: torch.empty_like(t) for j, t in outputs.items()}
     ledger.ignore_tensors(seeds.values())
     before = ledger.peak_bytes = ledger.current_bytes
@@ -184,7 +188,7 @@ def _run_backward(
 
 
 def _gradient_origin(gradient: Tensor | None, known: dict[int, tuple[str, int]]) -> tuple[str, int] | None:
-    """Where a gradient lies; new memory counts with the first of the gradients that lie in it."""
+    """Return the origin of a gradient; a new storage counts with the first gradient in it, others count 0 bytes."""
     if gradient is None:
         return None
     at = storage_id(gradient)

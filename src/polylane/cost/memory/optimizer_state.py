@@ -1,4 +1,4 @@
-"""What an optimizer keeps for every parameter, and needs while it steps: asked of the optimizer itself."""
+"""Optimizer state: bytes that an optimizer keeps per parameter and needs during a step, found by running it."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ from polylane.graph.graph import Graph
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
-# Sizes of the dimensions of the parameters that an optimizer is tried on: all different, so that a state's dimensions
-# tell which of the parameter's they are.
+# Dimensions of the parameters that an optimizer is probed with: distinct primes, so that each dimension of a state can
+# be matched with one of the parameter.
 _SIZES = (5, 7, 11, 13, 17, 19, 23)
 
-# Parameters that it takes to tell what is needed for one at a time from what is needed for all of them at once.
+# Enough parameters to tell an optimizer that steps one by one from one that steps on all at once (foreach).
 _MANY = 32
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor that an optimizer keeps for a parameter.
+    """A state tensor that an optimizer keeps for a parameter.
 
     Attributes:
-        sizes: of its dimensions: the number of the parameter's dimension that it is as large as, or a plain size.
-        itemsize: bytes of an element.
+        sizes: one entry per dimension: ("dim", d) if as large as dimension d of the parameter, else ("size", n).
+        itemsize: bytes of one element.
     """
 
     sizes: tuple[tuple[str, int], ...]
     itemsize: int
 
     def bytes(self, shape: Sequence[int]) -> int:
-        """For a parameter of this shape."""
+        """Return the bytes of the state for a parameter of this shape."""
         return math.prod(shape[n] if kind == "dim" else n for kind, n in self.sizes) * self.itemsize
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps and needs.
+    """State tensors of an optimizer, and the memory of its step.
 
     Attributes:
-        states: of every parameter that it takes, by name.
-        workspace_factor: bytes that a step needs meanwhile, for every byte of the parameters that it works on at once.
-        steps_all_at_once: whether it works on all of them at once, or on one after the other.
-        unknown_reason: why nothing is known, where the optimizer does not run on small parameters; it then counts as
-            Adam.
+        states: state tensors by name of the parameter.
+        workspace_factor: temporary bytes of a step per byte of the parameters that it updates at once.
+        steps_all_at_once: whether it updates all parameters at once (foreach), or one after another.
+        unknown_reason: why the optimizer could not be probed, in which case Adam's states are assumed; else "".
     """
 
     states: Mapping[str, tuple[StateTensor, ...]]
@@ -58,32 +57,32 @@ class OptimizerState:
     unknown_reason: str = ""
 
     def bytes(self, name: str, shape: Sequence[int]) -> int:
-        """Kept for a parameter that has this shape on a rank."""
+        """Return the bytes of a parameter's states, given its local shape on a rank."""
         return sum(state.bytes(shape) for state in self.states.get(name, ()))
 
     def bytes_per_element(self, name: str) -> float:
-        """Bytes kept for each element of a parameter, as far as they grow with all its dimensions."""
+        """Return the state bytes per element of a parameter, of the states that grow with its size."""
         return float(
             sum(s.itemsize for s in self.states.get(name, ()) if len({n for k, n in s.sizes if k == "dim"}) > 0)
         )
 
     def step_bytes(self, parameters: Sequence[int]) -> int:
-        """Bytes that a step over parameters of these bytes needs meanwhile."""
+        """Return the temporary bytes of a step over parameters of these sizes in bytes."""
         return round(
             self.workspace_factor * (sum(parameters) if self.steps_all_at_once else max(parameters, default=0))
         )
 
 
 def probe_optimizer_state(graph: Graph, factory: Factory, device: str = "cpu") -> OptimizerState:
-    """What the user's optimizer keeps for the parameters that a graph trains.
+    """Probe the user's optimizer for the states of a graph's trained parameters.
 
-    It takes two steps on small parameters of the same names, dtypes and numbers of dimensions; what it then has for
-    each of them is its state. Nothing of the user's is touched.
+    The optimizer takes two steps on small parameters of the same names, dtypes and numbers of dimensions; what it then
+    has for each of them is its state. The model itself is not touched.
 
     Args:
-        graph: names the parameters.
-        factory: (name, parameter) pairs -> an optimizer.
-        device: on "cuda" torch's own optimizers work on all parameters at once ("foreach") unless told otherwise.
+        graph: gives names, dtypes and ranks of the parameters.
+        factory: (name, parameter) pairs -> the user's optimizer.
+        device: device type; on "cuda" torch's own optimizers default to "foreach".
     """
     trained = {name: info for name, info in graph.parameters.items() if info.trainable}
     dims = {name: len(info.shape) for name, info in trained.items()}
@@ -104,20 +103,21 @@ def _run_optimizer(
 
     small = made()
     extra = [pair for _ in range(-(-_MANY // max(len(small), 1)) - 1) for pair in made().items()]
-    every = [*extra, *small.items()]  # where names are made unique, the last ones stay
+    every = [*extra, *small.items()]  # optimizers that key by name keep the last of equal names: the probed ones
     optimizer = factory(every)
     for group in optimizer.param_groups:
         if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
     for _, parameter in every:
         parameter.grad = torch.full_like(parameter, 0.5)
+    # The first step creates the states; the second shows the temporaries of every further one.
     optimizer.step()
     known = [t for _, p in every for t in (p, p.grad, *_find_tensors(optimizer.state.get(p, {}))) if t is not None]
     with (ledger := AllocationMeter(known)):
         optimizer.step()
     states = {n: tuple(_describe_states(optimizer.state.get(p, {}), tuple(p.shape))) for n, p in small.items()}
     sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"]]
-    # One by one there are a few temporary tensors at a time; all at once there are some for each parameter.
+    # Step by step only a few temporaries are alive at a time; foreach has at least one for each parameter.
     together = ledger.peak_pieces > max(len(sizes) // 4, 1)
     worked_on = sum(sizes) if together else max(sizes, default=0)
     return OptimizerState(states, ledger.peak_bytes / max(worked_on, 1), together)
@@ -139,7 +139,7 @@ def _match_dimension(size: int, shape: tuple[int, ...]) -> tuple[str, int]:
 
 
 def _find_tensors(value: Any) -> list[Tensor]:
-    """All tensors in an optimizer's state, however it holds them."""
+    """Return all tensors of an optimizer's state, from any nesting of dictionaries and lists."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):

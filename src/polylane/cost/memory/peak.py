@@ -1,4 +1,4 @@
-"""Memory: the most bytes that a worker holds in a step, and what they consist of."""
+"""Peak memory: the most bytes that a worker holds in a step, and what they consist of."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from polylane.schedule.action import Action, ActionKind
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """Bytes that a worker holds at the moment of a step at which it holds most.
+    """Bytes that a worker holds at the peak of a step.
 
     Attributes:
-        parameters: and buffers and constants.
-        gradients: of the parameters.
-        optimizer: states, and what the optimizer needs while it steps.
-        activations: what forward passes left for backward passes, what the pass under way makes, and the samples.
-        communication: values and gradients under way.
-        margin: what the allocator loses, and the device itself takes.
-        moment: "forward", "backward", "reduction" or "step".
+        parameters: bytes of parameters, buffers and constants.
+        gradients: bytes of the parameters' gradients.
+        optimizer: optimizer states, and the temporaries of its step.
+        activations: tensors saved for backward, those of the running pass, and the input samples.
+        communication: values and gradients in flight between stages, and bucket copies.
+        margin: bytes lost by the allocator and taken by the device itself.
+        moment: when the peak is reached: "forward", "backward", "reduction" or "step".
     """
 
     parameters: int
@@ -36,21 +36,21 @@ class MemoryBreakdown:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts in bytes."""
         return sum(getattr(self, each.name) for each in fields(self) if each.name != "moment")
 
     def as_dict(self) -> dict[str, Any]:
-        """Every part, and their total, as plain data."""
+        """Return every part and their total as plain data."""
         return {**asdict(self), "total": self.total}
 
 
 @dataclass(frozen=True)
 class MemoryMargin:
-    """What is lost beyond the tensors.
+    """Memory that a worker takes beyond its tensors.
 
     Attributes:
-        share: of the tensors' bytes, to fragmentation and rounding.
-        fixed_bytes: bytes that a worker takes before it has any tensor (a CUDA context, libraries' work spaces).
+        share: fraction of the tensors' bytes that fragmentation and rounding add.
+        fixed_bytes: bytes that a worker takes before it has any tensor (CUDA context, libraries' workspaces).
     """
 
     share: float = 0.0
@@ -65,16 +65,15 @@ MARGINS = {"cpu": MemoryMargin(0.25, 48 << 20), "cuda": MemoryMargin(0.05, 900 <
 
 @dataclass(frozen=True)
 class TrainedBytes:
-    """What one rank of a stage trains, in bytes.
+    """Bytes of one rank's parameters, gradients and optimizer state, before sharding over replicas.
 
     Attributes:
-        parameters: that it reads, each once, with buffers and constants.
-        trained: of them, those that have gradients.
-        states: of the optimizer.
-        optimizer_workspace: that the optimizer needs while it steps.
-        bucket_copies: gradients that are copied to travel together; 0 where nobody else has a share in them.
-        largest_block: trained parameters of its largest block, which are gathered as one where replicas hold parts
-            only.
+        parameters: bytes of parameters, buffers and constants, each counted once.
+        trained: bytes of the parameters that have gradients.
+        states: bytes of the optimizer's states.
+        optimizer_workspace: temporary bytes of the optimizer's step.
+        bucket_copies: bytes of gradients copied into flat buckets; 0 without replicas.
+        largest_block: bytes of the trained parameters of the largest block, which ZeRO-3 gathers at once.
     """
 
     parameters: float
@@ -85,7 +84,7 @@ class TrainedBytes:
     largest_block: float = 0.0
 
 
-# Receives are posted while so many passes are still to come before the one that needs them.
+# Receives are posted this many passes ahead of the pass that needs them.
 AHEAD = 2
 
 
@@ -98,16 +97,16 @@ def peak_memory(
     replicas: int = 1,
     margin: MemoryMargin | None = None,
 ) -> MemoryBreakdown:
-    """The most that one worker holds in a step: at each of its passes, what all its stages hold together.
+    """Return the peak memory of one worker in a step, with the microbatches that all its stages hold at each pass.
 
     Args:
-        lane: the worker's forward and backward passes over all microbatches that it has samples of, first to last.
-        needs: of one microbatch, for every stage of the worker.
-        trained: bytes of the parameters that a stage's first backward pass gives gradients, by stage.
-        load: what all stages train together.
-        method: how training is done; as the runtime does by default.
-        replicas: of the stage, over which states may be sharded.
-        margin: on top.
+        lane: the worker's forward and backward passes over its microbatches, in order.
+        needs: memory of one microbatch for every stage of the worker.
+        trained: by stage, bytes of the parameters whose gradients its first backward pass creates.
+        load: parameters, gradients and states of all the worker's stages.
+        method: precision, sharding and recomputation; default: the runtime's.
+        replicas: number of replicas over which states may be sharded.
+        margin: memory beyond the tensors, added to the peak.
     """
     own = shard_trained_bytes(load, method or TrainingOptions(), replicas)
     microbatches = sum(action.kind is ActionKind.FORWARD for action in lane) // len(needs)
@@ -123,7 +122,8 @@ def peak_memory(
             moment=moment,
         )
 
-    # A backward pass lets go of the gradients that the microbatch before the one before it sent: they have arrived.
+    # live: microbatches in flight by stage; begun: stages that have run a backward pass, so that their gradients exist.
+    # gone: gradients sent by the last two backward passes, the older of which has arrived by the next pass.
     live, begun, gone = dict.fromkeys(needs, 0), set[int](), [0.0, 0.0]
     moments = list[MemoryBreakdown]()
     for index, action in enumerate(lane):
@@ -138,11 +138,12 @@ def peak_memory(
             moments.append(at("forward", held + need.forward_peak, made, travels))
             live[stage] += 1
             continue
-        if stage not in begun:  # its gradients only come into being
+        if stage not in begun:  # its gradients are being created in this pass
             made += own.trained_share(max(need.first_backward_peak - need.backward_peak, 0.0))
             begun.add(stage)
         moments.append(at("backward", held + need.backward_peak, own.scattering(made), travels))
         gone = [gone[-1], need.gradients_sent]
+    # After the last pass: reductions with their bucket copies, then the step with its temporaries.
     moments.append(at("reduction", 0.0, own.gradients, sum(gone) + own.copied))
     moments.append(at("step", 0.0, own.gradients, sum(gone), own.working))
     most = max(moments, key=lambda each: each.total)
@@ -150,18 +151,21 @@ def peak_memory(
 
 
 def _received_bytes(need: PeakMemory, kind: ActionKind) -> float:
-    """Bytes that a pass receives."""
+    """Return the bytes that a pass receives from other stages."""
     return need.values_received if kind is ActionKind.FORWARD else need.gradients_received
 
 
 @dataclass(frozen=True)
 class ShardedLoad:
-    """A load as the method has it on one replica.
+    """Bytes of one replica, in the precision and sharding of the training options.
 
     Attributes:
-        gathered: of whole parameters, where replicas hold parts.
-        scattered: of a block's whole gradients, until they are scattered.
-        share: of the gradients that a replica holds.
+        parameters, trained: bytes held of all parameters, buffers and constants; unsharded bytes of the trained ones.
+        gradients, states: bytes held of gradients and of optimizer states (float32 masters included).
+        working, copied: temporary bytes of the optimizer's step, and of flat gradient buckets.
+        gathered: bytes of full parameters that are gathered at a time (ZeRO-3).
+        scattered: bytes of a block's full gradients until they are reduce-scattered.
+        share: fraction of the gradients that a replica holds.
     """
 
     parameters: float
@@ -175,24 +179,25 @@ class ShardedLoad:
     share: float
 
     def trained_share(self, trained: float) -> float:
-        """Bytes of gradients that come to stay of so many bytes of trained parameters."""
+        """Return the bytes of gradients that stay on the replica, given bytes of trained parameters."""
         return self.gradients * (trained / self.trained) if self.trained else 0.0
 
     def scattering(self, gradients: float) -> float:
-        """Bytes of gradients in a backward pass: those that have come to stay, and those still to be scattered."""
+        """Return the bytes of gradients in a backward pass: those that stay, and those still to be scattered."""
         return min(gradients + self.scattered, gradients / self.share)
 
 
 def shard_trained_bytes(load: TrainedBytes, method: TrainingOptions, replicas: int) -> ShardedLoad:
-    """What one replica holds (ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations", 2020, sections 3 and 5).
+    """Return the bytes of one replica (ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations", 2020, sections 3 and 5).
 
     In 16 bits with masters a rank has parameters and gradients in 16 bits, and a float32 copy of the parameters with
-    the optimizer's states: 2 + 2 + (4 + 8) bytes for each of Adam's. Sharded over N replicas, the states (ZeRO-1), the
-    gradients as well (2), the parameters as well (3) are 1/N; what is computed with is gathered block by block, the
-    next one while one is computed with.
+    the optimizer's states: 2 + 2 + (4 + 8) bytes per element for Adam. Over N replicas ZeRO-1 shards the states to 1/N,
+    ZeRO-2 the gradients as well, ZeRO-3 the parameters as well; ZeRO-3 gathers parameters block by block, the next
+    block while the current one is computed with.
     """
     fixed = load.parameters - load.trained
     parameters, gradients, states, working = load.trained, load.trained, load.states, load.optimizer_workspace
+    # All sizes come in the model's own dtype, taken to be float32.
     narrow = method.float_itemsize / 4
     if method.is_half_precision and method.masters:
         parameters, gradients, states = parameters * narrow, gradients * narrow, states + load.trained
@@ -213,17 +218,17 @@ def shard_trained_bytes(load: TrainedBytes, method: TrainingOptions, replicas: i
 
 
 def recompute_blocks(whole: PeakMemory, blocks: Sequence[PeakMemory]) -> PeakMemory:
-    """A stage's need where every block keeps only what enters it and runs forward once more before its backward pass.
+    """Return a stage's memory under full recomputation: blocks save only their inputs and run forward again.
 
     Args:
-        whole: of the stage without recomputation.
-        blocks: of each of its blocks, in order, as if they were stages of their own.
+        whole: memory of the stage without recomputation.
+        blocks: memory of each block, in order, as if each were a stage.
     """
-    kept = [block.values_received for block in blocks[1:]]  # what enters the first block is the stage's own
+    kept = [block.values_received for block in blocks[1:]]  # the first block's inputs count as received by the stage
     last = len(blocks) - 1
 
     def most(alive: Callable[[PeakMemory], float], asked: float) -> float:
-        """Over all blocks: what entered it and those before, what is alive inside, what stays to the stage's end."""
+        """Return the peak over all blocks: saved inputs up to the block, what is alive inside, received gradients."""
         return max(
             sum(kept[:i]) + alive(block) - block.values_received - block.values_sent + asked * (i < last)
             for i, block in enumerate(blocks)

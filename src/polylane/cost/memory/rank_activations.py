@@ -1,4 +1,4 @@
-"""What one rank keeps where operators are split: its own code, gone through as it runs it, collectives included."""
+"""Saved tensors of one rank of a sharded graph: its own rewritten code is traced, collectives included."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def saved_on_rank(
     coordinates: Mapping[str, int] | None = None,
     aliases: Mapping[str, TensorKey] | None = None,
 ) -> SavedTensors:
-    """What every operator keeps on one rank.
+    """Return what every operator saves on one rank.
 
     Args:
-        graph: what is split.
-        setting: for which; its samples are those that the splits are for.
-        calls, splits, aliases: how (:meth:`polylane.sharding.layout.Layout.at`, and its view's aliases).
-        coordinates: the rank's index on each axis; default: the first rank, which has the largest parts.
+        graph: the unsharded captured graph.
+        setting: backend and dtypes; its samples are those for which the splits were made.
+        calls, splits, aliases: sharding of the operators, from :meth:`polylane.sharding.layout.Layout.at` and its view.
+        coordinates: the rank's index on each axis; default: the first rank, which has the largest shards.
     """
     at = dict.fromkeys(splits, 0) if coordinates is None else dict(coordinates)
     whole = list(graph.code.fx.nodes)
@@ -50,7 +50,8 @@ def saved_on_rank(
         return _local_form(form, tensor_key(node), splits, at) if isinstance(form, TensorForm) else form
 
     def position(node: fx.Node) -> int:
-        """Of the operator of the whole graph that a node is written for; results are moved at the end."""
+        """Return the position of the unsharded operator for which a node was written; results move at the end."""
+        # The rewrite notes in "turn" which node of the unsharded code an operator or collective came from.
         written_for = whole[node.meta["turn"]]
         return graph.positions[written_for.meta["name"]] if written_for.op == "call_function" else len(graph.nodes) - 1
 
@@ -58,7 +59,7 @@ def saved_on_rank(
 
 
 def _local_form(form: TensorForm, key: TensorKey, splits: Mapping[str, AxisSplit], at: Mapping[str, int]) -> TensorForm:
-    """What a rank has of a whole tensor, in memory of its own."""
+    """Return the form of a rank's shard of a tensor, contiguous in memory of its own."""
     shape = form.shape
     for axis, split in splits.items():
         shape = local_shape(shape, split.placement(key), at[axis])
@@ -68,7 +69,7 @@ def _local_form(form: TensorForm, key: TensorKey, splits: Mapping[str, AxisSplit
 
 
 class _SingleRankAxis:
-    """One rank of an axis without the others: it gives itself as much memory as they would make it take."""
+    """Axis with a single simulated rank: its collectives allocate what the real ones would, without communication."""
 
     def __init__(self, name: str, index: int, degree: int) -> None:
         self.name, self.index, self.degree = name, index, degree
@@ -77,19 +78,19 @@ class _SingleRankAxis:
         return f"{self.name}[{self.index}/{self.degree}]"
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks."""
+        """Return memory for the sum over all ranks."""
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """The sum over all ranks, to be waited for."""
+        """Return a wait function for the sum over all ranks."""
         return lambda: self.all_reduce(tensor)
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """The elementwise maximum over all ranks."""
+        """Return memory for the elementwise maximum over all ranks."""
         return torch.maximum(tensor, tensor)
 
     def exchange(self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
-        """What each rank has for this one."""
+        """Return memory for the tensors that each rank sends to this one."""
         own = pieces[self.index]
         assert own is not None
         return [
@@ -100,6 +101,6 @@ class _SingleRankAxis:
     def begin_exchange(
         self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
     ) -> Callable[[], list[Tensor | None]]:
-        """What each rank has for this one, to be waited for."""
+        """Return a wait function for the tensors that each rank sends to this one."""
         found = self.exchange(pieces, shapes)
         return lambda: found

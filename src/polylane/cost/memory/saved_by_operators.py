@@ -1,6 +1,6 @@
-"""What autograd keeps of every operator for its backward pass: seen by running each kind of them alone, not guessed.
+"""Saved tensors of an unsharded graph: what autograd saves for every operator, found by running each kind once.
 
-Operators run on tensors without data (torch's FakeTensorMode), so that neither memory nor the device is needed.
+Operators run on fake tensors (torch's FakeTensorMode), so that neither memory nor the device is needed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from polylane.graph.symbolic_sizes import ConcreteSizes
 
 
 def trace_saved_tensors(graph: Graph, setting: BackendSetting) -> SavedTensors:
-    """What every operator of a graph keeps.
+    """Return what every operator of a graph saves for backward.
 
-    Each kind of operator (the same operator, arguments, and shapes, strides and dtypes of what it reads) runs once. The
-    user's own Python runs on a copy of its module.
+    Each kind of operator (same operator, arguments, and shapes, strides and dtypes of its inputs) runs once. The user's
+    own Python runs on a copy of its module.
     """
     number = ConcreteSizes(setting.samples)
     walk = SavedTensorTrace(
@@ -35,7 +35,7 @@ def trace_saved_tensors(graph: Graph, setting: BackendSetting) -> SavedTensors:
 
 
 def placeholder_form(graph: Graph, node: fx.Node, number: ConcreteSizes, setting: BackendSetting) -> TensorForm | Any:
-    """The form of the whole tensor that a placeholder stands for; or what it stands for, where that is no tensor."""
+    """Return the form of a placeholder's unsharded tensor; or its value, if that is no tensor."""
     kind, name = node.meta["role"]
     val = node.meta.get("val")
     if not isinstance(val, Tensor):

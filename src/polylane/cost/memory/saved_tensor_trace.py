@@ -1,4 +1,4 @@
-"""Walk: a graph's code gone through with tensors that have no data, each kind of operator tried alone and once."""
+"""Saved-tensor trace: interpret a graph's code without data, running each kind of operator once in a trial."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.sample_slice import SampleSlice
 from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize
 
-# What does not show all that it does without data runs on random numbers, unless that takes more bytes than this.
+# Operators that fake tensors do not fully show run on random data, if their inputs have at most this many bytes.
 MOST_REAL = 64 << 20
 
 _Way = tuple[AbstractContextManager[Any], Callable[[TensorForm], Tensor]]
 
 
 class SavedTensorTrace(GraphInterpreter):
-    """Goes through the code of a graph once, with the form of every value and none of their data.
+    """Interprets the code of a graph on the forms of its values.
 
-    The value of a node is a key of its tensor, a number, or a list of them.
+    The value of a node is the key of its tensor, a number, or a list of these.
 
     Args:
-        code: the whole graph's, or one rank's.
-        setting: decides which memory operators keep.
-        placeholder: the form of the tensor that a placeholder stands for; or what it is, where that is no tensor.
-        name: of a node, its own.
-        position: of a node's operator in the graph.
+        code: code of the unsharded graph, or of one rank.
+        setting: device, dtypes and kernels that decide what operators save.
+        placeholder: node -> form of a placeholder's tensor; or its value, if that is no tensor.
+        name: node -> name under which its saved tensors are recorded.
+        position: node -> position of its operator in the unsharded graph.
     """
 
     def __init__(
@@ -61,24 +61,26 @@ class SavedTensorTrace(GraphInterpreter):
         self._number = ConcreteSizes(setting.samples)
         self._saved: dict[str, SavedByOperator] = {}
         self._forms: dict[Key, TensorForm] = {}
+        # Tensor -> first tensor with the same storage; storages -> bytes; kind of call -> its trial.
         self._places: dict[Key, Key] = {}
         self._bytes: dict[Key, int] = {}
         self._kinds: dict[Any, tuple[OperatorTrial, bool]] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def keeping(self) -> SavedTensors:
-        """What every node that is an operator keeps, by the name that ``name`` gives it."""
+        """Run the trace and return what every operator saves."""
         results = self.run()
         loss = results[0] if results and _is_key(results[0]) else None
         return SavedTensors(self._setting, self._saved, self._forms, self._places, self._bytes, loss)
 
     def call_operator(self, node: fx.Node) -> Any:
-        """The key of what an operator gives; what it keeps is noted."""
+
         value, saved = self._visit(node)
         self._saved[self._name(node)] = saved or SavedByOperator(self._position(node), (), ())
         return value
 
     def _visit(self, node: fx.Node) -> tuple[Any, SavedByOperator | None]:
+        # Not tried: items of a multi-output operator, sizes, and numbers, which have no memory.
         taken = _getitem_value(node, self.env)
         if taken is not None:
             return taken, None
@@ -116,6 +118,8 @@ class SavedTensorTrace(GraphInterpreter):
     def _operator(self, node: fx.Node) -> tuple[Any, SavedByOperator]:
         reads = list[Key]()
 
+        # Arguments with tensors replaced by their index: equal arguments then mean an equal call, whatever
+        # the node names.
         def numbered(used: fx.Node) -> Any:
             value = self.env[used]
             return _map_keys(value, lambda key: _TensorArgument(_argument_index(reads, key)))
@@ -165,6 +169,8 @@ class SavedTensorTrace(GraphInterpreter):
 
         without_data: _Way = (self._mode, _empty)
         with_data: _Way = (_random_state_kept(), _random)
+        # Fake tensors first, unless the operator's kernel is known to hide saved memory. The user's own
+        # Python may look at values: data is the fallback.
         small = sum(form.bytes for form in forms) <= MOST_REAL
         ways = [with_data, without_data] if hides_saved_tensors(node) and small else [without_data]
         if own_python and small:
@@ -178,7 +184,7 @@ class SavedTensorTrace(GraphInterpreter):
         return self._assume_all_saved(node, forms), False
 
     def _assume_all_saved(self, node: fx.Node, forms: Sequence[TensorForm]) -> OperatorTrial:
-        """What cannot be run keeps all that it reads and gives, and its gradients are as large as its inputs."""
+        """Return the result for an operator that cannot be run: all inputs and outputs saved, full-size gradients."""
         flows = any(form.gradient for form in forms)
         outputs = list[OutputMemory]()
         val = node.meta.get("val")
@@ -200,11 +206,12 @@ class SavedTensorTrace(GraphInterpreter):
 
 
 def form_at(val: Tensor, number: Callable[[Any], int], dtype: torch.dtype | None) -> TensorForm:
-    """The form of a tensor of a graph.
+    """Return the form of a tensor of a graph.
 
     Args:
-        number: what a size amounts to.
-        dtype: of what is of single precision, or None for what it has.
+        val: tensor of the graph's metadata, with symbolic sizes.
+        number: size or stride -> integer at the number of samples.
+        dtype: replaces float32, or None to keep the tensor's own dtype.
     """
     shape, stride = tuple(number(size) for size in val.shape), tuple(number(step) for step in val.stride())
     return TensorForm(shape, stride, dtype if dtype is not None and val.dtype == torch.float32 else val.dtype)
@@ -212,7 +219,7 @@ def form_at(val: Tensor, number: Callable[[Any], int], dtype: torch.dtype | None
 
 @dataclass(frozen=True)
 class _TensorArgument:
-    """The place of a tensor among an operator's arguments."""
+    """Stands for a tensor among an operator's arguments."""
 
     index: int
 
@@ -234,7 +241,7 @@ def _map_keys(value: Any, function: Callable[[Key], Any]) -> Any:
 
 
 def _is_filled(value: Any, of: Callable[[_TensorArgument], Any]) -> Any:
-    """Arguments with tensors in their places."""
+    """Return arguments with the tensors filled in."""
     if isinstance(value, _TensorArgument):
         return of(value)
     if isinstance(value, (list, tuple)):
@@ -245,7 +252,7 @@ def _is_filled(value: Any, of: Callable[[_TensorArgument], Any]) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Plain arguments, with every device the CPU: there the trials are."""
+    """Return plain arguments with every device replaced by the CPU, where trials run."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, list):  # fx has lists and dictionaries of its own
@@ -260,7 +267,7 @@ def _is_number(val: Any) -> bool:
 
 
 def _getitem_value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """One of several tensors that an operator gives, where the node only takes that; else None."""
+    """Return the item of a multi-output operator that a getitem node takes; None for other nodes."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return None
     several, index = values[node.args[0]], node.args[1]
@@ -272,14 +279,14 @@ def _empty(form: TensorForm) -> Tensor:
 
 
 def _random(form: TensorForm) -> Tensor:
-    """A tensor with data: small numbers, whole ones all 0, which are indices of anything."""
+    """Return a tensor with data: normal floats; integers are 0, a valid index into anything."""
     tensor = _empty(form)
     return tensor.normal_() if form.dtype.is_floating_point or form.dtype.is_complex else tensor.zero_()
 
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Whatever is drawn inside leaves torch's own generator alone."""
+    """Context manager: draw from a fixed seed and restore torch's generator afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

@@ -1,4 +1,4 @@
-"""Keeping: what the operators of a graph keep for the backward pass, tensor by tensor."""
+"""Saved tensors: what the operators of a graph save for the backward pass, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from polylane.cost.memory.operator_trial import SavedTensor, TensorForm
 
 # A tensor of the graph: the name of its node (a placeholder's role, "parameter:fc.weight", or an operator's name) and
-# which of the tensors that it gives.
+# the index among its outputs.
 Key = tuple[str, int]
 
-# Placeholders that are there anyway, whether an operator keeps them or not.
+# Prefixes of placeholders that are in memory anyway, whether an operator saves them or not.
 HELD = ("parameter:", "buffer:", "constant:")
 
 
 @dataclass(frozen=True)
 class BackendSetting:
-    """What decides which memory operators keep.
+    """Everything that decides what operators save for backward.
 
     Attributes:
-        samples: in hand.
-        device: whose kernels: "cpu" or "cuda".
-        autocast: the dtype of autocast, or None.
-        dtype: of all that is of single precision in the graph (parameters too), or None for what it has.
-        fused_attention: whether attention may run as one kernel that does not keep its scores.
-        sync_batch_norm: whether batch normalization sums over replicas.
+        samples: local samples of one microbatch.
+        device: backend whose kernels run, "cpu" or "cuda".
+        autocast: dtype of torch.autocast, or None without it.
+        dtype: replaces float32 in the graph, parameters included; None to keep it.
+        fused_attention: whether attention may use a fused kernel that does not save the scores.
+        sync_batch_norm: whether batch normalization sums its statistics over replicas.
     """
 
     samples: int
@@ -40,19 +40,19 @@ class BackendSetting:
 
 @dataclass(frozen=True)
 class SavedByOperator:
-    """What one operator keeps, and the memory that it needs meanwhile.
+    """What one operator saves for backward, and the memory that it takes while it runs.
 
     Attributes:
-        at: position of its node in the graph.
-        input_keys: the tensors that it reads, in the order of its arguments, each once.
-        output_keys: the tensors that it gives.
-        saved_inputs, saved_outputs: numbers of those of them that it keeps.
-        own_tensors: what it keeps of its own making.
-        forward_peak: bytes alive at most while it runs, beyond what it reads, gives and keeps.
-        gradient_origins: for every tensor that it reads: None for no gradient; ("output", j) where the gradient lies in
-            the memory of the gradient of what it gives as the j-th; ("new", bytes).
-        backward: bytes alive at most in its backward pass, beyond the gradients of what it gives and what was kept.
-        is_known: False where it could not be run, so that all it reads and gives is taken to be kept.
+        at: position of its node in the unsharded graph.
+        input_keys: tensors that it reads, in the order of its arguments, each once.
+        output_keys: tensors that it returns, in order.
+        saved_inputs, saved_outputs: indices of the inputs and outputs that it saves.
+        own_tensors: further memory that it saves, such as masks and statistics.
+        forward_peak: most bytes alive while it runs, beyond inputs, outputs and saved tensors.
+        gradient_origins: for every input: None for no gradient; ("output", j) if it shares the storage of output j's
+            gradient; ("new", bytes) if it has its own.
+        backward: most bytes alive in its backward pass, beyond the outputs' gradients and saved tensors.
+        is_known: False if it could not be run, and all its inputs and outputs are assumed saved.
     """
 
     at: int
@@ -68,26 +68,26 @@ class SavedByOperator:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of what it keeps of its own making."""
+        """Bytes of the saved memory that is neither input nor output."""
         return sum(own.bytes for own in self.own_tensors)
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The tensors that it reads or gives and keeps."""
+        """Keys of the inputs and outputs that it saves."""
         return (*(self.input_keys[i] for i in self.saved_inputs), *(self.output_keys[j] for j in self.saved_outputs))
 
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What all operators of a graph keep, at one number of samples.
+    """What all operators of a graph save for backward, at one number of samples.
 
     Attributes:
-        setting: for which it holds.
-        nodes: by name, in the order in which they run.
-        forms: of every tensor.
-        storage_of: every tensor -> the tensor in whose memory it lies: itself, where it does not share another one's.
-        storage_bytes: of the memory of every tensor that has its own.
-        loss_key: the tensor that is the loss; None where that is no tensor of the graph.
+        setting: samples, device and dtypes of the trace.
+        nodes: saved tensors by name of the operator, in execution order.
+        forms: form of every tensor of the graph.
+        storage_of: tensor -> first tensor with the same storage; itself if it has its own.
+        storage_bytes: bytes of the storage of every tensor that has its own.
+        loss_key: key of the loss; None if no tensor of the graph is the loss.
     """
 
     setting: BackendSetting
@@ -98,9 +98,9 @@ class SavedTensors:
     loss_key: Key | None
 
     def saved_bytes(self) -> int:
-        """Bytes that a forward pass of the whole graph leaves behind; parameters, buffers and constants do not count.
+        """Return the bytes that a forward pass of the graph saves, without parameters, buffers and constants.
 
-        The batch does, where an operator keeps it.
+        The batch counts where an operator saves it.
         """
         kept = {self.storage_of[key] for node in self.nodes.values() for key in node.keys}
         own = sum(node.own_bytes for node in self.nodes.values())

@@ -1,4 +1,4 @@
-"""Footprint: bytes that a worker needs, of any number of stages at once, for searches."""
+"""Memory bound of the search: bytes that a worker needs, as one formula over arrays of stages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of a worker by what it trains and keeps.
+    """Memory of a worker from its trained elements and saved activations.
 
     Attributes:
         state_bytes: bytes of optimizer states for each trained element.
-        itemsize: bytes of a parameter's element in the model.
-        margin_share: share that the allocator loses, on top.
-        fixed_bytes: bytes that every worker needs whatever it does.
+        itemsize: bytes per parameter element in the model.
+        margin_share: fraction of the tensors' bytes that the allocator loses.
+        fixed_bytes: bytes that every worker takes before it has any tensor.
     """
 
     state_bytes: float
@@ -30,22 +30,22 @@ class Footprint:
     fixed_bytes: float = 0.0
 
     def __call__(self, elements: Array, held: Array, data: int, method: TrainingOptions) -> Array:
-        """Bytes.
+        """Return the bytes of workers, one for each stage of the arrays.
 
         Args:
-            elements: trained elements of a rank.
-            held: bytes kept of all microbatches that it has in flight.
-            data: replicas of the stage.
-            method: how training is done.
+            elements: trained elements of one rank.
+            held: activation bytes of all microbatches in flight.
+            data: number of replicas of the stage.
+            method: precision and sharding of the training.
         """
         weights, gradients, states = self.bytes_per_element(data, method)
         return (elements * (weights + gradients + states) + held) * (1 + self.margin_share) + self.fixed_bytes
 
     def available_bytes(self, limit: float) -> float:
-        """Bytes of parameters, gradients, states and of what is kept that a worker with so much memory may have."""
+        """Return the bytes that parameters, gradients, states and activations may take on a worker with this memory."""
         return (limit - self.fixed_bytes) / (1 + self.margin_share)
 
     def bytes_per_element(self, data: int, method: TrainingOptions) -> tuple[float, float, float]:
-        """Bytes of parameters, gradients and optimizer states for each trained element of a rank."""
+        """Return bytes of parameters, gradients and optimizer states per trained element of a rank."""
         own = shard_trained_bytes(TrainedBytes(self.itemsize, self.itemsize, self.state_bytes), method, data)
         return own.parameters, own.gradients, own.states

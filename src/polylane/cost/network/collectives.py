@@ -1,9 +1,8 @@
-"""How long collectives and messages take on a cluster: latency, steps and bytes through the links of its tree.
+"""Collective cost on a cluster: latency, steps and bytes through the links of its tree, for NCCL's algorithms.
 
-The algorithms are those of NCCL: a ring; a tree, which is a chain inside a host and a double binary tree between hosts
-(Sanders, Speck and Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009); sums made by
-the switch of a host. The fastest one is taken, for each size. What a link gives is in
-:class:`polylane.cluster.link.Link`.
+The algorithms are: ring; tree, which is a chain inside a host and a double binary tree between hosts (Sanders, Speck
+and Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009); reduction in the switch of a
+host. The fastest is taken for each size. The figures of a link are explained in :class:`polylane.cluster.link.Link`.
 """
 
 from __future__ import annotations
@@ -21,21 +20,23 @@ from polylane.cost.network.alpha_beta import RankSpeed, bytes_per_rank
 
 Algorithm = Literal["ring", "tree", "switch"]
 
-# What NCCL chooses among.
+# Algorithms that NCCL chooses among.
 NCCL: tuple[Algorithm, ...] = ("ring", "tree", "switch")
 
-# What a tree reaches of a ring's rate: the factor in NCCL's tuning table.
+# Bandwidth of a tree relative to a ring's: the factor in NCCL's tuning table.
 _TREE = 0.92
 
-# How often a rank takes the whole value in and out of its buffers.
+# Fraction of the full value that a rank copies into and out of its buffers.
 _COPIES = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5, "broadcast": 0.5, "send": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFlow:
-    """Bytes through one link: ``(per_byte + copies) · s + per_root · sqrt(s)`` seconds for a value of ``s`` bytes.
+    """Cost of one link: ``(per_byte + copies) · s + per_root · sqrt(s)`` seconds for a value of ``s`` bytes.
 
-    ``copies`` is for taking them in and out of buffers.
+    The root term is the ramp of pipelined steps (see :class:`polylane.cluster.link.Link`); ``copies`` are those into
+    and
+    out of buffers.
     """
 
     link: str
@@ -45,19 +46,19 @@ class LinkFlow:
     copies: float = 0.0
 
     def seconds(self, size: float, root: float) -> float:
-        """For ``size`` bytes, with their square root."""
+        """Return the seconds for ``size`` bytes, given their square root."""
         return (self.per_byte + self.copies) * size + self.per_root * root
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCurve:
-    """Seconds of one algorithm over sizes.
+    """Seconds of one algorithm as a function of the size.
 
     Attributes:
-        algorithm: which.
-        delay: seconds to the first byte.
-        hop_seconds: seconds of its steps.
-        phases: one after the other; the flows of a phase go on together, and the slowest one counts.
+        algorithm: name of the algorithm: "ring", "tree" or "switch".
+        delay: seconds before the first byte moves.
+        hop_seconds: seconds of all its steps, whatever the size.
+        phases: run one after another; the flows of a phase run at the same time, and the slowest counts.
     """
 
     algorithm: Algorithm
@@ -66,7 +67,7 @@ class CollectiveCurve:
     phases: tuple[tuple[LinkFlow, ...], ...]
 
     def seconds(self, size: float) -> float:
-        """For a value of ``size`` bytes."""
+        """Return the seconds for a value of ``size`` bytes."""
         root, total = math.sqrt(size), self.delay + self.hop_seconds
         for flows in self.phases:
             total += max([flow.seconds(size, root) for flow in flows])
@@ -81,26 +82,26 @@ def collective_seconds(
     groups: int | None = 1,
     algorithms: tuple[Algorithm, ...] = NCCL,
 ) -> float:
-    """Seconds of a collective that starts on all ranks at once.
+    """Return the seconds of a collective that starts on all ranks at once, by the fastest algorithm.
 
     Args:
-        cluster: where.
+        cluster: the cluster that has the ranks and links.
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "broadcast"; "" for none.
-        size: of the whole value in bytes, as it is where all its parts are together. Nothing still takes its latency.
-        ranks: the group.
-        groups: how many such groups use the same links at the same time; None: as many as there is room for, every
-            device being in one of them.
-        algorithms: what may be chosen; where nothing of it is possible, a ring is.
+        size: bytes of the full value, unsharded; 0 bytes still take the latency.
+        ranks: global ranks of the group.
+        groups: how many such groups use the same links at the same time; None: as many as fit, so that every device is
+            in one.
+        algorithms: those to choose from; ring if none of them is possible.
 
     Raises:
-        ValueError: an unknown collective.
+        ValueError: ``kind`` is no collective.
     """
     curves = _curves_of_group(cluster, kind, ranks, groups, algorithms)
     return min([curve.seconds(size) for curve in curves]) if curves else 0.0
 
 
 def make_collective_clock(cluster: Cluster, ranks: Ranks) -> CollectiveClock:
-    """Seconds of a collective, or of a "message", of so many bytes along an axis, which all groups of its kind send."""
+    """Return a clock of collectives and messages along an axis, with all parallel groups of the axis active."""
 
     own = collective_seconds
 
@@ -120,15 +121,15 @@ def fastest(
     groups: int | None = 1,
     algorithms: tuple[Algorithm, ...] = NCCL,
 ) -> CollectiveCurve | None:
-    """The algorithm whose seconds :func:`collective_seconds` gives; None where it takes none."""
+    """Return the curve that :func:`collective_seconds` uses; None where a collective takes no time."""
     found = _curves_of_group(cluster, kind, ranks, groups, algorithms)
     return min(found, key=lambda curve: curve.seconds(size), default=None)
 
 
 def message_seconds(cluster: Cluster, size: float, source: int, target: int, streams: int = 1) -> float:
-    """Seconds of a message of ``size`` bytes, with ``streams`` of them at once over the same links.
+    """Return the seconds of a message of ``size`` bytes, with ``streams`` of them at once over the same links.
 
-    A message is not cut in steps that wait for each other: it has no ramp. One of no bytes still takes its latency.
+    A message is not pipelined in steps, so it has no ramp. A message of 0 bytes still takes the latency.
     """
     if source == target:
         return 0.0
@@ -139,17 +140,17 @@ def message_seconds(cluster: Cluster, size: float, source: int, target: int, str
 def fit_rank_speed(
     cluster: Cluster, ranks: Ranks, dtype: str = "bfloat16", size: float = 2.0**26, groups: int | None = None
 ) -> RankSpeed:
-    """How fast a rank of a group is, as one latency and one bandwidth: exact for an all-reduce of ``size`` bytes.
+    """Return a group's speed as one latency and one bandwidth: exact for an all-reduce of ``size`` bytes.
 
     Args:
-        cluster: where.
-        ranks: the group; the slowest of its devices counts.
-        dtype: a key of the devices' rates.
-        size: bytes of a typical value.
-        groups: as in :func:`collective_seconds`.
+        cluster: the cluster that has the ranks and links.
+        ranks: global ranks of the group; its slowest device counts.
+        dtype: dtype of the passes, a key of the devices' rates.
+        size: bytes at which the fit is exact.
+        groups: number of groups that share the links, as in :func:`collective_seconds`.
 
     Raises:
-        PolylaneError: a device does not say how fast it is with that dtype.
+        PolylaneError: a device has no rate for that dtype.
     """
     devices = cluster.devices(ranks)
     flops, own = min(device.rate(dtype) for device in devices), min(device.stream for device in devices)
@@ -176,7 +177,7 @@ def _curves_of_group(
 def collective_curves(
     span: RankSpan, kind: str, groups: int | None = 1, algorithms: tuple[Algorithm, ...] = NCCL
 ) -> tuple[CollectiveCurve, ...]:
-    """The algorithms for a collective on a group; arguments as in :func:`collective_seconds`."""
+    """Return the possible algorithms for a collective on a group; arguments as in :func:`collective_seconds`."""
     name = _check_kind(kind)
     if span.ranks < 2:
         return ()
@@ -192,9 +193,11 @@ def _check_kind(kind: str) -> Kind:
 
 
 def _ring_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCurve:
-    """Every rank sends to the next one; all-to-all sends each message straight to its rank, one after the other."""
+    """Return a ring's curve: every rank sends to the next; all-to-all sends directly, one message after another."""
     passes = 2 if kind == "all_reduce" else 1
     hops = passes * sum(crossing.ring_edges * crossing.link.hop for crossing in span.crossings)
+    # Volume that leaves each unit, as a fraction of the value: 2 (n - 1) / n for all-reduce, 1 for broadcast,
+    # else (n - 1) / n. All-to-all depends on the unit.
     share = {"all_reduce": 2.0, "broadcast": span.ranks / (span.ranks - 1)}.get(kind, 1.0)
     volume = None if kind == "all_to_all" else share * (span.ranks - 1) / span.ranks
     flows = tuple(_link_flow(span, crossing, kind, groups, volume) for crossing in span.crossings)
@@ -202,7 +205,7 @@ def _ring_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCur
 
 
 def _tree_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCurve | None:
-    """Up a tree and down again; between two, each sends the value but once."""
+    """Return a tree's curve: reduce up and broadcast down; between two units each sends the value once."""
     if kind not in ("all_reduce", "broadcast"):
         return None
     passes = 2 if kind == "all_reduce" else 1
@@ -215,15 +218,15 @@ def _tree_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCur
 
 
 def _tree_depth(crossing: LinkUse) -> int:
-    """Steps from the root to the last rank: a chain inside a host, a binary tree between hosts."""
+    """Return the steps from the root to the deepest rank: a chain inside a host, a binary tree between hosts."""
     return crossing.max_units - 1 if crossing.level == Level.HOST else math.ceil(math.log2(crossing.max_units))
 
 
 def _switch_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCurve | None:
-    """The switch of a host reads a part from every rank, adds up and hands the sum to all: (1 + 1/n) of the value.
+    """Return the curve of in-network reduction (NVLink SHARP): (1 + 1/n) of the value leaves each device.
 
-    A device sends all of its value, and then the sum of its own part (NVLink SHARP; for the principle: Graham et al.,
-    Scalable Hierarchical Aggregation Protocol (SHArP), COMHPC 2016).
+    The switch of a host reduces in the network: a device sends all of its value, then the sum of its own n-th (for the
+    principle: Graham et al., Scalable Hierarchical Aggregation Protocol (SHArP), COMHPC 2016).
     """
     link = span.crossings[0].link
     if kind != "all_reduce" or span.level != Level.HOST or not link.switch:
@@ -239,22 +242,24 @@ def _start_latency(span: RankSpan, kind: Kind) -> float:
 
 
 def _copy_seconds_per_byte(span: RankSpan, crossing: LinkUse, kind: Kind) -> float:
-    """Seconds for each byte of the value taken in and out of buffers, inside hosts."""
+    """Return the seconds per byte of the value for copies into and out of buffers; 0 beyond a host's own links."""
     local = crossing.link.local
     return 0.0 if local is None or crossing.level > Level.HOST else _COPIES.get(kind, 1 / span.ranks) / local
 
 
 def _link_flow(span: RankSpan, crossing: LinkUse, kind: Kind, groups: int | None, volume: float | None) -> LinkFlow:
-    """What goes through a link.
+    """Return the flow through one link of a collective.
 
     Args:
-        span: the group.
-        crossing: the link.
-        kind: the collective.
-        groups: as in :func:`collective_seconds`.
-        volume: what leaves each unit, as a share of the value; None: all-to-all.
+        span: the units and links that the group spans.
+        crossing: the link, with the units of the group that use it.
+        kind: the collective, which decides the link's rates.
+        groups: number of groups that share the link; None: as many as fit.
+        volume: bytes that leave each unit, as a fraction of the value; None: all-to-all.
     """
     per_byte = per_root = 0.0
+    # Units may have different numbers of ranks: the slowest counts. Inside a host every rank sends on its own, and
+    # (ranks, devices) are those of the host; between hosts all ranks of a unit send at the same time.
     for ranks, devices in crossing.units:
         inside = crossing.level == Level.HOST
         leaves = _all_to_all_volume(span.ranks, ranks, inside) if volume is None else volume
@@ -268,12 +273,12 @@ def _link_flow(span: RankSpan, crossing: LinkUse, kind: Kind, groups: int | None
 
 
 def _all_to_all_volume(ranks: int, own: int, inside: bool) -> float:
-    """What leaves a unit in an all-to-all: each rank holds an n-th of the value, and sends an n-th of that to each."""
+    """Return the fraction that leaves a unit in an all-to-all: every rank sends 1/n² of the value to each other."""
     return (own - 1 if inside else own * (ranks - own)) / ranks**2
 
 
 def _bytes_per_second(link: Link, kind: Kind, ranks: int, inside: bool, groups: int) -> float:
-    """Bytes per second that leave a unit with some ranks of a group, of so many that use the link at the same time."""
+    """Return the bytes per second that leave a unit with ``ranks`` of a group, ``groups`` sharing the link."""
     shared = link.shared_bandwidth(kind)
     if inside:
         alone = link.solo_bandwidth(kind, ranks)
@@ -284,7 +289,7 @@ def _bytes_per_second(link: Link, kind: Kind, ranks: int, inside: bool, groups: 
 
 @lru_cache(maxsize=2**14)
 def _message_curve(span: RankSpan, streams: int) -> tuple[float, float]:
-    """Seconds to the first byte of a message, and for each further one."""
+    """Return the seconds before the first byte of a message, and the seconds per byte."""
     widest = span.crossings[-1].link
     slowest = min(_bytes_per_second(each.link, "send", 1, False, streams) for each in span.crossings)
     return widest.delay("send") + widest.hop, 1 / slowest + _copy_seconds_per_byte(span, span.crossings[0], "send")

@@ -1,25 +1,27 @@
-"""Fair shares of what several use at the same time: the cores of a host, the bandwidth of links."""
+"""Max-min fairness: shares of the cores of a host, or of the bandwidth of links, that several use at the same time."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-# Sums of shares that should be 1 may miss it by rounding: that is no lack of anything.
+# Shares that add up to 1 may exceed it by rounding, which must not count as contention.
 _ENOUGH = 1 + 1e-12
 
 
 def water_fill_level(capacity: float, demands: Sequence[tuple[float, int]]) -> float:
-    """The most that one user of a capacity gets where all have equal rights, and nobody takes more than they ask for.
+    """Return the water level of a capacity that users share equally, none taking more than its demand.
 
     Args:
-        capacity: what there is.
-        demands: what each user asks for, and how many such users there are.
+        capacity: total that is shared, in the unit of the demands.
+        demands: (demand of a user, number of such users) pairs.
 
     Returns:
-        Every user gets the smaller of this and what it asks for; infinity where all get all they ask for.
+        The level: every user gets the smaller of it and its demand; infinity where all demands are met.
     """
     if sum(demand * count for demand, count in demands) <= capacity * _ENOUGH:
         return float("inf")
+    # In ascending order: a demand below the current equal share is met in full, which raises the share of the
+    # others.
     left, users = capacity, sum(count for _, count in demands)
     for demand, count in sorted(demands):
         if demand * users > left:
@@ -32,21 +34,22 @@ def water_fill_level(capacity: float, demands: Sequence[tuple[float, int]]) -> f
 def max_min_speeds(
     caps: Sequence[float], takes: Sequence[Mapping[Hashable, float]], capacity: Mapping[Hashable, float]
 ) -> list[float]:
-    """How fast each of several transfers moves over links that they share, max-min fair.
+    """Return max-min fair speeds of transfers over shared links.
 
-    The links are filled: all transfers grow alike, measured in what each takes of the link of which it takes most,
-    until a link is full or a transfer at its cap; those stay as they are, and the others grow on.
+    Progressive filling: the speeds of all transfers grow together, each weighted by its largest demand on a link, until
+    a link is full or a transfer reaches its cap; the transfers concerned are then fixed and the others grow on.
 
     Source: Bertsekas and Gallager, "Data Networks", 1992, section 6.5.2.
 
     Args:
-        caps: the most that each one may have, in parts of its undisturbed speed.
-        takes: what each one takes of each of its links at its undisturbed speed.
-        capacity: of every link.
+        caps: upper limit of each transfer, as a fraction of its undisturbed speed.
+        takes: for each transfer, link -> amount that it takes at its undisturbed speed.
+        capacity: link -> capacity, in the unit of the amounts.
 
     Returns:
-        In parts of the undisturbed speed.
+        Speeds as fractions of the undisturbed ones.
     """
+    # Common case: all transfers at their caps fit.
     left = dict(capacity)
     found = list(caps)
     for i, links in enumerate(takes):
@@ -57,6 +60,8 @@ def max_min_speeds(
     growing = dict.fromkeys(range(len(caps)))
     weights = [max(links.values(), default=1.0) for links in takes]
     fixed: dict[Hashable, float] = dict.fromkeys(capacity, 0.0)
+    # Each round finds the level at which the next link is full, ends the transfers that reach their cap before
+    # it, or else those on the full link.
     while growing:
         slopes: dict[Hashable, float] = {}
         for i in growing:

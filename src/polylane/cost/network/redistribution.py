@@ -1,4 +1,4 @@
-"""Redistribution of a tensor between placements: its collective, or what is copied, forward and for the gradient."""
+"""Redistribution cost: the collective, or the local copy, that changes a tensor's placement, and its gradient's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from polylane.placement.redistribute import collective_name
 
 
 def redistribute(size: float, source: Placement, target: Placement, flows: bool) -> list[tuple[str, float]]:
-    """The collective that brings a tensor from one placement to another, and the one that brings its gradient back.
+    """Return the collectives that bring a tensor from one placement to another, and its gradient back.
 
     Args:
-        size: bytes of the whole tensor, as far as other axes leave it to the ranks.
-        source, target: placements along one axis.
-        flows: whether a gradient comes back.
+        size: bytes of the tensor unsharded along this axis, but sharded along the others.
+        source, target: placements before and after, along one axis.
+        flows: whether a gradient is redistributed back.
 
     Returns:
-        One or two passes, each with its collective, or "" and the bytes that a rank copies in its own memory.
+        One or two passes, each as (collective, 0), or ("", bytes that a rank copies locally).
     """
     passes = (
         [(source, target), (gradient_placement(target), gradient_placement(source))] if flows else [(source, target)]
@@ -25,12 +25,12 @@ def redistribute(size: float, source: Placement, target: Placement, flows: bool)
 
 
 def largest_share(placement: Placement) -> float:
-    """How much of a tensor the busiest rank has."""
+    """Return the fraction of a tensor that the busiest rank has."""
     return placement.largest_share if isinstance(placement, Shard) else 1.0
 
 
 def _copied_bytes(size: float, source: Placement, target: Placement) -> float:
-    """Bytes that a rank writes where nothing travels: a part of its own, or zeros around it."""
+    """Return the bytes that a rank writes where nothing is communicated: its own slice, or zeros around it."""
     if isinstance(source, Replicate):
         return size * largest_share(target) if isinstance(target, (Shard, Partial)) else 0.0
     return size if isinstance(source, Shard) and isinstance(target, Partial) else 0.0

@@ -1,4 +1,4 @@
-"""What operators ask for that compute little: bytes."""
+"""Bandwidth-bound operators: demand of those whose time is that of the bytes they read and write."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ def bandwidth_bound(
 
 
 def read_and_write(local: LocalCall) -> Operation:
-    """Reads all that goes in and writes all that comes out; the backward pass reads both and the gradient as well."""
+    """Return the demand of the default: read all inputs and write all outputs; backward reads both and the gradient."""
     forward = local.bytes_read + local.bytes_written
     return bandwidth_bound(local, forward, local.input_gradient_bytes + local.bytes_written + local.bytes_read)
 
 
 def linear_combination(local: LocalCall) -> Operation:
-    """Gradients of sums are the gradient itself; where two inputs have one, a fork before it adds them up."""
+    """Return the demand of sums and differences, whose gradient is passed on without a kernel.
+
+    If both inputs need it, their producers' gradients are accumulated where the branches forked (3 passes over the
+    value); a broadcast input's gradient is summed.
+    """
     forward = local.bytes_read + local.bytes_written
     if not local.has_backward:
         return bandwidth_bound(local, forward, 0.0)
@@ -46,21 +50,21 @@ def _is_training(local: LocalCall) -> bool:
 
 
 def saves_output(local: LocalCall) -> Operation:
-    """The backward pass reads what the forward pass gave and the gradient, and writes one."""
+    """Return the demand of operators whose backward reads the saved output and the gradient, and writes one."""
     return bandwidth_bound(
         local, local.bytes_read + local.bytes_written, 2 * local.bytes_written + local.input_gradient_bytes
     )
 
 
 def normalization(local: LocalCall) -> Operation:
-    """The backward pass reads inputs and gradient once for its input's gradient, and once for its parameters'."""
+    """Return the demand of normalizations; backward reads inputs and gradient once each for input and parameters."""
     parameters = any(v.gradient for v in local.call.inputs[1:])
     moved = 2 * local.bytes_written + local.input_gradient_bytes + 2 * local.bytes_written * parameters
     return bandwidth_bound(local, local.bytes_read + local.bytes_written, moved, (1, 1 + parameters))
 
 
 def class_loss(local: LocalCall) -> Operation:
-    """The logarithm of a softmax, picked at the targets, in float32: what comes in 16 bits is converted, both ways."""
+    """Return the demand of cross-entropy: log-softmax and NLL in float32; 16-bit scores are converted both ways."""
     value = local.call.inputs[0]
     elements, item = math.prod(local.inputs[0]), local.itemsize_of(value)
     converted = (item + 4) * (item < 4)
@@ -72,6 +76,8 @@ def embedding(local: LocalCall) -> Operation | None:
     weight = local.shape("weight")
     if weight is None:
         return None
+    # Forward reads only the looked-up rows, not the table; backward makes a dense gradient of the table and adds
+    # it to what earlier microbatches left.
     table = math.prod(weight) * local.first_itemsize
     return bandwidth_bound(
         local, 2 * local.bytes_written + local.bytes_read - table, 4 * table + 3 * local.bytes_written, (1, 3)
@@ -83,13 +89,13 @@ def view(local: LocalCall) -> Operation:
 
 
 def break_down_collective(local: LocalCall) -> Operation:
-    """Views of parts that adjoin: their gradients are put together again."""
+    """Return the demand of split and chunk: adjoining views, whose gradients are concatenated."""
     back = PassDemand(bytes=2 * local.input_gradient_bytes, kernels=1) if local.has_backward else NOTHING
     return Operation("view", NOTHING, back, itemsize=local.first_itemsize)
 
 
 def slice_view(local: LocalCall) -> Operation:
-    """A view of one part: its gradient is written among zeros."""
+    """Return the demand of a view of one part, whose gradient is written into zeros."""
     back = (
         PassDemand(bytes=local.input_gradient_bytes + 2 * local.bytes_written, kernels=2)
         if local.has_backward
@@ -99,7 +105,7 @@ def slice_view(local: LocalCall) -> Operation:
 
 
 def expand_view(local: LocalCall) -> Operation:
-    """A view that repeats: gradients are summed."""
+    """Return the demand of a broadcasting view, whose gradients are summed."""
     grown = sum(math.prod(s) for s in local.outputs) > sum(math.prod(s) for s in local.inputs)
     back = (
         PassDemand(bytes=local.bytes_written + local.input_gradient_bytes, kernels=1)

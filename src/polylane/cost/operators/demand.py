@@ -1,4 +1,4 @@
-"""Demand: what one operator asks of a device, as data, and the shapes that a rank has of a call."""
+"""Operator demand: matrix products, bytes and FLOPs of one operator, as data; and a call with its local shapes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Product:
     """A matrix product, (m, k) times (k, n).
 
     Attributes:
-        m, n, k: rows, columns, and terms of each sum.
-        batch: how many of them run as one.
-        repeats: how many of those run one after another, each waiting for the one before.
-        row_elements: elements in the shortest row of a matrix that lies in memory row by row.
+        m, n, k: rows, columns, and contracted dimension.
+        batch: number of products that run in one kernel.
+        repeats: number of such kernels that depend on each other (steps of a recurrence).
+        row_elements: elements of the shortest contiguous row of its matrices, which decides alignment; 0: unknown.
     """
 
     m: float
@@ -33,24 +33,24 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions."""
+        """Floating-point operations: two for each multiplication and addition."""
         return 2.0 * self.batch * self.repeats * self.m * self.n * self.k
 
     @property
     def elements(self) -> float:
-        """Read and written."""
+        """Elements of its matrices that are read and written."""
         return self.batch * self.repeats * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
 @dataclass(frozen=True)
 class PassDemand:
-    """What one direction asks for.
+    """Demand of the forward or the backward pass of an operator.
 
     Attributes:
-        products: matrix products.
-        bytes: read and written besides by operators that compute little.
-        flops: of a fused attention kernel.
-        kernels: how many operators the host issues.
+        products: matrix products of the pass.
+        bytes: bytes read and written besides by bandwidth-bound kernels.
+        flops: floating-point operations of a fused attention kernel.
+        kernels: number of kernels that the host issues.
     """
 
     products: tuple[Product, ...] = ()
@@ -59,7 +59,7 @@ class PassDemand:
     kernels: float = 0.0
 
     def scaled(self, share: float) -> PassDemand:
-        """A share of it, by fewer rows."""
+        """Return the demand with a fraction of the rows; the kernels to issue stay the same."""
         products = tuple(replace(p, m=p.m * share) for p in self.products)
         return PassDemand(products, self.bytes * share, self.flops * share, self.kernels)
 
@@ -69,13 +69,13 @@ NOTHING = PassDemand()
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator on one rank.
+    """Demand of one operator on one rank.
 
     Attributes:
-        kind: which limit it may hit.
-        forward, backward: what its passes ask for; no gradient flows where the latter is empty.
-        itemsize: bytes of an element of its matrices.
-        key_length: keys that a query of attention looks at.
+        kind: kind of operator, which decides how it is priced.
+        forward, backward: demand of the two passes; ``backward`` is empty where no gradient flows.
+        itemsize: bytes per element of its matrices.
+        key_length: keys per query of attention; 0 for other kinds.
     """
 
     kind: Kind
@@ -85,23 +85,23 @@ class Operation:
     key_length: int = 0
 
     def scaled(self, share: float) -> Operation:
-        """What a rank does that does a share of the work."""
+        """Return the demand on a rank that does a fraction of the work."""
         return replace(self, forward=self.forward.scaled(share), backward=self.backward.scaled(share))
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions of the forward pass."""
+        """Floating-point operations of the forward pass."""
         return self.forward.flops + sum(product.flops for product in self.forward.products)
 
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call with the shapes in hand.
+    """An operator call with the local shapes of one rank.
 
     Attributes:
-        call: the operator.
-        inputs, outputs: shapes of what a rank has.
-        float_itemsize: bytes of an element of a floating-point value at most; None: as it is.
+        call: the unsharded call: operator, arguments and dtypes.
+        inputs, outputs: local shapes on the rank, in the call's order.
+        float_itemsize: upper limit of the bytes per floating-point element; None: no limit.
     """
 
     call: OperatorCall
@@ -110,17 +110,17 @@ class LocalCall:
     float_itemsize: int | None
 
     def shape(self, name: str) -> Shape | None:
-        """Of a tensor argument; None where there is none."""
+        """Return the local shape of a tensor argument; None if it is absent or no tensor."""
         value = self.call.arguments.get(name)
         return tuple(self.inputs[value.index]) if isinstance(value, TensorValue) else None
 
     def has_gradient(self, name: str) -> bool:
-        """Whether a gradient flows back to an argument."""
+        """Return whether a gradient flows back to an argument."""
         value = self.call.arguments.get(name)
         return isinstance(value, TensorValue) and value.gradient
 
     def itemsize_of(self, value: TensorValue) -> int:
-        """Bytes of an element."""
+        """Return the bytes per element of a value in the precision of the passes."""
         own = value.dtype.itemsize
         return (
             min(own, self.float_itemsize) if self.float_itemsize is not None and value.dtype.is_floating_point else own
@@ -138,7 +138,7 @@ class LocalCall:
 
     @property
     def input_gradient_bytes(self) -> float:
-        """Bytes of the gradients of inputs."""
+        """Bytes of the gradients of all inputs that have one."""
         pairs = zip(self.inputs, self.call.inputs, strict=True)
         return sum(math.prod(s) * self.itemsize_of(v) for s, v in pairs if v.gradient)
 
@@ -149,6 +149,6 @@ class LocalCall:
 
     @property
     def first_itemsize(self) -> int:
-        """Bytes of an element of its first tensor."""
+        """Bytes per element of the first output, or the first input; 4 without tensors."""
         tensors = (*self.call.outputs, *self.call.inputs)
         return self.itemsize_of(tensors[0]) if tensors else 4

@@ -1,4 +1,4 @@
-"""What operators made of matrix products ask for."""
+"""Matmul-like operators: demand of linear layers, products, convolutions, attention and recurrences."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from polylane.cost.operators.demand import LocalCall, Operation, PassDemand, Pro
 
 
 def _product(local: LocalCall, product: Product, left: bool, right: bool, weight: float, bias: bool) -> Operation:
-    """A product; ``left`` and ``right`` say which factors have gradients, ``weight`` bytes of one that is a parameter.
+    """Return the demand of a product, with one more for the gradient of each factor that has one.
 
-    A parameter's gradient is added to what earlier microbatches left there.
+    Args:
+        local: the call with its local shapes.
+        product: the forward product (m, k) x (k, n).
+        left, right: whether the first and the second factor have gradients.
+        weight: bytes of the second factor if it is a parameter, whose gradient is added to earlier microbatches'; else
+            0.
+        bias: whether a bias has a gradient, a sum over rows.
     """
     forward = PassDemand((product,), kernels=1)
     if not local.has_backward:
@@ -20,6 +26,7 @@ def _product(local: LocalCall, product: Product, left: bool, right: bool, weight
     m, n, k = product.m, product.n, product.k
     back = [replace(product, n=k, k=n)] if left else []
     back += [replace(product, m=n, n=k, k=m)] if right else []
+    # Accumulating a weight gradient reads two and writes one tensor of its size.
     moved = 3 * weight * right + local.bytes_written * bias
     kernels = len(back) + bool(weight * right) + bias
     return Operation("matmul", forward, PassDemand(tuple(back), moved, kernels=kernels), itemsize=local.first_itemsize)
@@ -63,7 +70,11 @@ def matmul(left: str, right: str, bias: str = "") -> Callable[[LocalCall], Opera
 
 
 def einsum(local: LocalCall) -> Operation | None:
-    """Two factors: letters of both and of the result count the products, the others rows, columns and terms."""
+    """Return the demand of a two-operand einsum; None for other equations.
+
+    Dimension labels in both operands and the result make the batch, labels in one operand and the result rows or
+    columns, labels in both operands only the contracted dimension.
+    """
     equation, shapes = local.call.arguments.get("equation"), local.inputs
     if not isinstance(equation, str) or len(shapes) != 2 or "->" not in equation or "." in equation:
         return None
@@ -82,7 +93,7 @@ def einsum(local: LocalCall) -> Operation | None:
 
 
 def contraction(local: LocalCall) -> Operation | None:
-    """Two factors without a batch: the terms of each sum follow from how much is read and given."""
+    """Return the demand of a contraction without batch; k follows from the sizes: (m k)(k n) / (m n) = k²."""
     sizes = [math.prod(shape) for shape in (*local.inputs[:2], local.outputs[0])]
     if len(sizes) < 3 or not all(sizes):
         return None
@@ -110,12 +121,15 @@ def convolution(local: LocalCall) -> Operation | None:
     space = len(weight) - 2
     transposed = "transpose" in local.call.base or bool(local.call.arguments.get("transposed"))
     groups = max(int(local.call.arguments.get("groups", 1)), 1)
-    if transposed:  # the backward pass of a convolution that reads what this one gives
+    if transposed:  # the backward pass of a convolution from out to x
         x, out = out, x
+    # Implicit GEMM: a row for every output pixel of every image, a column for every filter, a term for every
+    # weight of a filter; groups are a batch.
     pixels = math.prod(out) // max(out[-space - 1], 1)
     n, k = weight[0] / groups, math.prod(weight[1:])
     forward = Product(pixels, n, k, batch=groups, row_elements=min(weight[0], weight[1]))
-    inner = max(math.prod(x) // max(x[-space - 1], 1), 1)  # of the gradient of what is read: as many operations
+    inner = max(math.prod(x) // max(x[-space - 1], 1), 1)  # rows of the input gradient's product
+    # The input gradient takes as many operations as the forward pass, by k; strides change m.
     data = replace(forward, m=inner, n=weight[1], k=forward.flops / (2.0 * groups * inner * max(weight[1], 1)))
     weights = replace(forward, m=n, n=k, k=pixels)
     first, second = (data, forward) if transposed else (forward, data)
@@ -136,8 +150,8 @@ def convolution(local: LocalCall) -> Operation | None:
     )
 
 
-# How often the scores of an attention with dropout are read or written: a product, a mask, softmax, dropout, a product;
-# and back through them.
+# Reads and writes of the scores in attention with dropout, forward and backward: product, mask, softmax, dropout,
+# product.
 OVER_SCORES = (8, 11)
 
 
@@ -152,14 +166,15 @@ def attention(local: LocalCall) -> Operation | None:
     forward = PassDemand(bytes=local.bytes_read + local.bytes_written, flops=flops, kernels=1)
     if not local.has_backward:
         return Operation("attention", forward, itemsize=local.first_itemsize, key_length=key[-2])
-    # Backward: the scores again, and one product for each gradient of scores, queries, keys and values: five for two.
+    # Backward: recomputed scores, and a product for each gradient of scores, queries, keys and values: 5 products to
+    # the forward pass's 2.
     moved = local.bytes_read + 2 * local.bytes_written + local.input_gradient_bytes
     backward = PassDemand(bytes=moved, flops=2.5 * flops, kernels=2)
     return Operation("attention", forward, backward, itemsize=local.first_itemsize, key_length=key[-2])
 
 
 def _attention_with_scores(local: LocalCall, query: Shape, key: Shape, value: Shape) -> Operation:
-    """With dropout, which is drawn by key: no kernel keeps the scores to itself, or leaves out those behind a mask."""
+    """Return the demand of unfused attention: dropout is drawn by key, which no fused kernel supports."""
     heads, rows, columns = math.prod(query[:-2]), query[-2], key[-2]
     scores = heads * rows * columns * local.first_itemsize
     first = Product(rows, columns, query[-1], batch=heads, row_elements=query[-1])
@@ -174,9 +189,9 @@ def _attention_with_scores(local: LocalCall, query: Shape, key: Shape, value: Sh
 
 
 def recurrent(local: LocalCall) -> Operation | None:
-    """Products with the inputs of all steps at once, and with the state step by step.
+    """Return the demand of LSTM, GRU and RNN: one product with the inputs of all steps, one per step with the state.
 
-    The weights of a layer and direction come as (gates, inputs) and (gates, state), so every second one is the state's.
+    The weights of a layer and direction alternate: (gates, inputs), (gates, state).
     """
     x = local.inputs[0]
     weights = [

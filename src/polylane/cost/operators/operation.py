@@ -1,4 +1,4 @@
-"""Operation: what one operator asks of a device, forward and backward, from the shapes that a rank has."""
+"""Operation: demand of one operator, forward and backward, from its local shapes; one rule per ATen operator."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ __all__ = ["Kind", "Operation", "PassDemand", "Product", "Shape", "operation"]
 def operation(
     call: OperatorCall, inputs: Sequence[Shape], outputs: Sequence[Shape], item: int | None = None
 ) -> Operation:
-    """What an operator asks of a device; what is not known by name, by the bytes that it reads and writes.
+    """Return the demand of an operator; operators without a rule count the bytes that they read and write.
 
     Args:
-        call: the operator.
-        inputs, outputs: shapes of what the rank has of its tensors, in the call's order.
-        item: bytes of an element of a floating-point value, where passes run in another precision than the call's.
+        call: the unsharded call: operator, arguments and dtypes.
+        inputs, outputs: local shapes on the rank, in the call's order.
+        item: upper limit of the bytes per floating-point element, where passes run in a lower precision.
     """
     local = LocalCall(call, inputs, outputs, item)
+    # In-place operators (trailing "_") demand what their functional version does.
     rule = _RULES.get(call.base.removesuffix("_") if call.written_inputs else call.base)
     found = rule(local) if rule is not None else None
     return moved.read_and_write(local) if found is None else found

@@ -1,4 +1,4 @@
-"""A profile: the times of a recipe's own nodes, measured on the machine at a few batch sizes, as a clock."""
+"""Profile: measured seconds of a graph's own nodes at a few batch sizes, and a clock that prices nodes by them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ Both = tuple[float, float]
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a graph on one device that was otherwise idle.
+    """Measured seconds of a graph on one device that was otherwise idle.
 
     Attributes:
-        samples: the batch sizes that were measured, ascending.
-        nodes: of every node, by name, seconds of its forward and backward pass at each of these sizes.
-        steps: seconds of whole forward passes and backward passes at each of these sizes, which hold what no node has:
-            the walk from node to node, gradients that are added up, caches that grow cold.
-        update_seconds: seconds of one step of the optimizer on all parameters.
-        shared: of the nodes that normalize over a batch, the same among replicas that share its statistics, without
-            the sums that they wait for.
-        host_contention: how fast each of so many copies runs its passes at once on this machine, in parts of the speed
-            of one
-            alone, cores aside (:func:`polylane.profiling.host_contention.together`); empty where that was not measured.
+        samples: measured batch sizes in ascending order.
+        nodes: by node name, seconds of forward and backward pass at each of these sizes.
+        steps: seconds of whole forward and backward passes at each of these sizes; they include what single nodes do
+            not show: Python between nodes, gradient accumulation, cold caches.
+        update_seconds: seconds of one optimizer step over all parameters.
+        shared: like ``nodes``, for batch normalizations whose statistics replicas share, without their all-reduces.
+        host_contention: number of copies that run at once on the host -> speed of each relative to one alone, cores
+            aside (:func:`polylane.profiling.host_contention.together`); empty if not measured.
     """
 
     samples: tuple[int, ...]
@@ -36,18 +34,18 @@ class Profile:
     host_contention: Mapping[int, float] = field(default_factory=dict)
 
     def node_seconds(self, name: str, samples: int, shared: bool = False) -> Both:
-        """Seconds of a node's passes, between the measured sizes and beyond them along straight lines."""
+        """Return the seconds of a node's passes, linearly interpolated and extrapolated over the measured sizes."""
         measured = self.shared.get(name, self.nodes.get(name)) if shared else self.nodes.get(name)
         if measured is None:
             return 0.0, 0.0
         return _interpolate(self.samples, measured, samples)
 
     def step_seconds(self, samples: int) -> Both:
-        """Seconds of whole passes."""
+        """Return the seconds of the whole forward and backward pass."""
         return _interpolate(self.samples, self.steps, samples)
 
     def step_to_nodes_ratio(self, samples: int) -> Both:
-        """Whole passes over the sum of their nodes."""
+        """Return the seconds of whole passes over the sum of their nodes' seconds."""
         sums = [0.0, 0.0]
         for name in self.nodes:
             for way, seconds in enumerate(self.node_seconds(name, samples)):
@@ -58,9 +56,11 @@ class Profile:
 
 
 def _interpolate(samples: Sequence[int], values: Sequence[Both], wanted: int) -> Both:
-    """Through the two measured sizes around ``wanted``; never below a tenth of what is in proportion."""
+    """Return values on the line through the two nearest sizes, at least a tenth of the proportional value."""
     if len(samples) == 1:
         return (values[0][0] * wanted / samples[0], values[0][1] * wanted / samples[0])
+    # Beyond the measured sizes the outermost pair is extrapolated; the floor keeps noise from giving negative
+    # times.
     right = min(max(bisect.bisect_left(samples, wanted), 1), len(samples) - 1)
     (x0, a), (x1, b) = (samples[right - 1], values[right - 1]), (samples[right], values[right])
     share = (wanted - x0) / (x1 - x0)
@@ -72,12 +72,12 @@ def _interpolate(samples: Sequence[int], values: Sequence[Both], wanted: int) ->
 
 @dataclass
 class ProfileClock:
-    """Measured nodes; where a rank has only a part of one, the modelled share of the measured time.
+    """Prices operators by a profile; sharded ones by the modelled fraction of the measured time.
 
     Attributes:
-        profile: of the graph.
-        device_clock: the clock of the device.
-        speed: of the device in question, 1 where it is as fast as the measured one.
+        profile: measured seconds of the graph's nodes.
+        device_clock: model of the device, for the fraction on a rank.
+        speed: speed of the priced device relative to the measured one.
     """
 
     profile: Profile
@@ -86,7 +86,7 @@ class ProfileClock:
     _ratios: dict[int, Both] = field(default_factory=dict)
 
     def __call__(self, work: OperatorWork) -> Both:
-        """As :class:`polylane.cost.cost_table.Clock` says."""
+        """Return seconds of both passes, scaled so that all nodes add up to a whole pass."""
         if work.samples not in self._ratios:
             self._ratios[work.samples] = self.profile.step_to_nodes_ratio(work.samples)
         forward, backward = self.profile.node_seconds(work.operator.name, work.samples, work.shares_statistics)
@@ -95,11 +95,11 @@ class ProfileClock:
         return forward * up * part[0] / self.speed, backward * down * part[1] / self.speed
 
     def issued(self, work: OperatorWork) -> Both:
-        """Nothing on top: what was measured has it."""
+        """Return 0: measured seconds include the host's."""
         return 0.0, 0.0
 
     def _rank_share(self, work: OperatorWork) -> Both:
-        """The rank's share of the operator's time, by the model."""
+        """Return the fraction of the operator's time on a rank, by the device model."""
         own = self.device_clock(work)
         all_ = self.device_clock(replace(work, inputs=work.whole_inputs, outputs=work.whole_outputs, work_share=None))
         forward, backward = (a / b if b > 0 else 1.0 for a, b in zip(own, all_, strict=True))

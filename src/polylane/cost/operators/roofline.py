@@ -1,6 +1,6 @@
-"""Seconds that an operation takes on a device: the roofline, with what small and misshapen matmuls lose.
+"""Roofline model of a device, with tile and wave quantization for small and misshapen matmuls.
 
-The roofline: Williams, Waterman, Patterson, "Roofline", CACM 2009. Tiles and waves: NVIDIA, "Matrix Multiplication
+Roofline: Williams, Waterman, Patterson, "Roofline", CACM 2009. Tiles and waves: NVIDIA, "Matrix Multiplication
 Background", Deep Learning Performance documentation, sections "Tile Quantization" and "Wave Quantization".
 """
 
@@ -14,38 +14,38 @@ from polylane.cluster.device import Device
 from polylane.cost.cost_table import OperatorWork
 from polylane.cost.operators.operation import Operation, PassDemand, Product, operation
 
-# Into how many parts a long sum may be cut so that more units have something to do, and the terms each must have.
+# Split-K: parts into which a long contraction may be cut to occupy more units, and the least terms of each part.
 _SPLITS = (1, 2, 4, 8)
 _LEAST_TERMS = 512
 _ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
 def pass_seconds(op: Operation, device: Device, dtype: str) -> tuple[float, float]:
-    """Of the forward and of the backward pass, on a device that has nothing else to do.
+    """Return the seconds of the forward and of the backward pass on an idle device.
 
     Args:
-        op: what is computed.
-        device: on which.
-        dtype: of the passes: "float32", "bfloat16", "float16", "float64" or "float8".
+        op: demand of the operator's two passes.
+        device: the device, with its fitted figures.
+        dtype: dtype of the passes: "float32", "bfloat16", "float16", "float64" or "float8".
 
     Raises:
-        PolylaneError: the device does not say how fast it is with that dtype.
+        PolylaneError: the device has no rate for that dtype.
     """
     return _direction_seconds(op, op.forward, device, dtype), _direction_seconds(op, op.backward, device, dtype)
 
 
 def host_seconds(op: Operation, device: Device) -> tuple[float, float]:
-    """Seconds of the host that it takes to issue the forward and the backward pass."""
+    """Return the host's seconds to issue the forward and the backward pass."""
     each = device.dispatch / device.speed
     return op.forward.kernels * each, op.backward.kernels * each
 
 
 def matmul_seconds(product: Product, device: Device, dtype: str, item: int | None = None) -> float:
-    """Seconds of a matrix product, without the start of an operator.
+    """Return the seconds of a matrix product, without the overhead of starting a kernel.
 
-    Its result is cut into tiles; each unit makes one at a time, which takes as long as its terms and its start need.
-    The best of the device's tiles is taken, and of long sums cut into parts; or the plain arithmetic units, which know
-    no tiles; and never less than its matrices need to be moved.
+    The result is cut into tiles, of which each compute unit makes one at a time, in the time of its terms and a fixed
+    start. The best of the device's tile sizes and of the split-K counts is taken, or a GPU's plain arithmetic units,
+    which need no tiles; but never less than the time to move the matrices.
     """
     width = _ITEM.get(dtype, 4) if item is None else item
     taken = min(_tiled_seconds(product, device, dtype, width, parts) for parts in _split_k_counts(product))
@@ -59,24 +59,29 @@ def _split_k_counts(product: Product) -> Iterable[int]:
 
 
 def _tiled_seconds(product: Product, device: Device, dtype: str, width: int, parts: int) -> float:
-    """With every sum cut into so many parts."""
+    """Return the seconds with the contraction split into ``parts`` (split-K), by the best tile."""
     rows, columns = device.tiles[0]
     least = 1 / rows + 1 / columns
+    # Rows that are not aligned to the widest load slow the product by a power of the missing alignment.
     aligned = _row_alignment(product.row_elements * width, device.aligned) if product.row_elements else device.aligned
     rate = device.rate(dtype) / device.units * (aligned / device.aligned) ** device.misaligned
     terms = math.ceil(product.k / parts) + device.depth
     best = math.inf
     for rows, columns in device.tiles:
+        # Tiles per unit; whole waves in proportion to device.waves, fractional ones for the rest (units that
+        # overlap waves).
         count = product.batch * math.ceil(product.m / rows) * math.ceil(product.n / columns) * parts / device.units
         waves = device.waves * math.ceil(count) + (1 - device.waves) * max(count, 1.0 / device.units)
+        # Small tiles have more edge per area: they load more for each product.
         dearer = 1 + device.edge * ((1 / rows + 1 / columns) / least - 1)
         best = min(best, waves * 2 * rows * columns * terms * dearer / rate)
+    # Split-K writes float32 partial results and reads them back, in one more kernel.
     summed = 2 * 4 * parts * product.batch * product.m * product.n / device.stream if parts > 1 else 0.0
     return product.repeats * (best + summed + device.overhead * (parts > 1))
 
 
 def _row_alignment(row: int, most: int) -> int:
-    """Bytes, a power of two, to which rows of so many bytes are aligned."""
+    """Return the power of two, at most ``most``, to which rows of ``row`` bytes are aligned."""
     return min(row & -row, most)
 
 
@@ -86,6 +91,7 @@ def _direction_seconds(op: Operation, each: PassDemand, device: Device, dtype: s
     taken = sum(matmul_seconds(product, device, dtype, op.itemsize) for product in each.products)
     moved = each.bytes / device.stream
     if each.flops:
+        # Short sequences do not fill a fused attention kernel.
         ramp = 1 + device.attention_length / max(op.key_length, 1)
         moved = max(moved, each.flops * ramp / (device.attention * device.rate(dtype)))
     return taken + moved + device.overhead / device.speed * max(1.0, len(each.products))
@@ -93,8 +99,9 @@ def _direction_seconds(op: Operation, each: PassDemand, device: Device, dtype: s
 
 @dataclass
 class Roofline:
-    """A clock for :meth:`polylane.cost.cost_table.ShardedGraphCost.table`: the model of a device, with passes of one
-    dtype.
+    """Prices operators by the model of a device, for passes in one dtype.
+
+    Used as the clock of :meth:`polylane.cost.cost_table.ShardedGraphCost.table`.
     """
 
     device: Device
@@ -103,17 +110,17 @@ class Roofline:
     _operations: dict[object, Operation] = field(default_factory=dict, repr=False)
 
     def __call__(self, work: OperatorWork) -> tuple[float, float]:
-        """Seconds of its forward and of its backward pass."""
+        """Return the seconds of the operator's forward and backward pass."""
         return pass_seconds(self.operation_of(work), self.device, self.dtype)
 
     def issued(self, work: OperatorWork) -> tuple[float, float]:
-        """Seconds of the host for the same passes."""
+        """Return the host's seconds to issue the same passes."""
         return host_seconds(self.operation_of(work), self.device)
 
     def operation_of(self, work: OperatorWork) -> Operation:
-        """What a rank does of an operator.
+        """Return a rank's demand of an operator.
 
-        With all of the work on a part of the tensors (rows of a table that are looked up), its own shapes say it.
+        A work share of 1 (an embedding whose table is sharded) means that the local shapes already tell the work.
         """
         found = operation(work.operator.call, work.inputs, work.outputs, self.float_itemsize)
         if work.work_share is None or work.work_share == 1.0:

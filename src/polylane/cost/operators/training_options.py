@@ -1,4 +1,4 @@
-"""Method: how a plan is carried out, as far as time and memory depend on it."""
+"""Training options: precision, sharding, recomputation and overlap, as far as time and memory depend on them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What the costs know of how training is done, the runtime's own way by default.
+    """How a plan is trained; the defaults are the runtime's.
 
     Attributes:
-        dtype: of the passes: "float32", "bfloat16", "float16".
-        masters: with 16-bit passes: parameters and optimizer states are float32, and a 16-bit copy of the parameters
-            is computed with (autocast, Megatron); without: all is 16-bit ("pure").
-        recompute: what is computed again in the backward pass instead of being kept: nothing; what attention keeps
-            ("selective": Korthikanti et al., 2022); or all between the inputs of blocks ("full": Chen et al., 2016).
-        shard: what replicas hold a part of only: optimizer states, gradients as well, parameters as well (ZeRO-1, -2,
-            -3: Rajbhandari et al., 2020; the last is FSDP's FULL_SHARD, the second its SHARD_GRAD_OP).
+        dtype: dtype of the passes: "float32", "bfloat16", "float16" or "float64".
+        masters: for 16-bit passes, whether parameters and optimizer states are float32 and the passes use a 16-bit copy
+            (autocast, Megatron); else all is 16-bit ("pure").
+        recompute: what the backward pass recomputes instead of saving it: "none"; "selective", attention (Korthikanti
+            et al., 2022); "full", everything but the inputs of blocks (Chen et al., 2016).
+        shard: what is sharded over replicas: "optimizer" states, "gradients" as well, "parameters" as well (ZeRO-1, -2,
+            -3: Rajbhandari et al., 2020; the last two are FSDP's SHARD_GRAD_OP and FULL_SHARD).
         overlap: whether gradients are reduced while the backward pass still runs.
 
     Raises:
-        PolylaneError: a word that is none of these.
+        PolylaneError: dtype, recompute or shard is not one of its choices.
     """
 
     dtype: str = "float32"
@@ -48,33 +48,33 @@ class TrainingOptions:
 
     @classmethod
     def of(cls, plan: Spec | Plan) -> TrainingOptions:
-        """How the runtime carries out a plan."""
+        """Return the options with which the runtime trains a plan."""
         return cls(dtype=plan.precision, shard=plan.sync.shard)
 
     @property
     def float_itemsize(self) -> int:
-        """Bytes of an element of a floating-point value in the passes."""
+        """Bytes per floating-point element in the passes."""
         return ITEM[self.dtype]
 
     @property
     def is_half_precision(self) -> bool:
-        """Whether the passes run in 16 bits."""
+        """Whether the passes run in a 16-bit dtype."""
         return self.float_itemsize == 2
 
     @property
     def gradient_collective(self) -> str:
-        """The collective over replicas that sums gradients behind the last backward pass; "" where none is left."""
+        """Collective over replicas that reduces gradients after the last backward pass; "" if the passes do it."""
         return {"none": "all_reduce", "parameters": ""}.get(self.shard, "reduce_scatter")
 
     @property
     def parameter_collective(self) -> str:
-        """The collective over replicas that hands out what each of them updated, before the next step; "" for none."""
+        """Collective over replicas that distributes updated parameters before the next step; "" for none."""
         return "all_gather" if self.shard in ("optimizer", "gradients") else ""
 
     def gathers_parameters(self, replicas: int) -> bool:
-        """Whether replicas gather parameters, block by block, in every pass."""
+        """Return whether replicas gather parameters block by block in every pass (ZeRO-3)."""
         return self.shard == "parameters" and replicas > 1
 
     def count_updated(self, elements: int, replicas: int) -> int:
-        """Of trained elements, those that one replica's optimizer updates."""
+        """Return how many of the trained elements one replica's optimizer updates."""
         return elements if self.shard == "none" else -(-elements // replicas)

@@ -1,4 +1,4 @@
-"""Play lanes that share cores and links: from event to event, everything under way at the speed that it then has."""
+"""Contention simulator: discrete events; speeds change as tasks and transfers start and end."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from polylane.cost.simulator.shared_cores import SharedCores
 
 @dataclass(slots=True, eq=False)
 class _Activity:
-    """A task or a transfer under way.
+    """A running task or transfer.
 
     Attributes:
-        full: its seconds undisturbed.
-        lane, op: of a task.
-        message, hosts, links: of a transfer, with how many of its lanes each host has, and what it takes of each link.
-        seconds_done: of its seconds, at the moment ``since``; from then on it gains ``speed`` each second.
-        freed_count: how many of the travels that its op frees have been freed.
-        version: which of its events is the valid one.
-        speed_limit: of a transfer, the speed that its hosts' cores allow.
+        full: its undisturbed duration in seconds.
+        since, seconds_done, speed: at time ``since`` it has done ``seconds_done`` of its duration; from then on it
+            gains
+            ``speed`` per second.
+        lane, op: lane and task, if it is a task.
+        message, hosts, links: if it is a transfer: itself, number of its end lanes by host, amount taken by link.
+
+        freed_count: how many of the transfers that its task releases have been released.
+        version: number of its valid event; queued events with another one are stale.
+        speed_limit: speed that the cores at its ends allow a transfer, 1 if undisturbed.
     """
 
     full: float
@@ -40,12 +43,12 @@ class _Activity:
 
 
 class ContentionSimulator:
-    """All lanes, with what is under way.
+    """Simulates all lanes from event to event.
 
     Args:
-        lanes: as matched; when every task and travel runs is written to them.
-        hosts: those whose cores may not do for all.
-        links: the capacity of those that may not do for all.
+        lanes: matched tasks by lane; start and end of every task and transfer are written to them.
+        hosts: hosts whose cores may not suffice for all their lanes.
+        links: capacity of the links that may not suffice for all transfers.
     """
 
     def __init__(
@@ -55,13 +58,15 @@ class ContentionSimulator:
         self.hosts = hosts
         self.capacity = links
         self.now: float = 0
+        # Position of every lane, and lanes that may be able to proceed.
         self.at = [0] * len(lanes)
         self.again = list(range(len(lanes)))
         self.events: list[tuple[float, int, int, _Activity | Transmission]] = []
         self.count = 0
         self.host_of = {lane: number for number, host in enumerate(hosts) for lane in host.lanes}
+        # factors[host][k]: speed of each of k lanes that compute at once on the host's memory, cores aside.
         self.factors = [[1.0, *map(host.slowdown, range(1, len(host.lanes) + 1))] for host in hosts]
-        # Insertion order decides how sums are rounded: dictionaries, not sets.
+        # Sums over these are rounded by insertion order: dictionaries, not sets, keep results reproducible.
         self.computing: list[dict[_Activity, None]] = [{} for _ in hosts]
         self.moving: list[dict[_Activity, None]] = [{} for _ in hosts]
         self.levels = [float("inf")] * len(hosts)
@@ -70,10 +75,11 @@ class ContentionSimulator:
         self.changed_links: dict[Hashable, None] = {}
 
     def run(self) -> None:
-        """Play to the end, or until nothing can proceed."""
+        """Run to the end, or until nothing can proceed (a deadlock, reported by the caller)."""
         while True:
             while self.again:
                 self._advance(self.again.pop())
+            # Speeds are recomputed once for all changes at this time, before the clock moves.
             self._share_resources()
             if not self.events:
                 return
@@ -88,7 +94,7 @@ class ContentionSimulator:
     # Lanes
 
     def _advance(self, lane: int) -> None:
-        """Go on in a lane that does nothing at the moment."""
+        """Proceed in an idle lane until a task takes time or must wait."""
         ops = self.lanes[lane]
         while self.at[lane] < len(ops):
             op = ops[self.at[lane]]
@@ -102,7 +108,7 @@ class ContentionSimulator:
             self._finish_op(lane, op)
 
     def _must_wait(self, lane: int, op: ScheduledTask) -> bool:
-        """Whether the lane, having come to a task, has to wait."""
+        """Note that a lane has reached a task; return whether it has to wait."""
         if op.role in (Role.COMPUTE, Role.SEND):
             missing = next((travel for travel in op.awaited if travel.arrival is None), None)
             if missing is None:
@@ -165,7 +171,7 @@ class ContentionSimulator:
             self._set_speed(work, 1)
 
     def _finish_transfer(self, work: _Activity, travel: Transmission) -> None:
-        """A transfer has ended: those behind it may move, and it arrives."""
+        """End a transfer: release its cores and links, start those queued behind it, deliver it after its latency."""
         for host in work.hosts:
             del self.moving[host][work]
         self.changed_hosts |= dict.fromkeys(work.hosts)
@@ -193,7 +199,7 @@ class ContentionSimulator:
         heapq.heappush(self.events, (time, self.count, version, what))
 
     def _handle_progress(self, work: _Activity) -> None:
-        """Work has come to the next travel that it frees, or to its end."""
+        """Handle an event of an activity: it releases its next transfer, or ends."""
         if work.op is not None and work.freed_count < len(work.op.released):
             self._mark_ready(work.op.released[work.freed_count][1])
             work.freed_count += 1
@@ -209,7 +215,7 @@ class ContentionSimulator:
             self._finish_transfer(work, work.message)
 
     def _schedule(self, work: _Activity) -> None:
-        """The event of when work comes to what is next."""
+        """Push the event at which an activity releases its next transfer, or ends, at its present speed."""
         target = work.full
         if work.op is not None and work.freed_count < len(work.op.released):
             fraction = work.op.released[work.freed_count][0]
@@ -220,7 +226,7 @@ class ContentionSimulator:
         )
 
     def _set_speed(self, work: _Activity, speed: float) -> None:
-        """Let work go on at another speed; one that keeps its speed keeps its end, to the last digit."""
+        """Change the speed of an activity; one that keeps its speed keeps its event, exact to the last digit."""
         if speed != work.speed:
             if work.speed:
                 work.seconds_done += (self.now - work.since) * work.speed
@@ -231,7 +237,7 @@ class ContentionSimulator:
     # Shares
 
     def _share_resources(self) -> None:
-        """New speeds for all who share what somebody has taken up or let go of."""
+        """Recompute the speeds on hosts and links whose users have changed."""
         for host in self.changed_hosts:
             self._share_cores(host)
         self.changed_hosts.clear()
@@ -240,11 +246,14 @@ class ContentionSimulator:
 
     def _share_cores(self, host: int) -> None:
         computing, moving = self.computing[host], self.moving[host]
+        # Water filling: every computing lane asks for a core, a transfer for its share at each of its ends.
         demands = [(work.message.transfer.cpu, work.hosts[host]) for work in moving if work.message is not None]
         self.levels[host] = water_fill_level(self.hosts[host].cores, [(1.0, len(computing)), *demands])
         rate = min(1.0, self.levels[host]) * self.factors[host][len(computing)]
         for work in computing:
             assert work.op is not None
+            # Time that a task waits in collectives is not slowed by shared cores: the average speed over
+            # the task.
             waited = work.op.task.waited
             slowed = rate if rate == 1 or not waited else work.full / ((work.full - waited) / rate + waited)
             self._set_speed(work, slowed)
@@ -259,9 +268,10 @@ class ContentionSimulator:
                 self._set_speed(work, cap)
 
     def _share_links(self, link: Hashable) -> None:
-        """New speeds for all transfers that share a link with this one, or with each other."""
+        """Recompute the speeds of all transfers connected to a link through shared links."""
         links: dict[Hashable, None] = {link: None}
         works: dict[_Activity, None] = {}
+        # Connected component by breadth-first search; the list grows while it is iterated.
         for each in (look := [link]):
             self.changed_links.pop(each, None)
             for work in self.users[each]:

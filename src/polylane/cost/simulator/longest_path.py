@@ -1,4 +1,4 @@
-"""Play lanes that share nothing: every start and end is a longest path, found in time linear in the tasks."""
+"""Simulation without contention: every start and end is a longest path, found in time linear in the tasks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from polylane.cost.simulator.matching import Role, ScheduledTask, Transmission
 
 
 def longest_path(lanes: list[list[ScheduledTask]]) -> None:
-    """Find when every task and travel runs; those that can never run are left without an end."""
+    """Compute start and end of every task and transfer; those that can never run keep end None."""
+    # Each lane runs until it needs a transfer of unknown arrival; the lanes that complete the transfer put it
+    # back on ``again``.
     at = [0] * len(lanes)
     clock: list[float] = [0] * len(lanes)
     again = list(range(len(lanes)))
@@ -18,7 +20,7 @@ def longest_path(lanes: list[list[ScheduledTask]]) -> None:
             op = ops[index]
             missing = _unknown_message(op, now, again)
             if missing is not None:
-                missing.waiting_lanes += (lane,)  # whoever ends it tries this lane again
+                missing.waiting_lanes += (lane,)  # its arrival puts the lane on again
                 break
             now = _finish_time(op, now, again)
             index += 1
@@ -26,7 +28,7 @@ def longest_path(lanes: list[list[ScheduledTask]]) -> None:
 
 
 def _unknown_message(op: ScheduledTask, now: float, again: list[int]) -> Transmission | None:
-    """What is not known yet of that for which the lane waits, having come so far."""
+    """Return a transfer that a lane waits for at a task and whose arrival is not known yet; None if it can proceed."""
     if op.role is Role.COMPUTE:
         return next((travel for travel in op.awaited if travel.arrival is None), None) if op.awaited else None
     if op.role is Role.SEND:
@@ -41,7 +43,7 @@ def _unknown_message(op: ScheduledTask, now: float, again: list[int]) -> Transmi
 
 
 def _finish_time(op: ScheduledTask, now: float, again: list[int]) -> float:
-    """When the lane is done with a task for which it waits no more."""
+    """Return when the lane is done with a task whose transfers all have known arrivals."""
     travel, seconds = op.message, op.task.seconds
     if op.role is Role.COMPUTE:
         for awaited in op.awaited:
@@ -65,12 +67,13 @@ def _finish_time(op: ScheduledTask, now: float, again: list[int]) -> float:
 
 
 def _mark_ready(travel: Transmission, time: float, again: list[int]) -> None:
-    """One more who is ready for a travel; the last one lets it move, and with it those behind it."""
+    """Count one more lane as ready for a transfer; the last one schedules it, and those queued behind it."""
     travel.requested_at = max(travel.requested_at, time)
     travel.missing_count -= 1
     moving = [] if travel.missing_count else [travel]
     while moving:
         travel = moving.pop()
+        # ``missing_count`` reached 0: both times are final now.
         travel.start = max(travel.requested_at, travel.channel_free_at)
         travel.end = travel.start + travel.transfer.seconds
         travel.arrival = travel.end + travel.transfer.latency

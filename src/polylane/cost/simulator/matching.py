@@ -1,4 +1,4 @@
-"""Matching: which send meets which receive, and which tasks of which lanes are one reduction."""
+"""Matching: pair sends with receives, and the tasks of all lanes that take part in one reduction."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from polylane.schedule.action import Action, ActionKind
 
 
 class Role(IntEnum):
-    """What a task means for its lane."""
+    """How a task occupies its lane and its transfer."""
 
-    COMPUTE = 0  # after the reductions it waits for
-    SEND = 1  # keeps the lane, then asks for its transfer
+    COMPUTE = 0  # waits for the awaited reductions, then keeps the lane
+    SEND = 1  # keeps the lane, then requests its transfer
     AWAIT = 2  # waits for a transfer, then keeps the lane
-    REDUCE = 3  # asks for its transfer, waits for it, then keeps the lane
-    ASK = 4  # asks for its transfer
+    REDUCE = 3  # requests its transfer, waits for it, then keeps the lane
+    ASK = 4  # requests its transfer and goes on (an overlapped reduction)
 
 
 @dataclass(slots=True, eq=False)
 class Transmission:
-    """A message, or a reduction, with what is known of it while the lanes are played.
+    """A message or a reduction, with its state during the simulation.
 
     Attributes:
-        action: the send, or the first lane's reduce.
-        lanes: who asks for it.
-        end_lanes: all lanes at its ends.
-        missing_count: how many still have to be ready for it: lanes, and travels before it on a lane's channel.
-        requested_at: when the last lane was ready for it, as far as is known.
-        channel_free_at: when the last channel was free for it, likewise.
-        start, end, arrival: when it moved, and was there; None as long as that is not known.
-        next_on_channel: the travels that follow it on a channel.
-        waiting_lanes: lanes to try again once it has arrived.
-        exclusive_key: travels of the same chain never move at the same time.
+        action: the send, or the reduce of the first lane.
+        transfer: undisturbed duration, latency, links and cores.
+        lanes: lanes that request it: the sender's, or all of a reduction.
+        end_lanes: all lanes at its ends, the receiver's included.
+        missing_count: number of lanes not yet ready for it, plus transfers still ahead of it on its channels.
+        requested_at: latest time so far at which a lane was ready for it.
+        channel_free_at: latest time so far at which a transfer ahead of it ended.
+        start, end, arrival: when it begins to move, frees its links, and has arrived; None while unknown.
+        next_on_channel: transfers queued directly behind it on its channels.
+        waiting_lanes: lanes to resume once it has arrived.
+        exclusive_key: transfers with the same key are queued on one channel and never overlap.
     """
 
     action: Action
@@ -56,14 +57,15 @@ class Transmission:
 
 @dataclass(slots=True, eq=False)
 class ScheduledTask:
-    """A task in its lane, with the travel it is about and when it ran.
+    """A task in its lane, with its transfer, start and end.
 
     Attributes:
-        requests_on_arrival: whether the lane is ready for the travel when it has reached the task, and not by an
+        requests_on_arrival: whether the lane becomes ready for the transfer when it reaches this task, not at an
             earlier one.
-        awaited: reductions that must be done before it.
-        released: travels that it makes the lane ready for, each with the fraction of it that must be done; ascending.
-        start, end: when the lane came to it (or, of a wait, when there was a message to wait for) and was done with it.
+        awaited: overlapped reductions that must be done before it.
+        released: (fraction of the task, transfer) pairs, ascending: from that fraction on the lane is ready for the
+            transfer.
+        start, end: when the lane reached it (a wait: when its message was requested, if later) and was done with it.
     """
 
     task: Task
@@ -78,18 +80,18 @@ class ScheduledTask:
 
 @dataclass(frozen=True)
 class MatchedLanes:
-    """All lanes with their travels."""
+    """The tasks of all lanes, and their transfers."""
 
     lanes: list[list[ScheduledTask]]
     messages: list[Transmission]
 
 
 def match_lanes(lanes: Sequence[Sequence[Task]]) -> MatchedLanes:
-    """Bring the tasks of all lanes together.
+    """Match the messages and reductions of all lanes.
 
     Raises:
-        ValueError: a message that is received and never sent, or has several lanes at one end; a reduction on whose
-            lanes, or transfer, its lanes do not agree; a task that is ready after one that is not there.
+        ValueError: a message that is received and never sent, or has several lanes at one end; a reduction whose lanes
+            or transfer differ between its lanes; a task whose ``after`` is no earlier task of its lane.
     """
     matching = _LaneMatcher(len(lanes))
     ops = [matching.match_lane(lane, tasks) for lane, tasks in enumerate(lanes)]
@@ -100,22 +102,23 @@ def match_lanes(lanes: Sequence[Sequence[Task]]) -> MatchedLanes:
 
 
 class _LaneMatcher:
-    """What is known of the keys while the lanes are gone through."""
+    """Collects sends, receives and reductions by key while the lanes are read."""
 
     def __init__(self, lanes: int) -> None:
         self.count = lanes
         self.messages: list[Transmission] = []
         self.sent: defaultdict[Hashable, list[Transmission]] = defaultdict(list)
         self.reduced: dict[Hashable, list[Transmission]] = {}
-        self.seen: dict[tuple[int, Hashable], int] = {}  # of a reduction, how often a lane takes part
+        self.seen: dict[tuple[int, Hashable], int] = {}  # (lane, reduction) -> times it takes part
         self.received: dict[tuple[int, Hashable], list[ScheduledTask]] = {}
-        self.early: list[tuple[ScheduledTask, ScheduledTask]] = []  # a task, and one that it makes the lane ready for
+        self.early: list[tuple[ScheduledTask, ScheduledTask]] = []  # (computing task, transfer that it releases)
 
     def match_lane(self, lane: int, tasks: Sequence[Task]) -> list[ScheduledTask]:
-        """The tasks of a lane, its sends and reductions with their travels."""
+        """Return the tasks of a lane with the transfers of its sends and reductions."""
         ops: list[ScheduledTask] = []
         channels: dict[Hashable, Transmission] = {}
         pending: list[Transmission] = []
+        # Last task of each action, to resolve ``after``; None in lanes where no task has it.
         latest: dict[Action, ScheduledTask] | None = {} if any(task.after is not None for task in tasks) else None
         for task in tasks:
             kind = task.action.kind
@@ -161,6 +164,7 @@ class _LaneMatcher:
         key, lanes = _task_key(task, lane), tuple(sorted({*(task.lanes or (lane,))}))
         if lane not in lanes or not 0 <= lanes[0] <= lanes[-1] < self.count:
             raise ValueError(f"{describe_action(task.action)} in lane {lane} cannot be of lanes {_format_lanes(lanes)}")
+        # The n-th reduction of a key in one lane is the n-th in all others.
         number = self.seen.get((lane, key), 0)
         self.seen[lane, key] = number + 1
         same = self.reduced.setdefault(key, [])
@@ -181,7 +185,7 @@ class _LaneMatcher:
         return travel
 
     def match_receives(self) -> None:
-        """Give each receive its travel."""
+        """Give each receive its transfer: its own lane's reduction with the same key, or else the send."""
         ends: dict[Hashable, int] = {}
         for (lane, key), ops in self.received.items():
             own = (lane, key) in self.seen
@@ -199,7 +203,7 @@ class _LaneMatcher:
                     travel.end_lanes = (*travel.lanes, lane)
 
     def check_reductions(self) -> None:
-        """Refuse reductions in which not all their lanes take part."""
+        """Check that all lanes of every reduction take part equally often."""
         for key, travels in self.reduced.items():
             for travel in travels:
                 for lane in travel.lanes:
@@ -210,9 +214,10 @@ class _LaneMatcher:
                         )
 
     def set_released(self) -> None:
-        """Tell tasks which travels they make their lane ready for."""
+        """Set which transfers every computing task releases, ascending by fraction."""
         for earlier, op in self.early:
             assert op.message is not None
+            # A receive with ``after`` must be ready before its message moves; other receives always are.
             op.message.missing_count += op.role is Role.AWAIT
             earlier.released = (*earlier.released, (op.task.fraction, op.message))
         for earlier in dict.fromkeys(earlier for earlier, _ in self.early):
@@ -220,7 +225,7 @@ class _LaneMatcher:
 
 
 def _queue_on_channel(channels: dict[Hashable, Transmission], task: Task, travel: Transmission) -> Transmission:
-    """Put a travel behind the last one on its channel of this lane."""
+    """Queue a transfer behind the last one on its channel of this lane."""
     channel = _channel_key(task)
     if channel in channels:
         channels[channel].next_on_channel += (travel,)

@@ -1,4 +1,4 @@
-"""Tasks of a schedule: its forwards and backwards with durations, and the messages between its lanes."""
+"""Schedule as simulator input: its forward and backward passes with durations, and the messages between lanes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def simulate_schedule(
     hop: float = 0,
     graph: StageGraph | None = None,
 ) -> Timeline:
-    """The passes of a schedule in time, every lane in its order; arguments and errors as of :func:`scheduled`.
+    """Simulate the passes of a schedule; further arguments and errors as of :func:`scheduled`.
 
     Args:
-        hop: ticks that a value travels from one lane to another, which keeps neither of them from computing.
+        hop: latency in ticks of a value between two lanes, overlapped with computation.
 
     Returns:
-        The timeline in ticks, without the messages; rank = lane. Whole numbers stay whole.
+        The timeline in ticks, without messages; rank = lane. Integers stay integers.
     """
     (hop,) = _per_stage("hop", [hop], 1)
     played = simulate_tasks(scheduled(lanes, forward, backward, TransferTime(latency=hop), graph))
@@ -42,22 +42,22 @@ def scheduled(
     transfer: TransferTime = NOTHING,
     graph: StageGraph | None = None,
 ) -> TaskLanes:
-    """A schedule's forwards and backwards, each between the receives it needs and the sends it makes possible.
+    """Return a schedule's passes as tasks, each after the receives that it needs and before the sends of its result.
 
     Args:
-        lanes: ``lanes[s]`` holds the forwards and backwards of stage s, first to last. Where the graph has more stages
-            than there are lanes, a lane holds those of all the (virtual) stages of one rank, in any mixture.
-        forward: duration of one forward, the same on all stages or one number for each stage.
-        backward: duration of one backward, likewise.
-        transfer: how a value, or its gradient, moves from one lane to another; within a lane nothing moves.
-        graph: which stages feed which; default: a chain of as many stages as lanes.
+        lanes: ``lanes[s]`` has the forward and backward passes of stage s in order. If the graph has more stages than
+            there are lanes, a lane has those of all the virtual stages of one rank, in any order.
+        forward: duration of one forward pass, one number for all stages or one for each.
+        backward: duration of one backward pass, one number for all stages or one for each.
+        transfer: duration of a message between two lanes; within a lane there is none.
+        graph: which stages feed which; default: a chain of one stage per lane.
 
     Returns:
-        Lanes whose messages carry their stage of origin as ``value`` ("stage0") and lanes as peers.
+        Tasks by lane; messages have their stage of origin as ``value`` ("stage0") and lanes as peers.
 
     Raises:
-        ValueError: durations that are negative or do not fit the stages; an action in another stage's lane, twice, of
-            another kind, or before one in its own lane that it needs.
+        ValueError: durations are negative or not one per stage; an action is in another stage's lane, repeated, no
+            pass, or before one in its own lane that it needs.
     """
     if not lanes:
         return ()
@@ -89,9 +89,9 @@ def scheduled(
 
 
 def _lanes_of_stages(lanes: Sequence[Sequence[Action]], graph: StageGraph) -> dict[int, int]:
-    """Which lane has each stage: its own number, or, where there are more stages than lanes, where its actions are.
+    """Return the lane of each stage: its own number, or for virtual stages the lane that has its actions.
 
-    A stage without any action may then be left out.
+    Virtual stages without any action are left out.
     """
     if graph.stages < len(lanes):
         raise ValueError(f"the graph has {graph.stages} stages, there are {len(lanes)} lanes")
@@ -111,7 +111,7 @@ def _lanes_of_stages(lanes: Sequence[Sequence[Action]], graph: StageGraph) -> di
 
 
 def _check_order(lane: Sequence[Action], number: int, lane_of: dict[int, int], graph: StageGraph) -> None:
-    """Refuse an action that is twice in a lane, or before one that it needs: no message would hold it back there."""
+    """Check that no action is repeated or precedes one in its own lane that it needs: no message orders these."""
     seen: set[tuple[ActionKind, int, int | None]] = set()
     for action in lane:
         forward, before = action.kind is ActionKind.FORWARD, graph.predecessors[action.stage]
@@ -131,7 +131,7 @@ def _name(action: Action) -> str:
 
 
 def _per_stage(name: str, ticks: float | Sequence[float], stages: int) -> list[float]:
-    """A duration for each stage, of one number for all or one for each."""
+    """Return a duration for each stage, given one number for all or one for each."""
     each = list(ticks) if isinstance(ticks, Sequence) else [ticks] * stages
     if len(each) != stages:
         raise ValueError(f"{name} names {len(each)} durations for {stages} stages: give one number, or one per stage")

@@ -1,4 +1,4 @@
-"""Host: lanes that share cores."""
+"""Shared cores: the lanes of one host, its cores, and how much computing lanes slow each other."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SharedCores:
-    """Lanes that share cores.
+    """The lanes of one host, which share its cores and memory bandwidth.
 
     Attributes:
-        lanes: which.
-        cores: how many of them may compute at the same time without slowing each other.
-        contention: how fast each of k lanes is that compute at the same time, on cores enough, in parts of the speed of
-            one alone, since they share the bandwidth of the memory. A function of k, or some of its values: of 1 it is
-            1.0 unless told; between counts it is linear, beyond the last one constant.
+        lanes: indices of the lanes on this host.
+        cores: number of lanes that may compute at the same time without sharing a core.
+        contention: speed of each of k computing lanes relative to one alone, with enough cores, since they share memory
+            bandwidth. A function of k, or some of its values: 1.0 for k = 1 by default, linear between the given
+            counts, constant beyond the last; None: always 1.0.
 
     Raises:
-        ValueError: no cores, a lane twice, or a contention that is not above 0.
+        ValueError: cores or a contention are not above 0, or a lane is listed twice.
     """
 
     lanes: tuple[int, ...]
@@ -35,7 +35,7 @@ class SharedCores:
                 raise ValueError(f"contention of {count} lanes must be more than 0, not {self.slowdown(count)}")
 
     def slowdown(self, count: int) -> float:
-        """The contention of so many lanes, at least 1."""
+        """Return the relative speed of each of ``count`` >= 1 lanes that compute at once."""
         if self.contention is None:
             return 1.0
         if not isinstance(self.contention, Mapping):

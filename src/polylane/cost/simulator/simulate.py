@@ -1,4 +1,4 @@
-"""Play the tasks of all lanes: who runs when, and who waits for whom, where cores and links may be shared."""
+"""Simulation of a step: start and end of the tasks of all lanes, where cores and links may be shared."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ def simulate_tasks(
     """Run the tasks of every lane in order, each as early as what it waits for allows.
 
     A computing task keeps its lane; a step first waits for the overlapped reductions before it. A send keeps the lane
-    for its own seconds, if any, and its transfer then moves on its own. A receive waits until its message has arrived.
-    A reduction moves once all its lanes are ready for it and its channel is free in each of them; unless it is
+    for its own seconds, if any; its transfer then proceeds independently. A receive waits until its message has
+    arrived. A reduction moves once all its lanes are ready for it and its channel is free in each of them; unless it is
     overlapped it keeps its lanes until it is done.
 
-    Where more lanes of a host compute than it has cores, all of them are slowed alike: k lanes on c cores run at c/k.
-    A transfer takes part with the share of a core that it costs, for as long as it lasts, however slow it is. Transfers
-    on links that cannot carry all of them are slowed max-min fairly.
+    If more lanes of a host compute than it has cores, all are slowed equally: k lanes on c cores run at speed c/k. A
+    transfer takes its share of a core for as long as it lasts, however slow it is. Transfers that exceed the capacity
+    of a link are slowed max-min fairly.
 
-    In the timeline a pass, a step and a send last as long as they keep their lane; a receive from when its lane waits
-    for it and its message has been asked for; a reduction from when it moves, until it is done and no lane waits for
-    it. So where a lane neither computes nor communicates it waits for somebody who is still at work: a bubble. The
-    timeline ends when all lanes are done; messages that nobody waits for may then still be under way.
+    In the timeline a pass, a step and a send last as long as they keep their lane; a receive begins when its lane waits
+    for it and its message has been requested; a reduction lasts from when it moves until it is done and no lane waits
+    for it. Time in which a lane neither computes nor communicates is a bubble: it waits for a lane that is still busy.
+    The timeline ends when all lanes are done; messages that no lane waits for may then still be in flight.
 
-    Where cores and links can carry everything at once the time taken is linear in the tasks, and whole numbers stay
-    whole. Else every start and end is an event, at which those who share with it get new speeds.
+    If cores and links suffice for everything at once, the run time is linear in the tasks, and integers stay integers.
+    Else every start and end is an event, which changes the speeds of all that share a resource with it.
 
     Args:
         lanes: the tasks of every lane, first to last.
-        hosts: lanes that share cores; a lane of no host has a core of its own.
-        links: the capacity of links, by name; 1 of those that are not named here.
+        hosts: hosts whose lanes share cores; a lane of no host has a core of its own.
+        links: capacity of links by name; 1 for links that are not listed.
 
     Returns:
         The timeline in seconds; rank = lane.
 
     Raises:
-        ValueError: what `polylane.cost.simulator.matching.match_lanes` refuses; hosts of lanes that are not there or
-            have two hosts; a
-            capacity not above 0; or lanes that can never proceed, with the task that is blocked and what it waits for.
+        ValueError: tasks that `polylane.cost.simulator.matching.match_lanes` refuses; hosts with unknown lanes, or
+            lanes with two hosts; a capacity not above 0; or a deadlock, with the blocked task and what it waits for.
     """
     _check_inputs(len(lanes), hosts, links or {})
     matched = match_lanes(lanes)
+    # Without possible contention the linear algorithm gives the same result, exact for integers.
     tight = [host for host in hosts if _can_contend(host, matched)]
     narrow = _narrow_links(matched.messages, links or {})
     if tight or narrow:
@@ -62,9 +62,9 @@ def simulate_tasks(
 
 
 def _can_contend(host: SharedCores, matched: MatchedLanes) -> bool:
-    """Whether its lanes can ever feel that they share the host: whether all at once would be too much."""
+    """Return whether the lanes of a host can slow each other: whether all of them at once exceed it."""
     own = set(host.lanes)
-    most: dict[Hashable, float] = {}  # of the transfers of a chain, which never meet
+    most: dict[Hashable, float] = {}  # by exclusive key: these never overlap
     for travel in matched.messages:
         if travel.transfer.cpu and travel.transfer.seconds:
             cpu = travel.transfer.cpu * sum(lane in own for lane in travel.end_lanes)
@@ -74,13 +74,13 @@ def _can_contend(host: SharedCores, matched: MatchedLanes) -> bool:
 
 
 def _narrow_links(travels: Sequence[Transmission], capacity: Mapping[Hashable, float]) -> dict[Hashable, float]:
-    """Of the links that are used, those too narrow for all who may use them at once, with their capacity."""
-    most: dict[Hashable, dict[Hashable, float]] = {}  # of the transfers of a chain, which never meet
+    """Return the capacity of the links that could be exceeded if all their transfers ran at once."""
+    most: dict[Hashable, dict[Hashable, float]] = {}  # by exclusive key: these never overlap
     for travel in travels:
         for link, amount in travel.transfer.links.items() if travel.transfer.seconds else ():
             chains = most.setdefault(link, {})
             chains[travel.exclusive_key] = max(chains.get(travel.exclusive_key, 0), amount)
-    # Shares that add up to 1 but for rounding are not too much.
+    # Shares that exceed the capacity by rounding only are no contention.
     limits = {link: (capacity.get(link, 1.0), sum(chains.values())) for link, chains in most.items()}
     return {link: limit for link, (limit, total) in limits.items() if total > limit * (1 + 1e-12)}
 
@@ -123,7 +123,7 @@ def _check_all_ran(matched: MatchedLanes) -> None:
 
 
 def _explain_stall(travel: Transmission, matched: MatchedLanes) -> str:
-    """What keeps a travel from arriving."""
+    """Explain what keeps a transfer from arriving."""
     late = [
         lane
         for lane in travel.lanes

@@ -1,6 +1,4 @@
-"""Tasks: what the lanes of a step do and how long it takes undisturbed, for
-`polylane.cost.simulator.simulate.simulate_tasks`.
-"""
+"""Simulator tasks: the actions of a lane with their undisturbed durations and transfers."""
 
 from __future__ import annotations
 
@@ -13,18 +11,18 @@ from polylane.schedule.action import COMMUNICATION, Action, ActionKind
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """How something moves when nothing disturbs it. One object may serve all messages of a kind.
+    """Undisturbed duration and resources of a transfer; one object may serve all messages of a kind.
 
     Attributes:
-        seconds: from its start until it has left: for so long it takes its links and keeps its channel.
-        latency: seconds from then until it has arrived, in which it takes and keeps nothing.
-        links: the shared links it takes, by any name, each with how much of it, in the unit of the link's capacity (a
-            link whose capacity is not told has 1: then the amount is a share of it).
-        cpu: the share of a core that it takes in every lane it concerns (of a message: its sender's and its
-            receiver's), for as long as it takes its links. Two cores' worth of it is 2.
+        seconds: duration for which it occupies its links and its channel.
+        latency: further seconds until it has arrived, in which it occupies nothing.
+        links: shared link -> amount that it takes, in the unit of the link's capacity (1 unless given, so that the
+            amount is a fraction).
+        cpu: cores that it takes in every lane at its ends (a message: sender and receiver) while it occupies its links;
+            2 for two cores.
 
     Raises:
-        ValueError: a figure that is negative or no number.
+        ValueError: a figure is negative or not finite.
     """
 
     seconds: float = 0
@@ -49,27 +47,27 @@ class Task:
     """One action of one lane.
 
     Attributes:
-        action: what it is. Kinds other than send, receive and reduce compute. A step waits for all of the lane's
-            overlapped reductions before it.
-        seconds: for which it keeps the lane undisturbed: a pass, or the packing and unpacking of a message.
-        waited: how much of them goes by in collectives inside the action; cores that are shared do not slow it.
-        bytes: what the lane hands over or gets (`polylane.observe.timeline.Span.bytes`).
-        key: of a send and its receive, or of a reduction in all its lanes, the same; the n-th send of a key meets the
-            n-th receive. Default, where lanes are ranks: of a message its ends, value, microbatch and direction; of a
-            reduction its value and lanes. A receive of a key that its own lane reduces waits for that reduction.
-        transfer: of a send or a reduction, how it moves.
-        lanes: of a reduction, who takes part; default: its lane alone.
-        channel: transfers that a lane asks for on one channel move one after another, in the order of its tasks.
-            Default: a channel for every peer, and one for all reductions.
-        after: of a task that transfers: an earlier computing task of the lane (the last one of that action) from which
-            on the lane is ready for the transfer, though it reaches this task later. Default: a send or reduction may
-            start when the lane has reached it, and a receive is ready for its message at any time.
-        fraction: how much of ``after`` must be done: 0 its start, 1 its end. Buckets of gradients are complete in the
-            course of the last backward pass.
-        overlapped: of a reduction: whether the lane goes on at once; else it waits until the reduction is done.
+        action: the action; kinds other than send, receive and reduce compute. A step waits for all overlapped
+            reductions before it in the lane.
+        seconds: undisturbed duration for which it keeps the lane: of a pass, or of packing a message.
+        waited: part of ``seconds`` spent in collectives inside the action; shared cores do not slow it.
+        bytes: bytes that the lane sends or receives (`polylane.observe.timeline.Span.bytes`).
+        key: equal for a send and its receive, and for a reduction in all its lanes; the n-th send of a key is matched
+            with the n-th receive. Default, if lanes are ranks: ends, value, microbatch and direction of a message;
+            value and lanes of a reduction. A receive whose own lane reduces the key waits for that reduction.
+        transfer: undisturbed transfer of a send or a reduction.
+        lanes: lanes that take part in a reduction; default: its own only.
+        channel: transfers that a lane requests on one channel move one after another, in the order of its tasks.
+            Default: one channel for each peer, and one for all reductions.
+        after: an earlier computing task of the lane (the last with that action) from which on the lane is ready for the
+            transfer, even though it reaches this task later. Default: a send or reduction may start when the lane
+            reaches it, a receive is ready at any time.
+        fraction: fraction of ``after`` that must be done, from 0 (its start) to 1 (its end): a gradient bucket is
+            complete in the course of the last backward pass.
+        overlapped: whether the lane goes on at once after requesting a reduction; else it waits for it.
 
     Raises:
-        ValueError: figures that mean nothing, or that this kind of action does not have.
+        ValueError: a figure is out of range, or not applicable to this kind of action.
     """
 
     action: Action
@@ -104,7 +102,7 @@ class Task:
 
 
 def describe_action(action: Action) -> str:
-    """An action in words: "the receive of the gradient of h3 of microbatch 1 on stage 2 from 4"."""
+    """Return an action in words: "the receive of the gradient of h3 of microbatch 1 on stage 2 from 4"."""
     what = "" if action.value is None else f" of {'the gradient of ' if action.gradient else ''}{action.value}"
     which = "" if action.microbatch is None else f" of microbatch {action.microbatch}"
     end = "from" if action.kind is ActionKind.RECEIVE else "to"

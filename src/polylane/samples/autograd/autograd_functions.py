@@ -1,17 +1,17 @@
-"""Custom autograd functions (torch.autograd.Function): traced, forward and backward, to prove how samples go through.
+"""Custom autograd functions (torch.autograd.Function): prove from forward and backward traces how they treat samples.
 
-Such a function is one opaque operator of the captured graph. Its forward and backward pass are traced to ATen on
-tensors without data whose number of samples is a symbol, with a tangent for every output, and the traced graph is
-walked by the same rules as any other. A function is proven where its outputs are made up of the parts' outputs, and
-the gradient of each input is made up of the parts' gradients as that input's must be. Of any other (values looked at,
-numpy, random numbers, a branch on the number of samples, a backward pass that joins samples) nothing is known.
+Such a function is one opaque operator of the captured graph. Its forward and backward pass are traced to ATen on fake
+tensors with a symbolic number of samples and a tangent for every output, and the traced graph is interpreted by the
+same rules as any other. A function is proven if its outputs follow from the parts' outputs, and the gradient of each
+input from the parts' gradients as the table demands. Nothing is known of any other function (one that reads values,
+calls numpy, draws random numbers, branches on the number of samples, or joins samples in its backward pass).
 
-What the parts of a batch bring about, by how a value v is made up. Every part's backward pass begins with its share of
-the whole's, so that the parts' gradients of a parameter add up to the whole's.
+State of the gradient of a value v, by the state of v. Every part's backward pass begins with its share of the whole
+batch's, so that the parts' gradients of a parameter add up to the whole's.
 
     v                 gradient of v
     rows              rows
-    alike             additive(0): each part has a summand
+    replicated        additive(0): each part has a partial sum
     additive(q)       proportional(q): v = sum of share^q v_i, so the gradient of v_i is share^q times that of v
 """
 
@@ -47,21 +47,22 @@ from polylane.samples.interpretation.additivity import (
     proportional,
 )
 
-# Outputs that may have a gradient or none, each on its own: a backward pass is traced for every choice of them.
+# Most differentiable outputs: a backward pass is traced for every non-empty subset of them that gets a tangent.
 MOST_OUTPUTS = 3
 
 
 _KnownSettings = dict[tuple[Any, ...], tuple[State, ...] | None]
+# Proofs by function and arguments: a model calls the same function in every layer.
 _KNOWN: WeakKeyDictionary[FunctionCall, _KnownSettings] = WeakKeyDictionary()
 
 
 def prove_function(node: fx.Node, step: OperatorNode, states: Sequence[State]) -> tuple[State, ...] | None:
-    """How the parts of a batch make up what a custom autograd function gives; None where that is not proven.
+    """Return how the parts of a batch make up the outputs of a custom autograd function; None if not proven.
 
     Args:
-        node: the call.
-        step: the same with concrete shapes.
-        states: how the parts make up the tensors that it reads.
+        node: FX node that calls the function.
+        step: the same call with concrete shapes.
+        states: states of the tensors that it reads, in order.
     """
     function, settings = _unwrap_call(node.target)
     tensors: Any = node.args[1]
@@ -76,13 +77,13 @@ def prove_function(node: fx.Node, step: OperatorNode, states: Sequence[State]) -
     key = (arguments, *(_describe_setting(each) for each in settings))
     known = _KNOWN.setdefault(function, {})
     if key not in known:
-        # What a first call alone sets up (an import, a cache) is there for the second.
+        # A first call may fail for its own setup (an import, a cache): try once more.
         known[key] = _prove_states(function, settings, arguments) or _prove_states(function, settings, arguments)
     return known[key]
 
 
 def _unwrap_call(target: Any) -> tuple[FunctionCall | None, list[UnderSetting]]:
-    """A call without what stands around it, and the settings that it runs under, the outermost first."""
+    """Return the call inside all wrappers, and the settings that it runs under, the outermost first."""
     settings = []
     while isinstance(target, (UnderSetting, PythonOnSlice)):
         settings += [target] if isinstance(target, UnderSetting) else []
@@ -96,7 +97,7 @@ def _describe_setting(setting: UnderSetting) -> tuple[Any, ...]:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether an argument is what it is for good: no size that follows the samples, no object that may change."""
+    """Return whether an argument is constant: no size that depends on the samples, no mutable object."""
     if isinstance(value, (list, tuple, dict)):
         return all(map(_is_constant, value.values() if isinstance(value, dict) else value))
     kinds = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.memory_format, torch.layout)
@@ -108,7 +109,7 @@ def _shape_of_one_sample(val: Tensor) -> tuple[int, ...]:
 
 
 def _device_of(val: Tensor) -> torch.device:
-    """Where a tensor is; the host for one that is nowhere yet."""
+    """Return the device of a tensor; the CPU for a meta tensor."""
     return torch.device("cpu") if val.device.type == "meta" else val.device
 
 
@@ -127,13 +128,13 @@ def _prove_states(
             for chosen in _tangent_choices(first.differentiable):
                 if not _gradients_match(function, settings, arguments, states, chosen):
                     return None
-        except Exception:  # the user's own Python, in circumstances that it was not written for: anything may happen
+        except Exception:  # user code on fake tensors may raise anything
             return None
     return None if touched() else states
 
 
 def _tangent_choices(differentiable: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Which outputs a gradient may come to: those that are not used later have none."""
+    """Yield every non-empty subset of outputs that may get a tangent: unused outputs get none."""
     if len(differentiable) > MOST_OUTPUTS:
         raise ValueError("too many outputs")
     for count in range(1, len(differentiable) + 1):
@@ -147,7 +148,7 @@ def _gradients_match(
     states: Sequence[State],
     chosen: tuple[int, ...],
 ) -> bool:
-    """Whether the gradients are made up as they must be, if tangents come to some of the outputs."""
+    """Return whether all input gradients have the states that the table demands, given tangents of some outputs."""
     trace = trace_function(function, settings, arguments, chosen)
     given = [_state_of_gradient(states[output]) for output in trace.tangents]
     walk = None if None in given else _interpret_trace(trace, arguments, given)
@@ -161,7 +162,7 @@ def _gradients_match(
 
 
 def _output_states(trace: FunctionTrace, arguments: Sequence[FunctionArgument]) -> tuple[State, ...] | None:
-    """How the parts make up the outputs; None where that is not known of each."""
+    """Return the states of all outputs; None if one is unknown."""
     walk = _interpret_trace(trace, arguments, ())
     states = None if walk is None else _interpret_outputs(walk, trace)
     return None if states is None or None in states else tuple(state for state in states if state is not None)
@@ -173,14 +174,14 @@ def _interpret_outputs(walk: AbstractInterpreter, trace: FunctionTrace) -> list[
 
 
 def _state_in_order(walk: AbstractInterpreter, key: TensorKey) -> State | None:
-    """How a value is made up; rows only where they are all samples' in their order."""
+    """Return the state of a value; a sharded one only if it has the rows of all samples in order."""
     state = walk.states.get(key)
     ordered = isinstance(state, (Additive, Proportional)) or state == walk.placements.get(key)
     return state if ordered and key not in walk.size_cuts else None
 
 
 def _state_of_gradient(state: State) -> State | None:
-    """How the parts make up the gradient of a value; see the head of this file."""
+    """Return the state of a value's gradient by the table at the head of this file; None if undefined."""
     if isinstance(state, Shard):
         return state
     if state == REPLICATE:
@@ -204,6 +205,7 @@ def _interpret_trace(
 ) -> AbstractInterpreter | None:
     nodes = describe_nodes(trace.graph, dict.fromkeys(trace.graph.nodes, False), set())
     inputs = len(arguments) + len(trace.tangents)
+    # The trace poses as a captured graph whose inputs are the arguments and tangents, with given states.
     code = Code(trace.graph, {}, inputs, random=False, has_batch_statistics=False)
     graph = Graph(nodes, {}, {}, {}, WHOLE, (), (), loss_is_mean=True, is_opaque=False, code=code)
     states = [*(argument.state for argument in arguments), *tangents]

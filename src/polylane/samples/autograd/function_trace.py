@@ -1,6 +1,6 @@
-"""Traces of custom autograd functions: forward and backward as one flat graph of ATen operators, for any samples.
+"""Function traces: forward and backward of a custom autograd function as one flat ATen graph, for any samples.
 
-Tensors have no data, and their number of samples is a symbol: a trace that depends on either is none.
+Tensors are fake and their number of samples is symbolic: a function that depends on data or samples has no trace.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from polylane.graph.symbolic_sizes import compute_sizes_locally, size_function
 from polylane.placement.placement import Shard
 from polylane.samples.interpretation.additivity import State
 
-# Of a longer trace nothing is known: a walk must end soon.
+# Most nodes of a trace: longer ones are not interpreted, which bounds the time of a proof.
 LONGEST = 2000
-HINT = 7  # what sizes are called with; a branch on it is seen, and is no proof
+HINT = 7  # example value of the symbol; a branch on it leaves a guard, and is refused
 
 
 @dataclass(frozen=True)
 class FunctionArgument:
-    """A tensor that a function is called with.
+    """A tensor argument of a function.
 
     Attributes:
-        shape: at one sample.
-        dtype: of its elements.
-        state: how the parts of a batch make it up; rows grow along its dimension.
-        requires_grad: whether a gradient may flow back through it.
-        device: where it is.
+        shape: shape of the tensor at one sample.
+        dtype: dtype of its elements.
+        state: how the parts of a batch make it up; a sharded one grows along its dimension.
+        requires_grad: whether a gradient may flow back to it.
+        device: device of the fake tensors.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class FunctionArgument:
     device: torch.device
 
     def made(self, samples: Any) -> Tensor:
-        """One without data, with so many samples."""
+        """Return an empty tensor of this form with ``samples`` samples."""
         grown = self.state.dim if isinstance(self.state, Shard) else None
         sizes = [size * samples if dim == grown else size for dim, size in enumerate(self.shape)]
         return torch.empty(sizes, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
@@ -59,14 +59,14 @@ class FunctionArgument:
 
 @dataclass(frozen=True)
 class FunctionTrace:
-    """A function's passes, flat.
+    """Forward and backward pass of a function as one flat graph.
 
     Attributes:
-        graph: its placeholders are the arguments and the tangents; it gives the outputs and the gradients.
-        outputs: how many outputs it gives.
-        differentiable: the outputs that a gradient may come to.
-        tangents: the outputs that have a tangent, in the order of the placeholders.
-        gradients: the arguments of which there is a gradient.
+        graph: placeholders are the arguments, then the tangents; results are the outputs, then the gradients.
+        outputs: number of outputs of the function.
+        differentiable: indices of the outputs that may have a gradient.
+        tangents: indices of the outputs with a tangent, in the order of the placeholders.
+        gradients: indices of the arguments with a gradient, in the order of the results.
     """
 
     graph: fx.Graph
@@ -82,10 +82,11 @@ def trace_function(
     arguments: Sequence[FunctionArgument],
     chosen: tuple[int, ...],
 ) -> FunctionTrace:
-    """A function's passes, for any number of samples.
+    """Trace a function's passes for any number of samples.
 
     Raises:
-        ValueError: they are not the same for all.
+        ValueError: the passes differ between numbers of samples, are too long, draw random numbers or have side
+            effects.
     """
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
@@ -93,7 +94,7 @@ def trace_function(
     alone = _trace_with_samples(function, settings, arguments, chosen, FakeTensorMode(), 1)
     if env.guards or env.deferred_runtime_asserts:
         raise ValueError("it depends on the number of samples")
-    # Sizes are taken to be two at least: one is tried by itself.
+    # Symbolic sizes are assumed to be at least two: one sample is traced separately.
     if _graph_structure(trace.graph) != _graph_structure(alone.graph):
         raise ValueError("it computes otherwise on one sample")
     if len(trace.graph.nodes) > LONGEST:
@@ -103,7 +104,7 @@ def trace_function(
 
 
 def _sample_symbol(mode: FakeTensorMode) -> torch.SymInt:
-    """The number of samples."""
+    """Return a symbolic number of samples, without guards yet."""
     form: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     size: Any = mode.from_tensor(torch.empty(HINT, device="meta"), symbolic_context=form).shape[0]
     return size  # type: ignore[no-any-return]
@@ -118,6 +119,7 @@ def _trace_with_samples(
     samples: Any,
 ) -> FunctionTrace:
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        # Arguments are copied: the function may change them.
         call = FunctionCall(function.apply, copy.deepcopy(function.arguments), function.tensor_positions)
         result = call.run(inputs)
         return [result] if isinstance(result, Tensor) else [each for each in result if isinstance(each, Tensor)]
@@ -154,7 +156,7 @@ def _trace_with_samples(
 def _compute_gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """As torch.autograd.grad, inside of which no function mode would see what a backward pass calls."""
+    """Compute gradients as torch.autograd.grad does, but visibly to function modes, which it disables."""
     engine: Any = torch.autograd.Variable._execution_engine
     keep, create, unused, accumulate = False, False, True, False
     found: tuple[Tensor | None, ...] = engine.run_backward(
@@ -170,7 +172,7 @@ def _compute_gradients(
 
 
 class _FailureWatch(TorchFunctionMode):
-    """Whether any call of torch's failed, be the error caught or not: without data, values cannot be looked at."""
+    """Records whether any torch call raised, even if caught: on fake tensors, reading values does."""
 
     any = False
 
@@ -192,7 +194,7 @@ def _enter_setting(setting: UnderSetting) -> Any:
 
 
 def _inline_constants(traced: fx.GraphModule) -> fx.Graph:
-    """The traced graph, with its constants as placeholders and without switches of the gradient mode."""
+    """Return the traced graph with constants as placeholders and without switches of the gradient mode."""
     graph = traced.graph
     first = next(iter(graph.nodes))
     for node in list(graph.nodes):
@@ -209,7 +211,7 @@ def _inline_constants(traced: fx.GraphModule) -> fx.Graph:
 
 
 def _graph_structure(graph: fx.Graph) -> list[Any]:
-    """What a graph computes on one sample: each operator, and its arguments."""
+    """Return a graph's operators and arguments at one sample, for comparison with another trace."""
     numbers: dict[fx.Node, int] = {}
 
     def settled(node: fx.Node) -> Any:
@@ -219,6 +221,8 @@ def _graph_structure(graph: fx.Graph) -> list[Any]:
     result: list[Any] = []
     for node in graph.nodes:
         val = node.meta.get("val")
+        # Size arithmetic appears in the symbolic trace only; its results are compared as numbers in the
+        # arguments.
         if node.op == "call_function" and not isinstance(val, (Tensor, list, tuple)):
             continue
         numbers[node] = len(numbers)
@@ -235,10 +239,10 @@ def _settle_sizes(value: Any, settled: Callable[[fx.Node], Any]) -> Any:
 
 
 def _prepare_graph(graph: fx.Graph) -> None:
-    """Let a traced graph be like a captured one: roles, sizes and names.
+    """Prepare a traced graph as captures are: roles, sizes and names.
 
     Raises:
-        ValueError: it writes what it was given, or draws random numbers.
+        ValueError: the function writes its arguments in place, or draws random numbers.
     """
     part, leaf = add_slice_input(graph), 0
     for node in graph.nodes:

@@ -1,8 +1,8 @@
-"""Side effects of the user's own code that is called only to be traced: they are noticed, and put back.
+"""Side effects of user code that is called only for tracing: detected, and undone.
 
-Such a call must leave nothing behind: no counter, no list, no random number. What a custom autograd function may change
-is what its code names: attributes of its class, globals, what it closes over, and what those hold, through the
-functions that it calls, those of libraries included.
+Such a call must not change a counter, a list or a random generator. What a custom autograd function can change is what
+its code names: attributes of its class, globals, closure variables and their contents, also through the functions that
+it calls, those of libraries included.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from polylane.graph.python_state.state_restore import snapshot_names
 
 @contextmanager
 def undo_side_effects(apply: Callable[..., Any]) -> Iterator[Callable[[], bool]]:
-    """Inside, a custom autograd function may be called: random numbers and what its code may change are put back.
+    """Context manager: restore random generators and all state that a custom autograd function's code can change.
 
     Args:
-        apply: the function's own ``apply``.
+        apply: the bound ``apply`` of the autograd function's class.
 
     Yields:
-        Says afterwards whether any of it was changed.
+        Function that tells, after the context, whether anything was changed.
     """
     changed = False
     reached = find_python_names((), [getattr(apply, "__self__", apply)], everything=True)
@@ -36,6 +36,8 @@ def undo_side_effects(apply: Callable[..., Any]) -> Iterator[Callable[[], bool]]
         try:
             yield lambda: changed
         finally:
+            # A function that changes state is not proven, even though the change is undone: it may depend
+            # on it.
             changed = not states_equal(random, generator_states()) or _digests(reached) != held
             put_back()
             restore_generators(random)

@@ -1,7 +1,8 @@
-"""Abstract interpretation of a captured graph: every operator's values, as the parts of a batch make them up.
+"""Abstract interpretation of a captured graph: the state of every value, that is how the parts of a batch make it up.
 
-From the inputs on, each operator is taken by its placement rule (:mod:`polylane.samples.interpretation.replica_calls`)
-or by the algebra of what is additive (:mod:`polylane.samples.interpretation.additivity`). Nothing is computed.
+Starting from the inputs, each operator is interpreted by its placement rule
+(:mod:`polylane.samples.interpretation.replica_calls`) or by the algebra of additive values
+(:mod:`polylane.samples.interpretation.additivity`). Nothing is computed.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from polylane.samples.interpretation.ragged import is_ragged
 from polylane.samples.interpretation.row_operators import derive_rows
 from polylane.samples.interpretation.sum_operators import derive_scaled, derive_sums
 
-# They reduce to an element of what they take, or to whether there is one.
+# Reductions to an extreme, which combine over parts by the same extreme.
 _EXTREMES = {"max": CombineParts.MAX, "amax": CombineParts.MAX, "any": CombineParts.MAX}
 _EXTREMES |= {"min": CombineParts.MIN, "amin": CombineParts.MIN, "all": CombineParts.MIN}
 
 
-# How an autograd function's values are made up, given its node and how what it reads is; None where that is not proven.
+# Proof of an autograd function: its node, call and input states -> output states, or None if not proven.
 Functions = Callable[[fx.Node, OperatorNode, Sequence[State]], Sequence[State] | None]
 
 
@@ -52,16 +53,17 @@ def interpret(
     given: Mapping[TensorKey, State | None] | None = None,
     functions: Functions | None = None,
 ) -> AbstractInterpreter | None:
-    """A graph walked to its end; None where it is not for the numbers of samples that are tried.
+    """Interpret a graph to its end; None if it does not hold for the numbers of samples that are tried.
 
     Args:
-        graph: nothing of it is computed.
+        graph: the captured graph; none of its operators is run.
         per_sample, counting: see :func:`polylane.samples.derivation.derive_composition`.
-        given: how placeholders are made up that are neither rows in order nor alike; None for one of which that is
-            not known.
-        functions: asked about every custom autograd function; default: nothing is known of any.
+        given: states of placeholders that are neither sharded by sample in order nor replicated; None for unknown ones.
+        functions: proves custom autograd functions; default: none is proven.
     """
     try:
+        # The same operators at two sizes: of the whole batch, and of one of two replicas with half the
+        # samples.
         whole = view_operators(graph, WHOLE, REPLICAS, ragged=True)
         own = view_operators(graph, OWN, REPLICAS, ragged=True, batch=WHOLE)
     except PolylaneError:
@@ -74,12 +76,12 @@ def interpret(
 
 @dataclass
 class AbstractInterpreter(KnownStates):
-    """Goes through the operators of a graph, from the inputs on.
+    """Derives the states of a graph's values, operator by operator.
 
     Attributes:
-        per_sample: module paths of the user's own Python that treats every sample by itself, as the user says.
-        functions: is asked about every custom autograd function; see :func:`interpret`.
-        unproven: nodes that run the user's own Python on samples, of which nothing is proven.
+        per_sample: paths of modules whose own Python, as the user declares, treats samples independently.
+        functions: proves custom autograd functions; see :func:`interpret`.
+        unproven: nodes that run the user's own Python on samples, without a proof.
     """
 
     per_sample: Collection[str] = ()
@@ -92,7 +94,7 @@ class AbstractInterpreter(KnownStates):
         self._of_inputs = nodes_from_inputs(self.graph.code.fx)
 
     def interpret_operator(self, step: OperatorNode, own: OperatorCall) -> None:
-        """One operator: find out about its values; ``own``: as a replica calls it."""
+        """Derive the states of one operator's outputs; ``own`` is the call that a replica makes."""
         found = self._derive_states(step, own) if step.output_keys else None
         for place, key in enumerate(step.output_keys):
             state = None if found is None else found[place]
@@ -105,7 +107,7 @@ class AbstractInterpreter(KnownStates):
     # ---- one operator ----
 
     def _derive_states(self, step: OperatorNode, own: OperatorCall) -> Derived:
-        """How an operator's values are made up, if that can be proven."""
+        """Return the states of an operator's outputs, if they can be proven."""
         node = self.nodes[step.name]
         if isinstance(node.target, WholeBatchStatistic):
             return self._counted_states(step, node.target)
@@ -117,7 +119,8 @@ class AbstractInterpreter(KnownStates):
             return None
         sizes = [each for each in node.all_input_nodes if isinstance(each.target, SymbolicSize)]
         if any(power_of_size(each) is None for each in sizes):
-            return None  # what they are for two and four samples says nothing of other numbers
+            return None  # its values at two and four samples prove nothing for others
+        # An in-place write of partial results is proven only by way of statistics.
         found = self._prove_states(step, own, node)
         if found is not None and not (written_arguments(node) and any(state != REPLICATE for state in found)):
             return found
@@ -133,7 +136,7 @@ class AbstractInterpreter(KnownStates):
         return found or derive_scaled(self, step, own, node)
 
     def _counted_states(self, step: OperatorNode, target: WholeBatchStatistic) -> Derived:
-        """A statistic of the whole batch is alike for all parts, if what is combined is made up that way."""
+        """Return the state of a whole-batch statistic: replicated, if its parts combine as the statistic does."""
         (key,) = step.input_keys
         state = self.states.get(key)
         node = self.nodes[step.name]
@@ -149,9 +152,11 @@ class AbstractInterpreter(KnownStates):
         return [REPLICATE] if extreme or (wanted is not None and power_of_additive(state) == wanted) else None
 
     def _user_python_states(self, step: OperatorNode) -> Derived:
-        """The user's own Python: nothing is known of it but what its trace proves, or the user says."""
+        """Return the states of the user's own Python, of which only its trace or the user's word is known."""
         described = self.described[step.name]
         known = all(key in self.states for key in step.input_keys)
+        # Equal inputs give equal outputs; but a function's gradient may not be, so a differentiable one needs
+        # its proof.
         alike = known and all(self.states[key] == REPLICATE for key in step.input_keys) and not self._grow(step)
         if alike and not (step.call.op == "function" and described.requires_grad):
             return [REPLICATE] * len(step.output_keys)
@@ -170,7 +175,7 @@ class AbstractInterpreter(KnownStates):
         ]
 
     def _function_states(self, step: OperatorNode) -> Sequence[State] | None:
-        """A custom autograd function, if its forward and backward pass prove how its values are made up."""
+        """Return the states of a custom autograd function, if its forward and backward pass prove them."""
         reads = [(key, self.states[key]) for key in step.input_keys]
         if step.call.op != "function" or self.functions is None:
             return None
@@ -188,12 +193,13 @@ class AbstractInterpreter(KnownStates):
     # ---- what can be counted over the whole batch first ----
 
     def _with_statistics(self, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
-        """The operator's values if what stands in the way, and depends on inputs alone, is of the whole batch."""
+        """Return the states if operands that follow from the inputs alone are replaced by whole-batch statistics."""
         if not self.counting:
             return None
         extreme = self._extreme_states(step, node)
         if extreme is not None:
             return extreme
+        # Tentatively treat the statistics as replicated, prove again, and restore the states of the operands.
         before = dict(self.states)
         wanted: list[NeededStatistic] = []
         for value in node.all_input_nodes:
@@ -228,14 +234,14 @@ class AbstractInterpreter(KnownStates):
     def _whole_sizes(
         self, step: OperatorNode, own: OperatorCall, node: fx.Node, wanted: Sequence[NeededStatistic]
     ) -> OperatorCall:
-        """A replica's call with the whole batch's sizes where they are wanted."""
+        """Return a replica's call with sizes of the whole batch where these are wanted."""
         sizes = {w.value for w in wanted if w.combine is None}
         named = bind_arguments(node, node.args, node.kwargs)[1]
         whole = {name: step.call.arguments[name] for name, value in named.items() if value in sizes}
         return replace(own, arguments={**own.arguments, **whole})
 
     def _extreme_states(self, step: OperatorNode, node: fx.Node) -> Derived:
-        """The largest of all samples' values, which nothing but the inputs have a say in."""
+        """Return the state of an extreme over all samples that follows from the inputs alone."""
         combine = _EXTREMES.get(step.call.base)
         single = len(step.input_keys) == 1 and len(step.output_keys) == 1
         if (
@@ -253,21 +259,21 @@ class AbstractInterpreter(KnownStates):
         return [REPLICATE]
 
     def _has_extreme(self, key: TensorKey, node: fx.Node) -> bool:
-        """Whether the largest of the parts' largest values is the whole's: of rows of which every part has some.
+        """Return whether the extreme of the parts' extremes is the whole's: rows of which every part has some.
 
-        A row's number is another one in a part; and a mask may select nothing of a part.
+        Not for row numbers, which differ in a part, nor for rows selected by a mask, which may be empty in a part.
         """
         rows = isinstance(self.states.get(key), Shard) and key not in self.size_cuts
         return rows and not any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
 
 
 def _is_module_named(module: str, names: Collection[str]) -> bool:
-    """Whether a module is one of those named, or inside one of them."""
+    """Return whether a module is one of those named, or inside one of them."""
     return any(name == "model" or module == name or module.startswith(f"{name}.") for name in names)
 
 
 def _has_unknown_numbers(value: Any) -> bool:
-    """Whether a call has a number among its arguments of which nothing is known but that it depends on data."""
+    """Return whether a call has a data-dependent number of unknown state among its arguments."""
     if isinstance(value, Mapping):
         return any(_has_unknown_numbers(v) for v in value.values())
     if isinstance(value, (list, tuple)):

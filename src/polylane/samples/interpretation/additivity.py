@@ -1,12 +1,12 @@
-"""Additivity over samples: how the values of a batch's parts make up the value of the whole batch, and its algebra.
+"""States and their algebra: how the values of a batch's parts make up the value of the whole batch.
 
-A batch of n samples is divided into parts of n_i samples. A value of the whole batch is, of the values of the parts,
+A batch of n samples is divided into parts of n_i samples. In terms of the parts' values, the whole batch's value is
 
-    rows            the parts one after another along the dimension of the samples     Shard
-    alike           each of them                                                       Replicate
+    rows            their concatenation along the dimension of the samples             Shard
+    replicated      equal to each of them                                              Replicate
     additive(q)     the sum of (n_i / n)^q times each: q = 0 is a sum, q = 1 a mean    Additive
     proportional(p) part_i = (n_i / n)^p whole: a number of samples has p = 1          Proportional
-    scaled(p)       rows, of which part_i has (n_i / n)^p times the whole's            ScaledRows
+    scaled(p)       rows, where part_i's rows are (n_i / n)^p times the whole's         ScaledRows
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from polylane.graph.operators.whole_batch_counts import BatchShare, WholeSize
 from polylane.graph.symbolic_sizes import is_dynamic, size_function
 from polylane.placement.placement import REPLICATE, Placement, Shard, even_cuts
 
-# Two replicas with two samples each.
+# The interpretation compares a whole of four samples with two replicas of two each.
 OWN, REPLICAS = 2, 2
 WHOLE = OWN * REPLICAS
 ROW_EACH = even_cuts(WHOLE, REPLICAS)
 
-# Numbers of samples at which a size must be proportional to them: small ones, and some beyond any bound in the code.
+# Numbers of samples at which a size's power law is tested: small ones, and some beyond any bound in user code.
 PROBES = (*range(1, 2 * WHOLE), 63, 1024, 65_537)
 
 
 @dataclass(frozen=True)
 class Additive:
-    """The whole's value is the sum of the parts' values, each times its share of the samples to some power.
+    """The whole's value is the sum of the parts' values, each times its share of the samples to a power.
 
     Attributes:
         power: 0 for a sum, 1 for a mean over samples.
@@ -44,14 +44,14 @@ class Additive:
 
 @dataclass(frozen=True)
 class Proportional:
-    """A part's value is the whole's times its share of the samples to some power, which is not 0."""
+    """A part's value is the whole's times its share of the samples to a power other than 0."""
 
     power: int
 
 
 @dataclass(frozen=True)
 class ScaledRows:
-    """A part's rows are the whole's times its share of the samples to some power, which is not 0."""
+    """A part's rows are the whole's rows times its share of the samples to a power other than 0."""
 
     rows: Shard
     power: int
@@ -61,27 +61,27 @@ State = Placement | Additive | Proportional | ScaledRows
 
 
 def power_of_additive(state: State | None) -> int | None:
-    """The power with which a value is additive; None where it is not known to be."""
+    """Return the power with which a value is additive; None if it is not."""
     if isinstance(state, Additive):
         return state.power
     power = power_of_proportional(state)
-    return None if power is None else 1 - power  # the shares of all parts make up 1
+    return None if power is None else 1 - power  # x = sum of share_i x, and part_i = share_i^p x
 
 
 def power_of_proportional(state: State | None) -> int | None:
-    """The power of the share that a part has of a value; 0 where all parts are alike; None where it is not known."""
+    """Return the power with which a part's value is proportional; 0 for replicated values; None if it is not."""
     if isinstance(state, Proportional):
         return state.power
     return 0 if state == REPLICATE else None
 
 
 def proportional(power: int) -> State:
-    """A value of which a part has its share of the samples, to some power."""
+    """Return the state of a value proportional to a power of the share; replicated for power 0."""
     return Proportional(power) if power else REPLICATE
 
 
 def power_of_size(node: fx.Node) -> int | None:
-    """With which power of the number of samples a size grows; None where it is no power."""
+    """Return the power of the number of samples that a size follows; None if it follows none."""
     target: Any = node.target
     if isinstance(target, BatchShare):
         return -target.power
@@ -97,10 +97,12 @@ def power_of_size(node: fx.Node) -> int | None:
 
 
 def multiply_states(left: State, right: State, sign: int) -> Sequence[State | None] | None:
-    """A product (sign 1) or quotient (sign -1) of two numbers."""
+    """Return the state of a product (sign 1) or quotient (sign -1); None if unknown."""
     a, b = power_of_proportional(left), power_of_proportional(right)
     if a is not None and b is not None:
         return [proportional(a + sign * b)]
+    # x = sum share_i^q x_i and y_i = share_i^p y give xy = sum share_i^(q - p) x_i y_i; a quotient adds the
+    # power.
     if b is not None and isinstance(left, Additive):
         return [Additive(left.power - sign * b)]
     if a is not None and isinstance(right, Additive) and sign == 1:
@@ -109,9 +111,10 @@ def multiply_states(left: State, right: State, sign: int) -> Sequence[State | No
 
 
 def sample_order_placement(val: Tensor) -> Placement | None:
-    """How a tensor lies if it holds its samples in order, all with as many rows, or none of them; None: it cannot.
+    """Return the placement of a tensor that has equally many rows per sample, in order; None if it cannot have.
 
-    Of a tensor whose rows a mask selected, the rows stand for the samples.
+    Tensors independent of the samples are replicated. For rows selected by a mask, each selected row counts as a
+    sample.
     """
     growing = [dim for dim, size in enumerate(val.shape) if is_dynamic(size)]
     if not growing:

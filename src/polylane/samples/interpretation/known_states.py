@@ -1,4 +1,4 @@
-"""What is known of a graph's values while it is walked: how the samples of two replicas make up each of them."""
+"""Known states: what the interpretation knows of a graph's values so far, memory shared by views included."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from polylane.placement.placement import REPLICATE, Cuts, Placement, Replicate, 
 from polylane.samples.interpretation.additivity import State, sample_order_placement
 from polylane.samples.interpretation.ragged import find_masks
 
-# How an operator's values are made up, each None where that is not known; None where it is of none of them.
+# States of an operator's outputs, None for unknown ones; None if all are unknown.
 Derived = Sequence[State | None] | None
 
 
 @dataclass(frozen=True)
 class NeededStatistic:
-    """A value that one operator needs of the whole batch.
+    """An operand that must be taken of the whole batch for an operator to be provable.
 
     Attributes:
-        user: the node that reads it.
-        value: what is read: of the part alone so far.
-        combine: how the whole batch's is made of the parts'; None for a size, which is known without asking anybody.
+        user: node that reads the operand.
+        value: the operand, which so far is of the part alone.
+        combine: how parts combine to the whole batch's value; None for a size, which needs no communication.
     """
 
     user: fx.Node
@@ -41,12 +41,12 @@ class NeededStatistic:
 
 @dataclass(frozen=True)
 class RescaledOperand:
-    """An operand that must be multiplied by the batch's share, to some power, to be additive like the others.
+    """An operand that must be scaled by a power of batch size over part size, to be additive like the others.
 
     Attributes:
-        user: the node that reads it; the graph's output for a loss.
-        value: what is read.
-        power: of how many times as many samples the whole batch has.
+        user: node that reads it; the graph's output for a loss.
+        value: operand that is to be scaled.
+        power: exponent of the ratio of the batch's samples to the part's.
     """
 
     user: fx.Node
@@ -56,20 +56,19 @@ class RescaledOperand:
 
 @dataclass
 class KnownStates:
-    """What is known of the tensors of a graph.
+    """States of the tensors of a graph, as far as they are known.
 
     Attributes:
-        graph: of which the tensors are.
-        view: the graph at the samples of both replicas.
-        counting: whether statistics of the whole batch may be asked for.
-        given: how placeholders are made up that are neither rows in order nor alike; None for one of which that is
-            not known.
-        states: how the samples of two replicas make up every tensor of which that is known.
-        placements: of all tensors, how they are placed on two replicas if they are in order; None where they cannot be.
-        size_cuts: those that have in each row the number of a row, which in a part is another one than in the whole;
-            with how the rows that they number are cut.
-        statistics: what must be known of the whole batch, by the node that reads it and what is read.
-        rescaled: what must be multiplied by the batch's share, likewise.
+        graph: the captured graph under interpretation.
+        view: operator view at the samples of both replicas.
+        counting: whether whole-batch statistics may be asked for.
+        given: states of placeholders that are neither sharded by sample in order nor replicated; None for unknown ones.
+        states: tensor -> how two replicas' values make it up; unknown tensors are missing.
+        placements: tensor -> placement on two replicas if its samples are in order; None if they cannot be.
+        size_cuts: tensors whose elements are row numbers, which differ between part and whole -> how the rows that they
+            number are cut.
+        statistics: (reading node, operand) -> whole-batch statistic that is needed.
+        rescaled: (reading node, operand) -> rescaling that is needed.
     """
 
     graph: Graph
@@ -85,10 +84,10 @@ class KnownStates:
     def __post_init__(self) -> None:
         code = self.graph.code.fx
         self.memory = alias_groups(code)
-        self.gone: set[TensorKey] = set()  # tensors in memory to which something unknown was written
+        self.gone: set[TensorKey] = set()  # tensors whose memory has unknown contents
         self.nodes = {str(n.meta["name"]): n for n in code.nodes if n.op == "call_function"}
         self.masks = find_masks(code)
-        self.buffers: dict[str, str] = {}  # a buffer of which replicas would have different values -> who writes it
+        self.buffers: dict[str, str] = {}  # buffer that would differ between replicas -> operator
         for node in code.nodes:
             vals = node.meta.get("val")
             for number, val in enumerate(vals if isinstance(vals, (list, tuple)) else [vals]):
@@ -98,20 +97,20 @@ class KnownStates:
         self.states |= {key: state for key, state in sources.items() if state is not None}
 
     def key_of(self, node: fx.Node) -> TensorKey:
-        """The key of the tensor that a node gives; of views that are one tensor, the first's."""
+        """Return the key of a node's tensor; views of the same tensor share the first one's key."""
         key = tensor_key(node)
         return self.view.aliases.get(key[0], key)
 
     def lose(self, step: OperatorNode) -> None:
-        """Whatever shares memory to which something unknown is written is unknown from then on."""
+        """Forget all tensors that share the memory which an operator of unknown result writes."""
         if written := {self.memory[each] for each in written_arguments(self.nodes[step.name])}:
             self.gone |= {tensor_key(node) for node, memory in self.memory.items() if memory in written}
             self.states = {key: state for key, state in self.states.items() if key not in self.gone}
 
     def write(self, step: OperatorNode) -> None:
-        """What is written to a buffer must be alike for all parts."""
+        """Record the writes of an operator; a buffer's new value must be replicated."""
         node = self.nodes[step.name]
-        if step.call.op in ("leaf", "function"):  # of which only the user knows what it writes
+        if step.call.op in ("leaf", "function"):  # its writes are unknown, and not tracked
             return
         for memory in {self.memory[each] for each in written_arguments(node)}:
             self._forget_mixed(memory, [self.states.get(key) for key in step.output_keys])
@@ -124,7 +123,7 @@ class KnownStates:
             self.states = {key: state for key, state in self.states.items() if key not in self.gone}
 
     def _forget_mixed(self, memory: fx.Node, written: Sequence[State | None]) -> None:
-        """Memory that is alike, or rows, stays known only where the same is written to it; every view sees what is."""
+        """Forget memory that is written with another kind of state than its views have: every view sees the write."""
         aliases = [key for node, of in self.memory.items() if of is memory and (key := tensor_key(node)) in self.states]
         kinds = {type(state) for state in (*(self.states[key] for key in aliases), *written)}
         if kinds <= {Replicate} or kinds <= {Shard}:
@@ -134,11 +133,11 @@ class KnownStates:
 
 
 def nodes_from_inputs(code: fx.Graph) -> set[fx.Node]:
-    """Nodes that the batch alone decides, with constants and buffers that nobody writes: no parameter, no chance."""
+    """Return nodes that depend only on inputs, constants and unwritten buffers: on no parameter or random number."""
     memory = alias_groups(code)
     written = {memory[each] for node in code.nodes for each in written_arguments(node)}
     for node in code.nodes:
-        if unwrap_settings(node.target) is batch_norm:  # running mean and variance move with what the model computes
+        if unwrap_settings(node.target) is batch_norm:  # running statistics depend on parameters
             written |= {memory[each] for each in node.args[4:6] if isinstance(each, fx.Node)}
     found: set[fx.Node] = set()
     for node in code.nodes:

@@ -1,4 +1,4 @@
-"""Ragged rows: values whose number of rows depends on data, and the masks that select them."""
+"""Ragged values: tensors whose number of rows depends on data, and the masks that select these rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polylane.placement.operator_view import bind_arguments, operator_name
 
 
 def data_dependent_symbols(val: Any) -> Iterator[Any]:
-    """The symbols of sizes that depend on data, of a tensor or several."""
+    """Yield the data-dependent (unbacked) size symbols of a tensor or of several."""
     for each in val if isinstance(val, (list, tuple)) else ():
         yield from data_dependent_symbols(each)
     for size in val.shape if isinstance(val, Tensor) else ():
@@ -22,12 +22,12 @@ def data_dependent_symbols(val: Any) -> Iterator[Any]:
 
 
 def is_ragged(val: Any) -> bool:
-    """Whether a size of a tensor depends on data."""
+    """Return whether a size of a tensor depends on data."""
     return next(data_dependent_symbols(val), None) is not None
 
 
 def find_masks(code: fx.Graph) -> dict[Any, fx.Node]:
-    """Symbol of a size that depends on data -> the mask whose truths it counts, where it is one's."""
+    """Return data-dependent size symbol -> the mask whose true elements it counts, where there is one."""
     found: dict[Any, fx.Node] = {}
     seen: set[Any] = set()
     for node in code.nodes:
@@ -40,7 +40,7 @@ def find_masks(code: fx.Graph) -> dict[Any, fx.Node]:
 
 
 def share_one_mask(nodes: Sequence[fx.Node], known: Mapping[Any, fx.Node]) -> bool:
-    """Whether all ragged values among these have the rows that one mask selects, be it computed several times."""
+    """Return whether all ragged values have the rows of one mask, which may be computed repeatedly."""
     symbols = {symbol for node in nodes for symbol in data_dependent_symbols(node.meta.get("val"))}
     if len(symbols) < 2:
         return True
@@ -49,10 +49,11 @@ def share_one_mask(nodes: Sequence[fx.Node], known: Mapping[Any, fx.Node]) -> bo
 
 
 def _number_formula(node: fx.Node, numbers: dict[Any, int]) -> int:
-    """The number of what a node computes of placeholders: the same for nodes that compute the same.
+    """Return a number for the formula that a node computes from placeholders: equal for equal computations.
 
     Args:
-        numbers: of all that was met so far, nodes and formulas; is added to.
+        node: node whose formula is numbered.
+        numbers: numbers of all nodes and formulas so far; is extended.
     """
     order, left = list[fx.Node](), [node]
     while left:
@@ -68,14 +69,14 @@ def _number_formula(node: fx.Node, numbers: dict[Any, int]) -> int:
 
 
 class _FormulaNumber(int):
-    """Of a formula, in the place of a tensor: no number of the user's is written so."""
+    """Number of a formula in place of a tensor; its repr differs from any number among a call's arguments."""
 
     def __repr__(self) -> str:
         return f"#{int(self)}"
 
 
 def _find_mask(node: fx.Node) -> fx.Node | None:
-    """The mask by which an operator selects rows, or tells places."""
+    """Return the boolean mask by which an operator selects rows or finds indices; None for other operators."""
     base = operator_name(node).split(".")[1] if operator_name(node).startswith("aten.") else ""
     arguments = bind_arguments(node, node.args, node.kwargs)[1]
     if base == "masked_select":

@@ -1,7 +1,7 @@
-"""Data parallelism of one operator: does a rank that has some of the samples make the call that a replica makes?
+"""Replica calls: does a rank that has some of the samples make the same call as a replica with these samples?
 
-A placement rule says what each of two ranks computes when samples are cut between them. Only where that is the very
-call of a replica which has these samples alone do the parts' values make up the whole's as the rule says.
+A placement rule says what each of two ranks computes if the samples are sharded over them. Only if that equals the call
+of a replica that has these samples alone do the parts' values make up the whole's as the rule says.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from polylane.samples.interpretation.additivity import REPLICAS, State
 aten = torch.ops.aten
 
 
-# They give all that they take, in the same order, or each element several times: the shape of their value says it all.
+# They return all elements in the same order, or repeat each: their output shape says everything about their arguments.
 REFORMING = {"flatten", "ravel", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"}
 EXPANDING = {"broadcast_to", "expand", "expand_as"}
 _COPYING = {"to", "_to_copy", "type_as", "alias", "clone", "contiguous", "detach", "lift_fresh_copy"}
 
 
 def preserves_numbers(call: OperatorCall) -> bool:
-    """Whether an operator gives the same numbers, in a type that holds them: whole numbers add up as others do."""
+    """Return whether an operator copies its input to a dtype that holds the values: sums of parts stay sums."""
     if call.base not in _COPYING or not call.inputs or call.written_inputs:
         return False
     to, of = call.outputs[0].dtype, call.inputs[0].dtype
@@ -41,7 +41,7 @@ def preserves_numbers(call: OperatorCall) -> bool:
 
 
 def has_same_numbers(call: OperatorCall, own: OperatorCall) -> bool:
-    """Whether two calls have the same numbers among their arguments."""
+    """Return whether two calls have equal arguments besides tensors."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, TensorValue):
@@ -54,7 +54,7 @@ def has_same_numbers(call: OperatorCall, own: OperatorCall) -> bool:
 
 
 def selects_by_mask(call: OperatorCall) -> bool:
-    """Whether an operator gives the rows that a mask selects."""
+    """Return whether an operator selects rows by a boolean mask."""
     if call.base == "masked_select":
         return True
     if call.base != "index":
@@ -64,30 +64,31 @@ def selects_by_mask(call: OperatorCall) -> bool:
 
 
 def strip_gradient_placements(placements: Sequence[Placement]) -> list[Placement]:
-    """Without regard to gradients."""
+    """Return placements with every kind of replication reduced to the plain one, whatever happens to gradients."""
     return [REPLICATE if isinstance(p, Replicate) else p for p in placements]
 
 
 def input_cuts(step: OperatorNode, states: Mapping[TensorKey, State]) -> dict[Place, tuple[Cuts, ...]]:
-    """How the dimensions of what an operator reads are cut."""
+    """Return the cuts of every sharded input dimension of an operator."""
     placed = [(number, states[key]) for number, key in enumerate(step.input_keys)]
     return {("in", number, p.dim): (p.cuts,) for number, p in placed if isinstance(p, Shard)}
 
 
 def returns_own_values(strategy: Strategy, call: OperatorCall, own: OperatorCall) -> bool:
-    """Whether each of two ranks has what a replica has, and no mere summand of it."""
+    """Return whether each rank's local output has the shape of a replica's output."""
     every = list(zip(strategy.outputs, call.outputs, own.outputs, strict=True))
     return all(local_shape(whole.shape, p, rank) == part.shape for p, whole, part in every for rank in range(REPLICAS))
 
 
 def computes_as_replicas(node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy) -> bool:
-    """Whether each of two ranks computes what a replica with its samples does."""
+    """Return whether each of two ranks computes what a replica with its samples computes."""
     target = unwrap_settings(node.target)
     if isinstance(target, DrawnPerSlice) or not call.op.startswith("aten."):
-        return False  # numbers that each part draws for itself; the user's own Python
+        return False  # per-part random numbers, or user code
     if target is batch_norm:
-        return True  # replicas share their statistics
+        return True  # SyncBatchNorm
     cut = any(isinstance(p, Shard) for p in strategy.outputs)
+    # args[:3] of a keyed random operator: sample slice, key, and the dimension of the samples, or None.
     if call.prefix and (node.args[2] is not None) is not cut:
         return False  # the numbers drawn are not the samples' own
     return all(
@@ -98,11 +99,11 @@ def computes_as_replicas(node: fx.Node, call: OperatorCall, own: OperatorCall, s
 
 @dataclass(frozen=True)
 class ReplicaCall:
-    """What a rank calls, held against what a replica with its samples calls.
+    """Comparison of a rank's call with that of a replica that has the same samples.
 
     Attributes:
-        is_same: it is the same call.
-        is_share_of_mean: it is the rank's share of a mean over all samples.
+        is_same: whether the two calls are equal.
+        is_share_of_mean: whether the rank computes its share of a mean over all samples.
     """
 
     is_same: bool
@@ -112,7 +113,7 @@ class ReplicaCall:
 def compare_rank_call(
     node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy, rank: int
 ) -> ReplicaCall | None:
-    """How the call of one of two ranks compares with a replica's; None where it is more than one operator."""
+    """Compare the call of one of two ranks with a replica's; None if the rank runs several operators."""
     graph, names = fx.Graph(), bind_arguments(node, node.args, node.kwargs)[2]
     tensors = [graph.placeholder(f"x{value.index}") for value in call.inputs]
     prefix = fx.map_arg(node.args[: call.prefix], lambda n: graph.placeholder(n.name))
@@ -123,6 +124,8 @@ def compare_rank_call(
             of, graph, node.target, prefix, _substitute_tensors(tensors, of.arguments), names, given, {"": rank}
         )
 
+    # Emit the rank's call and the replica's into one scratch graph, on the same placeholders, and compare the
+    # nodes.
     changed = edit(call, strategy.outputs)
     if strategy.local is not None:
         changed.index, changed.strategy, changed.axis = rank, strategy, graph.placeholder("axis")
@@ -133,7 +136,7 @@ def compare_rank_call(
     plain = edit(own, strategy.outputs).emit()
     if any(n.op != "placeholder" for n in before) or len(added) > 2:
         return None
-    if len(added) == 2:  # the share, times what is the replica's own mean
+    if len(added) == 2:  # (1 / ranks) times the replica's own mean
         inner = added[0]
         is_share = made.target is operator.mul and made.args == (1 / REPLICAS, inner)
         return ReplicaCall(False, is_share and _is_same_call(inner, plain, tensors, call, own))
@@ -149,6 +152,7 @@ def _is_same_call(
         plain.kwargs,
     ):
         return True
+    # The rewrite normalizes slices, reshapes and expands to explicit sizes: compare these with the replica's.
     if made.target is aten.slice.Tensor and call.base == "slice":
         return bool(made.args == (tensors[0], *_slice_range(own)))
     in_general = (made.target is aten.reshape.default and call.base in REFORMING) or (
@@ -158,7 +162,7 @@ def _is_same_call(
 
 
 def _substitute_tensors(tensors: Sequence[fx.Node], value: Any) -> Any:
-    """A call's arguments, on tensors of a graph."""
+    """Return a call's arguments with placeholders of a graph for its tensors."""
     if isinstance(value, TensorValue):
         return tensors[value.index]
     if isinstance(value, (list, tuple)):
@@ -169,6 +173,6 @@ def _substitute_tensors(tensors: Sequence[fx.Node], value: Any) -> Any:
 
 
 def _slice_range(call: OperatorCall) -> tuple[int, int, int, int]:
-    """Along which dimension a slice goes, from where, to where, by which steps."""
+    """Return dimension, start, end and step of a slice, with negative values resolved."""
     dim = call["dim"] % call["self"].dim
     return dim, *slice(call["start"], call["end"], call["step"]).indices(call["self"].shape[dim])

@@ -1,4 +1,4 @@
-"""Operators on rows, and on what is alike: whether the rows of a batch's parts are the whole batch's, in order."""
+"""Operators on sharded and replicated values: are the rows of a batch's parts those of the whole batch, in order?"""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from polylane.samples.interpretation.replica_calls import (
     strip_gradient_placements,
 )
 
-# They give the places at which a mask is true.
+# They return the indices at which a mask is true.
 _FINDING = {"nonzero", "nonzero_numpy"}
-# They give elements of what they take, wherever they put them.
+# They return elements of their input, rearranged.
 MOVING = {*REFORMING, *EXPANDING, "alias", "clone", "contiguous", "detach", "permute", "slice", "to", "transpose"}
-# One number all over, or none yet, in any size.
+# One value, or uninitialized memory, in any size.
 _FILLED = {"empty", "full", "ones", "zeros"}
-# Numbers by a key, of which every sample has its own, or all have the same.
+# Keyed random numbers: each sample has its own, or all have the same.
 _DRAWN = {"rand", "randint", "randn", "randperm"}
 
 
 def derive_rows(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
-    """An operator on rows, and on what is alike."""
+    """Return the output states of an operator whose inputs are all sharded by sample or replicated."""
     if not share_one_mask(node.all_input_nodes, known.masks):
-        return None  # rows that two masks selected need not be as many in a part
+        return None  # two masks may select different numbers of rows in a part
     base, in_order = step.call.base, [known.placements.get(key) for key in step.output_keys]
     if any(lies is None for lies in in_order):
         return None
     if base in REFORMING and step.call.inputs[0].count != step.call.outputs[0].count:
-        return None  # it holds for another number of samples
+        return None  # a size fixed for another number of samples
     if not step.input_keys and base in _FILLED:
         return _filled(step, own, node, in_order)
     if not step.input_keys and base in _DRAWN:
@@ -65,6 +65,8 @@ def derive_rows(known: KnownStates, step: OperatorNode, own: OperatorCall, node:
         known.size_cuts |= dict.fromkeys(step.output_keys, ROW_EACH)
         first, stride = step.call.arguments.get("start", 0), step.call.arguments.get("step", 1)
         return in_order if (first, step.call["end"], stride) == (0, WHOLE, 1) else None
+    # Row numbers (arange) differ between part and whole. They may be moved around, and may index their own rows;
+    # nothing else.
     numbered = [key in known.size_cuts for key in step.input_keys]
     if base == "index" and any(numbered):
         return in_order if _from_own_rows(known, step, in_order[0]) else None
@@ -83,6 +85,7 @@ def derive_rows(known: KnownStates, step: OperatorNode, own: OperatorCall, node:
 def _filled(step: OperatorNode, own: OperatorCall, node: fx.Node, in_order: Sequence[Placement | None]) -> Derived:
     if {**step.call.arguments, "size": ()} == {**own.arguments, "size": ()}:
         return in_order
+    # full(size, n) with n a number of samples is proportional, provided that the tensor itself does not grow.
     value = bind_arguments(node, node.args, node.kwargs)[1].get("fill_value")
     others = {**step.call.arguments, "size": (), "fill_value": 0} == {**own.arguments, "size": (), "fill_value": 0}
     power = power_of_size(value) if isinstance(value, fx.Node) and isinstance(value.target, SymbolicSize) else None
@@ -90,7 +93,7 @@ def _filled(step: OperatorNode, own: OperatorCall, node: fx.Node, in_order: Sequ
 
 
 def _draws_alike(step: OperatorNode, own: OperatorCall, node: fx.Node, lies: Placement | None) -> bool:
-    """Whether a part draws, of numbers that no value has a say in, those of its own samples."""
+    """Return whether a part draws the random numbers of its own samples, or all parts draw the same."""
     if not step.call.prefix or isinstance(unwrap_settings(node.target), DrawnPerSlice):
         return False
     same = {**step.call.arguments, "size": ()} == {**own.arguments, "size": ()}
@@ -100,6 +103,8 @@ def _draws_alike(step: OperatorNode, own: OperatorCall, node: fx.Node, lies: Pla
 def derive_by_rules(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
     given = [known.states[key] for key in step.input_keys]
     call = as_functional(known, step, node)
+    # The first strategy whose input placements are the states, and whose rank calls are a replica's, proves the
+    # outputs.
     for strategy in strategies(call):
         if strip_gradient_placements(strategy.inputs) != given:
             continue
@@ -121,13 +126,13 @@ def as_functional(known: KnownStates, step: OperatorNode, node: fx.Node) -> Oper
 
 
 def _power_of_sum(node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy) -> int | None:
-    """With which power parts are additive where a rule gives two ranks a summand each; None: with none."""
+    """Return the power with which parts are additive where a rule gives two ranks a partial sum; None if unknown."""
     if any(a.shape != b.shape for a, b in zip(call.outputs, own.outputs, strict=True)):
         return None
     if isinstance(unwrap_settings(node.target), DrawnPerSlice) or not call.op.startswith("aten."):
         return None
     if call.prefix and any(isinstance(p, Shard) for p in strategy.inputs) and node.args[2] is None:
-        return None  # the numbers drawn are not the samples' own
+        return None  # random numbers not bound to samples
     made = [compare_rank_call(node, call, own, strategy, rank) for rank in range(REPLICAS)]
     if all(each is not None and each.is_same for each in made):
         return 0
@@ -138,7 +143,7 @@ def _power_of_sum(node: fx.Node, call: OperatorCall, own: OperatorCall, strategy
 
 
 def _selected(known: KnownStates, step: OperatorNode, lies: Placement | None) -> bool:
-    """Whether rows that a mask selects come sample after sample: both have their samples first."""
+    """Return whether rows selected by a mask stay in sample order: mask and values have samples in dimension 0."""
     masks = [v for v in step.call.inputs if v.dtype is torch.bool]
     if len(masks) != 1:
         return False
@@ -150,9 +155,9 @@ def _selected(known: KnownStates, step: OperatorNode, lies: Placement | None) ->
 
 
 def _found(known: KnownStates, step: OperatorNode) -> bool:
-    """Whether the places at which a mask is true come sample after sample; in the first dimension, numbers of rows.
+    """Return whether the indices of a mask's true elements are in sample order; those of dimension 0 are row numbers.
 
-    One table of all dimensions' places (nonzero) is known for masks of one dimension alone.
+    The index table of nonzero is only known for one-dimensional masks, since it mixes all dimensions.
     """
     mask, state = step.call.inputs[0], known.states[step.input_keys[0]]
     if not isinstance(state, Shard) or state.dim != 0 or (step.call.base == "nonzero" and mask.dim != 1):
@@ -162,16 +167,16 @@ def _found(known: KnownStates, step: OperatorNode) -> bool:
 
 
 def _from_own_rows(known: KnownStates, step: OperatorNode, lies: Placement | None) -> bool:
-    """Whether what stands at some positions stands, of every sample, in the row that has the sample's number."""
+    """Return whether an indexing by row numbers reads, for every sample, the sample's own row."""
     x, indices = step.input_keys[0], step.call["indices"]
     if x in known.size_cuts or not all(isinstance(i, TensorValue) for i in indices):
         return False
     if [step.input_keys[i.index] in known.size_cuts for i in indices] != [True, *[False] * (len(indices) - 1)]:
         return False
     cuts = known.size_cuts[step.input_keys[indices[0].index]]
-    if known.states[x] != Shard(0, cuts):  # they number the rows of something else
+    if known.states[x] != Shard(0, cuts):  # the numbers are of another tensor's rows
         return False
     placed = [(known.states[step.input_keys[i.index]], i.dim) for i in indices]
-    wide = max(dims for _, dims in placed)  # they are broadcast to each other, and their dimensions come first
+    wide = max(dims for _, dims in placed)  # indices are broadcast; their dimensions come first
     rows = [Shard(p.dim + wide - dims, p.cuts) for p, dims in placed if isinstance(p, Shard)]
     return isinstance(placed[0][0], Shard) and all(row == lies for row in rows)

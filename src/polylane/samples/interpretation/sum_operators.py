@@ -1,4 +1,4 @@
-"""Operators on sums, means and numbers of samples, and on rows that these scale: the algebra of what is additive."""
+"""Operators on additive and proportional values, and on rows scaled by them: the algebra of sums over samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DIVIDING = {"div", "divide", "true_divide"}
 
 
 def derive_sums(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
-    """An operator on sums, means and numbers of samples."""
+    """Return the output states of an operator on additive, proportional and replicated values."""
     base = step.call.base
     if any(
         isinstance(known.placements.get(key), Shard) or known.placements.get(key) is None for key in step.output_keys
@@ -63,7 +63,7 @@ def derive_sums(known: KnownStates, step: OperatorNode, own: OperatorCall, node:
 
 
 def _operand(known: KnownStates, value: Any) -> State | None:
-    """How an argument is made up, be it a number."""
+    """Return the state of an argument, which may be a number or a size."""
     if isinstance(value, fx.Node):
         if isinstance(value.target, SymbolicSize):
             power = power_of_size(value)
@@ -88,7 +88,7 @@ def _sum(
         return [Additive(powers[0] or 0)]
     if not known.counting:
         return None
-    # A sum beside a mean: what is not a mean is made one.
+    # A sum is added to a mean: rescale the operands that are not a mean.
     arguments = bind_arguments(node, node.args, node.kwargs)[1]
     for name, power in zip(("self", "other"), powers, strict=True):
         if power != 1:
@@ -100,13 +100,15 @@ def _sum(
 
 
 def _linear(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
-    """An operator that is linear in what is additive, everything else being alike."""
+    """Return the states of an operator that is linear in its additive operands, all others being replicated."""
     if step.call.arguments.keys() != own.arguments.keys() or not has_same_numbers(step.call, own):
         return None
     states = [known.states[key] for key in step.input_keys]
     if preserves_numbers(step.call):
         return [states[0]]
     for power in {p for s in states if s != REPLICATE and (p := power_of_additive(s)) is not None}:
+        # Replicated operands may be taken as constants (exact), or, for power 1, as means like the others
+        # (every).
         exact = [PARTIAL if s != REPLICATE and power_of_additive(s) == power else s for s in states]
         every = [PARTIAL if power_of_additive(s) == power else s for s in states]
         for given in (exact, every):
@@ -130,18 +132,19 @@ def _is_linear(known: KnownStates, step: OperatorNode, own: OperatorCall, node: 
     )
 
 
-# ---- rows that a power of the share scales ----
+# ---- rows scaled by a power of the share ----
 
 
 def derive_scaled(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
-    """An operator that is linear in each of its scaled operands: as without the scales, times their product."""
+    """Return the states of an operator that is linear in its scaled operands: as unscaled, times all scales."""
     if known.counting or written_arguments(node) or any(key in known.size_cuts for key in step.input_keys):
-        return None  # where counts may be of the whole batch, nothing need be scaled
+        return None  # whole-batch counts make scales unnecessary
     names = bind_arguments(node, node.args, node.kwargs)[1]
     power = _scale_of(known, step.call, {name: v for name, v in names.items() if isinstance(v, fx.Node)})
     if power is None:
         return None
     sizes = {name: step.call.arguments[name] for name, v in names.items() if _is_size(v)}
+    # Tentatively remove the scales from the operands, derive, and put them back.
     before = dict(known.states)
     known.states |= {key: _remove_scale(known.states[key]) for key in step.input_keys}
     found = derive_by_rules(known, step, replace(own, arguments={**own.arguments, **sizes}), node)
@@ -150,7 +153,7 @@ def derive_scaled(known: KnownStates, step: OperatorNode, own: OperatorCall, nod
 
 
 def _scale_of(known: KnownStates, call: OperatorCall, operands: Mapping[str, fx.Node]) -> int | None:
-    """The power of the share in an operator's value, where it has one."""
+    """Return the power of the share that scales an operator's value; None if it has none, or is unknown."""
     powers = {name: _scale(known, value) for name, value in operands.items()}
     if None in powers.values() or not any(powers.values()):
         return None
@@ -186,7 +189,7 @@ def _remove_scale(state: State) -> State:
 
 
 def _multiply_by_share(state: State, power: int) -> State | None:
-    """A value times a power of the part's share."""
+    """Return the state of a value times a power of the part's share."""
     if isinstance(state, Shard):
         return ScaledRows(state, power) if power else state
     if isinstance(state, Additive):
