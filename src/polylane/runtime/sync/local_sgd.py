@@ -75,7 +75,7 @@ class LocalSgd(GradientSync):
 
     @property
     def max_steps_in_flight(self) -> int:  # type: ignore[override]
-        """Upper bound on steps in flight; 1 during warmup, when every step all-reduces gradients."""
+        # 1 during warmup, when every step all-reduces gradients.
         apart = any(course.steps_taken > self._sync.warmup for course in self._progress.values())
         return min(self._sync.every, MOST_APART) if apart else 1
 

@@ -104,7 +104,7 @@ class PowerSGDCompressor(GradientCompressor):
             self.error_feedback.drop_residual(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return steps begun, this rank's residuals, and Q^T by parameter, which is the same at all ranks."""
+        # Residuals are this rank's own; the directions Q^T are equal at all ranks.
         return {"steps": self._steps, "memory": self.error_feedback.state_dict(), "directions": dict(self._directions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

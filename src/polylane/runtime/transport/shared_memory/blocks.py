@@ -153,7 +153,7 @@ def _create_arena(number: int, size: int) -> SharedFile:
 def open_arena(number: int, descriptor: int) -> SharedFile:
     """Map a peer's arena from a received file descriptor, which is closed."""
     try:
-        # Mapped writable, because tensors cannot be read-only; a received tensor is its receiver's until it is answered.
+        # Mapped writable, as tensors are: a received tensor is its receiver's until its block is answered.
         memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)

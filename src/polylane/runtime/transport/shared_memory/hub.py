@@ -9,9 +9,9 @@ States of a message from W to R, and of W's block with its values (only for more
     sent          in the kernel                      in the kernel                                  in use
     arrived       -                                  in link.inbox by key; callback called          in use
     received      -                                  out of the inbox; values are being read        in use
-    kept          -                                  from KEPT bytes: a tensor over the block       in use while it lives
+    kept          -                                  from KEPT bytes: a tensor over the block       in use
     unanswered    -                                  read; in _unanswered until the next ANSWERS    in use
-    answered      ANSWERS message has arrived        -                                              free after all readers
+    answered      ANSWERS message has arrived        -                                              free after the last
 
 The kernel orders the memory accesses of two workers: values are written before the message that names them is sent, and
 read after it has arrived; a block is written again only after all its readers have answered.
@@ -103,7 +103,8 @@ class MessageHub:
         self._users, self._users_ever = 0, 0
         self._poll = select.epoll()
         self._by_descriptor = {link.socket.fileno(): link for link in self.links.values()}
-        # Registered events by descriptor; EPOLLOUT only while the link's queue is not empty, else epoll returns at once.
+        # Registered events by descriptor; EPOLLOUT only while the link's queue is not empty: a socket almost always has
+        # room, and epoll would return at once.
         self._polled_events = dict.fromkeys(self._by_descriptor, select.EPOLLIN)
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.EPOLLIN)

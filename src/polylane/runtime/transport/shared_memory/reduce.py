@@ -92,7 +92,7 @@ class TwoStepSum(_PendingSum):
         2       own block with its sum     A  b0 c0     a1 B  c1     a2 b2 C      sent with message ``key | LAST``
                 reads of other blocks      B  C         A  C         A  B
 
-    The sum of step 2 runs when the last message of step 1 arrives, in whatever wait this rank is then. A block is free
+    A rank sums its part when the last message of step 1 arrives, in whatever wait it is then. A block is free
     when every peer has answered both messages. Arguments: as of :class:`_PendingSum`.
     """
 
@@ -134,7 +134,7 @@ class TwoStepSum(_PendingSum):
                 if index != self._group.index:
                     start, nbytes = self._bounds[index] * item, (self._bounds[index + 1] - self._bounds[index]) * item
                     headers += hub.send_block([peer], self._key, self._description, block, start, nbytes)
-            # Only now: a message that is in the inbox already calls back at once, and the last one needs the block sent.
+            # A message that has arrived already calls back at once, inside this loop.
             for peer in self._group.peers:
                 hub.call_when_received(peer, self._key, came)
         return headers
