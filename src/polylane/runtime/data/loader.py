@@ -155,6 +155,7 @@ def _load_streamed(
         # Only while the dataset runs are its generators installed: the caller's code between batches has its own.
         with generators:
             samples = list(itertools.islice(stream, size))
+        # A dataset that is a multiple of the batch size ends with an empty read, not with a shorter batch.
         if not samples or (drop_last and len(samples) < size):
             break
         first = False

@@ -56,6 +56,7 @@ class SeededDataset(Dataset[Any]):
         return [self._dataset[index] for index in indices]
 
     def _load_seeded(self, index: int) -> Any:
+        # The sample's index is part of the key: it draws the same numbers in any batch, worker or loading process.
         seed_generators(*self._key, index)
         return self._load_samples([index])[0]
 

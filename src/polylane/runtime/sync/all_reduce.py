@@ -103,6 +103,7 @@ class AllReducer:
         silent = self._transport.rank in bucket.zero_contributors
         parameters = [self._parameters[name] for name in bucket.parameters]
         grads = tuple(torch.zeros_like(p) if p.grad is None or silent else p.grad for p in parameters)
+        # A rank that contributes zeros also reports no gradient: another rank's flag stands for both.
         optional = tuple(name for name in bucket.parameters if name in self._optional)
         had = [float(self._parameters[name].grad is not None and not silent) for name in optional]
         flags = torch.tensor(had, dtype=grads[0].dtype, device=grads[0].device)

@@ -36,6 +36,7 @@ def choose_sync(
         waits: counter to which time and bytes spent on synchronization are added.
     """
     plan, rank, transport = holding.prepared.plan, holding.world.rank, holding.transport
+    # Buffers only: parameters are synchronized through the objectives that train them.
     held = {name: buffer for name, buffer in holding.local_tensors().items() if not isinstance(buffer, nn.Parameter)}
     if plan.sync.has_servers:
         host = open_server_host(everyone, holding.prepared, holding.owning_stages, clip_norm)

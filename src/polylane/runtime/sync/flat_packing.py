@@ -89,6 +89,7 @@ class FlatPacking:
             device: device of the rows; default: that of the tensors.
         """
         here = next((tensors[name].device for name in self.names if name in tensors), torch.device("cpu"))
+        # torch.cat copies also a single tensor: the caller may overwrite rows and send them without waiting.
         rows = []
         for dtype, slots in self.rows.items():
             flat = [tensors[slot.name].detach().reshape(-1) if slot.name in tensors else None for slot in slots]

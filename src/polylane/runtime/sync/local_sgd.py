@@ -70,6 +70,7 @@ class LocalSgd(GradientSync):
         self._sync = sync
         self._members, self._transport = tuple(members), transport
         self._replica_index = self._members.index(transport.rank)
+        # Integer buffers (a count of batches, say) have no mean: they stay replica-local.
         self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._progress = {name: _start_progress(parameters, sync.outer) for name, parameters in trained.items()}
 
@@ -139,6 +140,7 @@ def _start_progress(parameters: Mapping[str, nn.Parameter], outer: OuterOptimize
     if outer is None or not parameters:
         return _ObjectiveProgress(parameters)
     anchor = {name: parameter.detach().clone().requires_grad_() for name, parameter in parameters.items()}
+    # DiLoCo's outer optimizer is SGD with Nesterov momentum; torch refuses Nesterov without momentum.
     nesterov = outer.momentum > 0
     optimizer = torch.optim.SGD(anchor.values(), lr=outer.rate, momentum=outer.momentum, nesterov=nesterov)
     return _ObjectiveProgress(parameters, outer_optimizer=optimizer, anchor=anchor)

@@ -24,6 +24,7 @@ def average_over_replicas(
         transport: connects the workers; ``members`` is one of its groups.
     """
     packing = FlatPacking(PackedTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    # Rows are copies, so scaling them in place leaves the tensors as they are; all sums are pending at once.
     sums = [transport.all_reduce(row.mul_(share), members) for row in packing.pack(tensors)]
     return packing.unpack([each.wait() for each in sums])
 

@@ -203,6 +203,7 @@ class C10dTransport:
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return FinishedTransfer(tensor)
+        # Strided tensors are summed in a contiguous copy, which the wait copies back into the caller's.
         wire = make_contiguous(tensor)
         self.counters.count_sent("all_reduce", wire, all_reduce_bytes(wire, len(members)))
         with (blame := BlamePeer(None, f"summing over ranks {members}", wire)):
@@ -214,7 +215,7 @@ class C10dTransport:
         sizes = gathered_sizes(tensor, tuple(ranks).index(self.rank), ranks, sizes)
         own = make_contiguous(tensor)
         if group is None or max(sizes) == 0:
-            return FinishedTransfer(own.clone())
+            return FinishedTransfer(own.clone())  # a new tensor by contract, also for one rank
         # The backend gathers equal parts in the order of the group: shorter ones are padded, and trimmed by join.
         longest, by_rank = max(sizes), dict(zip(ranks, sizes, strict=True))
         padded = own if own.numel() == longest else torch.cat([own, own.new_zeros(longest - own.numel())])
@@ -225,6 +226,7 @@ class C10dTransport:
             work = group.allgather([parts], [view_as_bytes(padded)])
 
         def join() -> Tensor:
+            # The group is in ascending order, the result in the caller's.
             found = dict(zip(members, whole.split(longest), strict=True))
             if tuple(sizes) == (longest,) * len(members) and tuple(ranks) == members:
                 return whole
@@ -332,6 +334,7 @@ class C10dTransport:
                 dist.barrier(group=self._groups.control)
 
     def close(self) -> None:
+        # Waited for before the groups are destroyed: gloo would drop what has not been sent.
         while self._unsent:
             next(iter(self._unsent)).wait()
         self._groups.destroy_groups()

@@ -97,6 +97,7 @@ class BackendResult(Deferred[R]):
     def _finish(self) -> R:
         with self._blame:
             self._work.wait()
+        # make may still read the buffers; after it they can be freed, although this handle lives on.
         result = self._make()
         self._kept = None
         return result

@@ -59,6 +59,7 @@ def choose_transport(world: World) -> Connect:
                 return HierarchicalConnections(world, met, hosts)
             reason = met
     finally:
+        # Also if shared memory is not used: no socket or folder may be left behind.
         meeting.stop_listening()
     if asked == "shared_memory":
         raise PolylaneError(f"{VARIABLE}=shared_memory cannot be: {reason}; leave it out, and gloo is used")

@@ -64,6 +64,7 @@ class HostTree:
         count = len(self.host_ranks)
         if not self.is_even:
             return [elements] + [0] * (count - 1)
+        # Parts differ by at most one element.
         return [elements * (i + 1) // count - elements * i // count for i in range(count)]
 
     def bytes_sent(self, elements: int, item: int) -> int:
@@ -98,13 +99,16 @@ class HierarchicalTransport:
     """The workers of several hosts; the interface is :class:`~.protocol.Transport`.
 
     Collectives of a group inside one host go over shared memory, all-reduces over several hosts take the three steps of
-    the module, and everything else goes over torch.distributed. Further arguments are those of
-    :class:`.shared_memory.transport.SharedMemoryTransport` and :class:`.c10d.C10dTransport`.
+    the module, and everything else goes over torch.distributed.
 
     Args:
         hub: connections of this worker to the others of its host.
         hosts: host of every rank; equal for ranks that the hub connects.
         world: this worker among all workers.
+        channels: every (sender, receiver) pair that will be used, in the same order at every rank.
+        groups: the ranks of every collective, in the same order at every rank.
+        tag: number that differs between transports of one world, see :class:`.c10d.C10dTransport`.
+        own_groups: never use the world's own group for sums, because others may use it in another order.
     """
 
     def __init__(
@@ -134,6 +138,7 @@ class HierarchicalTransport:
         # thread-safe, and the order of collectives inside each stays that of one thread.
         self._inside_host = shared_memory.SharedMemoryTransport(hub, world, near, inside)
         self._between_hosts: c10d.C10dTransport = c10d.C10dTransport(world, far, beyond, tag, own_groups)
+        # A sum over hosts is counted once, by bytes_sent: the transports of its steps keep counters that nobody reads.
         self._inside_host.counters = self._between_hosts.counters = self.counters
         self._steps = shared_memory.SharedMemoryTransport(hub, world, (), steps)
         self._across = c10d.C10dTransport(world, (), across, tag, own_groups=True)
@@ -162,6 +167,7 @@ class HierarchicalTransport:
         """Run the three steps of a sum, in place, in the sums' own thread."""
         sizes, alone = climb.part_sizes(wire.numel()), len(climb.host_ranks) == 1
         part = wire if alone else self._steps.reduce_scatter(wire, climb.host_ranks, sizes).wait()
+        # Workers without a part still take part in steps 1 and 3.
         if part.numel():
             self._across.all_reduce(part, climb.cross_ranks).wait()
         if not alone:

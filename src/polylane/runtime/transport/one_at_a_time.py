@@ -28,6 +28,7 @@ class SerialThread:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._end = weakref.finalize(self, self._tasks.put, None)  # also ends the thread if close is never called
+        # The thread is a daemon: at the end of the interpreter nothing is to be done, and waiting could block.
         self._end.atexit = False
 
     def submit(self, call: Callable[..., None], *arguments: Any) -> Future[None]:

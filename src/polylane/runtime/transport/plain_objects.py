@@ -76,6 +76,7 @@ def authenticate_group(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[
     given = torch.frombuffer(
         bytearray(b"".join(_compute_proof(secret, group, rank, peer) for peer in ranks)), dtype=torch.uint8
     )
+    # One all-to-all of the proofs, 32 bytes for each pair of ranks; the one to itself is ignored.
     got = torch.empty_like(given)
     group.alltoall_base(got, given, [], [], dist.AllToAllOptions()).wait(INTRODUCTION)
     said = dict(zip(ranks, got.view(len(ranks), -1), strict=True))

@@ -207,6 +207,7 @@ class _Reader:
         self._position += size + -size % _ALIGN
         if not size:
             return torch.empty(tuple(shape), dtype=dtype)
+        # A writable copy: the message's buffer is freed, and tensors over read-only memory are unsafe.
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
@@ -222,6 +223,7 @@ def _read_float(rest: list[Any]) -> float:
     return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[rest[0]]
 
 
+# By the type that a JSON list begins with: object, tensor, special float, bytes, list, tuple, dict, set, frozenset.
 _SORTS: dict[str, Callable[[_Reader, list[Any]], Any]] = {
     "o": _Reader.read_object,
     "x": _Reader.read_tensor,

@@ -65,7 +65,6 @@ class TopKCompressor(GradientCompressor):
         return _PendingTopK(shares, picks, transport.all_gather(pack_message(shares, picks), shares.ranks))
 
     def state_dict(self) -> dict[str, Any]:
-
         return {"memory": self.error_feedback.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

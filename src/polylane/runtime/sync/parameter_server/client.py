@@ -99,7 +99,6 @@ class ParameterServerSync(GradientSync):
         return self._sync.is_replica_local
 
     def update_weights(self, objective: str, trainer: ObjectiveUpdate, samples: bool) -> None:
-
         if samples and self._sync.is_replica_local and trainer.clipper is not None:
             trainer.clipper.clip_gradients()  # the norm of a sum over replicas is known to servers only
         kind = MessageKind.GRADIENTS if samples else MessageKind.NOTHING

@@ -111,7 +111,7 @@ def flat_buffer_of(
     hidden: bool,
     kept: Mapping[str, Tensor] | None = None,
 ) -> FlatBuffer:
-    """A unit's parameters, laid end to end.
+    """Build the flat buffer of a unit from this worker's parameters.
 
     Args:
         unit: names of the parameters, and how they are cut.
@@ -208,6 +208,7 @@ class Shards:
         if name not in self.buffer_of:
             return parameter.detach()
         if name not in self._constants:
+            # Registered as a view, so that attach_full and release_full move it with the parameter.
             self._constants[name], flat = parameter.detach(), self.buffer_of[name]
             begin, _ = flat.spans[flat.unit.parameters.index(name)]
             flat.views.append((self._constants[name], begin, parameter.shape))
@@ -222,6 +223,7 @@ class Shards:
         if self.keeps_only_shards or self._transport is None:
             return
         under_way = deque[tuple[FlatBuffer, PendingTransfer]]()
+        # A few gathers ahead overlap with each other; waiting for the oldest bounds the memory.
         for flat in self.flat_buffers:
             if any(name in names for name in flat.unit.parameters):
                 under_way.append((flat, flat.start_all_gather(self._transport)))

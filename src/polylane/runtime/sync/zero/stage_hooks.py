@@ -35,6 +35,7 @@ class ShardedStageHooks(StageHooks):
     @contextmanager
     def backward(self) -> Iterator[None]:
         with nullcontext() if self.gathered_passes is None else self.gathered_passes.backward():
+            # Inside the gathers: the reducer releases units whose gradients it has sent.
             self.reducer.begin_backward()
             yield
             self.reducer.end_backward()
