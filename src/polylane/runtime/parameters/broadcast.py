@@ -34,7 +34,7 @@ def broadcast_weights(
         transport: connects all training workers; every one of them must call this function.
         device: device of the tensors that the transport carries; default: each tensor's own.
     """
-    # Hashes first: workers that built the model from one seed hold equal weights, and then no tensor travels.
+    # Hashes first: workers that built the model from one seed hold equal weights, and then no tensor is sent.
     ranks = range(transport.size)
     own = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
     every = transport.all_gather_object(own)
@@ -133,7 +133,7 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
 
 def sum_over_ranks(tensor: Tensor, transport: Transport, ranks: Iterable[int]) -> Tensor:
     """Return the sum of a tensor over ranks, for tensors of any dtype."""
-    # No backend sums these (see SUMMABLE): they travel as int32, which holds every value of theirs exactly.
+    # No backend sums these (see SUMMABLE): they are sent as int32, which holds every value of theirs exactly.
     small = tensor.dtype in (torch.bool, torch.uint16, torch.int16)
     wire = tensor.to(torch.int32) if small else tensor
     return transport.all_reduce(wire.contiguous(), ranks).wait().to(tensor.dtype)

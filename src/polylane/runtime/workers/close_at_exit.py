@@ -25,7 +25,7 @@ def close_at_exit(job: ClosedAtExit) -> None:
     """
 
     def leave() -> None:
-        # Set by the interpreter for an uncaught exception, after it has printed the traceback.
+        # Set by the interpreter for an uncaught exception, whose traceback has been printed by now.
         if getattr(sys, "last_value", None) is not None:
             sys.stdout.flush()
             sys.stderr.flush()

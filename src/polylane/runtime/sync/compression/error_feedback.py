@@ -17,7 +17,7 @@ from polylane.runtime.sync.compression.compressor import sum_dtype
 class ErrorFeedback:
     """Residual of every parameter on this rank: what was not sent yet; zeros at first.
 
-    Only the sum of residuals over ranks affects later steps. So a training that is resumed with another number of
+    What is still to be sent is the sum of residuals over ranks. So a training that is resumed with another number of
     replicas gives the summed residuals to one of them, and none to the others.
     """
 

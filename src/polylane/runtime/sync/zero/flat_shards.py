@@ -1,6 +1,6 @@
-"""ZeRO flat buffers: parameters of a unit concatenated, of which each replica owns a shard (Rajbhandari, SC 2020).
+"""ZeRO flat buffers: the concatenated parameters of a unit, of which each replica owns a shard.
 
-Over n replicas, for P bytes of parameters and K of optimizer states, a worker holds beside its activations
+Rajbhandari et al., SC 2020. Over n replicas, for P bytes of parameters and K of optimizer states, a worker holds beside its activations
 
     shard         ZeRO    parameters    gradients    states    temporarily
     optimizer     1       P             P            K / n

@@ -340,7 +340,7 @@ class MessageHub:
             self._wake_for(descriptor, link)
 
     def _wake_for_room(self, link: SocketLink) -> None:
-        """If another thread sleeps in epoll already, make it wake up for room to send this link's queue."""
+        """Make a thread that sleeps in epoll already wake up for room to send this link's queue."""
         if link.has_queued and self._is_polling:
             self._wake_for(link.socket.fileno(), link)
 
