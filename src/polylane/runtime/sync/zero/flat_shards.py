@@ -1,6 +1,7 @@
 """ZeRO flat buffers: the concatenated parameters of a unit, of which each replica owns a shard.
 
-Rajbhandari et al., SC 2020. Over n replicas, for P bytes of parameters and K of optimizer states, a worker holds beside its activations
+Rajbhandari et al., SC 2020. Over n replicas, for P bytes of parameters and K of optimizer states, a worker holds beside
+its activations
 
     shard         ZeRO    parameters    gradients    states    temporarily
     optimizer     1       P             P            K / n

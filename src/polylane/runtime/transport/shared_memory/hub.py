@@ -103,8 +103,7 @@ class MessageHub:
         self._users, self._users_ever = 0, 0
         self._poll = select.epoll()
         self._by_descriptor = {link.socket.fileno(): link for link in self.links.values()}
-        # Registered events by descriptor; EPOLLOUT only while the link's queue is not empty: a socket almost always has
-        # room, and epoll would return at once.
+        # Registered events by descriptor; EPOLLOUT only for links with a queue: sockets almost always have room.
         self._polled_events = dict.fromkeys(self._by_descriptor, select.EPOLLIN)
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.EPOLLIN)
@@ -193,15 +192,9 @@ class MessageHub:
     def send_block(
         self, peers: Iterable[int], key: int, description: bytes, block: SharedBlock, offset: int, nbytes: int
     ) -> int:
-        """Send each peer the position of its values in a block; the caller has the lock. Returns bytes of headers.
+        """Send each peer the position of its values, which are written in a block already.
 
-        Args:
-            peers: ranks that read the values.
-            key: key of the message, by which receivers match it.
-            description: operation, dtype and shape, see :func:`.message.encode_description`.
-            block: this worker's block, with the values written.
-            offset: position of the first byte of the values in the block.
-            nbytes: number of bytes of the values.
+        The caller has the lock. ``offset`` is in bytes from the begin of the block. Returns bytes of headers.
         """
         kind = IN_BLOCK | PRESSED if self._blocks.is_short else IN_BLOCK
         arena = block.arena
@@ -227,10 +220,7 @@ class MessageHub:
     def call_when_received(self, peer: int, key: int, call: Callable[[], None]) -> None:
         """Call a function once when a message has arrived, or now if it has; the lock is held for this and the call.
 
-        Args:
-            peer: rank that sends the message.
-            key: key of the message.
-            call: callback; runs in whichever thread reads the message, so it must not wait.
+        The call runs in the thread that reads the message, so it must not wait.
         """
         link = self.links[peer]
         if key in link.inbox:
@@ -239,12 +229,7 @@ class MessageHub:
             link.expected[key] = call
 
     def receive_message(self, peer: int, key: int, what: Awaited) -> Message:
-        """Wait for a message, and take it out of the inbox.
-
-        Args:
-            peer: rank that sends the message.
-            key: key of the message.
-            what: operation that waits, for errors.
+        """Wait for a message of a peer, and take it out of the inbox; ``what`` describes the wait in errors.
 
         Raises:
             PeerLost: the peer has closed its connection, or did not send in time.
@@ -287,13 +272,7 @@ class MessageHub:
         self._handle_until(ready, link, what)
 
     def _handle_until(self, ready: Callable[[], bool], link: SocketLink | None, what: Awaited | str) -> None:
-        """Handle messages until a condition holds; the caller has the lock.
-
-        Args:
-            ready: the condition; cheap, called after each wake-up.
-            link: link of the peer that must bring it about; None: any peer may.
-            what: operation that waits, or words for it, for errors.
-        """
+        """Handle messages until a condition holds, which the link's peer must bring about (None: any peer may)."""
         deadline = time.monotonic() + self._timeout
         while not ready():
             left = deadline - time.monotonic()
