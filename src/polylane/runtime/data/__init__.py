@@ -1,1 +1,1 @@
-"""Batches: their order, what each worker loads of them, and the random numbers that a dataset draws."""
+"""Data loading: the order of samples, the local samples of each worker, and reproducible augmentation."""

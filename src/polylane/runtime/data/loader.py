@@ -1,4 +1,4 @@
-"""Batches in an order that depends on the seed alone; each worker loads only the samples that it computes on."""
+"""Distributed data loading: the sample order depends on seed and epoch alone; a worker loads only its local samples."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ def load_batches(
     collate: Collate | None = None,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """One epoch over a dataset, every sample once, the last batch with what is left.
+    """Yield one epoch over a dataset: every sample once; the last batch may be shorter.
 
     Args:
-        dataset: map-style (``len`` and ``[]``, a list too), or iterable.
-        batch_size: samples in a whole batch, over all workers.
-        shares: which samples of a batch of some size this worker computes on.
-        epoch: sets the order, and what the dataset draws, together with ``seed``; iterable datasets keep their order.
-        drop_last: leave out a last batch that is shorter than the others.
-        collate: samples -> batch; default: torch's default_collate.
-        workers: processes that load ahead, as in torch's DataLoader.
+        dataset: map-style (``len`` and ``[]``, so a list of samples too), or iterable.
+        batch_size: number of samples in a global batch, over all workers.
+        shares: maps the size of a global batch to the sample ranges that this worker computes on.
+        epoch: number of the epoch from 0; with ``seed`` it decides the order (of map-style datasets) and all random
+            numbers that the dataset draws.
+        seed: integer seed of the training, equal on every worker.
+        shuffle: whether a map-style dataset is permuted; iterable ones always keep their own order.
+        drop_last: leave out a last batch that is shorter than ``batch_size``.
+        collate: turns a list of samples into a batch; default: torch's ``default_collate``.
+        workers: number of processes that load ahead, as ``num_workers`` of torch's DataLoader; map-style only.
 
     Raises:
-        PolylaneError: the dataset is neither, or makes batches already, or has no samples, or too few for a single
-        batch with ``drop_last``.
+        PolylaneError: the dataset is neither map-style nor iterable, is a DataLoader, has no samples, or has too few
+            for a single batch with ``drop_last``.
     """
     refuse_data_loader(dataset, "batches(dataset, ...)")
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -60,14 +63,14 @@ def load_batches(
 
 
 def refuse_data_loader(dataset: Any, what: str) -> None:
-    """See that a dataset is one of samples.
+    """Refuse a DataLoader where a dataset of samples is needed.
 
     Args:
-        dataset: whatever stands in its place.
-        what: where, to begin a sentence with.
+        dataset: the object that the user passed as a dataset.
+        what: name of the call or argument, which begins the error's sentence.
 
     Raises:
-        PolylaneError: it is a loader, whose batches would be taken for samples.
+        PolylaneError: ``dataset`` is a DataLoader, whose batches would be taken for samples.
     """
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         raise PolylaneError(
@@ -77,14 +80,15 @@ def refuse_data_loader(dataset: Any, what: str) -> None:
 
 
 def sample_order(samples: int, epoch: int, seed: int) -> list[int]:
-    """A permutation of all samples: a function of seed and epoch."""
+    """Return a permutation of all sample indices, a function of seed and epoch alone."""
+    # A large prime factor, so that neighbouring (seed, epoch) pairs do not share a permutation; kept non-negative.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) & 0x7FFFFFFFFFFFFFFF)
     permutation: list[int] = torch.randperm(samples, generator=generator).tolist()
     return permutation
 
 
 def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
-    """How many samples each batch of an epoch has.
+    """Return the number of samples of each batch of an epoch.
 
     Raises:
         PolylaneError: there are no samples, or too few for a single batch with ``drop_last``.
@@ -98,7 +102,7 @@ def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
 
 
 def count_batch_sizes(dataset: Any, size: int, drop_last: bool = False) -> Iterator[int]:
-    """How many samples each batch of an epoch has, whatever the dataset is; an iterable one is gone through."""
+    """Yield the number of samples of each batch of an epoch; an iterable dataset is read through once for that."""
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         yield from batch_sizes(len(dataset), size, drop_last)
         return
@@ -121,6 +125,8 @@ def _load_mapped(
     collate: Collate,
     workers: int,
 ) -> Iterator[Batch]:
+    # The global order is a function of the seed, so every worker finds its own indices without communication. Only
+    # these reach the batch sampler: samples of other workers are never loaded here.
     ends = itertools.accumulate(sizes, initial=0)
     whole = [indices[start:stop] for start, stop in itertools.pairwise(ends)]
     own = [[batch[i] for share in shares(len(batch)) for i in range(share.start, share.stop)] for batch in whole]
@@ -129,7 +135,7 @@ def _load_mapped(
         batch_sampler=own,
         collate_fn=collate,
         num_workers=workers,
-        generator=torch.Generator(),  # it draws a seed, and not from the user's generator
+        generator=torch.Generator(),  # DataLoader draws a base seed: not from the user's default generator
     )
     for batch, local in zip(whole, loader, strict=True):
         leaves, _ = flatten(local)
@@ -141,12 +147,15 @@ def _load_mapped(
 def _load_streamed(
     dataset: Iterable[Any], size: int, drop_last: bool, shares: Shares, generators: SeededStream, collate: Collate
 ) -> Iterator[Batch]:
+    # A stream has no index: every worker reads all of it, with equal random states, and collates its local samples.
     with generators:
         stream = iter(dataset)
     first = True
     while True:
+        # Only while the dataset runs are its generators installed: the caller's code between batches has its own.
         with generators:
             samples = list(itertools.islice(stream, size))
+        # A dataset that is a multiple of the batch size ends with an empty read, not with a shorter batch.
         if not samples or (drop_last and len(samples) < size):
             break
         first = False

@@ -1,4 +1,4 @@
-"""Random numbers that a dataset draws (augmentation): decided by seed, epoch and sample, not by who loads what when."""
+"""Reproducible data augmentation: a dataset's random draws depend on seed, epoch and sample, not on the worker."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from polylane.graph.python_state.random_generators import (
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style dataset whose samples draw by a key of their own.
+    """A map-style dataset that seeds the random generators per sample.
 
-    Whether they draw at all is seen at the first batch that does: it is loaded once more, and from then on each sample
-    is seeded. Those that never draw cost a look at the generators for each batch.
+    The first batch that draws random numbers is detected by the generators' states; it is loaded again, and from then
+    on each sample is seeded. A dataset that never draws costs one comparison of the states for each batch.
+
+    Args:
+        dataset: the user's map-style dataset of samples.
+        key: integers that seed each sample together with its index, such as (seed, epoch).
     """
 
     def __init__(self, dataset: Any, *key: int) -> None:
@@ -32,10 +36,11 @@ class SeededDataset(Dataset[Any]):
         return len(self._dataset)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Several samples; the generators are left as they were."""
+        """Return several samples; the generators are left as they were."""
         before = generator_states()
         try:
             if not self._draws:
+                # Unseeded and in one call, which may be batched: right as long as no generator moves.
                 samples = self._load_samples(indices)
                 if states_equal(before, generator_states()):
                     return samples
@@ -51,12 +56,13 @@ class SeededDataset(Dataset[Any]):
         return [self._dataset[index] for index in indices]
 
     def _load_seeded(self, index: int) -> Any:
+        # The sample's index is part of the key: it draws the same numbers in any batch, worker or loading process.
         seed_generators(*self._key, index)
         return self._load_samples([index])[0]
 
 
 def seeded_states(*key: int) -> States:
-    """The states in which generators are that were seeded with ``key``."""
+    """Return the generators' states right after seeding with ``key``; the current states are left as they were."""
     before = generator_states()
     seed_generators(*key)
     try:
@@ -66,7 +72,14 @@ def seeded_states(*key: int) -> States:
 
 
 class SeededStream:
-    """Generators of an iterable dataset's own, that go on where they stopped and leave everybody else's alone."""
+    """Context manager that installs an iterable dataset's own random states, and saves them at its end.
+
+    Entered once for each batch: the dataset's random sequence goes on where it stopped, and draws of the user's other
+    code do not shift it.
+
+    Args:
+        key: integers that seed the stream, such as (seed, epoch).
+    """
 
     def __init__(self, *key: int) -> None:
         self._states = seeded_states(*key)

@@ -1,1 +1,1 @@
-"""One worker's parameters and buffers: its shards, first values, updates, and whole tensors again."""
+"""One worker's parameters and buffers: shards, initial values, updates, and full tensors gathered from shards."""

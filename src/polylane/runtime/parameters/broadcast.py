@@ -1,4 +1,4 @@
-"""Weights across workers: the same at the start, whole at the end."""
+"""Weight broadcast and checkpoint gathering: equal weights at the start, a full ``state_dict`` at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polylane.runtime.transport.protocol import Transport
 
 
 def digest_tensor(tensor: Tensor) -> str:
-    """A number of a tensor's bits."""
+    """Return a hash of a tensor's bytes: 16 hexadecimal digits of SHA-256."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
@@ -27,13 +27,14 @@ def digest_tensor(tensor: Tensor) -> str:
 def broadcast_weights(
     tensors: Mapping[str, Tensor], transport: Transport, device: torch.device | None = None
 ) -> list[str]:
-    """Let every worker start from the weights of rank 0. Returns the names of those that differed.
+    """Overwrite every worker's weights by those of rank 0, and return the names of those that differed.
 
     Args:
-        tensors: the same names on every worker.
-        transport: between all training workers.
-        device: of tensors that it carries; default: each tensor's own.
+        tensors: parameters and buffers by name; the same names and shapes on every worker.
+        transport: connects all training workers; every one of them must call this function.
+        device: device of the tensors that the transport carries; default: each tensor's own.
     """
+    # Hashes first: workers that built the model from one seed hold equal weights, and then no tensor is sent.
     ranks = range(transport.size)
     own = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
     every = transport.all_gather_object(own)
@@ -46,7 +47,7 @@ def broadcast_weights(
 
 
 def broadcast_from_owner(tensor: Tensor, owner: bool, transport: Transport, ranks: Iterable[int]) -> Tensor:
-    """The owner's tensor on every rank: the others add zeros to it. Tensors of any dtype."""
+    """Return the owner's tensor on every rank, by a sum to which the others add zeros; for tensors of any dtype."""
     own = tensor.detach().clone()
     return sum_over_ranks(own if owner else torch.zeros_like(own), transport, ranks)
 
@@ -59,19 +60,23 @@ def gather_full_state(
     transport: Transport,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """The whole model's ``state_dict`` on every rank, with its own names, on the CPU.
+    """Return the full model's ``state_dict`` on every rank, with the model's own names, on the CPU.
 
     Args:
-        model: of which each worker keeps its own part up to date.
-        mine: canonical names of the parameters and buffers that training changes -> whether this rank has them, or a
-            part of them. Others never change: they are taken as they are here.
-        tied: further names of tied weights.
-        whole: what this rank adds to the sum that makes a tensor whole, out of its part (see ``Pieces.whole``).
+        model: this worker's copy of the model, of which only its own parameters and buffers are up to date.
+        mine: canonical names of the parameters and buffers that training changes, each with whether this rank
+            contributes it, or a shard of it. All others never change: the local values are taken.
+        tied: further names of tied weights, each with its canonical name.
+        whole: (name, local shard or None, tensor with dtype and device) -> this rank's partial sum of the full tensor,
+            see ``ShardSpec.full_summand``.
+        transport: connects all training workers; every one of them must call this function.
+        device: device of the tensors that the transport carries.
     """
     state = model.state_dict(keep_vars=True)
     result: dict[str, Tensor] = {}
     done: dict[str, Tensor] = {}
     for name, value in state.items():
+        # Tied weights are gathered once: each name of theirs gets a copy of the same value.
         canonical = tied.get(name, name)
         if canonical not in done:
             tensor = value.detach()
@@ -85,15 +90,15 @@ def gather_full_state(
 
 
 def require_finite(state: Mapping[str, Tensor], trained: Collection[str], path: Path) -> None:
-    """Refuse to save weights that are no numbers: what is at the path may be good.
+    """Refuse to save weights with NaN or infinity: an earlier, good file at the path stays.
 
     Args:
-        state: what is to be saved.
-        trained: names of parameters; others, such as the mask of an attention, may be infinite on purpose.
-        path: of the file, for the error.
+        state: full weights and buffers by name, about to be saved.
+        trained: names of parameters; other tensors (an attention mask, say) may be infinite on purpose, but not NaN.
+        path: path of the file, named in the error.
 
     Raises:
-        NotFinite: naming the first of them.
+        NotFinite: a tensor is not finite; the error names the first one.
     """
     for name, tensor in state.items():
         if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
@@ -103,18 +108,19 @@ def require_finite(state: Mapping[str, Tensor], trained: Collection[str], path: 
 
 
 def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write weights as safetensors; a file of that name is replaced once the new one is whole and on the disk.
+    """Write weights as safetensors, atomically: an earlier file is replaced once the new one is complete on disk.
 
     Raises:
-        PolylaneError: they cannot be written; the file of before is as it was.
+        PolylaneError: the file cannot be written; an earlier file at the path is unchanged.
     """
+    # In the same folder: os.replace is atomic only within one file system.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(unfinished))
         mask = os.umask(0o022)
         os.umask(mask)
-        os.chmod(unfinished, 0o666 & ~mask)  # safetensors keeps its files to their owner; these are the user's to share
+        os.chmod(unfinished, 0o666 & ~mask)  # safetensors creates files of mode 0600; follow the umask instead
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
@@ -126,7 +132,8 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def sum_over_ranks(tensor: Tensor, transport: Transport, ranks: Iterable[int]) -> Tensor:
-    """The sum over ranks, of tensors of any dtype."""
+    """Return the sum of a tensor over ranks, for tensors of any dtype."""
+    # No backend sums these (see SUMMABLE): they are sent as int32, which holds every value of theirs exactly.
     small = tensor.dtype in (torch.bool, torch.uint16, torch.int16)
     wire = tensor.to(torch.int32) if small else tensor
     return transport.all_reduce(wire.contiguous(), ranks).wait().to(tensor.dtype)

@@ -1,4 +1,4 @@
-"""The user's optimizer on what this worker holds of the parameters, and norms over all workers that hold parts."""
+"""Gradient-norm clipping over sharded parameters, and the user's optimizer and scheduler on one worker's shards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from polylane.errors import PolylaneError
 def build_optimizer(
     objective: Objective, held: Sequence[tuple[str, nn.Parameter]], every: Sequence[tuple[str, nn.Parameter]]
 ) -> Any:
-    """The optimizer over the held parameters among those that the user's factory takes.
+    """Return the user's optimizer over this worker's parameters.
 
-    The factory sees all parameters, so that whatever it decides by name, position or count comes out as on one device;
-    what other workers hold is then left out of the groups. A group may be empty here.
+    The factory sees all parameters, so that groups chosen by name, position or count come out as on one device; the
+    parameters of other workers are then removed from the groups. A group may be empty here.
+
+    Args:
+        objective: the user's objective, which has the optimizer's factory.
+        held: (name, parameter) of this worker's parameters that the objective trains.
+        every: (name, parameter) of all parameters of the model, in its order.
     """
     optimizer = objective.optimizer(list(every))
     mine = {id(parameter) for _, parameter in held}
@@ -28,15 +33,15 @@ def build_optimizer(
             group["param_names"] = [group["param_names"][i] for i in keep]
         group["params"] = [group["params"][i] for i in keep]
     for parameter in [p for p in optimizer.state if id(p) not in mine]:
-        del optimizer.state[parameter]  # some optimizers make their state at once
+        del optimizer.state[parameter]  # some optimizers allocate states in their constructor
     return optimizer
 
 
 def build_scheduler(factory: SchedulerFactory | None, optimizer: torch.optim.Optimizer) -> Any:
-    """What the user's factory makes of an optimizer; None where it makes none, or without a factory.
+    """Return the user's learning-rate scheduler for an optimizer; None without a factory, or if that returns None.
 
     Raises:
-        PolylaneError: it is no scheduler, or one that wants to know a metric.
+        PolylaneError: the factory returns something without a ``step()``, or a scheduler that needs a metric.
     """
     if factory is None:
         return None
@@ -55,16 +60,17 @@ def build_scheduler(factory: SchedulerFactory | None, optimizer: torch.optim.Opt
 
 
 class SumOverMesh:
-    """What :class:`polylane.optim.SumOverHolders` asks for, where operators are split: sums over a replica's workers.
+    """Sums of per-parameter values over all shards, for optimizers that need them (``SumOverHolders``).
 
-    All workers sum one table, with a row for every parameter in the model's order, whichever of them they hold.
+    Every worker contributes one table with a row for each parameter of the model, so that one all-reduce of fixed shape
+    serves all workers, whichever parameters they hold.
 
     Args:
-        order: canonical names of all parameters that the optimizers of all workers may name, in the model's order.
-        counted: names of which this worker's part counts; every part counts at one worker of a replica.
-        held: this worker's parameters.
-        device: where this worker computes.
-        sum_replica: sums a tensor over all workers of this replica.
+        order: canonical names of all parameters that an optimizer of any worker may name, in the model's order.
+        counted: names whose shard this worker contributes; each distinct shard has one contributor in a replica.
+        held: this worker's parameters or shards, by canonical name.
+        device: device on which this worker computes and sums.
+        sum_replica: all-reduces a tensor over the workers of this replica.
     """
 
     def __init__(
@@ -82,7 +88,12 @@ class SumOverMesh:
         self._sum_replica = sum_replica
 
     def __call__(self, parameters: Sequence[Tensor], values: Tensor) -> Tensor:
-        """Sums over the whole parameters of what ``values`` has of their parts."""
+        """Return for each parameter the sums over all of its shards.
+
+        Args:
+            parameters: this worker's parameters or shards, as the optimizer has them.
+            values: [len(parameters), 2], this worker's sums over each of its shards.
+        """
         table = torch.zeros(self._row_count, 2, dtype=torch.float64, device=self._device)
         counted = [i for i, parameter in enumerate(parameters) if id(parameter) in self._is_counted]
         table[[self._row_of[id(parameters[i])] for i in counted]] = values[counted].to(self._device)
@@ -90,19 +101,19 @@ class SumOverMesh:
 
 
 class GradientClipper:
-    """Scales gradients so that their norm over the whole model stays within a bound, as torch's clip_grad_norm_ does.
+    """Scales gradients so that their norm over the full model stays within a bound, as torch's ``clip_grad_norm_``.
 
-    The norms of single parameters are collected in the model's order before they are combined, so the result does not
-    depend on how the parameters are spread.
+    The squared norms of single parameters are collected in the model's order before they are combined, so the result
+    does not depend on how parameters are spread over workers.
 
     Args:
-        max_norm: the bound on the 2-norm.
+        max_norm: upper bound on the 2-norm of all gradients.
         order: canonical names of all parameters that get a gradient, in the model's order.
-        counted: names whose norm this worker contributes, or that of its part; every part is contributed by one worker
-            of a replica.
-        held: this worker's parameters.
-        device: where this worker computes.
-        sum_replica: sums a vector over all workers of this replica.
+        counted: names of which this worker contributes the norm, or that of its shard; each distinct shard has one
+            contributor in a replica.
+        held: this worker's parameters or shards, by canonical name.
+        device: device on which this worker computes and sums.
+        sum_replica: all-reduces a vector over the workers of this replica.
     """
 
     def __init__(
@@ -122,7 +133,7 @@ class GradientClipper:
         self._sum_replica = sum_replica
 
     def clip_gradients(self) -> None:
-        """Scale the gradients of the held parameters."""
+        """Scale the gradients of this worker's parameters in place; a collective of the replica."""
         grads = [p.grad for p in self._local_parameters.values() if p.grad is not None]
         counted = [(self._position[name], self._local_parameters[name].grad) for name in self._counted_names]
         present = [(i, grad) for i, grad in counted if grad is not None]
@@ -133,6 +144,7 @@ class GradientClipper:
             own = torch._foreach_norm([grad for _, grad in present], 2.0)
             # Squared in float64, and the root taken there, a norm of single precision comes back as it was.
             squares[[i for i, _ in present]] = torch.stack(own).double().square()
+        # A norm per parameter first, then the norm of these: the same two steps as clip_grad_norm_ on one device.
         total = torch.linalg.vector_norm(self._sum_replica(squares).sqrt().to(dtype))
         if grads:
             torch.nn.utils.clip_grads_with_norm_(list(self._local_parameters.values()), self._max_norm, total)

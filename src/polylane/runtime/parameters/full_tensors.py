@@ -1,4 +1,4 @@
-"""Full tensors: weights, gradients and buffers put together from the parts that workers hold."""
+"""Full tensors: weights, gradients and buffers all-gathered from the shards that workers hold."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from polylane.runtime.workers.world import World
 
 
 class FullTensors:
-    """Puts parts together; all workers of a stage's mesh, or all workers, must ask for the same.
+    """Gathers full tensors; its methods are collectives of all workers, :meth:`gather_full` of a stage's mesh.
 
     Args:
-        prepared: the training, equal on every worker.
-        world: this worker among all that train.
-        tensors: the model's, of which this worker's are up to date.
-        pieces: which part it holds.
-        transport: between the workers; each stage's mesh is a group of its.
+        prepared: the compiled training, equal on every worker.
+        world: this worker among all training workers.
+        tensors: parameters and buffers of this worker's model copy; only its local ones are up to date.
+        pieces: tensor-parallel shards that this worker holds.
+        transport: connects all training workers; each stage's mesh is one of its groups.
         held: names of the parameters and buffers that this worker keeps up to date.
 
     Attributes:
-        shards: what replicas hold parts of, as soon as they do.
+        shards: ZeRO shards of this worker; none until ``LocalModel.shard_parameters``.
     """
 
     def __init__(
@@ -49,18 +49,19 @@ class FullTensors:
         self.shards = Shards()
 
     def gather_full(self, kind: str, name: str, part: Tensor) -> Tensor:
-        """A parameter's or buffer's whole value, from all who hold parts of what this worker holds."""
+        """Return the full value of a parameter or buffer of this stage, from the shards of the stage's mesh."""
         if not self._shard_spec.is_sharded(kind, name):
             return part
         return self._transport.all_reduce(self._shard_spec.pad_to_full(kind, name, part), self._mesh).wait()
 
     def state_dict(self, holders: Mapping[str, Collection[int]], owner: Callable[[str], int]) -> dict[str, Tensor]:
-        """The whole model's weights and buffers, with its own names, on every worker's CPU.
+        """Return the full model's weights and buffers, with its own names, on every worker's CPU.
 
         Args:
-            holders: stages that hold each parameter.
-            owner: a stage that has the current value of a buffer.
+            holders: the stages that use each parameter, by canonical name.
+            owner: maps a buffer's name to a stage that has its current value.
         """
+        # One stage of one replica contributes each tensor: the sum over all workers then counts it once.
         stages = {name: min(own) for name, own in holders.items()}
         tied: dict[str, str] = {}
         for partition in self._prepared.partitions.values():
@@ -77,19 +78,20 @@ class FullTensors:
         )
 
     def full_gradients(self, names: Iterable[str], holders: Mapping[str, Collection[int]]) -> dict[str, Tensor | None]:
-        """Gradients of parameters, on every worker's CPU; None where there is none.
+        """Return full gradients of parameters on every worker's CPU; None for a parameter without a gradient.
 
         Args:
-            names: of parameters, the same on every worker.
-            holders: stages that hold each of them.
+            names: canonical names of parameters, the same on every worker.
+            holders: the stages that use each parameter, by canonical name.
         """
         names, parameters, own = list(names), self._tensors.parameters(), dict[str, Tensor]()
         for name in names:
-            # Of workers that hold the same part of a gradient, one of them gives it to the sum.
+            # Of the workers that hold the same shard of a gradient, exactly one contributes it to the sum.
             counts = self.shards.is_counted if name in self.shards.buffer_of else self._replica == 0
             gradient = self.shards.local_gradient(name, parameters[name]) if counts else None
             if gradient is not None and self._stage == min(holders[name]):
                 own[name] = gradient.detach()
+        # Only the union of names is summed: a gradient that is missing everywhere is None, not zeros.
         found = set().union(*self._transport.all_gather_object(list(own)))
         return {name: self._gather_gradient(name, own.get(name)) if name in found else None for name in names}
 
@@ -103,10 +105,10 @@ class FullTensors:
 
     @contextmanager
     def installed_in_model(self, shapes: bool) -> Iterator[None]:
-        """Context manager: the model has whole parameters and buffers, which the user's own code needs.
+        """Context manager: the model has full parameters and buffers, as the user's own code expects.
 
         Args:
-            shapes: give them shapes only, for no worker could hold the whole.
+            shapes: install meta tensors of the full shapes only, where the full values do not fit a worker.
         """
         if shapes:
             with whole_shapes_only(self._tensors.model, self._shard_spec.shapes):
@@ -125,6 +127,7 @@ class FullTensors:
             if self._shard_spec.is_sharded(kind, name):
                 own[name] = every[name].data if kind == "parameter" else every[name]
                 wholes[name] = self.gather_full(kind, name, own[name])
+        # A shard's gradient does not fit the full shape: set it aside while the full value is installed.
         gradients = {name: parameters[name].grad for name in own if name in parameters}
         for name in gradients:
             parameters[name].grad = None

@@ -1,4 +1,4 @@
-"""Holding: what one worker holds of the model, from its first values to whole weights and gradients."""
+"""Local model: one worker's parameters and buffers, from initial values over shards to full weights and gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Holders = Mapping[str, tuple[int, ...]]
 
 
 def owning_stages(prepared: CompiledTraining) -> dict[str, tuple[int, ...]]:
-    """Stages that use a parameter in any objective: all of them keep it up to date."""
+    """Return by canonical name the stages that use a parameter in any objective: all of them keep it up to date."""
     result: dict[str, set[int]] = {}
     for partition in prepared.partitions.values():
         for stage in range(partition.stages):
@@ -38,10 +38,14 @@ def owning_stages(prepared: CompiledTraining) -> dict[str, tuple[int, ...]]:
 
 
 def plan_shard_units(prepared: CompiledTraining, programs: Mapping[str, Sequence[Program]]) -> ShardUnits:
-    """What replicas hold parts of, for the programs of all workers, by objective.
+    """Return the ZeRO shard units of all ranks; none where the plan does not shard over replicas.
+
+    Args:
+        prepared: the compiled training, equal on every worker.
+        programs: the programs of all workers, by objective.
 
     Raises:
-        PolylaneError: an optimizer cannot be run on parts.
+        PolylaneError: an optimizer's update of one parameter depends on others, so that it cannot run on shards.
     """
     plan, objectives = prepared.plan, prepared.objectives.values()
     if plan.sync.shard == "none":
@@ -53,30 +57,38 @@ def plan_shard_units(prepared: CompiledTraining, programs: Mapping[str, Sequence
 
 
 class LocalModel:
-    """The parameters and buffers of one worker's stage, or its parts of them.
+    """The parameters and buffers of one worker's stage, or its shards of them.
 
-    Until :meth:`keep_parts` is called they are whole, for the optimizers are made of whole parameters. Then operators
-    hold their parts, where they are split; and of those replicas hold parts, where the plan says so.
+    Sharding has two levels, applied in this order by :meth:`shard_parameters`; until then parameters are full, because
+    the user's optimizers are built on full parameters:
+
+        level              over                   held in        cut along
+        tensor parallel    the stage's mesh       shard_spec     dimensions of the tensor
+        ZeRO               replicas of a shard    shards         the flat buffer of a unit
 
     Args:
-        prepared: the training.
-        world: this worker among all.
-        holders: stages that keep a parameter up to date.
-        transport: between the workers.
-        seed: of the values of a model on the meta device.
-        same_weights: every worker's model has the same weights already.
-        layout: what replicas hold parts of.
-        gathers: for parts that are gathered during passes.
+        prepared: the compiled training, equal on every worker.
+        world: this worker among all training workers.
+        holders: the stages that keep each parameter up to date, by canonical name.
+        transport: connects all training workers; collectives outside passes run over it.
+        seed: seed of the initial values of a model on the meta device.
+        same_weights: whether every worker's model has equal weights already, so that no broadcast is needed.
+        layout: ZeRO shard units of all ranks.
+        gathers: transport of the all-gathers during passes (ZeRO-3); None where parameters stay full.
 
     Attributes:
-        prepared, world, owning_stages, transport, shard_units: as given.
-        stage: this worker's.
-        tensors: the model's, by name.
-        shard_spec: which part of what its stage holds is this worker's.
-        buffers: hands those on that several stages use.
-        full_tensors: puts parts together.
-        shards: this worker's parts among the replicas'.
-        was_on_meta: whether the model was on the meta device: no worker could hold the whole of it.
+        prepared: the compiled training, equal on every worker.
+        world: this worker among all training workers.
+        owning_stages: the stages that keep each parameter up to date, by canonical name.
+        transport: connects all training workers; collectives outside passes run over it.
+        shard_units: ZeRO shard units of all ranks.
+        stage: index of this worker's pipeline stage.
+        tensors: parameters and buffers of this worker's model copy, by name.
+        shard_spec: tensor-parallel shards that this worker holds.
+        buffers: brings buffers that several stages use up to date.
+        full_tensors: gathers full weights and gradients from the shards.
+        shards: ZeRO shards of this worker; none until :meth:`shard_parameters`.
+        was_on_meta: whether the model was built on the meta device, so that its full values never existed.
     """
 
     def __init__(
@@ -112,18 +124,19 @@ class LocalModel:
         self.was_on_meta = self._materialize(seed)
         self.tensors.move_to_device(self.local_names())
         if not (same_weights or self.was_on_meta) and world.size > 1:
-            every = {**self.tensors.parameters(), **self.tensors.buffers()}  # those of other stages too
+            # Tensors of other stages too: the user's own code may read any of them between steps.
+            every = {**self.tensors.parameters(), **self.tensors.buffers()}
             weights.broadcast_weights(every, transport, world.device)
 
     def local_names(self) -> set[str]:
-        """Of the parameters and buffers that this worker keeps up to date."""
+        """Return names of the parameters and buffers that this worker keeps up to date."""
         names = {name for name, stages in self.owning_stages.items() if self.stage in stages}
         for partition in self.prepared.partitions.values():
             names |= set(partition.buffers(self.stage))
         return names
 
     def _materialize(self, seed: int) -> bool:
-        """Give a model on the meta device its values, of which this worker keeps its part. Whether it was there."""
+        """Initialize a model on the meta device, keeping this worker's shards; return whether it was on it."""
         model = self.prepared.model
         if not is_on_meta(model):
             return False
@@ -132,7 +145,8 @@ class LocalModel:
 
         def keep(name: str, whole: Tensor) -> Tensor | None:
             if name in changed and name not in held:
-                return None  # another stage's
+                return None  # trained by another stage alone
+            # The ZeRO shard is cut at once: the full parameter is freed before the next module is initialized.
             own = self.shard_spec.local_shard(name, whole)
             if name not in parts:
                 return own
@@ -143,11 +157,12 @@ class LocalModel:
         return True
 
     def _shard_ranges(self) -> dict[str, tuple[int, int]]:
-        """Begin and end of what this worker keeps of parameters, where replicas hold parts of them."""
+        """Return (begin, end) of this worker's elements of each parameter that is sharded between uses (ZeRO-3)."""
         plan, rank, found = self.prepared.plan, self.world.rank, dict[str, tuple[int, int]]()
         if plan.sync.shard != "parameters":
             return found
         group = shard_group(plan, rank)
+        # Units are cut after tensor parallelism: their elements are those of the local shards.
         shapes = {name: torch.empty(shape, device="meta") for name, shape in self.shard_spec.shapes.items()}
         shapes |= self.shard_spec.local_shards(shapes)
         for unit in self.shard_units.units[rank] if len(group) > 1 else ():
@@ -157,7 +172,8 @@ class LocalModel:
         return found
 
     def shard_parameters(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """From now on hold parts only, and let optimizers do so with what they made for whole parameters."""
+        """Replace full parameters by this worker's shards, in the model and in optimizers with their states."""
+        # Tensor parallelism first: ZeRO cuts what is left on this worker.
         self.tensors.replace_values(self.shard_spec.local_shards(self.local_tensors()))
         optimizers = list(optimizers)
         for built in optimizers:
@@ -172,42 +188,45 @@ class LocalModel:
         parameters, hidden = self.tensors.parameters(), plan.sync.shard == "parameters"
         flats = []
         for unit in self.shard_units.units[rank]:
+            # A model from the meta device was cut while it was initialized: its full values do not exist here.
             kept = (
                 {name: self._materialized_parts.pop(name) for name in unit.parameters}
                 if self._materialized_parts
                 else None
             )
             flats.append(flat_buffer_of(unit, group, rank, parameters, hidden, kept))
+        # In sums over all workers each shard counts once: where its group has a worker of replica 0.
         counts = any(plan.stage_and_replica(each)[1] == 0 for each in group)
         return Shards(flats, hidden, counts, self.transport, self._gather_transport)
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """What this worker keeps up to date, by the model's own names."""
+        """Return the parameters and buffers, or shards, that this worker keeps up to date, by the model's names."""
         names = self.local_names()
         every = {**self.tensors.parameters(), **self.tensors.buffers()}
         own = {name: self.shards.local_tensor(name, tensor) for name, tensor in every.items() if name in names}
         return {name: tensor for name, tensor in own.items() if tensor is not None}
 
     def shard_label(self, name: str) -> str:
-        """Which part of a parameter or buffer this worker holds; equal parts have equal labels."""
+        """Return a label of the shard that this worker holds of a parameter or buffer; equal shards, equal labels."""
         return self.shard_spec.shard_label(name) + self.shards.shard_label(name)
 
     def full_gradients(self, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """Whole gradients of parameters, on every worker's CPU; None where there is none."""
+        """Return full gradients of parameters on every worker's CPU; None for a parameter without a gradient."""
         return self.full_tensors.full_gradients(names, self.owning_stages)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's weights and buffers, with its own names, on every worker's CPU."""
+        """Return the full model's weights and buffers, with its own names, on every worker's CPU."""
         with self.shards.full_parameters():
             return self.full_tensors.state_dict(self.owning_stages, self.buffers.owning_stage)
 
     def save(self, path: Path) -> None:
-        """Write the whole model's weights as safetensors.
+        """Write the full model's weights as safetensors; a collective of all workers, rank 0 writes.
 
         Raises:
-            NotFinite: on every worker, where they are no numbers; a file of before is as it was.
+            NotFinite: a weight is NaN or infinite, raised on every worker; an earlier file is unchanged.
         """
         state = self.state_dict()
+        # Checked on every worker before anybody writes: all raise, and nobody is left waiting at the barrier.
         weights.require_finite(state, self.tensors.parameters(), path)
         if self.world.rank == 0:
             weights.save_safetensors(state, path)

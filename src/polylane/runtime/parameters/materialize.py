@@ -1,4 +1,4 @@
-"""Give a model that was built on the meta device its values, module by module: no worker ever holds all of it."""
+"""Deferred initialization: gives a model on the meta device its values, module by module, keeping local shards only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polylane.errors import PolylaneError
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """What torch's own modules do when they are built."""
+    """Initialize a module's own tensors as torch's modules do in their constructors."""
     for name in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, name, None)
         if callable(reset):
@@ -24,7 +24,7 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether any value is still to come."""
+    """Return whether any parameter or buffer is still on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -35,31 +35,31 @@ def materialize(
     device: torch.device,
     keep: Callable[[str, Tensor], Tensor | None],
 ) -> None:
-    """Let every parameter and buffer that is on the meta device have its value, or this worker's part of it.
+    """Give every parameter and buffer that is on the meta device its value, or this worker's shard of it.
 
     The values are those of ``torch.manual_seed(seed); model.to_empty(device=device); model.apply(init)``, but only one
-    module's own tensors are whole at a time.
+    module's own tensors are full at a time.
 
     Args:
-        model: its parameters become new objects.
+        model: the model to initialize; its parameters are replaced by new objects.
         init: fills the tensors that a module itself owns; default: its ``reset_parameters()``.
-        seed: of the random numbers.
-        device: where values are made.
-        keep: a tensor's name and whole value -> what this worker keeps of it; None for nothing: it stays on the meta
-            device.
+        seed: integer seed of the random numbers, equal on every worker.
+        device: device on which values are computed and kept.
+        keep: (name, full value) -> the shard that this worker keeps; None for nothing: the tensor stays on the
+            meta device.
 
     Raises:
         PolylaneError: ``init`` left a tensor without a value.
     """
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     made: dict[int, nn.Parameter] = {}
-    unkept: dict[int, nn.Parameter] = {}  # by the identity of what was made for it
+    unkept: dict[int, nn.Parameter] = {}  # id of the materialized parameter -> the meta parameter to put back
     originals = dict(model.named_parameters())
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         # Children first, as Module.apply does; shared modules once for each place, as it does too.
         places = list(_children_first(model, ""))
-        # A tied weight, or one of a shared module, stays whole until the last of its places has been filled.
+        # A tied weight, or one of a shared module, stays full until the last module that owns it has been initialized.
         last = {id(t): i for i, (_, m) in enumerate(places) for t in _own_tensors(m) if t.is_meta}
         waiting: dict[int, list[tuple[str, nn.Module, Tensor]]] = {}
         for place, (path, module) in enumerate(places):
@@ -68,6 +68,7 @@ def materialize(
             with torch.no_grad():
                 (init or reset_parameters)(module)
             for name, owner, tensor in waiting.pop(place, []):
+                # _allocate_unwritten filled it with NaN: any that is left was not written by init.
                 if tensor.is_floating_point() and bool(tensor.isnan().any()):
                     raise PolylaneError(
                         f"{name} has no value: the model is on the meta device, and init({path or 'the model itself'}) "
@@ -78,9 +79,10 @@ def materialize(
                     tensor.data = kept
                 elif isinstance(tensor, nn.Parameter):
                     unkept[id(tensor)] = originals[name]
-                    tensor.data = tensor.data.new_empty(0)  # it is read no more
+                    tensor.data = tensor.data.new_empty(0)  # frees the memory: nothing reads it any more
                 else:
                     owner._buffers[name.rpartition(".")[2]] = tensor.to("meta") if kept is None else kept
+        # At the end only: until then other modules that share a parameter find it by its materialized object.
         for module in model.modules():
             for key, parameter in module._parameters.items():
                 module._parameters[key] = unkept.get(id(parameter), parameter)
@@ -99,7 +101,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 def _allocate_tensors(
     module: nn.Module, device: torch.device, names: Mapping[int, str], made: dict[int, nn.Parameter]
 ) -> list[tuple[str, Tensor, int]]:
-    """A module's own tensors that are on the meta device, now with memory: name in the model, tensor, former id."""
+    """Allocate a module's own meta tensors; return (name in the model, new tensor, id of the meta tensor) of each."""
     own: list[tuple[str, Tensor, int]] = []
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
@@ -115,14 +117,19 @@ def _allocate_tensors(
 
 
 def _allocate_unwritten(like: Tensor, device: torch.device) -> Tensor:
-    """Memory in which it shows whether it was written."""
+    """Return memory filled with NaN, so that elements that ``init`` does not write can be detected."""
     fresh = torch.empty_like(like, device=device, requires_grad=False)
     return fresh.fill_(math.nan) if fresh.is_floating_point() else fresh.zero_()
 
 
 @contextmanager
 def whole_shapes_only(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
-    """For the while, let a model have whole tensors again, without any values: for capturing it once more."""
+    """Context manager: give a model meta tensors of the full shapes, so that its graph can be captured again.
+
+    Args:
+        model: the model whose parameters and buffers are replaced; restored at the end.
+        shapes: full shapes of parameters and buffers by name; others have their full shape already.
+    """
     before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     abstract: dict[int, Any] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -1,4 +1,4 @@
-"""Shards of split operators: which part of every parameter and buffer this worker holds."""
+"""Tensor-parallel shards: which slice of every parameter and buffer this worker holds, and how to cut and pad it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from polylane.sharding.layout import local_part, write_local_part
 
 
 class ShardSpec:
-    """Placements of parameters and buffers on a stage's mesh, and this worker's place in it.
+    """Placements of parameters and buffers on a stage's mesh, and this worker's coordinates in the mesh.
 
     Args:
-        prepared: with the layouts of all graphs.
-        stage: of the worker, from 0.
-        coordinates: its index on each axis that cuts parameters.
+        prepared: the compiled training, with the sharding layouts of all graphs.
+        stage: index of the worker's pipeline stage, from 0.
+        coordinates: the worker's index on each operator axis of the stage's mesh.
 
     Attributes:
-        shapes: of whole parameters and buffers, by name.
+        shapes: full shapes of parameters and buffers, by canonical name.
     """
 
     def __init__(self, prepared: CompiledTraining, stage: int, coordinates: Mapping[str, int]) -> None:
@@ -41,37 +41,43 @@ class ShardSpec:
         return {axis: p for axis, p in placements.items() if isinstance(p, Shard)}
 
     def is_sharded(self, kind: str, name: str) -> bool:
-        """Whether this worker holds only a part."""
+        """Return whether this worker holds only a shard of a parameter or buffer."""
         return bool(self._shard_placements(kind, name))
 
     def kind_of(self, name: str) -> str:
-        """Parameter or buffer."""
+        """Return ``"parameter"`` or ``"buffer"`` for a canonical name."""
         return "buffer" if ("buffer", name) in self._placements else "parameter"
 
     def local_shards(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This worker's parts of whole parameters and buffers, of those that are cut."""
+        """Return this worker's shards of full parameters and buffers; names that are not sharded are left out."""
         cuts = {name: self._shard_placements(self.kind_of(name), name) for name in tensors}
         return {
             name: local_part(tensor.detach(), cuts[name], self._coordinates)
             for name, tensor in tensors.items()
+            # Another shape than the full one: the tensor is a shard already.
             if cuts[name] and tuple(tensor.shape) == self.shapes[name]
         }
 
     def local_shard(self, name: str, whole: Tensor) -> Tensor:
-        """This worker's part of a tensor in a parameter's or buffer's whole shape; the tensor itself where it is whole.
+        """Return this worker's shard of a tensor in a parameter's full shape; the tensor itself if it is not sharded.
 
         Args:
             name: canonical name of the parameter or buffer.
-            whole: a tensor of its whole shape, such as its value or its gradient.
+            whole: a tensor of its full shape, such as its value or its gradient.
         """
         return self.local_shards({name: whole}).get(name, whole)
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of this worker's part of a parameter or buffer."""
+        """Return the shape of this worker's shard of a parameter or buffer."""
         return tuple(self.local_shard(name, torch.empty(self.shapes[name], device="meta")).shape)
 
     def shard_optimizer_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Cut what an optimizer made for whole parameters at once, before they were cut."""
+        """Cut optimizer states of the full shape, which the optimizer allocated before its parameters were sharded.
+
+        Args:
+            optimizer: built on full parameters; its states are replaced by shards.
+            parameters: this worker's parameters by canonical name, the keys of the states.
+        """
         for name, parameter in parameters.items():
             cuts = self._shard_placements("parameter", name)
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -79,29 +85,31 @@ class ShardSpec:
                     optimizer.state[parameter][key] = local_part(value, cuts, self._coordinates)
 
     def is_counted(self, kind: str, name: str) -> bool:
-        """Whether this worker's part counts in a sum over the mesh: what several hold alike counts once."""
+        """Return whether this worker's shard counts in a sum over the mesh: a replicated shard counts once."""
         cuts = self._shard_placements(kind, name)
+        # Along an axis that does not cut the tensor all workers hold the same shard: only index 0 counts.
         return not any(index for axis, index in self._coordinates.items() if axis not in cuts)
 
     def pad_to_full(self, kind: str, name: str, part: Tensor) -> Tensor:
-        """This worker's part in the whole shape, with zeros around; zeros alone where another one's counts."""
+        """Return this worker's shard padded with zeros to the full shape; all zeros if the shard is not counted."""
         whole = part.new_zeros(self.shapes[name])
         if self.is_counted(kind, name):
             write_local_part(whole, part.detach(), self._shard_placements(kind, name), self._coordinates)
         return whole
 
     def full_summand(self, name: str, part: Tensor | None, like: Tensor) -> Tensor:
-        """What this worker adds to the sum over all workers that makes a parameter or buffer whole.
+        """Return this worker's partial sum of a full parameter or buffer: the sum over all workers is the full value.
 
         Args:
-            part: what it holds, or None for nothing.
-            like: gives dtype and device.
+            name: canonical name of the parameter or buffer.
+            part: the local shard, or None where this worker contributes nothing.
+            like: any tensor with the result's dtype and device.
         """
         if part is None:
             return like.new_zeros(self.shapes[name])
         return self.pad_to_full(self.kind_of(name), name, part)
 
     def shard_label(self, name: str) -> str:
-        """Which part of a parameter or buffer this worker holds; equal parts have equal labels."""
+        """Return a label of the shard that this worker holds, as ``"[tensor 1]"``; equal shards have equal labels."""
         cuts = self._shard_placements(self.kind_of(name), name)
         return "".join(f"[{axis} {self._coordinates[axis]}]" for axis in cuts)

@@ -1,4 +1,4 @@
-"""Buffers that several stages use in turn: one objective, then another; training, then evaluation."""
+"""Buffers that several pipeline stages use: tracks which stage has the current value, and broadcasts it when needed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from polylane.runtime.transport.protocol import Transport
 
 
 class SharedBuffers:
-    """Knows which stages have the current value of every buffer, and brings it to where it is needed next.
+    """Tracks the stages that have the current value of every buffer, and broadcasts it before another stage reads it.
 
-    Within one graph a buffer that is written lives on one stage. Another graph of the same model (a GAN's other loss,
-    say, which runs its generator first and not last) may have it on another one.
+    Within one graph a buffer that is written is on one stage. Another graph of the same model (a GAN's other loss, say,
+    which runs its generator first instead of last; or evaluation) may have it on another stage.
 
     Args:
-        stage: this worker's.
-        stages: how many there are.
-        column: the ranks among which buffers are handed on: one of each stage, all with the same parts, or all ranks.
-        speaks: whether this worker has the values of its stage that count.
-        tensors: this worker's buffers, by name.
-        device: of tensors that the transport carries.
-        transport: between the workers; ``column`` is one of its groups.
-        pieces: puts together what is handed on, where ranks of the column hold different parts; else None.
+        stage: index of this worker's pipeline stage.
+        stages: number of pipeline stages of the plan.
+        column: ranks that take part in a broadcast: one of each stage, all with the same shards, or all ranks.
+        speaks: whether this worker is the one of its stage that contributes values to the broadcast.
+        tensors: returns this worker's buffers, by name.
+        device: device of the tensors that the transport carries.
+        transport: connects all training workers; ``column`` is one of its groups.
+        pieces: shards of this worker, where ranks of the column hold different ones; else None.
     """
 
     def __init__(
@@ -47,19 +47,21 @@ class SharedBuffers:
         self._tensors = tensors
         self._device = device
         self._transport = transport
-        self._current_stages: dict[
-            str, frozenset[int]
-        ] = {}  # the stages that have it; all of them, until the first step
+        # By buffer, the stages that have its current value; no entry: all of them, as before the first step.
+        self._current_stages: dict[str, frozenset[int]] = {}
 
     def receive_updates(self, used: Mapping[str, Collection[int]]) -> None:
-        """Before a graph runs: every stage gets the buffers that it uses. All workers must call it.
+        """Bring the buffers of a graph up to date on every stage that uses them; a collective of all workers.
+
+        Called before the graph runs.
 
         Args:
-            used: of each buffer that the graph reads or writes, the stages that do; see :func:`stages_of_buffers`.
+            used: the stages that read or write each buffer of the graph, by its name (:func:`stages_of_buffers`).
         """
         for name, stages in used.items():
             current = self._current_stages.get(name)
             if current is not None and not current.issuperset(stages):
+                # All workers track the same stages, so all find here alike that a broadcast is due.
                 tensor = self._tensors()[name]
                 owns = self._is_source and self._stage == min(current)
                 with torch.no_grad():
@@ -67,24 +69,25 @@ class SharedBuffers:
                 self._current_stages[name] = frozenset(range(self._stages))
 
     def mark_updated(self, used: Mapping[str, frozenset[int]]) -> None:
-        """After a graph has run in training: only the stages that used a buffer have its new value."""
+        """Record that a graph ran in training: only the stages that used a buffer have its new value."""
         if self._stages > 1:
             self._current_stages |= used
 
     def _broadcast_buffer(self, name: str, own: Tensor, owns: bool) -> Tensor:
         if self._shard_spec is None:
             return broadcast_from_owner(own, owns, self._transport, self._column)
+        # Ranks of other stages may cut the buffer otherwise: sum the full value, and let each cut its own shard.
         part = self._shard_spec.full_summand(name, own if owns else None, own)
         whole = broadcast_from_owner(part, True, self._transport, self._column)
         return self._shard_spec.local_shard(name, whole)
 
     def owning_stage(self, name: str) -> int:
-        """A stage that has the current value."""
+        """Return the lowest stage that has a buffer's current value."""
         return min(self._current_stages.get(name, {0}))
 
 
 def stages_of_buffers(partition: Partition) -> dict[str, frozenset[int]]:
-    """The stages that read or write a buffer, by its name, in the same order on every worker."""
+    """Return the stages that read or write each buffer, by its name, in the same order on every worker."""
     used: dict[str, set[int]] = {}
     for stage in range(partition.stages):
         for name in partition.buffers(stage):

@@ -1,4 +1,4 @@
-"""Trainer: what one objective needs on one worker to turn gradients into new weights."""
+"""Optimizer step of one objective on one worker: clipping, the optimizer on local shards, scheduler, all-gather."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from polylane.runtime.sync.zero.flat_shards import Shards
 
 @dataclass
 class ObjectiveUpdate:
-    """What belongs to one objective on this worker.
+    """Optimizer, scheduler and gradient clipping of one objective on this worker.
 
     Attributes:
-        optimizer: over the parameters of this worker, of those that the objective's optimizer takes.
-        scheduler: of its learning rate, or None.
-        parameter_order: names of all parameters that may get a gradient, of every worker, in the model's order.
-        local_parameters: those of this worker, or the parts that it updates.
-        clipper: bounds the gradients' norm, or None.
-        shards: what replicas hold parts of.
-        full_parameters: this worker's parameters as its passes see them.
-        compressor: how its gradients are summed over replicas, in all of its lanes: what one of them could not send,
-            the next one may.
+        optimizer: the user's optimizer on this worker's parameters or shards.
+        scheduler: the user's learning-rate scheduler of the optimizer, or None.
+        parameter_order: canonical names of the parameters of all workers that may get a gradient, in the model's order.
+        local_parameters: what the optimizer steps on, by name: this worker's parameters, or its ZeRO shards of them.
+        clipper: bounds the norm of the gradients, or None.
+        shards: ZeRO shards of this worker; none without ``sync.shard``.
+        full_parameters: this worker's parameters in the shapes that its passes compute with, by name.
+        compressor: sums gradients over replicas; shared by all bound programs of the objective, so that error feedback
+            of one of them is sent by the next.
     """
 
     optimizer: torch.optim.Optimizer
@@ -47,23 +47,28 @@ class ObjectiveUpdate:
     compressor: GradientCompressor
 
     def zero_grad(self) -> None:
-        """Forget the last step's gradients."""
+        """Set the gradients of all local parameters and shards to None."""
         for parameter in (*self.local_parameters.values(), *self.full_parameters.values()):
             parameter.grad = None
 
     def update_weights(self, samples: bool = True) -> None:
-        """What one device does after its backward pass; without any samples only time goes on."""
+        """Clip, step the optimizer and the scheduler, as one device does after its backward pass.
+
+        Args:
+            samples: whether this replica had any samples in the batch; without any only the scheduler steps.
+        """
         if samples:
             if self.clipper is not None:
                 self.clipper.clip_gradients()
             self.optimizer.step()
+            # ZeRO-1 and -2: each replica updated its shard, the full parameters need all of them.
             if self.shards.flat_buffers:
                 self.shards.gather_updated(self.full_parameters.keys())
         if self.scheduler is not None:
             self.scheduler.step()
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients."""
+        """Multiply the gradients of all local parameters and shards by a factor, in place."""
         grads = [p.grad for p in self.local_parameters.values() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
@@ -72,23 +77,25 @@ class ObjectiveUpdate:
 def trainers_of(
     holding: LocalModel, programs: Mapping[str, Sequence[Program]], clip_norm: float | None
 ) -> dict[str, ObjectiveUpdate]:
-    """All that every objective needs on this worker, by name; from then on the worker holds parts only.
+    """Build the optimizer step of every objective, by its name, and shard this worker's parameters.
 
     Args:
-        holding: what this worker holds, whole parameters until now: optimizers are made of these.
-        programs: of all workers, by objective.
-        clip_norm: bound on the gradients' 2-norm, or None.
+        holding: this worker's model, with full parameters until now: the user's optimizers are built on these.
+        programs: the programs of all workers, by objective.
+        clip_norm: upper bound on the gradients' 2-norm, or None.
 
     Raises:
-        PolylaneError: a scheduler is none, or wants to know a metric; or gradients cannot travel as the plan says.
+        PolylaneError: a scheduler has no ``step()`` or needs a metric, or a gradient cannot be compressed as the plan
+            says.
     """
+    # Order matters: optimizers on full parameters, then sharding, then what refers to the shards.
     optimizers = {name: _optimizer_of(holding, name) for name in programs}
     holding.shard_parameters(optimizers.values())
     return {name: _trainer_of(holding, name, optimizers[name], each, clip_norm) for name, each in programs.items()}
 
 
 def _optimizer_of(holding: LocalModel, name: str) -> torch.optim.Optimizer:
-    """The user's optimizer of an objective, on what this worker holds."""
+    """Return the user's optimizer of an objective on this worker's parameters."""
     prepared = holding.prepared
     _, held = _optimized_parameters(holding, name)
     every = named_parameters(prepared.model, holding.tensors.losses)
@@ -113,7 +120,7 @@ def _trainer_of(
 
 
 def _optimized_parameters(holding: LocalModel, name: str) -> tuple[list[str], dict[str, nn.Parameter]]:
-    """All parameters that may get a gradient of an objective, in the model's order; and those of this worker."""
+    """Return names of all parameters that may get a gradient, in the model's order; and this worker's, by name."""
     graph = holding.prepared.partitions[name].graph
     parameters, info = holding.tensors.parameters(), graph.parameters
     used = {p for node in graph.nodes for p in node.parameters}
@@ -128,6 +135,7 @@ def _build_clipper(
     programs: Sequence[Program],
     clip_norm: float,
 ) -> GradientClipper:
+    # A parameter in no bucket gets no gradient in any program: it has no norm.
     reduced = {p for program in programs for bucket in program.buckets for p in bucket.parameters}
     return GradientClipper(
         clip_norm,
@@ -144,13 +152,11 @@ def _build_part_sums(holding: LocalModel, order: Sequence[str], held: dict[str, 
 
 
 def _counted_names(holding: LocalModel, held: Iterable[str]) -> list[str]:
-    """Names of which this worker's part, or the whole, counts in the sums of :func:`_make_replica_sum`: each part
-    once.
-    """
+    """Return names whose local shard counts in the sums of :func:`_make_replica_sum`: each distinct shard once."""
     plan, shards = holding.prepared.plan, holding.shards
     first = plan.stage_and_replica(holding.world.rank)[1] == 0
     if not (plan.resplits_batch or holding.shard_units.units):
-        first = True  # else all replicas are summed over, and the first ones count
+        first = True  # the sum is over one replica; otherwise it is over all, and only replica 0 counts
     mine = [n for n in held if holding.stage == min(holding.owning_stages[n])]
     return [
         n
@@ -160,7 +166,8 @@ def _counted_names(holding: LocalModel, held: Iterable[str]) -> list[str]:
 
 
 def _make_replica_sum(holding: LocalModel) -> Callable[[Tensor], Tensor]:
-    """Sums over this replica; over all replicas where they hold parts, or where stages have different ones."""
+    """Return an all-reduce over this replica; over all workers with ZeRO or different numbers of replicas."""
     plan = holding.prepared.plan
+    # ZeRO shards of one parameter are spread over replicas, and so are stages with different numbers of replicas.
     together = range(plan.workers) if holding.shard_units.units else replica_ranks(plan, holding.world.rank)
     return lambda values: holding.transport.all_reduce(values, together).wait()

@@ -1,1 +1,1 @@
-"""How replicas keep their weights equal: all-reduce, ZeRO, local SGD, parameter servers."""
+"""Gradient synchronization over replicas: all-reduce, ZeRO, local SGD, parameter servers."""

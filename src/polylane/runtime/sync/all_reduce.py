@@ -1,7 +1,7 @@
-"""Gradient all-reduce in buckets, while the rest of the backward pass still runs (DistributedDataParallel).
+"""Bucketed gradient all-reduce that overlaps with the backward pass, as in PyTorch's DistributedDataParallel.
 
-After PyTorch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2), with two differences: gradients are not
-copied back, and a gradient that is large enough travels as it is.
+Li et al., VLDB 2020, section 3.2, with two differences: summed gradients are not copied back out of the bucket, and a
+bucket of one contiguous gradient is sent from the gradient's own memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from polylane.runtime.transport.protocol import Transport
 
 @dataclass
 class _LaunchedBucket:
-    """A bucket on its way."""
+    """A bucket whose sum is pending; ``started`` is in seconds of ``time.perf_counter()``."""
 
     bucket: GradientBucket
     pending: PendingReduction
@@ -35,23 +35,23 @@ class _LaunchedBucket:
 
 
 class AllReducer:
-    """Sums the gradients of one worker's parameters with those of the other workers that hold them.
+    """All-reduces the gradients of one worker's parameters over the workers that hold them.
 
     Args:
-        buckets: in the order of reduction, the same on every worker.
-        parameters: this worker's, whole or its parts of them, by canonical name.
-        optional: parameters that may get no gradient at all in some step (the user's own Python decides): whether
-            anybody had one is summed with them, so that the optimizer skips them just as on one device.
-        transport: between all training workers, with a group for every bucket.
-        codec: how the sums over the replicas of one stage are made; this worker's own, for it may remember. Reducers of
-            the same parameters that work in turns share one. Default: plainly.
-        replicas: the ranks that hold the same parts of the same stage as this worker does. A bucket that others sum as
-            well (ranks along an operator axis, of which each has a summand; stages that share tied weights) is no sum
-            of alike gradients over samples, and is always summed plainly.
+        buckets: gradient buckets in the order of reduction, the same on every worker.
+        parameters: this worker's parameters, or its tensor-parallel shards, by canonical name.
+        optional: names of parameters that may get no gradient in some step (the user's own Python decides). A flag for
+            each is summed with the bucket, so that the optimizer skips a parameter without any gradient as on one
+            device.
+        transport: connects all training workers, with a declared group for every bucket.
+        codec: gradient compressor for the sums over replicas, owned by this worker because it may keep residuals;
+            reducers of the same parameters that run in turns share one. Default: no compression.
+        replicas: the ranks that hold the same shards of the same stage as this worker. A bucket that other ranks sum
+            too (partial sums along an operator axis, weights tied between stages) is never compressed.
 
     Attributes:
-        bucket_bytes: by the name of a bucket, what this worker handed to the transport when it was last summed.
-        compressor: sums the gradients of replicas; its state belongs into a checkpoint.
+        bucket_bytes: bytes that this worker handed to the transport for a bucket's latest sum, by the bucket's name.
+        compressor: sums the gradients of replicas; its state belongs in a checkpoint.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class AllReducer:
         self._compressors = [
             self.compressor if set(bucket.ranks) == set(replicas) else plain for bucket in self._buckets
         ]
-        # The user's own Python may give a gradient twice in one pass, or not at all: such buckets wait for its end.
+        # The user's own Python may accumulate a gradient twice in a pass, or never: the post-accumulate hook does not
+        # prove such a bucket complete, so it is launched at the end of the pass.
         early = [self._optional.isdisjoint(bucket.parameters) for bucket in self._buckets]
         self._launcher = BucketLauncher([{n: parameters[n] for n in b.parameters} for b in self._buckets], early)
         self._launched: dict[str, _LaunchedBucket] = {}
@@ -80,37 +81,42 @@ class AllReducer:
         self.bucket_bytes: Counter[str] = Counter()
 
     def begin_last_backward(self) -> None:
-        """Before the last backward pass of a step: a bucket leaves as soon as its gradients are complete."""
+        """Prepare the last backward pass of a step: each bucket is launched once its gradients are complete."""
         self._has_advanced = False
         self.compressor.begin_step()
         self._launcher.begin(self._launch_bucket)
 
     def launch_remaining(self) -> None:
-        """After the last backward pass: send what is left, with zeros for parameters that got no gradient."""
+        """Launch the remaining buckets after the last backward pass, with zeros for missing gradients."""
         self._launcher.end(self._launch_bucket)
 
     def _launch_bucket(self, index: int) -> None:
         bucket = self._buckets[index]
+        # The difference of a counter: only the compressor knows how many bytes it hands over.
         given = self._transport.counters.given
         flight = self._compressors[index].launch_sum(self._bucket_gradients(bucket), self._transport)
         self.bucket_bytes[bucket.name] = self._transport.counters.given - given
         self._launched[bucket.name] = _LaunchedBucket(bucket, flight, time.perf_counter())
 
     def _bucket_gradients(self, bucket: GradientBucket) -> BucketGradients:
-        """What this worker adds to a bucket: zeros where it has no gradient, or another one has the same."""
+        """Return this worker's contribution to a bucket: zeros where it has no gradient, or another rank gives it."""
         silent = self._transport.rank in bucket.zero_contributors
         parameters = [self._parameters[name] for name in bucket.parameters]
         grads = tuple(torch.zeros_like(p) if p.grad is None or silent else p.grad for p in parameters)
+        # A rank that contributes zeros also reports no gradient: another rank's flag stands for both.
         optional = tuple(name for name in bucket.parameters if name in self._optional)
         had = [float(self._parameters[name].grad is not None and not silent) for name in optional]
         flags = torch.tensor(had, dtype=grads[0].dtype, device=grads[0].device)
         return BucketGradients(bucket.ranks, bucket.parameters, grads, optional, flags)
 
     def wait_bucket(self, name: str) -> float:
-        """Wait for one bucket and let the gradients be what arrived. Returns when it left (seconds on this clock)."""
-        if (
-            not self._has_advanced
-        ):  # further rounds follow all the first ones, at every rank in the order of the buckets
+        """Wait for one bucket, install its sums as gradients, and return when it was launched.
+
+        The time is in seconds of ``time.perf_counter()``.
+        """
+        if not self._has_advanced:
+            # Second rounds start only after all first ones, in the order of the buckets: so all ranks issue all
+            # collectives in one order, whichever of them complete first.
             self._has_advanced = True
             for each, left in self._launched.items():
                 given = self._transport.counters.given

@@ -1,4 +1,4 @@
-"""Launch order of gradient buckets during a backward pass (Li et al., VLDB 2020, section 3.2.3)."""
+"""Launch order of gradient buckets in a backward pass, equal on all ranks (Li et al., VLDB 2020, section 3.2.3)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 class BucketLauncher:
     """Launches buckets one after the other, each as soon as the gradients of all its parameters are complete.
 
-    All ranks launch in the one order of the buckets, whichever gradients are complete first: a collective is matched to
-    the other ranks' by the order in which it is asked for.
+    All ranks launch in the one order of the buckets, whichever gradients are complete first: backends match a
+    collective to those of the other ranks by the order of the calls.
 
         gradients complete      b2    b0       b1      (end)
         launched                      b0       b1 b2   b3       b3 has a parameter without a gradient, or is not early
@@ -20,7 +20,7 @@ class BucketLauncher:
     Args:
         buckets: the parameters of each bucket by canonical name, in the order of launch.
         early: for each bucket whether it may be launched before the end of the pass. A bucket with a parameter that may
-            get no gradient, or several, must not: only the end of the pass shows that its gradients are complete.
+            get no gradient, or several, may not: only the end of the pass shows that its gradients are complete.
     """
 
     def __init__(self, buckets: Sequence[Mapping[str, Tensor]], early: Sequence[bool]) -> None:
@@ -30,10 +30,10 @@ class BucketLauncher:
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, launch: Callable[[int], None]) -> None:
-        """Before a backward pass: watch its gradients.
+        """Register hooks on all parameters; called before a backward pass.
 
         Args:
-            launch: starts the reduction of the bucket with this index.
+            launch: starts the reduction of the bucket with the given index.
         """
         self._missing, self._next = [set(bucket) for bucket in self._buckets], 0
         for index, bucket in enumerate(self._buckets):
@@ -44,6 +44,7 @@ class BucketLauncher:
     def _on_gradient(self, index: int, name: str, launch: Callable[[int], None]) -> Callable[[Tensor], None]:
         def complete(_: Tensor) -> None:
             self._missing[index].discard(name)
+            # This gradient may also release later buckets, which were complete but behind this one in the order.
             while self._next < len(self._buckets) and not self._missing[self._next] and self._early[self._next]:
                 self._launch_next(launch)
 
@@ -54,7 +55,7 @@ class BucketLauncher:
         launch(self._next - 1)
 
     def end(self, launch: Callable[[int], None]) -> None:
-        """After the backward pass: launch the buckets that are left, whatever gradients they have."""
+        """Remove the hooks and launch the remaining buckets; called after the backward pass."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

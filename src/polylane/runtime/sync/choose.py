@@ -1,4 +1,4 @@
-"""Choice of gradient synchronization: the rule by which this worker's replica agrees with the others."""
+"""Choice of gradient synchronization: builds the one that the plan names, for one worker."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ def choose_sync(
     clip_norm: float | None,
     waits: CollectiveWaits,
 ) -> GradientSync:
-    """How this worker's replica agrees with the others; all workers must ask for it.
+    """Build this worker's gradient synchronization; a collective of all workers and dedicated servers.
 
     Args:
-        holding: what the worker holds.
+        holding: the parameters and buffers of this worker.
         trainers: optimizers and their parameters, by the name of the objective.
-        everyone: the world with those in it that only serve parameters.
-        clip_norm: bound on the gradients' 2-norm, or None.
-        waits: where the time is counted that a step spends waiting.
+        everyone: the world of all processes, dedicated parameter servers among them.
+        clip_norm: upper bound on the gradients' 2-norm, or None.
+        waits: counter to which time and bytes spent on synchronization are added.
     """
     plan, rank, transport = holding.prepared.plan, holding.world.rank, holding.transport
+    # Buffers only: parameters are synchronized through the objectives that train them.
     held = {name: buffer for name, buffer in holding.local_tensors().items() if not isinstance(buffer, nn.Parameter)}
     if plan.sync.has_servers:
         host = open_server_host(everyone, holding.prepared, holding.owning_stages, clip_norm)

@@ -1,4 +1,4 @@
-"""Flattening: tensors laid end to end, so that they travel as one message, and the tensors as views of it again."""
+"""Flat packing: tensors concatenated into one vector per dtype, sent as one message, and viewed as tensors again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements as one vector, without gradients; a single contiguous tensor is not copied but viewed.
+    """Return all elements as one detached vector; a single contiguous tensor is viewed, not copied.
 
     Args:
-        tensors: one or more of one dtype and device.
+        tensors: one or more tensors of one dtype and device.
     """
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0].detach().view(-1)
@@ -22,11 +22,11 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def split_views(vector: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The tensors that follow one another in a vector, as views of it.
+    """Return views of consecutive tensors in a vector.
 
     Args:
-        vector: 1-D, with as many elements as the shapes together.
-        shapes: of the tensors, in their order in the vector.
+        vector: 1-D, with exactly as many elements as all shapes.
+        shapes: shape of each tensor, in their order in the vector.
     """
     pieces = vector.split([prod(shape) for shape in shapes])
     return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
@@ -34,12 +34,12 @@ def split_views(vector: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A tensor's place in a packing.
+    """Name, shape and dtype of one tensor of a packing.
 
     Attributes:
-        name: of the tensor, unique in its packing.
-        shape: of the tensor, or of the part of it that travels.
-        dtype: decides in which row of the packing it is.
+        name: name of the tensor, unique in its packing.
+        shape: shape of the tensor, or of the shard of it that is sent.
+        dtype: dtype of the tensor, which decides its row.
     """
 
     name: str
@@ -53,10 +53,20 @@ class PackedTensor:
 
 
 class FlatPacking:
-    """Named tensors laid end to end, one row (vector) for each dtype.
+    """Layout of named tensors in vectors ("rows"), one for each dtype.
+
+        tensors     a: float32 [2, 2]    b: int64 [3]    c: float32 [1]
+        rows        float32: a a a a c   int64: b b b
+
+    Both ends of a message build the same packing from names, shapes and dtypes, so that only the rows are sent.
 
     Args:
-        slots: the tensors in their order; rows follow the first tensor of each dtype.
+        slots: the tensors in their order; rows are in the order of the first tensor of each dtype.
+
+    Attributes:
+        rows: the tensors of each row, by dtype.
+        sizes: (number of elements, dtype) of each row.
+        names: names of all tensors, row by row.
     """
 
     def __init__(self, slots: Iterable[PackedTensor]) -> None:
@@ -68,17 +78,18 @@ class FlatPacking:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows together."""
+        """Bytes of all rows."""
         return sum(numel * dtype.itemsize for numel, dtype in self.sizes)
 
     def pack(self, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> list[Tensor]:
-        """The rows, always in new memory, with zeros for tensors that are missing.
+        """Return the rows, always in new memory, with zeros for missing tensors.
 
         Args:
-            tensors: by name, in the shapes of their slots; all on one device.
-            device: where the rows are to be; default: that of the tensors.
+            tensors: tensors by name, in the shapes of their slots; all on one device.
+            device: device of the rows; default: that of the tensors.
         """
         here = next((tensors[name].device for name in self.names if name in tensors), torch.device("cpu"))
+        # torch.cat copies also a single tensor: the caller may overwrite rows and send them without waiting.
         rows = []
         for dtype, slots in self.rows.items():
             flat = [tensors[slot.name].detach().reshape(-1) if slot.name in tensors else None for slot in slots]
@@ -87,11 +98,11 @@ class FlatPacking:
         return rows
 
     def unpack(self, rows: Sequence[Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-        """The tensors by name, as views of the rows.
+        """Return the tensors by name, as views of the rows.
 
         Args:
-            rows: one vector for each dtype, as :meth:`packed` makes them.
-            device: where the tensors are to be; default: that of the rows.
+            rows: one vector for each dtype, as :meth:`pack` returns them.
+            device: device of the tensors; default: that of the rows.
         """
         found: dict[str, Tensor] = {}
         for row, slots in zip(rows, self.rows.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Memory layout of gradients: that of their parameters, which optimizers that walk over both at once count on."""
+"""Gradient strides: gives a reduced gradient the strides of its parameter, as fused optimizers assume."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def match_strides(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient with the strides of its parameter; itself where it has them already.
+    """Return the gradient with the strides of its parameter; the gradient itself if it has them already.
 
-    Autograd gives gradients so, and torch's fused optimizers go through the memory of both side by side: a contiguous
-    gradient of a channels-last weight would be added to the wrong elements, without a word (torch 2.13, CPU).
+    Autograd does the same, and torch's fused optimizers walk over the memory of both in parallel: a contiguous gradient
+    of a channels-last weight would be added to the wrong elements, without an error (torch 2.13, CPU).
     """
     if gradient.stride() == parameter.stride():
         return gradient

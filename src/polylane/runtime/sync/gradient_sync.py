@@ -1,4 +1,4 @@
-"""Gradient synchronization as a job sees it: the interface, and the plain rule, where every step sums gradients."""
+"""Gradient synchronization interface of a job; the base class is plain data parallelism, synchronous in every step."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class LocalOptimizer:
     """An optimizer that steps in this process.
 
     Attributes:
-        optimizer: of the first objective.
-        parameters: that it trains, by name: this worker's parts of them, or whole ones on a parameter server.
-        count_updates: how many it has made.
+        optimizer: the optimizer of the first objective.
+        parameters: the parameters that it trains, by name: this worker's shards, or full ones on a parameter server.
+        count_updates: returns the number of updates made so far.
     """
 
     optimizer: torch.optim.Optimizer
@@ -48,16 +48,16 @@ class LocalOptimizer:
 
 
 class GradientSync:
-    """How replicas agree, as a job sees it; gradients are summed by the step's program, and nothing is left to do.
+    """How replicas synchronize; in this base the step's program all-reduces gradients, and nothing is left to do.
 
     Args:
-        transport: between the workers that train.
+        transport: connects all training workers, not dedicated parameter servers.
 
     Attributes:
-        max_steps_in_flight: most steps in flight: reports of steps that a worker may not have waited for yet.
-        loss_ranks: ranks whose losses make up that of a step, where those of others are not waited for; None: all.
+        max_steps_in_flight: upper bound on steps whose reports a worker has not waited for yet.
+        loss_ranks: ranks whose losses are summed to the step's loss without waiting for others; None: all ranks.
         staleness: updates by others between reading the weights of this worker's last step and its own update.
-        weights_differ: whether this worker's weights may be others than those of its stage's other replicas now.
+        weights_differ: whether this worker's weights may differ now from those of its stage's other replicas.
     """
 
     max_steps_in_flight = 1
@@ -70,48 +70,48 @@ class GradientSync:
         self._transport = transport
 
     def is_replica_local(self, objective: str) -> bool:
-        """Whether each replica takes the next step of an objective with its own gradients only."""
+        """Return whether the next step of an objective uses each replica's own gradients, without an all-reduce."""
         return False
 
     def update_weights(self, objective: str, trainer: ObjectiveUpdate, samples: bool) -> None:
-        """Turn the gradients of a step into new weights.
+        """Update the weights with the gradients of a step.
 
         Args:
             objective: name of the objective whose step this is.
-            trainer: its optimizer, with the gradients of the step in its parameters.
+            trainer: optimizer step of the objective; the step's gradients are in its parameters.
             samples: whether this replica had any samples in the batch.
         """
         trainer.update_weights(samples)
 
     def after_step(self, objective: str, samples: Sequence[int]) -> None:
-        """After an optimizer step: agree, where it is time.
+        """Synchronize replicas after an optimizer step, if the plan's interval is over.
 
         Args:
             objective: name of the objective whose step it was.
-            samples: number of samples of each replica in the batch; empty where all replicas always go together.
+            samples: number of samples of each replica in the batch; empty without replica-local steps.
         """
 
     def stepping_optimizers(self) -> list[LocalOptimizer] | None:
-        """The first objective's optimizers of the parameter servers in this process, which may be none.
+        """Return the first objective's optimizers of the parameter servers in this process; the list may be empty.
 
-        None where there are no parameter servers: the workers' own optimizers step.
+        Returns None without parameter servers: then the workers' own optimizers step.
         """
         return None
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Context manager: temporarily load the weights on which all replicas agree; a collective of all workers."""
+        """Context manager: temporarily load the replica-averaged weights; a collective of all workers."""
         yield
 
     def load_summed_gradients(self, objective: str) -> None:
-        """Let this worker's gradients of the last step be those that the optimizer took."""
+        """Replace this worker's gradients by those that the optimizer used in the last step."""
 
     def server_updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
-        """The updates of every parameter server, in its order; a collective of all workers."""
+        """Return the update log of every parameter server, by its number; a collective of all workers."""
         return ()
 
     def server_counters(self) -> tuple[TransportCounters, ...]:
-        """Counters of the transports that the rule has of its own, beside the job's."""
+        """Return the counters of this synchronization's own transports, beside the job's."""
         return ()
 
     def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
@@ -119,16 +119,16 @@ class GradientSync:
 
         Args:
             call: the method that all workers are in.
-            value: a plain value, equal on all training workers.
+            value: the call's result, a plain value that is equal on all training workers.
         """
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every worker's plain value, by rank, of those that only serve as well; all must ask for it."""
+        """Return every process's plain value, by rank, dedicated servers included; a collective of all of them."""
         return self._transport.all_gather_object(value)
 
     def blame_local_server(self) -> AbstractContextManager[None]:
-        """Context manager: re-raise PeerLost as the local parameter server's failure that caused it, if one did."""
+        """Context manager: re-raise PeerLost as the failure of a local parameter server, if that caused it."""
         return nullcontext()
 
     def close(self) -> None:
-        """This worker takes no more steps."""
+        """End this worker's part: it takes no more steps."""

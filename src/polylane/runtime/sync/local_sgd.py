@@ -1,9 +1,12 @@
-"""Local SGD and its family: replicas train alone for some steps, and then agree on the mean of their weights.
+"""Local SGD and its family: replicas train alone for some steps, and then average their weights.
 
-Local SGD: Stich, ICLR 2019, algorithm 1; after a start with gradients summed in each step: post-local SGD, Lin et al.,
-ICLR 2020. Means are weighted by the samples that each replica has seen, as in federated averaging (McMahan et al.,
-AISTATS 2017), so that a batch that does not divide evenly counts each of its samples alike. With an optimizer of its
-own for what they agree on: DiLoCo, Douillard et al., arXiv 2311.08105, algorithm 1.
+    every    warmup    outer optimizer    algorithm
+    > 1      0         none               local SGD (Stich, ICLR 2019, algorithm 1)
+    > 1      > 0       none               post-local SGD: all-reduce at first (Lin et al., ICLR 2020)
+    > 1      any       SGD, momentum      DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1)
+
+Means are weighted by the samples that each replica has seen since the last synchronization, as in federated averaging
+(McMahan et al., AISTATS 2017), so that each sample counts equally when a batch does not divide evenly.
 """
 
 from __future__ import annotations
@@ -20,20 +23,20 @@ from polylane.runtime.sync.gradient_sync import GradientSync
 from polylane.runtime.sync.replica_mean import average_over_replicas, restore_values
 from polylane.runtime.transport.protocol import Transport
 
-# Most steps in flight, however rarely replicas agree: the loss of a step is known that many steps later.
+# Upper bound on steps in flight, however rarely replicas synchronize: a step's loss is known that many steps later.
 MOST_APART = 32
 
 
 @dataclass
 class _ObjectiveProgress:
-    """What one objective has done since its replicas last agreed.
+    """Progress of one objective since its replicas were last synchronized.
 
     Attributes:
-        parameters: that it trains and this worker holds, or its parts of them.
-        steps_taken: of its training, from the start.
-        samples_seen: samples of each replica since then.
-        outer_optimizer: updates what is agreed on, or None.
-        anchor: what the outer optimizer updates: the weights that were agreed on last.
+        parameters: this worker's parameters or shards that the objective trains, by name.
+        steps_taken: steps of the objective since the training began.
+        samples_seen: samples of each replica since the last synchronization; empty right after one.
+        outer_optimizer: DiLoCo's outer optimizer on ``anchor``, or None.
+        anchor: the synchronized weights, which the outer optimizer updates, by name.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -44,16 +47,16 @@ class _ObjectiveProgress:
 
 
 class LocalSgd(GradientSync):
-    """Replicas agree on the mean of their weights every ``sync.every`` steps of an objective.
+    """Averages weights over replicas every ``sync.every`` steps of an objective.
 
-    What a replica's optimizer remembers (momenta) stays its own. Running statistics are averaged with the weights.
+    Optimizer states (momenta) stay replica-local. Running statistics are averaged with the weights.
 
     Args:
-        sync: how often, after which start, with which outer optimizer.
-        members: this stage's replicas: ranks that hold the same parts, in the order of the replicas.
-        transport: between the workers, with a group of ``members``.
-        trained: by objective, the parameters that it trains and this worker holds.
-        buffers: this worker's, by name.
+        sync: the plan's options: interval, warmup steps with all-reduce, outer optimizer.
+        members: ranks of this stage's replicas that hold the same shards, in the order of the replicas.
+        transport: connects all training workers; ``members`` is one of its groups.
+        trained: this worker's parameters or shards by name, for each objective by its name.
+        buffers: this worker's buffers by name; only floating-point ones are averaged.
     """
 
     def __init__(
@@ -67,12 +70,13 @@ class LocalSgd(GradientSync):
         self._sync = sync
         self._members, self._transport = tuple(members), transport
         self._replica_index = self._members.index(transport.rank)
+        # Integer buffers (a count of batches, say) have no mean: they stay replica-local.
         self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._progress = {name: _start_progress(parameters, sync.outer) for name, parameters in trained.items()}
 
     @property
     def max_steps_in_flight(self) -> int:  # type: ignore[override]
-        """See :class:`GradientSync`: one while gradients are summed."""
+        # 1 during warmup, when every step all-reduces gradients.
         apart = any(course.steps_taken > self._sync.warmup for course in self._progress.values())
         return min(self._sync.every, MOST_APART) if apart else 1
 
@@ -88,7 +92,7 @@ class LocalSgd(GradientSync):
         apart = course.steps_taken >= self._sync.warmup
         course.steps_taken += 1
         if not apart:
-            # While gradients are summed, all replicas agree after every step: the anchor follows.
+            # During warmup replicas are equal after every step: the anchor follows their weights.
             with torch.no_grad():
                 for name, anchor in course.anchor.items():
                     anchor.copy_(course.parameters[name])
@@ -101,7 +105,7 @@ class LocalSgd(GradientSync):
         tensors: dict[str, Tensor] = {**course.parameters, **self._buffers}
         found = self._average_tensors(tensors, course.samples_seen)
         if course.outer_optimizer is not None:
-            # DiLoCo: how far the mean has moved away from the anchor is the outer optimizer's gradient.
+            # DiLoCo: the outer gradient is anchor - mean, so that a step of rate 1 without momentum yields the mean.
             for name, anchor in course.anchor.items():
                 anchor.grad = anchor.detach() - found[name]
             course.outer_optimizer.step()
@@ -112,14 +116,12 @@ class LocalSgd(GradientSync):
         course.samples_seen = []
 
     def _average_tensors(self, tensors: Mapping[str, Tensor], seen: Sequence[int]) -> dict[str, Tensor]:
-        """The mean of every tensor over the replicas, weighted by samples."""
+        """Return the mean of every tensor over the replicas, weighted by samples."""
         return average_over_replicas(tensors, seen[self._replica_index] / sum(seen), self._members, self._transport)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """See :meth:`GradientSync.agreed`: the means of what the replicas have now, which changes nothing of their
-        training.
-        """
+        # Objectives without steps since their last synchronization are equal on all replicas already.
         courses = [course for course in self._progress.values() if any(course.samples_seen)]
         tensors: dict[str, Tensor] = {n: t for course in courses for n, t in course.parameters.items()}
         if courses:
@@ -138,6 +140,7 @@ def _start_progress(parameters: Mapping[str, nn.Parameter], outer: OuterOptimize
     if outer is None or not parameters:
         return _ObjectiveProgress(parameters)
     anchor = {name: parameter.detach().clone().requires_grad_() for name, parameter in parameters.items()}
+    # DiLoCo's outer optimizer is SGD with Nesterov momentum; torch refuses Nesterov without momentum.
     nesterov = outer.momentum > 0
     optimizer = torch.optim.SGD(anchor.values(), lr=outer.rate, momentum=outer.momentum, nesterov=nesterov)
     return _ObjectiveProgress(parameters, outer_optimizer=optimizer, anchor=anchor)

@@ -1,4 +1,4 @@
-"""Weight averaging: means of tensors over replicas, and a worker's own values set aside meanwhile."""
+"""Weight averaging: weighted means of tensors over replicas, and restoring a worker's own values afterwards."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from polylane.runtime.transport.protocol import Transport
 def average_over_replicas(
     tensors: Mapping[str, Tensor], share: float, members: Sequence[int], transport: Transport
 ) -> dict[str, Tensor]:
-    """The weighted mean of every tensor over the replicas of a stage; one sum for each dtype.
+    """Return the weighted mean of every tensor over the replicas of a stage, with one all-reduce for each dtype.
 
     Args:
-        tensors: of floating-point numbers on one device, by name; the same names at all members.
-        share: this worker's weight in the mean; those of all members add up to 1.
-        members: ranks of the replicas that hold the same parts of the model.
-        transport: between the workers, with a group of ``members``.
+        tensors: floating-point tensors on one device, by name; the same names at all members.
+        share: this worker's weight in the mean; the weights of all members add up to 1.
+        members: ranks of the replicas that hold the same shards of the model.
+        transport: connects the workers; ``members`` is one of its groups.
     """
     packing = FlatPacking(PackedTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    # Rows are copies, so scaling them in place leaves the tensors as they are; all sums are pending at once.
     sums = [transport.all_reduce(row.mul_(share), members) for row in packing.pack(tensors)]
     return packing.unpack([each.wait() for each in sums])
 
 
 @contextmanager
 def restore_values(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager: at its end the tensors have the values again that they had at its beginning.
+    """Context manager: restore the values of tensors at its end.
 
-    The values are copied, the tensors are not exchanged: the code of a stage is bound to the tensors themselves.
+    Values are copied, tensors are not exchanged: the compiled code of a stage is bound to the tensor objects.
 
     Args:
         tensors: parameters and buffers of this worker, each of them once.

@@ -1,1 +1,1 @@
-"""Transports: tensors between workers, over torch.distributed or shared memory, behind one interface."""
+"""Transports: point-to-point messages and collectives over torch.distributed or shared memory, behind one interface."""

@@ -1,4 +1,4 @@
-"""Transport over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+"""Transport over torch.distributed (c10d): gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -44,20 +44,30 @@ Channel = tuple[int, int]  # (sender, receiver)
 
 @dataclass
 class _ProcessGroups:
-    """The process groups of one transport."""
+    """The process groups of one transport.
+
+    Attributes:
+        channels: by (sender, receiver), the group of a channel and the peer's rank in that group.
+        sums: group of each declared set of ranks, by the ranks in ascending order.
+        control: group that carries objects and barriers, over the CPU.
+        made: groups that this transport made, and must destroy.
+        home: group of this world's workers, if they are a part of a larger default group; else None.
+        introduce: authenticates the workers of a new group, see ``World.authenticate_group``.
+    """
 
     channels: dict[Channel, tuple[dist.ProcessGroup, int]] = field(default_factory=dict)
     sums: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    control: dist.ProcessGroup | None = None  # carries objects, which live on the CPU
-    made: list[dist.ProcessGroup] = field(default_factory=list)  # of these, those that are nobody else's
-    home: dist.ProcessGroup | None = None  # of the world's workers, where there are others beside them
-    introduce: Callable[[dist.ProcessGroup | None], None] = lambda group: None  # see World.introduce
+    control: dist.ProcessGroup | None = None
+    made: list[dist.ProcessGroup] = field(default_factory=list)
+    home: dist.ProcessGroup | None = None
+    introduce: Callable[[dist.ProcessGroup | None], None] = lambda group: None
 
     def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        """A new group; a collective over the whole world."""
+        """Make a new process group; a collective over the whole world."""
         mine = dist.get_rank() in ranks
-        # Those beside this world are not asked. Its own go through the same list, each group in its turn: torch names
-        # a group after how many there are already, so who is not in it makes one of its own.
+        # Processes outside this world (dedicated servers) do not take part, hence local synchronization. Torch names
+        # a group by the number of groups so far: a worker that is not a member makes a group of itself alone, so that
+        # the numbers stay equal at all workers.
         own = list(ranks) if mine or self.home is None else [dist.get_rank()]
         apart = self.home is not None
         group: dist.ProcessGroup = dist.new_group(own, TIMEOUT, backend, use_local_synchronization=apart)
@@ -69,19 +79,19 @@ class _ProcessGroups:
 
     @property
     def world(self) -> dist.ProcessGroup:
-        """The group of all workers of the world."""
+        """Process group of all workers of the world."""
         group = self.home or dist.group.WORLD
         assert group is not None  # a world of more than one worker has joined one
         return group
 
     def destroy_groups(self) -> None:
-        """End the groups made here, and hold none any more.
+        """Destroy the groups made here, and drop references to all others.
 
-        A group that lives on into the end of the interpreter may abort the process from one of gloo's threads, which
-        then still has a tensor of Python's to let go of.
+        A group that is still alive when the interpreter exits may abort the process: one of gloo's threads then
+        releases a Python tensor too late.
         """
         for group in self.made:
-            with contextlib.suppress(ValueError):  # it has ended with the world
+            with contextlib.suppress(ValueError):  # already destroyed with the world's
                 dist.destroy_process_group(group)
         self.made.clear()
         self.channels.clear()
@@ -92,20 +102,20 @@ class _ProcessGroups:
 class C10dTransport:
     """The workers of a world over torch.distributed; the interface is :class:`~.protocol.Transport`.
 
-    What the backend puts on the wire is its own affair: the counters take it to send what a ring does, and each piece
-    of a broadcast or an exchange once to each rank that it goes to.
+    The bytes that a backend sends are not visible here: the counters assume those of a ring algorithm, and for each
+    piece of a broadcast or an exchange one copy to each rank that receives it.
 
-    On gloo all messages share the default group: it carries every dtype, and one direction does not hold up the other
+    On gloo all messages share the default group: it carries every dtype, and one direction does not delay the other
     (256 KB there and back: 0.2 ms, in one group as in two). NCCL runs the operations of one communicator one after the
-    other, and knows no tags: each directed channel has a communicator of its own there, so that opposite directions
+    other, and has no tags: there each directed channel has a communicator of its own, so that opposite directions
     never wait for each other.
 
     Args:
-        world: this worker among all.
+        world: this worker among all workers.
         channels: every (sender, receiver) pair that will be used, in the same order at every rank.
         groups: the ranks of every collective, in the same order at every rank.
-        own_groups: never use the world's own group for sums, which others may be using in another order.
-        tag: a number for each transport of the same world, so that their messages never mix; only gloo heeds it.
+        tag: number that differs between transports of one world, so that their messages never mix; only gloo uses it.
+        own_groups: never use the world's own group for sums, because others may use it in another order.
     """
 
     def __init__(
@@ -121,16 +131,15 @@ class C10dTransport:
         self.counters = TransportCounters()
         self._device = world.device
         self._tag = tag
-        # Sends that nobody has waited for yet: gloo loses a message whose handle is dropped before it has left.
+        # Sends that were not waited for yet: gloo loses a message whose handle is freed before it has been sent.
         self._unsent: set[BackendTransfer] = set()
         has_tags = world.backend == "gloo"
-        # Making a group is a collective over the whole world: every rank goes through the same lists, in their order.
+        # Making a group is a collective over the whole world: every rank goes through the same lists in their order.
         if world.size > 1:
             world.connect()
         self._groups = _ProcessGroups(home=world.group, introduce=world.authenticate_group)
-        weakref.finalize(
-            self, self._groups.destroy_groups
-        )  # with the transport, and at the latest before the interpreter
+        # Groups end with the transport, at the latest before the interpreter does.
+        weakref.finalize(self, self._groups.destroy_groups)
         self._open_channels(channels, shared=has_tags)
         self._open_groups(groups, own_groups)
         if self.size > 1:
@@ -140,7 +149,7 @@ class C10dTransport:
             self._connect()
 
     def _open_channels(self, channels: Iterable[Channel], shared: bool) -> None:
-        """The group of each of this rank's channels, and the peer's rank in that group."""
+        """Store the group of each of this rank's channels, and the peer's rank in that group."""
         for sender, receiver in dict.fromkeys(channels):
             require_channel(sender, receiver, self.size)
             group = self._groups.world if shared else self._groups.make_group((sender, receiver))
@@ -157,10 +166,10 @@ class C10dTransport:
                 self._groups.sums[ranks] = group
 
     def _connect(self) -> None:
-        """Use every communicator once, in the same order everywhere.
+        """Use every communicator once, in the same order at all ranks.
 
-        NCCL connects at the first use and waits there for the other side: left to the schedule, a ring of first uses
-        would be a deadlock.
+        NCCL connects at the first use and waits for the other side: if the schedule decided the order, a ring of first
+        uses would deadlock.
         """
         for (sender, _), (group, there) in self._groups.channels.items():
             token = torch.zeros(1, device=self._device)
@@ -175,7 +184,7 @@ class C10dTransport:
         wire = make_contiguous(tensor)
         self.counters.count_sent("send", wire, wire.nbytes)
         with (blame := BlamePeer(peer, "sending", wire)):
-            # The group's own method: dist.isend only checks again, for 5 to 10 us.
+            # The group's own method: dist.isend repeats checks, which take 5 to 10 us.
             work = group.send([wire], there, self._tag)
         return BackendTransfer(work, blame, wire, unsent=self._unsent)
 
@@ -194,6 +203,7 @@ class C10dTransport:
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return FinishedTransfer(tensor)
+        # Strided tensors are summed in a contiguous copy, which the wait copies back into the caller's.
         wire = make_contiguous(tensor)
         self.counters.count_sent("all_reduce", wire, all_reduce_bytes(wire, len(members)))
         with (blame := BlamePeer(None, f"summing over ranks {members}", wire)):
@@ -205,8 +215,8 @@ class C10dTransport:
         sizes = gathered_sizes(tensor, tuple(ranks).index(self.rank), ranks, sizes)
         own = make_contiguous(tensor)
         if group is None or max(sizes) == 0:
-            return FinishedTransfer(own.clone())
-        # The backend gathers equal parts in the order of the group: shorter ones are padded, and cut off again.
+            return FinishedTransfer(own.clone())  # a new tensor by contract, also for one rank
+        # The backend gathers equal parts in the order of the group: shorter ones are padded, and trimmed by join.
         longest, by_rank = max(sizes), dict(zip(ranks, sizes, strict=True))
         padded = own if own.numel() == longest else torch.cat([own, own.new_zeros(longest - own.numel())])
         whole = own.new_empty(longest * len(members))
@@ -216,6 +226,7 @@ class C10dTransport:
             work = group.allgather([parts], [view_as_bytes(padded)])
 
         def join() -> Tensor:
+            # The group is in ascending order, the result in the caller's.
             found = dict(zip(members, whole.split(longest), strict=True))
             if tuple(sizes) == (longest,) * len(members) and tuple(ranks) == members:
                 return whole
@@ -233,7 +244,7 @@ class C10dTransport:
         wire = make_contiguous(tensor)
         if group is None or wire.numel() == 0:
             return FinishedTransfer(wire.clone())
-        # Parts that differ are padded to the longest of them, as in all_gather.
+        # Parts of different sizes are padded to the longest one, as in all_gather.
         by_rank, longest = dict(zip(ranks, wire.split(list(sizes)), strict=True)), max(sizes)
         padded = wire.new_zeros(longest * len(members))
         for place, rank in zip(padded.split(longest), members, strict=True):
@@ -273,7 +284,7 @@ class C10dTransport:
         result = [
             own if rank == self.rank else own.new_empty(tuple(shape)) for rank, shape in zip(ranks, shapes, strict=True)
         ]
-        # One exchange of bytes for all pieces; this rank's own piece has no bytes in it.
+        # One all-to-all of bytes for all pieces; this rank's own piece is not part of it.
         leaving = {rank: view_as_bytes(make_contiguous(pieces[ranks.index(rank)])) for rank in others}
         coming = {rank: view_as_bytes(result[ranks.index(rank)]).numel() for rank in others}
         for rank in others:
@@ -323,12 +334,13 @@ class C10dTransport:
                 dist.barrier(group=self._groups.control)
 
     def close(self) -> None:
+        # Waited for before the groups are destroyed: gloo would drop what has not been sent.
         while self._unsent:
             next(iter(self._unsent)).wait()
         self._groups.destroy_groups()
 
     def _group(self, ranks: Iterable[int]) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
-        """The process group of ranks, and they in order; None for this rank alone."""
+        """Return the process group of ranks (None for this rank alone), and the ranks in ascending order."""
         members = normalize_group(ranks, self.size)
         if members == (self.rank,):
             return None, members

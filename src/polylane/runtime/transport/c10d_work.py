@@ -1,4 +1,4 @@
-"""Pending operations of torch.distributed, and the error that names the peer where one fails."""
+"""Pending c10d operations (``dist.Work``), and translation of their failures to PeerLost with the peer's rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from polylane.runtime.workers.failure import looks_like_peer_loss
 
 
 class BlamePeer:
-    """A context in which a backend's "connection closed" becomes a PeerLost that says whose, and during what."""
+    """Context manager that turns a backend's "connection closed" into a PeerLost.
+
+    Args:
+        peer: rank of the peer to name, or None if any member may be the lost one.
+        doing: what this worker was doing, in words, as ``"sending"``.
+        tensor: tensor of the operation, whose dtype and shape the error names; or None.
+    """
 
     __slots__ = ("_doing", "_peer", "_tensor")
 
@@ -34,14 +40,14 @@ class BlamePeer:
 
 
 class BackendTransfer(Deferred[Tensor]):
-    """One operation of the backend on one tensor, under way.
+    """One pending operation of the backend on one tensor.
 
     Args:
-        work: the backend's handle of it.
+        work: the backend's handle of the operation.
         blame: turns the end of a connection into an error that names the peer.
-        wire: what the backend reads or writes.
-        target: what the caller reads, where that may be another piece of memory; default: ``wire``.
-        unsent: sends that nobody has waited for yet, of which this is one until its wait.
+        wire: contiguous tensor that the backend reads or writes.
+        target: the caller's tensor, if it may have other memory than ``wire``; default: ``wire``.
+        unsent: the transport's set of sends not waited for; this operation is in it until its wait.
     """
 
     __slots__ = ("_blame", "_target", "_unsent", "_wire", "_work")
@@ -73,13 +79,13 @@ class BackendTransfer(Deferred[Tensor]):
 
 
 class BackendResult(Deferred[R]):
-    """One operation of the backend whose result is made of what it wrote.
+    """One pending operation of the backend whose result is built from the buffers it wrote.
 
     Args:
-        work: the backend's handle of it.
+        work: the backend's handle of the operation.
         blame: turns the end of a connection into an error that names the peer.
-        make: makes the result, once the operation is done.
-        kept: what the backend reads or writes, to be kept alive until then.
+        make: builds the result, once the operation is complete.
+        kept: buffers that the backend reads or writes, kept alive until the result is built.
     """
 
     __slots__ = ("_blame", "_kept", "_make", "_work")
@@ -91,13 +97,14 @@ class BackendResult(Deferred[R]):
     def _finish(self) -> R:
         with self._blame:
             self._work.wait()
+        # make may still read the buffers; after it they can be freed, although this handle lives on.
         result = self._make()
         self._kept = None
         return result
 
 
 def view_as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, which a backend carries whatever its dtype."""
+    """Return the memory of a contiguous tensor as uint8 vector, which a backend carries for any dtype."""
     return (
         torch.view_as_real(tensor).view(-1).view(torch.uint8)
         if tensor.is_complex()
@@ -106,5 +113,5 @@ def view_as_bytes(tensor: Tensor) -> Tensor:
 
 
 def view_as_real(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as numbers that a backend sums."""
+    """Return a contiguous tensor as real numbers, which a backend sums: complex ones get a dimension of 2."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -25,24 +25,29 @@ Connect = Callable[..., Transport]
 
 
 def choose_transport(world: World) -> Connect:
-    """What makes the transports of a world's workers; every worker calls it, and all get the same kind.
+    """Return the constructor of a world's transports, the same kind on all workers; a collective of the workers.
 
-    Shared memory, where all workers are on CPUs of one host and can reach one another. On several hosts of which any
-    has more than one worker, shared memory inside each and torch.distributed between them, and sums that climb
-    from one to the other. Elsewhere torch.distributed alone. ``POLYLANE_TRANSPORT`` in the environment forces one of
-    them: ``gloo`` torch.distributed alone, ``shared_memory`` that all workers share one host's.
+        workers                                    transport
+        all on CPUs of one host                    shared memory
+        on CPUs of several hosts, more than one    hierarchical: shared memory inside a host, torch.distributed
+        worker on any of them                      between hosts
+        others                                     torch.distributed
+
+    The environment variable ``POLYLANE_TRANSPORT`` forces one: ``gloo`` torch.distributed alone, ``shared_memory`` that
+    all workers share the memory of one host.
 
     Returns:
-        To be called as :class:`.c10d.Transport` is, in the same order at all workers. Its transports share their
-        connections, which are closed with the last of them.
+        A constructor with the arguments of :class:`.c10d.C10dTransport`, to be called in the same order at all workers.
+        Its transports share their connections, which are closed with the last one.
 
     Raises:
-        PolylaneError: the variable asks for what there is not, or for what cannot be here.
+        PolylaneError: the variable has an unknown or differing value, or names a transport that is not possible here.
     """
     asked = os.environ.get(VARIABLE) or None
     if world.size == 1 or world.backend is None:
         _refuse_unknown(asked)
         return c10d.C10dTransport
+    # The decision depends on all workers' cards, which are equal everywhere: so all decide alike.
     meeting = HostRendezvous.meet_workers(world, asked)
     try:
         _refuse_different([card.requested_transport for card in meeting.cards])
@@ -54,6 +59,7 @@ def choose_transport(world: World) -> Connect:
                 return HierarchicalConnections(world, met, hosts)
             reason = met
     finally:
+        # Also if shared memory is not used: no socket or folder may be left behind.
         meeting.stop_listening()
     if asked == "shared_memory":
         raise PolylaneError(f"{VARIABLE}=shared_memory cannot be: {reason}; leave it out, and gloo is used")
@@ -61,7 +67,7 @@ def choose_transport(world: World) -> Connect:
 
 
 def _shares_memory_in_hosts(cards: Sequence[WorkerCard]) -> bool:
-    """Whether workers can share memory inside each host, and any host has several."""
+    """Return whether workers can share memory inside each host, and any host has several."""
     able = all(card.why_unable is None and card.user == cards[0].user for card in cards)
     return able and len({card.host for card in cards}) < len(cards)
 

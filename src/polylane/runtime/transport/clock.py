@@ -1,4 +1,4 @@
-"""One clock for all workers: how far this worker's clock is ahead of rank 0's."""
+"""Clock synchronization: the offset of this worker's clock to that of rank 0."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ROUNDS = 11
 
 
 def measure_clock_offset(transport: Transport) -> float:
-    """Seconds to take off this worker's ``time.perf_counter()``. Every worker must call it.
+    """Return the seconds to subtract from this worker's ``time.perf_counter()``; a collective of all workers.
 
     Workers of one host share its clock. Between hosts the clock is read after each of several barriers, which all
-    workers leave at nearly the same time; the median difference is right to about the network's latency.
+    workers leave at nearly the same time; the median difference is accurate to about the network's latency.
     """
     if len(set(transport.all_gather_object(_boot_identity()))) == 1:
         return 0.0
@@ -23,12 +23,13 @@ def measure_clock_offset(transport: Transport) -> float:
     for _ in range(ROUNDS):
         transport.barrier()
         readings.append(time.perf_counter())
+    # The median: single barriers that a busy host leaves late do not matter.
     first: list[float] = transport.all_gather_object(readings)[0]
     return statistics.median(own - other for own, other in zip(readings, first, strict=True))
 
 
 def _boot_identity() -> str:
-    """Names a running system: hosts differ in it, containers of one host do not."""
+    """Return an identifier of the running kernel: it differs between hosts, not between containers of a host."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,12 +1,15 @@
-"""Hierarchical transport over hosts of several CPU workers: shared memory inside a host, torch.distributed between.
+"""Hierarchical all-reduce over hosts of several CPU workers: shared memory inside a host, torch.distributed between.
 
-A sum over several hosts climbs and descends: inside each host every worker gets the sum of one part (reduce-scatter),
-the workers that have the same part on all hosts sum it over the network, and inside each host the parts are joined
-again (all-gather). Over the network goes each byte once for each host, not once for each worker (as in Goyal et al.
-2017, section 4). Where hosts have different numbers of workers in a group, the first of each has the whole as its part.
+    step                                    over                                    carried by
+    1  reduce-scatter: one part a worker    the workers of a host                   shared memory
+    2  all-reduce of each part              workers with the same part, by host     torch.distributed
+    3  all-gather of the parts              the workers of a host                   shared memory
 
-These three steps are taken by a thread of their own, in the order in which the sums were asked for: whatever this
-worker's own thread is waiting for, inside its host or beyond, the sums go on.
+Each byte goes over the network once for each host, not once for each worker (as in Goyal et al. 2017, section 4). If
+hosts have different numbers of workers in a group, the first worker of each host has everything as its part.
+
+A separate thread runs these steps, in the order in which the sums were started: they proceed whatever this worker's
+main thread is waiting for.
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ Channel = tuple[int, int]  # (sender, receiver)
 
 @dataclass(frozen=True)
 class HostTree:
-    """How a group sums over hosts, as one of its workers sees it.
+    """How a group sums over hosts, from the view of one of its workers.
 
     Attributes:
-        host_ranks: its workers on this host.
-        index: of this worker among them.
-        cross_ranks: those that have the same part as this one, one of each host; empty where this one has none.
-        is_even: every worker of a host has a part; otherwise the first has the whole.
+        host_ranks: ranks of the group on this host, ascending.
+        index: index of this worker in ``host_ranks``.
+        cross_ranks: ranks with the same part as this worker, one of each host; empty if this worker has no part.
+        is_even: whether every worker of a host has a part; otherwise the first one has everything.
     """
 
     host_ranks: tuple[int, ...]
@@ -57,18 +60,19 @@ class HostTree:
     is_even: bool
 
     def part_sizes(self, elements: int) -> list[int]:
-        """The elements of the part of each worker of this host."""
+        """Return the number of elements of the part of each worker of this host."""
         count = len(self.host_ranks)
         if not self.is_even:
             return [elements] + [0] * (count - 1)
+        # Parts differ by at most one element.
         return [elements * (i + 1) // count - elements * i // count for i in range(count)]
 
     def bytes_sent(self, elements: int, item: int) -> int:
-        """Bytes that this worker sends in a sum: two steps inside the host, and a ring between hosts.
+        """Return the bytes that this worker sends in a sum: two steps inside the host, and a ring between hosts.
 
         Args:
-            elements: of the whole tensor.
-            item: bytes of one element.
+            elements: number of elements of the full tensor.
+            item: size of one element in bytes.
         """
         sizes = self.part_sizes(elements)
         own, hosts = sizes[self.index], max(len(self.cross_ranks), 1)
@@ -77,7 +81,7 @@ class HostTree:
 
 
 def group_by_host(members: Iterable[int], hosts: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """A group's ranks, host by host."""
+    """Return a group's ranks by host, each ascending; ``hosts`` has the host of every rank."""
     found: dict[Hashable, list[int]] = {}
     for rank in sorted(members):
         found.setdefault(hosts[rank], []).append(rank)
@@ -85,7 +89,7 @@ def group_by_host(members: Iterable[int], hosts: Sequence[Hashable]) -> list[tup
 
 
 def cross_host_groups(parts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The groups between hosts: of the workers with the same part, or of the first of each host."""
+    """Return the groups between hosts: workers with the same part, or the first worker of each host."""
     if len({len(part) for part in parts}) == 1:
         return list(zip(*parts, strict=True))
     return [tuple(part[0] for part in parts)]
@@ -94,10 +98,17 @@ def cross_host_groups(parts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]
 class HierarchicalTransport:
     """The workers of several hosts; the interface is :class:`~.protocol.Transport`.
 
-    Arguments: see :class:`.shared_memory.Transport`, and
+    Collectives of a group inside one host go over shared memory, all-reduces over several hosts take the three steps of
+    the module, and everything else goes over torch.distributed.
 
     Args:
-        hosts: of every rank; equal for those that the hub connects.
+        hub: connections of this worker to the others of its host.
+        hosts: host of every rank; equal for ranks that the hub connects.
+        world: this worker among all workers.
+        channels: every (sender, receiver) pair that will be used, in the same order at every rank.
+        groups: the ranks of every collective, in the same order at every rank.
+        tag: number that differs between transports of one world, see :class:`.c10d.C10dTransport`.
+        own_groups: never use the world's own group for sums, because others may use it in another order.
     """
 
     def __init__(
@@ -123,9 +134,11 @@ class HierarchicalTransport:
         self._host_trees = {each: _build_host_tree(world.rank, parts[each]) for each in beyond if world.rank in each}
         steps = [part for members in beyond for part in parts[members] if len(part) > 1]
         across = [ring for members in beyond for ring in cross_host_groups(parts[members])]
-        # What the caller asks for directly, then what the sums' own thread uses.
+        # The caller's thread uses the first two transports, the thread of the sums the last two: a transport is not
+        # thread-safe, and the order of collectives inside each stays that of one thread.
         self._inside_host = shared_memory.SharedMemoryTransport(hub, world, near, inside)
         self._between_hosts: c10d.C10dTransport = c10d.C10dTransport(world, far, beyond, tag, own_groups)
+        # A sum over hosts is counted once, by bytes_sent: the transports of its steps keep counters that nobody reads.
         self._inside_host.counters = self._between_hosts.counters = self.counters
         self._steps = shared_memory.SharedMemoryTransport(hub, world, (), steps)
         self._across = c10d.C10dTransport(world, (), across, tag, own_groups=True)
@@ -151,9 +164,10 @@ class HierarchicalTransport:
         return _PendingTreeSum(self._thread.submit(self._sum_over_hosts, wire.view(-1), climb), wire, tensor.detach())
 
     def _sum_over_hosts(self, wire: Tensor, climb: HostTree) -> None:
-        """The three steps, in place."""
+        """Run the three steps of a sum, in place, in the sums' own thread."""
         sizes, alone = climb.part_sizes(wire.numel()), len(climb.host_ranks) == 1
         part = wire if alone else self._steps.reduce_scatter(wire, climb.host_ranks, sizes).wait()
+        # Workers without a part still take part in steps 1 and 3.
         if part.numel():
             self._across.all_reduce(part, climb.cross_ranks).wait()
         if not alone:
@@ -193,17 +207,17 @@ class HierarchicalTransport:
             transport.close()
 
     def _transport_of(self, ranks: Iterable[int]) -> shared_memory.SharedMemoryTransport | c10d.C10dTransport:
-        """What carries the collectives of a group as they are."""
+        """Return the transport of a group's collectives: between hosts if it has members on several."""
         return self._between_hosts if normalize_group(ranks, self.size) in self._host_trees else self._inside_host
 
 
 class _PendingTreeSum(Deferred[Tensor]):
-    """A sum over hosts, under way in the sums' own thread.
+    """A pending sum over hosts, which the sums' own thread runs.
 
     Args:
-        future: of the thread's call, which leaves the sum in ``wire``.
-        wire: this worker's values, contiguous.
-        target: the caller's tensor, which gets the sum too where it has other memory.
+        future: future of the thread's call, which leaves the sum in ``wire``.
+        wire: this worker's values, contiguous; overwritten by the sum.
+        target: the caller's tensor, to which the sum is copied if it has other memory than ``wire``.
     """
 
     __slots__ = ("_future", "_target", "_wire")
@@ -218,13 +232,12 @@ class _PendingTreeSum(Deferred[Tensor]):
 
 
 class HierarchicalConnections:
-    """Makes transports over shared memory inside each host, all over the same connections; see
-    :class:`HierarchicalTransport`.
+    """Constructor of transports over shared memory inside each host, which share their connections.
 
     Args:
-        world: this worker among all, as it was when the hub was made.
+        world: this worker among all workers, as it was when the hub was made.
         hub: connections of this worker to the others of its host.
-        hosts: the host of every rank; where they are all equal, nothing goes over the network.
+        hosts: host of every rank; if all are equal, nothing goes over the network.
     """
 
     def __init__(self, world: World, hub: MessageHub, hosts: Sequence[Hashable]) -> None:
@@ -238,13 +251,12 @@ class HierarchicalConnections:
         tag: int = 0,
         own_groups: bool = False,
     ) -> HierarchicalTransport | shared_memory.SharedMemoryTransport:
-        """See :class:`.c10d.Transport`.
+        """Build a transport; the arguments are those of :class:`.c10d.C10dTransport`.
 
         Raises:
-            PolylaneError: the transports of before have been closed, and the workers of a host do not find one another
-                again.
+            PolylaneError: earlier transports have been closed, and the workers of a host cannot connect again.
         """
-        if self._hub.is_closed:  # with the last transport: all workers made and closed the same ones
+        if self._hub.is_closed:  # closed with its last transport, at all workers alike: they close the same ones
             self._hub = reconnect_hub(self._world, self._hosts)
         if len(set(self._hosts)) == 1:
             return shared_memory.SharedMemoryTransport(self._hub, world, channels, groups, tag, own_groups)

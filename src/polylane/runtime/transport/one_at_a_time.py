@@ -1,7 +1,7 @@
-"""Single-thread executor whose thread does not keep its process from ending.
+"""Single-thread executor with a daemon thread, which does not keep its process alive.
 
-The interpreter joins the threads of :mod:`concurrent.futures` when it ends. One that waits for a peer would hold this
-process's connections open until it gives up, and no other worker would see that this one has failed.
+The interpreter joins the threads of :mod:`concurrent.futures` at its end. A thread that waits for a peer would keep
+this process's connections open until its timeout, and no other worker would see that this one has failed.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ _Task = tuple[Future[None], Callable[..., None], tuple[Any, ...]]
 
 
 class SerialThread:
-    """Runs calls in the order in which they were given; it starts with the first one.
+    """Runs calls one after another in the order of submission; the thread starts with the first call.
 
     Args:
-        name: what the thread is called.
+        name: name of the thread, for debuggers and profilers.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._end = weakref.finalize(self, self._tasks.put, None)  # also where nobody closes it
+        self._end = weakref.finalize(self, self._tasks.put, None)  # also ends the thread if close is never called
+        # The thread is a daemon: at the end of the interpreter nothing is to be done, and waiting could block.
         self._end.atexit = False
 
     def submit(self, call: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Run a call after those before it.
+        """Run a call after all earlier ones, and return a future of its end.
 
         Raises:
-            RuntimeError: it was closed.
+            RuntimeError: the executor was closed before.
         """
         if not self._end.alive:
             raise RuntimeError("it was closed")
@@ -46,14 +47,14 @@ class SerialThread:
         return future
 
     def close(self) -> None:
-        """Wait for all calls, and end the thread. Does nothing the second time."""
+        """Wait for all calls and end the thread; idempotent."""
         self._end()
         if self._thread is not None:
             self._thread.join()
 
 
 def _run_tasks(tasks: SimpleQueue[_Task | None]) -> None:
-    """The thread: it knows the queue only, so that the owner of the executor can be freed between calls."""
+    """Run tasks until None arrives; the thread refers to the queue only, so that the executor can be freed."""
     while (task := tasks.get()) is not None:
         future, call, arguments = task
         try:
@@ -62,4 +63,4 @@ def _run_tasks(tasks: SimpleQueue[_Task | None]) -> None:
             future.set_exception(error)
         else:
             future.set_result(None)
-        del task, future, call, arguments
+        del task, future, call, arguments  # while the thread waits it must not keep tensors alive

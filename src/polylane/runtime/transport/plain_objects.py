@@ -1,7 +1,6 @@
-"""Object collectives over a process group: plain values encoded by :mod:`polylane.runtime.transport.serialization`,
-never pickled.
+"""Object collectives over a process group, without pickle: plain values in the encoding of ``transport.serialization``.
 
-torch's own collectives of objects unpickle whatever comes, and gloo lets in whoever connects first.
+torch's own object collectives unpickle what they receive, and gloo accepts any process that connects first.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ from torch import Tensor
 from polylane.errors import PolylaneError
 from polylane.runtime.transport.serialization import decode, encode
 
-LONGEST = 1 << 40  # bytes of an encoded value: what says it is longer is none
-INTRODUCTION = timedelta(seconds=60)  # for the others to say who they are, who have just connected
+LONGEST = 1 << 40  # upper bound on bytes of an encoded value; a longer announced length is not from a worker
+INTRODUCTION = timedelta(seconds=60)  # timeout of the authentication of a new group, whose members just connected
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, by rank in the group; all of its ranks call it."""
+    """Return every rank's value, by rank in the group; a collective of the group."""
     size, device = dist.get_world_size(group), _group_device(group)
     own = _encode_value(value, device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([own.numel()], device=device), group=group)
+    # all_gather takes equal sizes: the lengths first, then all values padded to the longest.
     longest = _check_length(torch.stack(lengths).max())
     padded = torch.cat([own, own.new_zeros(longest - own.numel())])
     parts = list(own.new_empty(size * longest).split(longest))
@@ -37,13 +37,13 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def gather(value: Any, destination: int, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Every rank's value at the destination, None elsewhere."""
+    """Return every rank's value at the destination, and None elsewhere; a collective of the group."""
     every = all_gather(value, group)
     return every if dist.get_rank(group) == destination else None
 
 
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The value of one rank of the group, at every one of it."""
+    """Return the value of one rank of the group, at every rank; a collective of the group."""
     device = _group_device(group)
     if dist.get_rank(group) == source:
         own = _encode_value(value, device)
@@ -58,24 +58,25 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
 
 
 def authenticate_group(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[int], rank: int) -> None:
-    """Let all of a new group prove to one another that they are the job's workers; all of them call it.
+    """Authenticate the members of a new group to one another; a collective of the group.
 
-    A backend takes whoever connects for the rank that it says it is. What each says to each other one is of use to
-    nobody else: it is made of the secret, the group, and both ranks.
+    A backend accepts any process that connects, as the rank that it claims. Each member sends each other one an HMAC of
+    the group's name and both ranks under the secret, which is of no use to a third process.
 
     Args:
-        group: whose connections have just been made, of gloo.
-        secret: what only workers of this job know.
-        ranks: all members of the group.
-        rank: of this worker, one of them.
+        group: gloo group whose connections have just been made.
+        secret: secret that only workers of this job know.
+        ranks: ranks of all members of the group.
+        rank: rank of this worker, one of ``ranks``.
 
     Raises:
-        PolylaneError: who took a rank's place does not know the secret.
+        PolylaneError: the process in a rank's place does not know the secret.
     """
     others = [peer for peer in ranks if peer != rank]
     given = torch.frombuffer(
         bytearray(b"".join(_compute_proof(secret, group, rank, peer) for peer in ranks)), dtype=torch.uint8
     )
+    # One all-to-all of the proofs, 32 bytes for each pair of ranks; the one to itself is ignored.
     got = torch.empty_like(given)
     group.alltoall_base(got, given, [], [], dist.AllToAllOptions()).wait(INTRODUCTION)
     said = dict(zip(ranks, got.view(len(ranks), -1), strict=True))
@@ -93,7 +94,7 @@ def _compute_proof(secret: bytes, group: dist.ProcessGroup, source: int, destina
 
 
 def _group_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group carries bytes."""
+    """Return the device on which the group's backend carries bytes: the CPU if it can."""
     devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
     if "cpu" in devices:
         return torch.device("cpu")

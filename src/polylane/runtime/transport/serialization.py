@@ -1,8 +1,13 @@
-"""Serialization: plain values as bytes and back, for all that workers tell each other.
+"""Safe serialization of plain values, for all objects that workers send each other.
 
-Bytes from a socket may be a stranger's, so nothing that comes over one is unpickled: a pickle runs code. Here decoding
-makes plain values, tensors and dataclasses that were registered by name, and nothing else; what is wrong with bytes is
-said in a PolylaneError, whatever they are.
+Bytes from a socket may be an attacker's, so nothing from one is unpickled: a pickle runs code. Decoding builds plain
+values, tensors, and dataclasses and enums that were registered by name, and nothing else; any malformed bytes raise a
+PolylaneError.
+
+    bytes     "PLV1"    length n    JSON text of n bytes    tensor 0, padded    tensor 1, padded    ...
+
+In the JSON text None, bool, str, int and finite floats are themselves; everything else is a list that begins with its
+type: ``["t", 1, 2]`` is the tuple (1, 2), ``["x", "torch.float32", 3]`` the next tensor, of the shape [3].
 """
 
 from __future__ import annotations
@@ -26,19 +31,19 @@ from polylane.errors import PolylaneError
 C = TypeVar("C", bound=type)
 
 _MAGIC = b"PLV1"
-_HEAD = struct.Struct("=4sQ")  # the magic; bytes of the JSON text, which raw bytes of tensors follow
-_ALIGN = 16  # of each tensor's bytes, so that they can be used where they lie
+_HEAD = struct.Struct("=4sQ")  # the magic; bytes of the JSON text, which the raw bytes of tensors follow
+_ALIGN = 16  # alignment of each tensor's bytes, so that they can be viewed in place
 
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 @dataclass(frozen=True)
 class _TypeSerializer:
-    """How values of a class travel.
+    """Conversions of one class to plain values and back.
 
     Attributes:
-        to_plain: the value's content, as plain values.
-        from_plain: the value again.
+        to_plain: returns a value's content as plain values.
+        from_plain: builds the value from its content.
     """
 
     to_plain: Callable[[Any], Any]
@@ -50,19 +55,20 @@ _NAMES: dict[type, str] = {}
 
 
 def register_type(kind: type, plain: Callable[[Any], Any], made: Callable[[Any], Any]) -> None:
-    """Let values of a class travel.
+    """Register a class as serializable.
 
     Args:
-        kind: exactly this class, not those made from it.
-        plain: the value's content, as plain values.
-        made: makes the value of its content, and raises where that is none; it must not do anything else.
+        kind: exactly this class; subclasses are not included.
+        plain: returns a value's content as plain values.
+        made: builds the value from its content, or raises if that is invalid; must have no other effect, since the
+            content may be an attacker's.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     _FORMS[name], _NAMES[kind] = _TypeSerializer(plain, made), name
 
 
 def serializable(kind: C) -> C:
-    """Let values of a dataclass or an enumeration travel: a dataclass by its fields, in their order."""
+    """Register a dataclass, by its fields in order, or an enum as serializable; a class decorator."""
     if issubclass(kind, enum.Enum):
         register_type(kind, lambda value: value.value, kind)
         return kind
@@ -78,14 +84,14 @@ def serializable(kind: C) -> C:
 
 
 def encode(value: Any) -> bytes:
-    """A value as bytes, the same for equal values that were made alike.
+    """Encode a value as bytes, equal for equal values with dicts in the same order.
 
     Args:
-        value: None, bool, int, float, str, bytes, tensors, what was registered, and lists, tuples, dicts, sets of
-            these.
+        value: None, bool, int, float, str, bytes, a tensor, a value of a registered class, or a list, tuple, dict or
+            set of these.
 
     Raises:
-        TypeError: it holds anything else.
+        TypeError: the value, or a part of it, is anything else.
     """
     tail: list[bytes] = []
     text = json.dumps(_to_plain(value, tail), separators=(",", ":")).encode()
@@ -94,10 +100,10 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """What :func:`encode` made bytes of. Tensors are copies, on the CPU, without gradients.
+    """Decode the bytes of :func:`encode`. Tensors are copies, on the CPU, without gradients.
 
     Raises:
-        PolylaneError: the bytes are no such thing.
+        PolylaneError: the bytes are not an encoded value, or of an unregistered class.
     """
     try:
         magic, length = _HEAD.unpack_from(data)
@@ -105,7 +111,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         if magic != _MAGIC or start > len(data):
             raise ValueError("another beginning, or cut off")
         return _Reader(memoryview(data)[start:]).value(json.loads(bytes(memoryview(data)[_HEAD.size : start])))
-    except Exception as error:  # a form's own check may raise anything
+    except Exception as error:  # a registered class's own check may raise anything
         raise PolylaneError(
             "what another worker sent cannot be read: it is from another version of polylane, or from a stranger "
             f"({type(error).__name__}: {str(error)[:120]})"
@@ -113,7 +119,12 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def _to_plain(value: Any, tail: list[bytes]) -> Any:
-    """A value as JSON: scalars are themselves, all else is a list that begins with its sort."""
+    """Return a value as JSON: scalars are themselves, everything else is a list that begins with its type.
+
+    Args:
+        value: value to encode, see :func:`encode`.
+        tail: bytes of tensors, appended in the order in which they occur in the JSON text.
+    """
     kind = type(value)
     if value is None or kind in (bool, str):
         return value
@@ -121,7 +132,7 @@ def _to_plain(value: Any, tail: list[bytes]) -> Any:
         return ["o", found, _to_plain(_FORMS[found].to_plain(value), tail)]
     if isinstance(value, Tensor):
         return _tensor_to_plain(value, tail)
-    if isinstance(value, enum.Enum):  # one that is an int or a str as well would lose its class
+    if isinstance(value, enum.Enum):  # unregistered: an IntEnum would silently become an int below
         raise TypeError(f"a value of {kind.__qualname__} cannot be sent to other workers")
     if isinstance(value, str):
         return str(value)
@@ -136,7 +147,9 @@ def _to_plain(value: Any, tail: list[bytes]) -> Any:
     if isinstance(value, Mapping):
         return ["d", *(part for item in value.items() for part in (_to_plain(item[0], tail), _to_plain(item[1], tail)))]
     if kind in (set, frozenset):
-        none: list[bytes] = []  # for where each tensor is in the tail goes by the order
+        # Sorted, because the order of a set differs between processes. Tensors are refused: their bytes are in the tail
+        # in the order of occurrence.
+        none: list[bytes] = []
         every = sorted((_to_plain(each, none) for each in value), key=json.dumps)
         if none:
             raise TypeError("a set of tensors cannot be sent to other workers")
@@ -152,7 +165,11 @@ def _tensor_to_plain(value: Tensor, tail: list[bytes]) -> list[Any]:
 
 
 class _Reader:
-    """Reads one message; tensors lie behind its text in the order in which they occur there."""
+    """Decodes one message; the tail has its tensors in the order in which they occur in the JSON text.
+
+    Args:
+        tail: bytes behind the JSON text of the message.
+    """
 
     def __init__(self, tail: memoryview) -> None:
         self._tail, self._position = tail, 0
@@ -190,6 +207,7 @@ class _Reader:
         self._position += size + -size % _ALIGN
         if not size:
             return torch.empty(tuple(shape), dtype=dtype)
+        # A writable copy: the message's buffer is freed, and tensors over read-only memory are unsafe.
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
@@ -205,6 +223,7 @@ def _read_float(rest: list[Any]) -> float:
     return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[rest[0]]
 
 
+# By the type that a JSON list begins with: object, tensor, special float, bytes, list, tuple, dict, set, frozenset.
 _SORTS: dict[str, Callable[[_Reader, list[Any]], Any]] = {
     "o": _Reader.read_object,
     "x": _Reader.read_tensor,

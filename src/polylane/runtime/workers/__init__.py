@@ -1,1 +1,1 @@
-"""Worker processes: how they start, find each other, fail and end."""
+"""Worker processes: launch, rendezvous, failure reports and shutdown."""

@@ -1,4 +1,4 @@
-"""A script that ends without closing its job: the job leaves as if it had."""
+"""Shutdown at interpreter exit: closes a job that the script did not close."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import Protocol
 
 
 class ClosedAtExit(Protocol):
-    """What is to be closed."""
+    """A job that can be closed."""
 
     def close(self) -> None:
-        """Leave the other workers; the second time nothing happens."""
+        """Leave the other workers; idempotent."""
         ...
 
 
 def close_at_exit(job: ClosedAtExit) -> None:
     """Close a job when the interpreter ends, before the process group does.
 
-    Threads that serve parameters wait for messages in a backend's own code. An interpreter that ends around them is
-    aborted. After an exception that nobody caught there is no leaving in order: the others see that this one is gone.
+    Threads of parameter servers wait for messages inside a backend's native code, where the end of the interpreter
+    would abort the process. After an uncaught exception an orderly shutdown is impossible: the process exits at once,
+    and the other workers see its connections close.
     """
 
     def leave() -> None:
+        # Set by the interpreter for an uncaught exception, whose traceback has been printed by now.
         if getattr(sys, "last_value", None) is not None:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""How a worker failed: the report it sends, which of several reports is the cause, and the error made of it."""
+"""Worker failures: the report that a worker sends, root cause of several reports, and the exception to raise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import TracebackType
 
 from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed
 
-# What gloo, NCCL and the store of c10d say when a peer is gone (torch 2.9 to 2.13).
+# Parts of the messages with which gloo, NCCL and c10d's store report a lost peer (torch 2.9 to 2.13).
 _PEER_LOSS_WORDS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -32,14 +32,19 @@ _PEER_LOSS_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker's end, as it reports it itself or as the parent sees it. Plain data: it travels through a pipe.
+    """A worker's failure, reported by itself or seen by the parent; plain data that is pickled through a pipe.
 
     Attributes:
-        rank: the worker.
-        error_type, error_message, traceback: see :class:`~polylane.errors.WorkerFailed`.
-        is_echo: whether it is only the consequence of another worker's end.
-        bad_input: the pickled PolylaneError, where the user's input was at fault.
-        stage, microbatch, module, source: where, if the worker knew.
+        rank: rank of the worker that failed.
+        error_type: class name of the exception, or name of the signal.
+        error_message: message of the exception, or a sentence about the exit.
+        traceback: formatted traceback of the exception; empty without one.
+        is_echo: whether it is only the consequence of another worker's failure.
+        bad_input: the pickled PolylaneError, if the user's input caused the failure; else None.
+        stage: index of the pipeline stage that failed, or None if unknown.
+        microbatch: index of the microbatch that failed, or None if unknown.
+        module: path of the module that failed, or None if unknown.
+        source: source line that failed, or None if unknown.
     """
 
     rank: int
@@ -55,14 +60,14 @@ class Failure:
 
     @classmethod
     def of_exception(cls, rank: int, error: BaseException, skip_frames: int = 0) -> Failure:
-        """The report of a worker that raised.
+        """Build the report of a worker that raised an exception.
 
         Args:
-            rank: the worker.
-            error: what it raised.
-            skip_frames: how many of the outermost frames are the launcher's own, of no use to the user.
+            rank: rank of the worker that raised.
+            error: exception that ended the worker's function.
+            skip_frames: number of outermost frames of the launcher, which the traceback leaves out.
         """
-        # Cleaning up after a failed action often fails as well: the action's failure is the one to tell of.
+        # Cleaning up after a failed action often fails as well: report the failure of the action.
         place = next((link for link in reversed(_exception_chain(error)) if isinstance(link, ActionFailed)), None)
         root = error if place is None else place.__cause__ or place
         return cls(
@@ -80,7 +85,7 @@ class Failure:
 
     @classmethod
     def of_exit(cls, rank: int, code: int) -> Failure:
-        """The report on a worker that ended without one: killed by a signal (a negative code), or left by os._exit."""
+        """Build the report on a worker that ended without one: killed by a signal (negative code), or os._exit."""
         if code >= 0:
             return cls(rank, "SystemExit", f"it ended without a result (exit code {code})")
         try:
@@ -91,7 +96,7 @@ class Failure:
         return cls(rank, name, f"it was killed by {name}{hint}")
 
     def to_exception(self) -> PolylaneError | WorkerFailed:
-        """What to raise in the parent: the user's own PolylaneError again, or else a WorkerFailed."""
+        """Return the exception to raise in the parent: the worker's own PolylaneError, or else a WorkerFailed."""
         if self.bad_input is not None:
             error = pickle.loads(self.bad_input)
             assert isinstance(error, PolylaneError)
@@ -109,25 +114,25 @@ class Failure:
 
 
 def find_root_cause(failures: Iterable[Failure]) -> Failure | None:
-    """The first failure that is no echo of another one; the first of all where there are only echoes."""
+    """Return the first failure that is not an echo of another one; the first of all if there are only echoes."""
     ordered = list(failures)
     return next((failure for failure in ordered if not failure.is_echo), ordered[0] if ordered else None)
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether an exception is only the echo of another worker's end, by itself or by what led to it."""
+    """Return whether an exception, or one in its chain, is only the echo of another worker's failure."""
     return any(isinstance(link, PeerLost) or looks_like_peer_loss(link) for link in _exception_chain(error))
 
 
 def looks_like_peer_loss(error: BaseException) -> bool:
-    """Whether a backend's own exception says that a peer is gone: they are bare RuntimeErrors, told apart by words."""
+    """Return whether a backend's exception reports a lost peer: a bare RuntimeError is recognised by its words."""
     if not isinstance(error, RuntimeError | ConnectionError):
         return False
     return isinstance(error, ConnectionError) or any(words in str(error) for words in _PEER_LOSS_WORDS)
 
 
 def _exception_chain(error: BaseException) -> list[BaseException]:
-    """The exception, what it was raised from or while handling, and so on: the latest first."""
+    """Return the exception and its causes and contexts, the latest first."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and not any(link is earlier for earlier in chain):
@@ -144,7 +149,7 @@ def _format_traceback(error: BaseException, skip_frames: int) -> str:
 
 
 def _pickle_error(error: PolylaneError) -> bytes:
-    """The error such that the parent can make it again: as it is, or where it does not pickle, its sentence."""
+    """Return a pickle of the error; of a plain PolylaneError with its message if it does not survive pickling."""
     try:
         data = pickle.dumps(error)
         same = pickle.loads(data)

@@ -1,8 +1,8 @@
-"""Rendezvous of workers that one process of this host starts: a store in a file that no other user can open.
+"""File-based rendezvous of workers that one process of this host starts: a c10d FileStore that no other user can open.
 
-A store that listens on a port lets everybody in who can reach it, and on a host that is every user. Nothing listens
-here: the file has no name where the system can make such a one (workers inherit it), and else lies in a folder that is
-its owner's alone.
+A store that listens on a port accepts everybody who can reach it, and on a host that is every user. Nothing listens
+here: the file is unnamed if the system supports that (forked workers inherit it), and otherwise in a folder of mode
+0700.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch.distributed as dist
 from polylane.errors import PeerLost
 from polylane.runtime.transport.serialization import decode, encode
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between looks for what another worker has still to leave
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between polls for another worker's value; backs off
 _LEFT = "polylane/left"
 
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """Where workers meet; the process that starts them makes it, and ends it after them.
+    """The file and the secret of a rendezvous; made and removed by the process that starts the workers.
 
     Attributes:
-        file: of the store, as workers open it.
-        secret: what only they know.
+        file: path of the store's file, as workers open it.
+        secret: 32 random bytes that only workers of this job know.
     """
 
     file: str
@@ -42,28 +42,29 @@ class MeetingPlace:
 
     @classmethod
     def in_memory(cls) -> MeetingPlace:
-        """For workers that are forked: in memory, without a name."""
+        """Make an unnamed file in memory, for workers that are forked; a folder if the system has no memfd."""
         try:
             descriptor = os.memfd_create("polylane-store", os.MFD_CLOEXEC)
         except (AttributeError, OSError):  # not Linux, or not allowed
             return cls.in_folder()
         os.fchmod(descriptor, 0o600)
+        # A forked worker has the same descriptor: this path opens the same file in its process.
         return cls(f"/proc/self/fd/{descriptor}", secrets.token_bytes(32), descriptor)
 
     @classmethod
     def in_folder(cls) -> MeetingPlace:
-        """For workers that are new processes: in a folder that only this user may enter."""
+        """Make a folder that only this user may enter, for workers that are new processes."""
         folder = tempfile.mkdtemp(prefix="polylane-")
         return cls(str(Path(folder) / "store"), secrets.token_bytes(32), None, folder)
 
     @property
     def folder(self) -> Path:
-        """The folder; only where there is one."""
+        """Folder of the file; only for :meth:`in_folder`."""
         assert self._folder is not None
         return Path(self._folder)
 
     def remove_files(self) -> None:
-        """Leave nothing behind."""
+        """Close the file, and remove its folder."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         if self._folder is not None:
@@ -71,12 +72,14 @@ class MeetingPlace:
 
 
 class FileStore:
-    """What workers leave for one another at a place.
+    """Object collectives and a c10d store over the file of a :class:`MeetingPlace`.
 
     Args:
-        file, secret: of the place.
-        rank, size: this worker, and how many there are.
-        timeout: for what another one has still to leave.
+        file: path of the store's file, see :class:`MeetingPlace`.
+        secret: secret of the job, see :class:`MeetingPlace`.
+        rank: rank of this worker, from 0.
+        size: number of workers of the job.
+        timeout: longest wait for another worker's value.
     """
 
     def __init__(self, file: str, secret: bytes, rank: int, size: int, timeout: timedelta) -> None:
@@ -87,10 +90,10 @@ class FileStore:
         self._timeout = timeout
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every worker's value, by rank; all call it, as often as one another.
+        """Return every worker's plain value, by rank; a collective of all workers.
 
         Raises:
-            PeerLost: a worker has left instead, or left nothing in time.
+            PeerLost: a worker has ended, or stored no value in time.
         """
         key, self._rounds = f"polylane/{self._rounds}", self._rounds + 1
         self._write(f"{key}/{self._rank}", encode(value))
@@ -98,7 +101,7 @@ class FileStore:
         return list(every)
 
     def mark_left(self) -> None:
-        """Say that nothing more comes of this worker."""
+        """Record that this worker has ended, so that others do not wait for its values."""
         self._write(f"{_LEFT}/{self._rank}", b"left")
 
     def _write(self, key: str, content: bytes) -> None:
@@ -107,6 +110,7 @@ class FileStore:
     def _read(self, key: str, peer: int) -> Any:
         end, pause = time.monotonic() + self._timeout.total_seconds(), SHORTEST_PAUSE
         while not self.store.check([key]):
+            # Check the value again after the mark: the worker may have stored both in between.
             if self.store.check([f"{_LEFT}/{peer}"]) and not self.store.check([key]):
                 raise PeerLost(peer, "meeting it", "it has ended")
             if time.monotonic() > end:

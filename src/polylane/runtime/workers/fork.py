@@ -1,11 +1,16 @@
-"""Workers forked on this host: they start in well under half a second, report to their parent, and end with it.
+"""Forked workers on this host: they start in well under half a second, report over pipes, and end with their parent.
 
-The parent must be safe to fork: it has not started CUDA (checked), and has run no tensor operation with more than one
-thread. Once its OpenMP pool has started, children hang as soon as they use more than one thread themselves (measured).
-So call :func:`limit_to_one_thread` before the first operation. Where the parent still has more than one thread, each
-worker
-gets one, which is safe. Threads of the parent do not exist in its children, but the locks they held stay held there:
-start a live progress bar after the fork, at the first message.
+The parent must be safe to fork: it has not initialised CUDA (checked), and has run no tensor operation with more than
+one thread. Once its OpenMP pool has started, children hang as soon as they use more than one thread themselves
+(measured). So call :func:`limit_to_one_thread` before the first operation. If the parent still has more than one
+thread, each worker gets one, which is safe. Threads of the parent do not exist in its children, but the locks that they
+held stay locked there: start a live progress bar after the fork, at the first message.
+
+    a worker ends by                the parent sees                     Failure
+    returning                       RESULT                              -
+    raising                         FAILURE, then its exit              the worker's own report
+    a signal, os._exit              its exit without RESULT, FAILURE    Failure.of_exit
+    losing a peer                   FAILURE with ``is_echo``            raised only if no cause follows in time
 """
 
 from __future__ import annotations
@@ -38,26 +43,26 @@ from polylane.runtime.workers.world import TIMEOUT, World
 T = TypeVar("T")
 Listener = Callable[[int, dict[str, Any]], None]  # called with a worker's rank and the content of its message
 
-MESSAGE, RESULT, FAILURE = b"m", b"r", b"f"  # what a worker sends: one of these, then the content
+MESSAGE, RESULT, FAILURE = b"m", b"r", b"f"  # kinds of reports: each is sent as its kind, then its content
 
-ECHO_GRACE_SECONDS = 0.8  # how long an echo ("my peer is gone") waits for the failure that it echoes
-EXIT_SECONDS = 5.0  # for a worker to exit by itself once it has handed over its result
-TERM_SECONDS = 2.0  # between SIGTERM and SIGKILL
-POLL_SECONDS = 0.2  # between looks for workers that died without closing their pipe
-PIPE_BYTES = 1 << 20  # so that a worker seldom waits for a parent that draws
+ECHO_GRACE_SECONDS = 0.8  # wait after an echo ("peer lost") for the report of the failure that caused it
+EXIT_SECONDS = 5.0  # wait for workers to exit by themselves after their results have arrived
+TERM_SECONDS = 2.0  # wait between SIGTERM and SIGKILL
+POLL_SECONDS = 0.2  # interval of checks for workers that died without closing their pipe
+PIPE_BYTES = 1 << 20  # capacity of a report pipe, so that workers seldom wait for a busy parent
 
 _PR_SET_PDEATHSIG = 1
 
-# Where other workers meet, of whom this process may be one.
+# Environment of another job's rendezvous, of which this process may be a worker: removed in children.
 _OTHERS_MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker knows of the job.
+    """Context of a worker's function: its world, and messages to the parent.
 
     Attributes:
-        world: all workers, and this one among them; without a process group until :meth:`World.connect`.
+        world: this worker among all workers; without a process group until :meth:`World.connect`.
     """
 
     world: World
@@ -65,21 +70,21 @@ class WorkerContext:
 
     @property
     def rank(self) -> int:
-        """This worker, from 0."""
+        """Rank of this worker, from 0."""
         return self.world.rank
 
     @property
     def device(self) -> torch.device:
-        """Where this worker computes."""
+        """Device on which this worker computes."""
         return self.world.device
 
     def send_message(self, content: dict[str, Any]) -> None:
-        """Hand a small picklable dict to the parent's ``on_message``; each worker's messages arrive in order."""
+        """Send a small picklable dict to the parent's ``on_message``; messages of one worker arrive in order."""
         self._send_report(MESSAGE, pickle.dumps(content))
 
 
 def limit_to_one_thread() -> None:
-    """Make this process safe to fork: to be called before its first tensor operation."""
+    """Make this process safe to fork; must be called before its first tensor operation."""
     torch.set_num_threads(1)
 
 
@@ -88,18 +93,21 @@ def fork_workers(
     workers: int,
     on_message: Listener | None = None,
 ) -> list[T]:
-    """Run ``worker(context)`` in forked processes of this host, as many as ``workers``; return their results by rank.
+    """Run ``worker(context)`` in ``workers`` forked processes of this host; return their results by rank.
 
-    Each worker has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment, as torchrun gives them, and
-    this process's random number generators as they are now. The workers find one another without any port of this host
-    (:mod:`.board`); a process group, which listens on ports, is made where something needs it. The function need not be
-    picklable; its result must be, and its tensors arrive on the CPU. ``on_message(rank, content)`` is called here, in
-    this thread, for each ``context.message(content)``. Ctrl-C is answered by this process alone: it ends the workers,
-    then raises KeyboardInterrupt.
+    Each worker has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment, as from torchrun, and the
+    states of this process's random number generators. The workers meet without any port of this host
+    (:mod:`.file_store`); a process group, which listens on ports, is made when it is needed. Ctrl-C is handled by this
+    process alone: it ends the workers, then raises KeyboardInterrupt.
+
+    Args:
+        worker: function to run; it need not be picklable, but its result must be, whose tensors arrive on the CPU.
+        workers: number of processes, at least 1.
+        on_message: called in this thread with (rank, content) for each ``context.send_message(content)``.
 
     Raises:
         PolylaneError: this process cannot be forked; or a worker raised one, which is raised again here.
-        WorkerFailed: a worker raised anything else, or was killed. All others have ended by then, too.
+        WorkerFailed: a worker raised another exception, or was killed. All others have ended by then, too.
     """
     _refuse_unsafe_fork(workers)
     team: _WorkerTeam[T] = _WorkerTeam()
@@ -125,8 +133,8 @@ def _refuse_unsafe_fork(workers: int) -> None:
 
 
 def threads_per_worker(workers: int) -> int:
-    """One intra-op thread for each worker of this host, unless it has more cores than workers."""
-    if torch.get_num_threads() > 1:  # an OpenMP pool may have started here; one thread never asks for it
+    """Return the number of intra-op threads of each worker of this host: its share of the cores, at least one."""
+    if torch.get_num_threads() > 1:  # an OpenMP pool may have started here; a single thread never uses it
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // workers)
@@ -137,13 +145,13 @@ def threads_per_worker(workers: int) -> int:
 
 @dataclass
 class WorkerPipe(Generic[T]):
-    """The line from one worker to the parent, and what has come through it.
+    """The pipe from one worker to the parent, and the reports that have arrived.
 
     Attributes:
-        rank: the worker.
-        reports: the pipe or socket.
-        result: the worker's result, as a list of one; empty until it has arrived.
-        failure: its failure, once reported or seen.
+        rank: rank of the worker at the other end.
+        reports: pipe or socket that carries the worker's reports.
+        result: the worker's result, as a list of one element; empty until it has arrived.
+        failure: the worker's failure, once reported or seen by its exit; else None.
     """
 
     rank: int
@@ -152,7 +160,7 @@ class WorkerPipe(Generic[T]):
     failure: Failure | None = None
 
     def read_report(self, on_message: Listener | None) -> None:
-        """Wait for one report and read it. Closes the line at its end; a report that a dead worker began is none."""
+        """Wait for one report and read it; close the pipe at its end, also inside the report of a dead worker."""
         try:
             kind, content = self.reports.recv_bytes(), self.reports.recv_bytes()
         except (EOFError, OSError):
@@ -167,28 +175,29 @@ class WorkerPipe(Generic[T]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is to be expected of it."""
+        """Whether the worker's result or failure has arrived."""
         return bool(self.result) or self.failure is not None
 
 
 @dataclass
 class _ForkedWorker(WorkerPipe[T]):
-    """One worker, as the parent that forked it sees it."""
+    """One forked worker, from the view of the parent."""
 
     process: ForkProcess = field(kw_only=True)
 
 
 class _WorkerTeam(Generic[T]):
-    """All workers of one call, from the first fork to the last burial."""
+    """All workers of one call, from fork to reaping."""
 
     def __init__(self) -> None:
         self.members: list[_ForkedWorker[T]] = []
         self.place = MeetingPlace.in_memory()
-        self.lifeline, self._lifeline_held = os.pipe()  # its other end closes with this process, however it ends
+        # The write end is only in this process, so it closes however this process ends; children wait at the read end.
+        self.lifeline, self._lifeline_held = os.pipe()
 
     def fork_all(self, worker: Callable[[WorkerContext], T], workers: int) -> None:
-        """Fork them all."""
-        # A child must be on the list before an interrupt can end the list.
+        """Fork all workers."""
+        # A child must be in the list of members before an interrupt can end these.
         with _hold_interrupts():
             threads = threads_per_worker(workers)
             for rank in range(workers):
@@ -205,7 +214,7 @@ class _WorkerTeam(Generic[T]):
                 self.members.append(_ForkedWorker(rank, reader, process=process))
 
     def collect_results(self, on_message: Listener | None) -> list[T]:
-        """Listen until every result is there; raise the root cause of the first failure."""
+        """Read reports until every result has arrived; raise the root cause of the first failure."""
         give_up: float | None = None
         while waiting := [member for member in self.members if not member.has_ended]:
             self._read_reports(waiting, on_message)
@@ -213,6 +222,7 @@ class _WorkerTeam(Generic[T]):
             cause = find_root_cause(failures)
             if cause is None:
                 continue
+            # An echo is not raised at once: the worker that caused it may not have reported yet.
             give_up = give_up or time.monotonic() + ECHO_GRACE_SECONDS
             if not cause.is_echo or time.monotonic() > give_up:
                 raise cause.to_exception()
@@ -222,11 +232,12 @@ class _WorkerTeam(Generic[T]):
         return [member.result[0] for member in self.members]
 
     def _read_reports(self, waiting: list[_ForkedWorker[T]], on_message: Listener | None) -> None:
-        """Take what has come, and notice who died. The pipe of the dead may still hold a report."""
+        """Read reports that have arrived, and detect dead workers, whose pipes may still hold a report."""
         sources: list[Any] = [member.process.sentinel for member in waiting]
         sources += [member.reports for member in waiting if not member.reports.closed]
         ready = connection.wait(sources, POLL_SECONDS)
         for member in waiting:
+            # The exit code before the pipe: what a dead worker sent is complete, so after draining it nothing follows.
             dead = member.process.exitcode
             if member.reports in ready:
                 member.read_report(on_message)
@@ -236,7 +247,7 @@ class _WorkerTeam(Generic[T]):
                 member.failure = Failure.of_exit(member.rank, dead)
 
     def wait_exited(self, seconds: float) -> bool:
-        """Let workers exit by themselves; whether all did."""
+        """Wait for workers to exit by themselves; return whether all did in time."""
         deadline = time.monotonic() + seconds
         while alive := [m.process.sentinel for m in self.members if m.process.exitcode is None]:
             left = deadline - time.monotonic()
@@ -246,7 +257,7 @@ class _WorkerTeam(Generic[T]):
         return True
 
     def end_all(self) -> None:
-        """End and bury every worker, and leave nothing behind."""
+        """Terminate and reap every worker, and close all pipes and files."""
         with _hold_interrupts():
             for member in self.members:
                 member.process.terminate()
@@ -263,15 +274,15 @@ class _WorkerTeam(Generic[T]):
 
 
 def _enlarge_pipe(pipe: connection.Connection) -> None:
-    """Give a pipe room for many messages, where the system can."""
+    """Enlarge the buffer of a pipe, if the system supports it."""
     if hasattr(fcntl, "F_SETPIPE_SZ"):
-        with suppress(OSError):  # each user has a limit
+        with suppress(OSError):  # the system limits the total by user
             fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 @contextmanager
 def _hold_interrupts() -> Iterator[None]:
-    """Keep Ctrl-C waiting: it is delivered at the end."""
+    """Context manager: block SIGINT, which is delivered at the end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -284,7 +295,17 @@ def _hold_interrupts() -> Iterator[None]:
 
 @dataclass
 class _ChildProcess:
-    """One worker, as it sees itself."""
+    """One forked worker, from its own view.
+
+    Attributes:
+        rank: rank of this worker, from 0.
+        workers: number of workers of the job.
+        place: rendezvous of the job, with its secret.
+        threads: number of intra-op threads of this worker.
+        reports: write end of this worker's pipe to the parent.
+        lifeline: read end of a pipe whose write end closes when the parent ends.
+        inherited_descriptors: file descriptors that only the parent should have open.
+    """
 
     rank: int
     workers: int
@@ -292,10 +313,11 @@ class _ChildProcess:
     threads: int
     reports: connection.Connection
     lifeline: int
-    inherited_descriptors: list[int]  # file descriptors that only the parent should hold
+    inherited_descriptors: list[int]
 
     def run_process(self, worker: Callable[[WorkerContext], object], parent: int) -> None:
-        """What the forked process does, whole."""
+        """Run the forked process: tie it to its parent, set its environment, run the worker's function."""
+        # With the lifeline's write end open here, no child would notice that the parent has died.
         for descriptor in self.inherited_descriptors:
             os.close(descriptor)
         tie_to_parent(parent)
@@ -313,19 +335,19 @@ class _ChildProcess:
             sys.exit(1)
 
     def _watch_parent(self) -> None:
-        """The same as :func:`tie_to_parent`, for every system."""
+        """Kill this process when its parent has died; for systems without the death signal of Linux."""
         os.read(self.lifeline, 1)  # nobody writes: it returns when the parent's end closes
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tie_to_parent(parent: int) -> None:
-    """Tie this process to its parent: killed when that dies in whatever way, deaf to Ctrl-C, obedient to SIGTERM."""
+    """Tie this process to its parent: killed when that dies (on Linux), ignoring Ctrl-C, ended by SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we could ask to be told
+    if os.getppid() != parent:  # it died before prctl took effect
         os._exit(1)
 
 
@@ -337,15 +359,17 @@ def run_worker(
     secret: bytes,
     reports: connection.Connection,
 ) -> Failure | None:
-    """Join the world, run a worker's function, report its result or its failure, and leave; return the failure.
+    """Join the world, run a worker's function, report its result or failure, and leave; return the failure or None.
 
     Args:
-        worker: the function.
-        rank, workers: which one this is, of how many.
-        file, secret: where they meet, see :class:`.board.Place`.
-        reports: to the parent.
+        worker: the worker's function, called with its context.
+        rank: rank of this worker, from 0.
+        workers: number of workers of the job.
+        file: path of the store's file, see :class:`.file_store.MeetingPlace`.
+        secret: secret of the job, see :class:`.file_store.MeetingPlace`.
+        reports: connection to the parent, for messages, result and failure.
     """
-    sending = threading.Lock()
+    sending = threading.Lock()  # a report is two writes, and the function may send messages from several threads
 
     def send(kind: bytes, content: bytes | memoryview) -> None:
         with sending:
@@ -357,7 +381,7 @@ def run_worker(
         value = _call_worker(worker, WorkerContext(world, send))
         content = io.BytesIO()
         torch.save(value, content)
-    except BaseException as error:  # sys.exit(1) and whatever else ends a worker
+    except BaseException as error:  # SystemExit and KeyboardInterrupt included
         failure = Failure.of_exception(rank, error, skip_frames=2)
         send(FAILURE, pickle.dumps(failure))
         return failure
@@ -370,6 +394,6 @@ def _call_worker(worker: Callable[[WorkerContext], object], context: WorkerConte
     try:
         return worker(context)
     except SystemExit as leaving:
-        if leaving.code in (None, 0):  # a result as well, without a value
+        if leaving.code in (None, 0):  # sys.exit() and sys.exit(0) count as returning None
             return None
         raise

@@ -1,4 +1,4 @@
-"""Workers started by torchrun's elastic agent: for GPUs, which forked processes cannot use once the parent has."""
+"""Workers started by torchrun's elastic agent: for GPUs, which forked processes cannot use if their parent did."""
 
 from __future__ import annotations
 
@@ -46,20 +46,23 @@ from polylane.runtime.workers.fork import (
 
 T = TypeVar("T")
 
-INTRODUCTION_SECONDS = 10.0  # for who connects to say who it is: a worker does so at once
+INTRODUCTION_SECONDS = 10.0  # timeout of the secret and rank that a worker sends after connecting
 
 
 def spawn_workers(worker: Callable[[WorkerContext], T], workers: int, on_message: Listener | None = None) -> list[T]:
     """Run ``worker(context)`` in new processes of this host under torchrun's agent; return their results by rank.
 
-    As :func:`polylane.runtime.workers.fork.fork_workers`, with these differences: the function must be picklable, so it
-    is a function
-    of a module; starting takes seconds; ``on_message`` is called in a thread of its own, and what it raises is raised
-    here at the end of the job.
+    Like :func:`polylane.runtime.workers.fork.fork_workers`, but starting takes seconds.
+
+    Args:
+        worker: picklable function to run, so defined at the top of a module.
+        workers: number of processes, at least 1.
+        on_message: called in a thread of its own with (rank, content) for each ``context.send_message(content)``; an
+            exception of it is raised here at the end of the job.
 
     Raises:
         PolylaneError: the function cannot be pickled; or a worker raised one, which is raised again here.
-        WorkerFailed: a worker raised anything else, or was killed. All others have ended by then, too.
+        WorkerFailed: a worker raised another exception, or was killed. All others have ended by then, too.
     """
     try:
         pickle.dumps(worker)
@@ -97,7 +100,7 @@ def spawn_workers(worker: Callable[[WorkerContext], T], workers: int, on_message
 
 
 class _SingleAgentRendezvous(RendezvousHandler):
-    """The meeting of one agent with itself. torch's own listens on a port, and unpickles what is left there."""
+    """Rendezvous of one agent with itself; torch's own one listens on a port, and unpickles what it receives."""
 
     name = "polylane"
 
@@ -112,7 +115,7 @@ class _SingleAgentRendezvous(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # Workers are told of a place of their own: no address is used.
+        # The address is not used: workers meet over a file (MeetingPlace).
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
@@ -139,10 +142,18 @@ rendezvous_handler_registry.register(_SingleAgentRendezvous.name, _make_rendezvo
 
 
 class _ReportServer(Generic[T]):
-    """Where the workers' reports come in, read by a thread of its own until it is closed.
+    """Server that receives the workers' reports over a Unix socket, in a thread of its own until it is closed.
 
-    Reports are pickles. So it is a socket in a folder that only this user may enter, and who connects must say the
-    secret of the place before anything else is read.
+    Reports are pickles. So the socket is in a folder that only this user may enter, and a client must send the secret
+    of the job before anything else is read.
+
+    Args:
+        place: rendezvous of the job, in a folder, with its secret.
+        on_message: called in the server's thread with (rank, content) of a message; or None.
+
+    Attributes:
+        lines: pipe of each worker that has connected, by rank.
+        address: path of the server's socket.
     """
 
     def __init__(self, place: MeetingPlace, on_message: Listener | None) -> None:
@@ -160,16 +171,16 @@ class _ReportServer(Generic[T]):
         self._thread.start()
 
     def find_cause(self, deaths: dict[int, int]) -> Failure:
-        """Why the job failed, from what was reported, and the exit codes of those that did not."""
+        """Return the root cause of a failed job, from reports and the exit codes of workers without a report."""
         self.close()
         reported = {failure.rank for failure in self._failures}
         silent = [Failure.of_exit(rank, code) for rank, code in deaths.items() if rank not in reported]
         cause = find_root_cause([*self._failures, *silent])
-        assert cause is not None  # the agent saw a failure, so somebody failed
+        assert cause is not None  # the agent saw a failure, so there is at least one
         return cause
 
     def close(self) -> None:
-        """Read what is still there, then stop. Raises what a listener raised."""
+        """Read the remaining reports, then stop; raise an exception of ``on_message``, if there was any."""
         if self._thread.is_alive():
             os.close(self._close)
             self._thread.join()
@@ -180,6 +191,7 @@ class _ReportServer(Generic[T]):
 
     def _serve(self) -> None:
         while True:
+            # Closing the write end of a pipe makes _closing readable: that wakes this thread up to end.
             open_lines = {line.reports: line for line in self.lines.values() if not line.reports.closed}
             ready = connection.wait([self._server, self._closing, *open_lines], None)
             for source in ready:
@@ -187,7 +199,7 @@ class _ReportServer(Generic[T]):
                     self._accept_worker()
                 elif isinstance(source, connection.Connection):
                     self._read_reports(open_lines[source])
-            if ready == [self._closing]:  # and nothing else is left to read
+            if ready == [self._closing]:  # and no report is left to read
                 for line in open_lines.values():
                     line.reports.close()
                 return
@@ -196,6 +208,7 @@ class _ReportServer(Generic[T]):
         connected = self._server.accept()[0]
         _set_read_timeout(connected, INTRODUCTION_SECONDS)
         reports = connection.Connection(os.dup(connected.fileno()))
+        # Any malformed introduction drops the connection: it is not a worker's, and must not stop the server.
         with suppress(EOFError, OSError, ValueError), connected:
             if secrets.compare_digest(reports.recv_bytes(len(self._key)), self._key):
                 rank = int(reports.recv_bytes(20))
@@ -207,21 +220,21 @@ class _ReportServer(Generic[T]):
     def _read_reports(self, line: WorkerPipe[T]) -> None:
         try:
             line.read_report(self._on_message)
-        except Exception as error:  # the listener's: it must not stop the reading
+        except Exception as error:  # raised by on_message: it must not stop the server
             self._error = self._error or error
         if line.failure is not None and line.failure not in self._failures:
             self._failures.append(line.failure)
 
 
 def _set_read_timeout(connected: socket.socket, seconds: float) -> None:
-    """Let reads of a connection end after so long; 0: never."""
+    """Set the timeout of reads of a connection in seconds; 0: none."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds), 0))
 
 
 def _run_process(
     worker: Callable[[WorkerContext], object], address: str, file: str, secret: bytes, parent: int, threads: int
 ) -> None:
-    """What a new process does, whole."""
+    """Run a new process: connect to the report server, introduce itself, run the worker's function."""
     tie_to_parent(parent)
     torch.set_num_threads(threads)
     rank = int(os.environ["RANK"])
@@ -233,13 +246,14 @@ def _run_process(
     failure = run_worker(worker, rank, int(os.environ["WORLD_SIZE"]), file, secret, reports)
     if failure is not None:
         if failure.is_echo:
-            time.sleep(ECHO_GRACE_SECONDS)  # the agent ends all others as soon as one exits: let the cause speak first
+            # The agent ends all workers as soon as one exits: the one that caused the echo must report first.
+            time.sleep(ECHO_GRACE_SECONDS)
         sys.exit(1)
 
 
 @contextmanager
 def _restoring_handlers() -> Iterator[None]:
-    """The agent installs signal handlers and logs every failure as its own; give both back."""
+    """Context manager: silence the agent's loggers, and restore them and the signal handlers that it installs."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in numbers}
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]

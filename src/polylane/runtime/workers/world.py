@@ -1,4 +1,4 @@
-"""World: which worker this process is, of how many, and on which device."""
+"""World: rank, size and device of this worker, and the process groups of all workers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from polylane.errors import PolylaneError
 from polylane.runtime.transport import plain_objects as objects
 from polylane.runtime.workers.file_store import FileStore
 
-# A dead peer closes its connections and is noticed at once. This bounds the wait for one that lives but never answers:
+# A dead peer closes its connections, which is noticed at once. This bounds the wait for a live peer that never answers:
 # long enough for a first step that compiles, or a checkpoint that only one rank writes.
 TIMEOUT = timedelta(minutes=10)
 
-# What all workers of a job on several hosts know and nobody else: who does not is refused as soon as it connects.
+# Environment variable with a secret that workers on several hosts share: a process without it is refused on connecting.
 SECRET = "POLYLANE_SECRET"
 
-_started: World | None = None  # this process, where another one of this host started it as a worker
+_started: World | None = None  # this process's world, if another process of this host started it as a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class World:
     """This worker among all workers.
 
     Attributes:
-        rank: this worker, from 0.
-        size: how many workers there are, on all hosts.
-        local_rank: this worker among those of its host, from 0.
-        device: where this worker computes.
-        backend: what carries its tensors, ``"gloo"`` or ``"nccl"``; None for a worker that is alone, without any group.
-        is_joined: whether the process group is this world's to make or to end, see :meth:`leave`.
-        group: the process group of these workers, where they are the first of a larger world; None: the default one.
-        board: where workers that one process of this host started leave word for one another; None for others.
+        rank: rank of this worker among all workers, from 0.
+        size: number of workers on all hosts.
+        local_rank: rank of this worker among those of its host, from 0.
+        device: device on which this worker computes.
+        backend: c10d backend, ``"gloo"`` or ``"nccl"``; None for a single worker without any process group.
+        is_joined: whether this world makes and ends the default process group, see :meth:`leave`.
+        group: process group of these workers, if they are the first of a larger world; None: the default group.
+        board: store of workers that one process of this host started; None for other workers.
     """
 
     rank: int
@@ -53,9 +53,14 @@ class World:
 
     @classmethod
     def of_started_worker(cls, board: FileStore, rank: int, size: int) -> World:
-        """The world of a worker that another process of this host started, with all others.
+        """Build the world of a worker that a process of this host started, with all other workers.
 
-        No process group is made before something needs it (:meth:`connect`): its backend listens on a port.
+        No process group is made before it is needed (:meth:`connect`), because its backend listens on a port.
+
+        Args:
+            board: store over which the workers meet.
+            rank: rank of this worker, from 0.
+            size: number of workers, all on this host.
 
         Raises:
             PolylaneError: this host has fewer accelerators than workers.
@@ -67,10 +72,10 @@ class World:
 
     @classmethod
     def join(cls, timeout: timedelta = TIMEOUT) -> World:
-        """Join the other workers, as torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, ...) describes them.
+        """Join the other workers by torchrun's environment variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
-        Without RANK in the environment this worker is alone: no process group is made. A process group that is already
-        initialised is used as it is. Makes the chosen device the current one.
+        Without RANK in the environment this worker is alone, and no process group is made. A process group that is
+        already initialised is used unchanged. Makes the chosen device the current one.
 
         Raises:
             PolylaneError: the environment is incomplete, or this host has fewer accelerators than workers.
@@ -95,9 +100,10 @@ class World:
         return world
 
     def connect(self) -> World:
-        """Make the process group where there is none yet; every worker must ask for it. Returns this world."""
+        """Make the default process group if there is none, and return this world; a collective of all workers."""
         if self.board is not None and not dist.is_initialized():
-            self.board.all_gather_object(None)  # who has left already is seen here, and not by the backend
+            self.board.all_gather_object(None)  # a worker that has ended raises PeerLost here, not in the backend
+            # All workers are on this host: gloo must not listen on an interface that other hosts can reach.
             if self.backend == "gloo":
                 os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
             dist.init_process_group(
@@ -108,9 +114,7 @@ class World:
         return self
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every worker's plain value, by rank; all must ask for it. See
-        :mod:`polylane.runtime.transport.serialization`.
-        """
+        """Return every worker's plain value (``transport.serialization``), by rank; a collective of all workers."""
         if self.size == 1:
             return [value]
         if self.board is not None:
@@ -118,12 +122,12 @@ class World:
         return objects.all_gather(value, self.group)
 
     def authenticate_group(self, group: dist.ProcessGroup | None) -> None:
-        """Prove to the others of a new group that this is a worker of the job, as they do; all of them call it.
+        """Authenticate the members of a new process group to one another; a collective of the group.
 
-        Nothing is asked of groups whose backend does that itself, nor of workers that share no secret.
+        Skipped for backends other than gloo, and for workers without a shared secret.
 
         Raises:
-            PolylaneError: somebody who does not know the secret has taken a worker's place.
+            PolylaneError: a process that does not know the secret has taken a worker's place.
         """
         secret = self.board.secret if self.board is not None else os.environ.get(SECRET, "").encode()
         if group is not None and secret and dist.get_backend(group) == "gloo" and dist.get_world_size(group) > 1:
@@ -131,7 +135,7 @@ class World:
 
     @classmethod
     def _of_existing_group(cls) -> World:
-        """The group that the user's script made: its device is one that the group can carry tensors of."""
+        """Build the world of a process group that the user's script made, on a device that the group supports."""
         rank, size = dist.get_rank(), dist.get_world_size()
         local_rank = _read_environment("LOCAL_RANK", default=rank)
         accelerator = accelerator_type()
@@ -142,9 +146,9 @@ class World:
         return cls(rank, size, local_rank, device, _group_backend(device.type))
 
     def first_workers(self, size: int) -> World:
-        """The world of the first so many workers, with a process group of their own. Every worker must ask for it.
+        """Return the world of the first ``size`` workers, with a process group of their own.
 
-        To the others it is of no use.
+        A collective of all workers; the other ones cannot use the result.
         """
         if size == self.size:
             return self
@@ -156,9 +160,9 @@ class World:
         return replace(self, size=size, group=group, board=None)
 
     def leave(self) -> None:
-        """End the process groups that :meth:`join` and :meth:`first` made. Does nothing the second time."""
+        """Destroy the process groups that :meth:`join` and :meth:`first_workers` made; idempotent."""
         if self.group is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # it has ended already
+            with contextlib.suppress(ValueError):  # already destroyed
                 dist.destroy_process_group(self.group)
         if self.is_joined:
             global _started
@@ -174,14 +178,14 @@ def _destroy_group() -> None:
 
 
 def backend_of_device(device: torch.device) -> str:
-    """What carries the tensors of a device between workers: ``"nccl"`` for cuda, ``"gloo"`` for cpu."""
+    """Return the c10d backend for tensors of a device: ``"nccl"`` for cuda, ``"gloo"`` for cpu."""
     return str(dist.get_default_backend_for_device(device))
 
 
 def accelerator_type() -> str | None:
-    """The kind of accelerator that is here and has collectives of its own (``"cuda"``, ...); None where there is none.
+    """Return the type of this host's accelerator with collectives of its own (``"cuda"``, ...), or None.
 
-    Asking may start the accelerator's driver: a process that did so must not be forked for workers on accelerators.
+    This may initialise the accelerator's driver: afterwards the process must not be forked for workers on accelerators.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or backend_of_device(accelerator) == "gloo":  # MPS: gloo cannot carry its tensors
@@ -190,10 +194,14 @@ def accelerator_type() -> str | None:
 
 
 def pick_device(local_rank: int, local_size: int) -> torch.device:
-    """The device of one of a host's workers, made the current one: an accelerator of its own, or else the CPU.
+    """Choose a worker's device and make it the current one: an accelerator of its own, or else the CPU.
+
+    Args:
+        local_rank: rank of the worker among those of its host, from 0.
+        local_size: number of workers on the host.
 
     Raises:
-        PolylaneError: there are accelerators, but fewer than workers.
+        PolylaneError: the host has accelerators, but fewer than workers.
     """
     accelerator = accelerator_type()
     if accelerator is None:
@@ -210,7 +218,7 @@ def pick_device(local_rank: int, local_size: int) -> torch.device:
 
 
 def _group_backend(device_type: str) -> str:
-    """The backend of the default group for a device; the group's configuration reads "cpu:gloo,cuda:nccl"."""
+    """Return the default group's backend for a type of device; its configuration reads "cpu:gloo,cuda:nccl"."""
     parts = (part.partition(":") for part in dist.get_backend_config().split(","))
     backends = {device: backend for device, _, backend in parts}
     return backends.get(device_type, str(dist.get_backend()))

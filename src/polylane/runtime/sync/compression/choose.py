@@ -1,4 +1,4 @@
-"""Choice of gradient compression: the codec that a plan's sync asks for."""
+"""Choice of gradient compression: builds the compressor that a plan's ``sync`` names."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _REAL = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
 def choose_compressor(sync: SyncOptions, parameters: Mapping[str, Tensor]) -> GradientCompressor:
-    """How the sums over replicas are made: a new codec, for one objective on one worker.
+    """Build a new gradient compressor for one objective on one worker.
 
     Args:
-        sync: the plan's choice of synchronization and compression.
-        parameters: whose gradients are to be summed, by canonical name.
+        sync: the plan's options of synchronization and compression.
+        parameters: parameters whose gradients are summed, by canonical name.
 
     Raises:
-        PolylaneError: a gradient that is to travel in another way is none of real numbers.
+        PolylaneError: a gradient that the plan compresses is not of a real floating-point dtype.
     """
     if sync.wire == "same" and sync.compress is None:
         return NoCompression()

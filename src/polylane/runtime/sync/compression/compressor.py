@@ -1,4 +1,13 @@
-"""Gradient compression: what every way of summing the gradients of a bucket offers, and the plain all-reduce."""
+"""Gradient compression interface: summing the gradients of a bucket over ranks; and the plain all-reduce.
+
+A sum goes through up to two rounds of messages, so that no rank waits inside the backward pass:
+
+    call                when                                            order
+    begin_step          before the last backward pass of a step         once a step
+    launch_sum          the bucket's gradients are complete             of the buckets
+    start_next_round    after the pass, once all buckets are launched   of the buckets
+    wait                the bucket's sums are needed                    any
+"""
 
 from __future__ import annotations
 
@@ -15,15 +24,14 @@ from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
 @dataclass(frozen=True)
 class BucketGradients:
-    """What one worker adds to the sum of a bucket.
+    """One worker's contribution to the sum of a bucket.
 
     Attributes:
-        ranks: the ranks that sum, in order.
-        names: the parameters, the same at every rank.
-        gradients: of each, what this worker has of it, in the parameter's shape; all of one dtype. The sum may be
-            written into them.
-        optional: those of the names that need not have a gradient.
-        flags: 1-D, of the gradients' dtype: for each optional parameter 1 where this worker has a gradient, else 0.
+        ranks: the ranks that sum the bucket, ascending.
+        names: canonical names of the bucket's parameters, the same at every rank.
+        gradients: this worker's gradients in the parameters' shapes, all of one dtype; may be overwritten by the sum.
+        optional: those of ``names`` that may have no gradient.
+        flags: 1-D, of the gradients' dtype: for each optional parameter 1 if this worker has a gradient, else 0.
     """
 
     ranks: tuple[int, ...]
@@ -33,64 +41,64 @@ class BucketGradients:
     flags: Tensor
 
     def names_without_gradient(self, flags: Tensor) -> frozenset[str]:
-        """Parameters that nobody has a gradient for, by the sum of everybody's flags: the optimizer skips them."""
+        """Return the parameters without a gradient at any rank, by the summed flags: the optimizer skips them."""
         return frozenset(name for name, had in zip(self.optional, flags.tolist(), strict=True) if not had > 0)
 
 
 @dataclass(frozen=True)
 class ReducedBucket:
-    """What comes back: the gradients' sums, in the parameters' shapes and dtype, and who has none at all."""
+    """Summed gradients in the parameters' shapes and dtype, and names of parameters without any gradient."""
 
     gradients: tuple[Tensor, ...]
     without_gradient: frozenset[str]
 
 
 class PendingReduction:
-    """The sum of one bucket, under way; this base has one round of messages."""
+    """The pending sum of one bucket; this base has one round of messages."""
 
     def start_next_round(self) -> None:
-        """Ask for the rounds that need the result of the first, where there are any.
+        """Start the rounds that need the result of the first one, if there are any.
 
-        It is called once for every bucket, in their order, when all of them have been launched: so all ranks ask for
-        all collectives in one order, whichever of them are complete.
+        Called once for every bucket, in their order, when all of them have been launched: so all ranks issue all
+        collectives in one order, whichever of them complete first.
         """
 
     def wait(self) -> ReducedBucket:
-        """Wait for the sum; :meth:`advance` has been called."""
+        """Wait for the sum; :meth:`start_next_round` has been called before."""
         raise NotImplementedError
 
 
 class GradientCompressor:
-    """A way to sum buckets; this base depends on no step and remembers nothing from one step to the next."""
+    """Base of gradient compressors; this one is stateless from one step to the next."""
 
     def begin_step(self) -> None:
-        """A step's sums begin; called at every rank alike."""
+        """Begin the sums of a step; called at every rank."""
 
     def launch_sum(self, shares: BucketGradients, transport: Transport) -> PendingReduction:
         """Start to sum a bucket; called during the backward pass, in the order of the buckets.
 
         Args:
-            shares: the bucket's gradients of this worker, and the ranks that sum it.
-            transport: between the workers, with a group of these ranks.
+            shares: this worker's gradients of the bucket, and the ranks that sum it.
+            transport: connects the workers; the bucket's ranks are one of its groups.
         """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank remembers, with which a checkpoint continues exactly; tensors are its own, not copies."""
+        """Return this rank's state for a checkpoint; tensors are the compressor's own, not copies."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what :meth:`state_dict` gave.
+        """Restore the state of :meth:`state_dict`.
 
         Args:
-            state: of this rank, or of one that stood in its place.
+            state: state of this rank, or of the rank with the same shards in an earlier run.
         """
 
 
 class NoCompression(GradientCompressor):
-    """The sum itself, by the transport's all-reduce.
+    """Uncompressed sum, by the transport's all-reduce.
 
-    Bytes of a bucket handed over by each rank: (elements + flags) x those of a number.
+    Bytes of a bucket handed over by each rank: (elements + flags) x bytes of the dtype.
     """
 
     def launch_sum(self, shares: BucketGradients, transport: Transport) -> PendingReduction:
@@ -99,11 +107,11 @@ class NoCompression(GradientCompressor):
 
 @dataclass
 class PendingPlainReduction(PendingReduction):
-    """All gradients of a bucket as one vector, the flags behind them.
+    """Pending all-reduce of a bucket as one vector: all gradients, then the flags.
 
     Attributes:
-        bucket_gradients: what this worker gave of the bucket.
-        pending: the sum of the vectors of all ranks.
+        bucket_gradients: this worker's contribution, with the shapes of the gradients.
+        pending: the transport's handle of the summed vector.
     """
 
     bucket_gradients: BucketGradients
@@ -118,11 +126,11 @@ class PendingPlainReduction(PendingReduction):
 
 
 def flatten_gradients(shares: BucketGradients) -> Tensor:
-    """All gradients as one vector with the flags behind them; a single gradient without flags is not copied."""
-    # The flags have no elements in most models: then a single large gradient travels without being copied.
+    """Return all gradients and then the flags as one vector; a single gradient without flags is not copied."""
+    # Most models have no optional parameters, so no flags: then a single large gradient is sent from its own memory.
     return flatten_tensors((*shares.gradients, shares.flags) if len(shares.flags) else shares.gradients)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums and memories of gradients are kept in: float32 for half precision, else the dtype itself."""
+    """Return the dtype in which gradients and residuals are accumulated: float32 for half precision, else itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,4 +1,4 @@
-"""Error feedback: what a rank did not send of its gradients is added to the next ones.
+"""Error feedback: the residual that compression left out of a gradient is added to the next one.
 
 Seide et al., INTERSPEECH 2014, for one bit; Stich, Cordonnier, Jaggi, NeurIPS 2018 (arXiv 1809.07599), "memory".
 """
@@ -15,45 +15,53 @@ from polylane.runtime.sync.compression.compressor import sum_dtype
 
 
 class ErrorFeedback:
-    """Of every parameter, what this rank owes to the sum; zeros at first.
+    """Residual of every parameter on this rank: what was not sent yet; zeros at first.
 
-    Only the total over the ranks that sum matters for what is still to come. So a training that goes on with another
-    number of replicas gives one of them the sum of the memories, and the others none.
+    What is still to be sent is the sum of residuals over ranks. So a training that is resumed with another number of
+    replicas gives the summed residuals to one of them, and none to the others.
     """
 
     def __init__(self) -> None:
         self._residuals: dict[str, Tensor] = {}
 
     def add_gradient(self, name: str, gradient: Tensor) -> Tensor:
-        """The memory with a gradient added, flat; what is sent of it is to be taken out of it in place."""
+        """Add a gradient to the residual and return that as a vector; the caller subtracts in place what it sends."""
         dtype = sum_dtype(gradient.dtype)
         owed = self._residuals.get(name)
         if owed is None:
             owed = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
         owed = restore_residual(name, owed, gradient.shape, gradient.device, dtype)
+        # A view is returned, so that subtracting from it updates the stored residual.
         self._residuals[name] = owed
         return owed.add_(gradient.detach()).view(-1)
 
     def drop_residual(self, name: str) -> None:
-        """Nothing is owed of a parameter."""
+        """Forget the residual of a parameter, so that it starts from zeros again."""
         self._residuals.pop(name, None)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By parameter, in its shape; the tensors are the memory's own."""
+        """Return the residuals by parameter, in their shapes; the tensors are the stored ones, not copies."""
         return dict(self._residuals)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Owe what is given, and nothing else."""
+        """Replace all residuals by copies of the given ones."""
         self._residuals = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
 
 def restore_residual(
     name: str, tensor: Tensor, shape: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """What is remembered of a parameter, where it is needed; the tensor itself where it is there.
+    """Return a parameter's stored state on a device and in a dtype; the tensor itself if it fits already.
+
+    Args:
+        name: canonical name of the parameter, for the error.
+        tensor: stored residual, or PowerSGD's directions.
+        shape: shape that this plan needs.
+        device: device of the parameter's gradient.
+        dtype: dtype of accumulation, see :func:`.compressor.sum_dtype`.
 
     Raises:
-        PolylaneError: it has another shape, as from a checkpoint of another plan.
+        PolylaneError: the tensor has another shape, as from a checkpoint of another plan.
     """
     if tuple(tensor.shape) != tuple(shape):
         raise PolylaneError(

@@ -1,7 +1,7 @@
-"""PowerSGD: gradient matrices travel as products of two thin ones (Vogels, Karimireddy, Jaggi, NeurIPS 2019).
+"""PowerSGD: low-rank gradient compression, a gradient matrix is sent as two thin factors.
 
-The paper is arXiv 1905.13727. Algorithm 1 is one step of subspace iteration on the mean of all ranks' matrices,
-algorithm 2 adds what was left out to the next step's gradient.
+Vogels, Karimireddy, Jaggi, NeurIPS 2019 (arXiv 1905.13727). Algorithm 1 is one step of subspace iteration on the sum of
+all ranks' matrices; algorithm 2 adds the residual to the next step's gradient (error feedback).
 """
 
 from __future__ import annotations
@@ -29,40 +29,47 @@ from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
 
 class PowerSGDCompressor(GradientCompressor):
-    """Sums every matrix M = sum of M_k of a bucket by its projection on r directions that all ranks agree on.
+    """Sums every matrix M = sum of M_k of a bucket by its projection on r directions that are equal at all ranks.
 
-    Each rank k adds what it left out before to its gradient, M_k = G_k + E_k. Then, with Q (m x r) of the last step:
-    P = sum of M_k Q (first round); P is orthogonalised, by the same QR decomposition at every rank;
-    Q = sum of M_k^T P (second round); the sum is taken to be P Q^T; and E_k = M_k - P (M_k^T P)^T is remembered.
+    For a gradient G_k (n x m) of rank k, its residual E_k, and Q (m x r) of the last step:
 
-    So P Q^T + sum of E_k = sum of M_k: nothing is lost, only late. All of it is linear in the M_k: what comes out
-    depends on their sum alone, not on how many ranks share it, or how unevenly. E_k is what algorithm 2 says: it leaves
-    out this rank's own part of what was sent. With the mean of all ranks' parts instead (as some implementations have
-    it) the differences between ranks would stay in the memories and grow.
+        each rank           M_k = G_k + E_k
+        first round         P = sum of M_k Q,  orthogonalised by the same QR decomposition at every rank
+        second round        Q = sum of M_k^T P
+        summed gradient     P Q^T
+        each rank           E_k = M_k - P (M_k^T P)^T,  kept for the next step
+
+    So P Q^T + sum of E_k = sum of M_k: nothing is lost, only delayed. All of it is linear in the M_k: the result
+    depends on their sum alone, not on how it is spread over ranks. E_k is that of algorithm 2: it subtracts this rank's
+    own contribution. Subtracting the mean of all ranks' contributions instead (as some implementations do) would leave
+    the differences between ranks in the residuals, where they grow.
 
     A parameter of the shape (n, ...) is a matrix of n rows, so a convolution's has a row for each output channel
-    (section 3). Vectors, and matrices for which r (n + m) numbers are no fewer bytes than the n m are, go uncompressed
-    with the first round, and so do the flags. The first Q is normally distributed, seeded by the parameter's name. In
-    half precision all is computed, sent and remembered in float32.
+    (section 3). Vectors, and matrices for which r (n + m) numbers take no fewer bytes than n m, are sent uncompressed
+    with the first round, and so are the flags. The first Q is normally distributed, seeded by the parameter's name. In
+    half precision everything is computed, sent and kept in float32.
 
-    After a step with a gradient that is not finite, which arrives at all ranks alike, a matrix begins anew. The ranks
-    must be devices of one kind with one number of threads: each decomposes P itself, and all are to get the same bits.
+    After a step with a gradient that is not finite, which all ranks see, a matrix starts anew. The ranks must be
+    devices of one kind with one number of threads: each decomposes P itself, and all must get the same bits.
 
     Bytes of a bucket handed over by each rank: (sum of r (n + m) over its compressed matrices + elements of the others
-    + flags) x those of a number; of one without compressed matrices, and before ``start``, as the plain sum.
+    + flags) x bytes of the dtype; without compressed matrices, and before ``start``, those of the uncompressed sum.
 
     Args:
-        rank: r, at least 1.
-        start: steps that are summed plainly at first, while gradients change much.
-        seed: of the first Q.
+        rank: rank r of the approximation, at least 1.
+        start: number of first steps that are not compressed, while gradients change quickly.
+        seed: integer seed of the first Q, equal on all ranks.
+
+    Attributes:
+        error_feedback: residual E_k of every compressed parameter, of this rank.
     """
 
     def __init__(self, rank: int, start: int = 0, seed: int = 0) -> None:
         self.rank, self.start, self.seed = rank, start, seed
         self._uncompressed = NoCompression()
-        self._steps = 0  # begun
+        self._steps = 0  # number of begin_step calls
         self.error_feedback = ErrorFeedback()
-        self._directions: dict[str, Tensor] = {}  # Q, transposed: with few rows its products are several times as fast
+        self._directions: dict[str, Tensor] = {}  # Q^T (r x m): products with few rows are several times as fast
 
     def begin_step(self) -> None:
         self._steps += 1
@@ -78,16 +85,18 @@ class PowerSGDCompressor(GradientCompressor):
         return _PendingPowerSGD(self, shares, low, transport)
 
     def directions_of(self, name: str, like: Tensor) -> Tensor:
-        """Q^T of a parameter (r x m): that of the last step, or the first one."""
+        """Return Q^T of a parameter (r x m): that of the last step, or a random one."""
         columns = like[0].numel()
         found = self._directions.get(name)
         if found is None:
+            # From the name, not from a running generator: equal on all ranks without communication. crc32, because
+            # Python's own hash of strings differs between processes.
             random = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
             found = torch.randn(self.rank, columns, generator=random, dtype=torch.float64)
         return restore_residual(name, found, (self.rank, columns), like.device, sum_dtype(like.dtype))
 
     def keep_directions(self, name: str, directions: Tensor) -> None:
-        """Q^T for the next step; where it is not finite, the parameter begins anew."""
+        """Store Q^T for the next step; if it is not finite, drop the parameter's state so that it starts anew."""
         if bool(directions.isfinite().all()):
             self._directions[name] = directions
         else:
@@ -95,7 +104,7 @@ class PowerSGDCompressor(GradientCompressor):
             self.error_feedback.drop_residual(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps begun; by parameter, this rank's memory, and Q^T, the same at all ranks."""
+        # Residuals are this rank's own; the directions Q^T are equal at all ranks.
         return {"steps": self._steps, "memory": self.error_feedback.state_dict(), "directions": dict(self._directions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,16 +114,16 @@ class PowerSGDCompressor(GradientCompressor):
 
 
 def saves_bytes(shape: torch.Size, dtype: torch.dtype, rank: int) -> bool:
-    """Whether two thin matrices have fewer bytes than the gradient itself."""
+    """Return whether the two factors of a gradient take fewer bytes than the gradient itself."""
     rows, columns = shape[0] if shape else 1, prod(shape[1:])
     return rank * (rows + columns) * sum_dtype(dtype).itemsize < rows * columns * dtype.itemsize
 
 
 def orthonormalize_rows(rows: Tensor) -> Tensor:
-    """Orthonormal rows that span what the given ones do.
+    """Return as many orthonormal rows, which span at least the space of the given rows.
 
-    As many rows come out as go in, even where these are all zero: so a matrix whose gradients were zero for some steps
-    finds its directions again.
+    Householder QR yields orthonormal rows even for zeros: so a matrix whose gradients were zero for some steps finds
+    its directions again.
     """
     basis: Tensor = torch.linalg.qr(rows.T).Q
     return basis.T
@@ -122,16 +131,16 @@ def orthonormalize_rows(rows: Tensor) -> Tensor:
 
 @dataclass
 class _CompressedMatrix:
-    """One compressed gradient on its way."""
+    """One gradient whose factors are being summed."""
 
     name: str
     gradient: Tensor
-    error_matrix: Tensor  # M_k, n x m; afterwards E_k: a view of the memory
+    error_matrix: Tensor  # M_k, n x m; E_k after the second round has started: a view of the stored residual
     left: Tensor  # P^T, r x n
     right: Tensor  # Q^T, r x m
 
     def reconstruct_gradient(self) -> Tensor:
-        """P Q^T in the gradient's shape, written over the gradient where it can be."""
+        """Return P Q^T in the gradient's shape, in the gradient's own memory if dtype and strides allow."""
         gradient = self.gradient.detach()
         if gradient.dtype == self.left.dtype and gradient.is_contiguous():
             torch.mm(self.left.T, self.right, out=gradient.view(self.error_matrix.shape))
@@ -140,7 +149,7 @@ class _CompressedMatrix:
 
 
 class _PendingPowerSGD(PendingReduction):
-    """A bucket's two all-reduces; see :class:`.codec.Flight`."""
+    """The two all-reduces of a bucket: P and uncompressed gradients with flags; then Q."""
 
     def __init__(
         self, codec: PowerSGDCompressor, shares: BucketGradients, low: frozenset[str], transport: Transport
@@ -165,7 +174,6 @@ class _PendingPowerSGD(PendingReduction):
         return _CompressedMatrix(name, gradient, whole, right @ whole.T, right)
 
     def start_next_round(self) -> None:
-        """The second round; see :meth:`.codec.Flight.advance`."""
         lefts = [matrix.left.shape for matrix in self._matrices.values()]
         rest = [gradient.shape for gradient in self._uncompressed.values()]
         summed = split_views(self._pending.wait(), [*lefts, *rest, self._bucket_gradients.flags.shape])
@@ -178,8 +186,9 @@ class _PendingPowerSGD(PendingReduction):
             matrix.right = matrix.left @ matrix.error_matrix
         vector = torch.cat([matrix.right.reshape(-1) for matrix in self._matrices.values()])
         self._pending = self._transport.all_reduce(vector, self._bucket_gradients.ranks)
+        # matrix.right is still this rank's own M_k^T P here: the sum replaces it in wait.
         for matrix in self._matrices.values():
-            if matrix.name not in self._dropped:  # of what is thrown away nothing has been sent
+            if matrix.name not in self._dropped:  # the sum of a dropped gradient is discarded: keep all of M_k
                 matrix.error_matrix.addmm_(matrix.left.T, matrix.right, alpha=-1)
 
     def wait(self) -> ReducedBucket:

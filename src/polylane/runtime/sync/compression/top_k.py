@@ -1,4 +1,4 @@
-"""Top-k: only the largest entries of a gradient travel, what is left out is added to the next one.
+"""Top-k sparsification: only the largest entries of a gradient are sent, the residual is added to the next one.
 
 Stich, Cordonnier, Jaggi, NeurIPS 2018 (arXiv 1809.07599), algorithm 1 with its memory; Aji, Heafield, EMNLP 2017.
 """
@@ -25,28 +25,32 @@ from polylane.runtime.sync.compression.error_feedback import ErrorFeedback
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
-# From here on a bound below the k-th largest is guessed from a sample first: 1 M elements take 3 ms instead of 8.
+# From this number of elements on, a lower bound of the k-th largest is estimated from a sample of _SAMPLE elements
+# first: selecting from 1 M elements takes 3 ms instead of 8.
 SAMPLED = 1 << 16
 _SAMPLE = 1 << 13
 
 
 class TopKCompressor(GradientCompressor):
-    """Sums of every parameter those entries that each rank finds to be the largest of its own.
+    """Sums the entries of every parameter that each rank selects as its own largest.
 
-    Each rank adds what it left out before to its gradient, M_k = G_k + E_k. Of each parameter it sends the
-    ceil(fraction x elements) entries with the largest |M_k|, and their places; of equal ones those that come first, and
-    what is not a number before all. These are set to zero in the memory E_k. All ranks add all that was sent in the
-    order of the ranks, so they get the same bits. In half precision M_k and the sum are kept in float32; entries
-    travel in the gradient's own dtype, and what their rounding cuts off is remembered.
+    Each rank adds its residual to its gradient, M_k = G_k + E_k. Of each parameter it sends the ceil(fraction x
+    elements) entries with the largest |M_k|, and their positions; NaN counts as largest, and of equal ones the first
+    are taken. These are set to zero in the residual E_k. All ranks add all entries in the order of the ranks, so they
+    get the same bits. In half precision M_k and the sum are kept in float32; entries are sent in the gradient's own
+    dtype, and their rounding error stays in the residual.
 
-    So the sum of what was sent and of the memories is the sum of the gradients.
+    So the entries sent and the residuals always add up to the sum of the gradients.
 
-    Bytes of a bucket handed over by each rank: k x (those of a number + 4) + flags x those of a number, with k entries
-    sent of all its parameters; places take 8 bytes in a bucket of 2^31 elements. It gets as much from every other rank:
-    over p ranks fewer bytes travel than by a ring of the whole gradient while fraction x p is well below 1.
+    Bytes of a bucket handed over by each rank: k x (bytes of the dtype + 4) + flags x bytes of the dtype, with k
+    entries over all its parameters; positions take 8 bytes from 2^31 elements on. A rank receives as much from every
+    other rank: over p ranks that is less than a ring all-reduce of the full gradient if fraction x p is well below 1.
 
     Args:
-        fraction: of the entries, above 0 and at most 1.
+        fraction: fraction of the entries that is sent, above 0 and at most 1.
+
+    Attributes:
+        error_feedback: residual E_k of every parameter, of this rank.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -61,7 +65,6 @@ class TopKCompressor(GradientCompressor):
         return _PendingTopK(shares, picks, transport.all_gather(pack_message(shares, picks), shares.ranks))
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter, this rank's memory."""
         return {"memory": self.error_feedback.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -70,39 +73,40 @@ class TopKCompressor(GradientCompressor):
 
 @dataclass(frozen=True)
 class _SelectedEntries:
-    """What is sent of one parameter."""
+    """The entries of one parameter that are sent."""
 
-    residual: Tensor  # its memory, flat
-    positions: Tensor
-    values: Tensor
+    residual: Tensor  # the stored residual as a vector, without these entries
+    positions: Tensor  # int64 indices into it
+    values: Tensor  # in the gradient's dtype
 
     def restore_residual(self) -> None:
-        """Owe what was sent after all."""
+        """Add the entries to the residual again."""
         self.residual.index_add_(0, self.positions, self.values.to(self.residual.dtype))
 
 
 def take_largest(owed: Tensor, count: int, dtype: torch.dtype) -> _SelectedEntries:
-    """Take the largest entries out of a memory; what rounding to ``dtype`` cuts off stays."""
+    """Take the largest entries out of a residual; the rounding error of the cast to ``dtype`` stays in it."""
     places = find_largest(owed, count)
     exact = owed[places]
     values = exact.to(dtype)
-    # Of what is not finite nothing stays: it would never leave the memory again.
+    # NaN and infinity leave a zero: their difference would be NaN, and stay in the residual for ever.
     owed[places] = (exact - values.to(exact.dtype)).nan_to_num_(0.0, 0.0, 0.0)
     return _SelectedEntries(owed, places, values)
 
 
 def find_largest(vector: Tensor, count: int) -> Tensor:
-    """Where the entries with the largest absolute values are; of equal ones those that come first.
+    """Return positions of the entries with the largest absolute values; of equal ones the first.
 
     Args:
-        vector: 1-D, of real numbers.
-        count: at most its elements.
+        vector: 1-D, of a real floating-point dtype.
+        count: number of entries, from 1 to the vector's length.
     """
     if count == len(vector):
         return torch.arange(count, device=vector.device)
     sizes = vector.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
     pool = _find_candidates(sizes, count)
     among = sizes if pool is None else sizes[pool]
+    # topk does not say which of equal entries it takes: take all above the k-th value, then equal ones in order.
     bound = among.topk(count, sorted=True).values[-1]
     above = (among > bound).nonzero().view(-1)
     equal = (among == bound).nonzero().view(-1)
@@ -111,13 +115,15 @@ def find_largest(vector: Tensor, count: int) -> Tensor:
 
 
 def _find_candidates(sizes: Tensor, count: int) -> Tensor | None:
-    """Places of all entries above some bound, among them the largest ones and all that are equal to these.
+    """Return positions of all entries above a bound that at least ``count`` entries reach; None if that saves nothing.
 
-    The bound is one of a sample's (Lin et al., ICLR 2018, section 3, find theirs so). None where it would not help.
+    The bound is estimated from a sample (as in Lin et al., ICLR 2018, section 3). All entries equal to the k-th largest
+    are among the candidates, so that ties are decided as without sampling.
     """
     if len(sizes) < SAMPLED or count * 8 > len(sizes):
         return None
     sample = sizes[:: len(sizes) // _SAMPLE]
+    # Four standard deviations beyond the expected rank in the sample, so that too few candidates are rare.
     expected = count * len(sample) / len(sizes)
     bound = sample.topk(ceil(expected + 4 * expected**0.5 + 4)).values[-1]
     pool = (sizes >= bound).nonzero().view(-1)
@@ -125,7 +131,7 @@ def _find_candidates(sizes: Tensor, count: int) -> Tensor | None:
 
 
 def pack_message(shares: BucketGradients, picks: Sequence[_SelectedEntries]) -> Tensor:
-    """One rank's message, as bytes: values, flags, places in the bucket."""
+    """Return one rank's message as bytes: values, flags, positions in the bucket."""
     starts, total = list[int](), 0
     for gradient in shares.gradients:
         starts.append(total)
@@ -141,7 +147,7 @@ def _index_dtype(elements: int) -> torch.dtype:
 
 @dataclass
 class _PendingTopK(PendingReduction):
-    """A bucket's messages on their way; see :class:`.codec.Flight`."""
+    """Pending all-gather of a bucket's messages."""
 
     bucket_gradients: BucketGradients
     selected: list[_SelectedEntries]
@@ -153,16 +159,16 @@ class _PendingTopK(PendingReduction):
         total = torch.zeros(sum(map(prod, shapes)), dtype=sum_dtype(flags.dtype), device=flags.device)
         numbers, places = self._unpack_messages(len(total))
         count = places.shape[1]
-        for own, where in zip(numbers, places, strict=True):  # in the order of the ranks: the same bits everywhere
+        for own, where in zip(numbers, places, strict=True):  # in the order of ranks: the same bits everywhere
             total.index_add_(0, where, own[:count].to(total.dtype))
         dropped = self.bucket_gradients.names_without_gradient(numbers[:, count:].sum(0))
         for name, pick in zip(self.bucket_gradients.names, self.selected, strict=True):
-            if name in dropped:  # the sum is thrown away: nothing has been sent
+            if name in dropped:  # the optimizer skips it: its entries must not be lost
                 pick.restore_residual()
         return ReducedBucket(tuple(split_views(total.to(flags.dtype), shapes)), dropped)
 
     def _unpack_messages(self, elements: int) -> tuple[Tensor, Tensor]:
-        """Every rank's values with its flags behind them, and its places: a row for each."""
+        """Return (values then flags, positions) of all ranks: a row for each rank."""
         ranks, dtype, where = (
             len(self.bucket_gradients.ranks),
             self.bucket_gradients.flags.dtype,

@@ -1,1 +1,1 @@
-"""Parameter servers: weights that workers fetch and send gradients to (Li et al., OSDI 2014)."""
+"""Parameter servers: workers push gradients to them and pull weights from them (Li et al., OSDI 2014)."""

@@ -1,8 +1,9 @@
-"""Parameter-server client: a worker that trains sends its gradients to the servers and takes its weights from them.
+"""Parameter-server client: a training worker pushes gradients to the servers and pulls its weights from them.
 
-step of a worker         forward, backward | push gradients | wait | pull weights |
-server, synchronous                         ... of all replicas | one update
-server, asynchronous                        | one update for each replica; waits only for one that is too far behind
+worker                   forward, backward | push gradients | wait    | pull weights
+server, synchronous                        | from all replicas        | one update
+server, asynchronous                       | from one replica         | one update; answered at once, unless this
+                                                                        replica is too far ahead of the slowest
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ if TYPE_CHECKING:
 
 
 class ParameterServerSync(GradientSync):
-    """Gradients go to parameter servers, and weights come from them.
+    """Synchronization through parameter servers: gradients are pushed, weights are pulled.
 
-    The worker's own optimizer never steps. Its options are the servers': what a user changes in them goes along with
-    the next gradients, and its scheduler follows the server that has made the most updates.
+    The worker's own optimizer never steps. Its options are the servers' options: changes by the user are sent with the
+    next gradients, and its scheduler follows the server that has made the most updates.
 
     Args:
-        plan: how the training is split.
-        host: lines to the servers, and those of them that live here.
-        trainers: by the name of the objective.
-        parameters: that this worker holds, or its parts of them, by name.
-        buffers: this worker's, by name.
-        transport: between the workers that train.
-        waits: where the time is counted that is spent waiting for servers.
+        plan: the parallelization plan of the training.
+        host: channels to all servers, and the servers in this process.
+        trainers: optimizers and their parameters, by the name of the objective.
+        parameters: this worker's parameters or shards, by canonical name.
+        buffers: this worker's buffers by name; only floating-point ones are averaged.
+        transport: connects all training workers, not dedicated servers.
+        waits: counter to which time and bytes spent on servers are added.
 
     Attributes:
-        staleness: of this worker's last step, the most of all servers.
+        staleness: updates by others between reading the weights of the last step and its update, the most of any
+            server.
     """
 
     def __init__(
@@ -74,9 +76,9 @@ class ParameterServerSync(GradientSync):
         self._send_first_weights()
 
     def _send_first_weights(self) -> None:
-        """Give the servers the weights to begin with: those of the first replica, the same as all others'."""
+        """Send the servers their initial weights: those of replica 0, which are equal on all replicas."""
         for trainer in self._trainers.values():
-            if trainer.scheduler is not None:  # it warns where it is stepped and the optimizer never was
+            if trainer.scheduler is not None:  # torch warns if a scheduler steps before its optimizer ever did
                 trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
         mine = [(t, line) for t, line in self._host.channels.values() if t.replica == 0]
         with self.blame_local_server():
@@ -84,6 +86,7 @@ class ParameterServerSync(GradientSync):
                 line.put(MessageHead(MessageKind.WEIGHTS), trade.full_packings[0].pack(self._parameters, CPU))
             for _, line in mine:
                 line.get(lambda head: ())
+        # Other replicas push gradients only once the servers have weights.
         self._transport.barrier()
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -96,12 +99,12 @@ class ParameterServerSync(GradientSync):
         return self._sync.is_replica_local
 
     def update_weights(self, objective: str, trainer: ObjectiveUpdate, samples: bool) -> None:
-        """See :meth:`GradientSync.update`: servers do it, with the gradients of this replica, or of all."""
         if samples and self._sync.is_replica_local and trainer.clipper is not None:
-            trainer.clipper.clip_gradients()  # of a sum over replicas the servers know the norm
+            trainer.clipper.clip_gradients()  # the norm of a sum over replicas is known to servers only
         kind = MessageKind.GRADIENTS if samples else MessageKind.NOTHING
         options = self._changed_options(objective, trainer.optimizer)
         with self.blame_local_server():
+            # All pushes first, then all pulls: the servers work on this step at the same time.
             for server, (trade, line) in self._host.channels.items():
                 self._send_gradients(server, trade, line, kind, objective, options)
             heads = [self._receive_weights(server, *line) for server, line in self._host.channels.items()]
@@ -129,14 +132,14 @@ class ParameterServerSync(GradientSync):
         line.put(MessageHead(kind, number, self._steps, version, option_bytes=extra, flags=flags), rows)
 
     def _receive_weights(self, server: int, trade: ServerShard, line: Channel) -> MessageHead:
-        """Take over the new weights that a server answers with."""
+        """Wait for a server's answer and load the new weights in it."""
         head, values = self._receive_answer(trade, line)
         self._load_weights(values)
         self._versions[server] = head.version
         return head
 
     def _receive_answer(self, trade: ServerShard, line: Channel) -> tuple[MessageHead, dict[str, Tensor]]:
-        """The weights in a server's answer, by name."""
+        """Return the head of a server's next answer, and the weights in it by name."""
         start = time.perf_counter()
         head, rows = line.get(lambda head: trade.weights_of(self._objectives_of(head)).sizes)
         self._waits.seconds += time.perf_counter() - start
@@ -150,18 +153,23 @@ class ParameterServerSync(GradientSync):
             for name, value in values.items():
                 self._parameters[name].copy_(value)
 
-    # ---- what the user changes in the optimizer ----------------------------------------------------------------------
+    # ---- optimizer options that the user changes ---------------------------------------------------------------------
 
     def _changed_options(self, objective: str, optimizer: torch.optim.Optimizer) -> bytes:
-        """The optimizer's options if they are not what they were after the last step; else nothing."""
+        """Return the optimizer's encoded options if the user changed them since the last step; else no bytes."""
         now = encode_options(optimizer)
         return b"" if now == self._sent_options[objective] else now
 
     def _follow_scheduler(self, objective: str, trainer: ObjectiveUpdate, updates: int, sent: bool) -> None:
-        """Let this worker's scheduler, and with it the rates that it shows, be where the servers' are.
+        """Step this worker's scheduler as often as the servers' one, so that its learning rates are theirs.
 
-        Options that were changed by hand stay to be sent, where nothing was.
+        Args:
+            objective: name of the objective that was stepped.
+            trainer: its optimizer and scheduler on this worker.
+            updates: updates of the objective by the server that made the most.
+            sent: whether this step sent gradients, and changed options with them.
         """
+        # Options that the user changed and that were not sent yet stay different from _sent_options.
         changed = not sent and self._changed_options(objective, trainer.optimizer)
         for _ in range(updates - self._updates_seen[objective] if trainer.scheduler is not None else 0):
             trainer.scheduler.step()
@@ -169,10 +177,10 @@ class ParameterServerSync(GradientSync):
         if not changed:
             self._sent_options[objective] = encode_options(trainer.optimizer)
 
-    # ---- questions ---------------------------------------------------------------------------------------------------
+    # ---- reading state of the servers --------------------------------------------------------------------------------
 
     def load_summed_gradients(self, objective: str) -> None:
-        """See :meth:`GradientSync.summed_gradients`: where replicas' gradients are summed, servers have the sums."""
+        # Replica-local steps use the gradients that are here already; summed ones are on the servers only.
         if self._sync.is_replica_local or not self._steps:
             return
         number, lines = self._objective_names.index(objective), self._host.channels.values()
@@ -194,17 +202,17 @@ class ParameterServerSync(GradientSync):
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """See :meth:`GradientSync.agreed`: the servers' weights, and the means of running statistics."""
         if not self._sync.is_replica_local:
             yield
             return
         with restore_values([*self._parameters.values(), *self._buffers.values()]):
             with self.blame_local_server():
-                self._transport.barrier()  # every step that was begun is done
+                self._transport.barrier()  # steps of all workers have been applied: all read the same weights
                 for _, line in self._host.channels.values():
                     line.put(MessageHead(MessageKind.READ_WEIGHTS))
                 for trade, line in self._host.channels.values():
                     self._load_weights(self._receive_answer(trade, line)[1])
+            # Servers have no buffers: running statistics are averaged over replicas, weighted by samples.
             if any(self._samples_seen):
                 share = self._samples_seen[self._members.index(self._transport.rank)] / sum(self._samples_seen)
                 with torch.no_grad():
@@ -222,9 +230,10 @@ class ParameterServerSync(GradientSync):
     def server_counters(self) -> tuple[TransportCounters, ...]:
         return self._host.counters
 
-    # ---- those that only serve ---------------------------------------------------------------------------------------
+    # ---- dedicated servers -------------------------------------------------------------------------------------------
 
     def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
+        # One worker tells the dedicated servers: their channels lead from rank 0.
         if self._transport.rank == 0:
             self._host.broadcast_result(call, value)
 

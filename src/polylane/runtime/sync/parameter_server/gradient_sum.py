@@ -1,4 +1,4 @@
-"""Gradient aggregation on a parameter server: sums in the order of the ranks, whichever gradients come first."""
+"""Gradient aggregation on a parameter server: sums in the order of ranks, in whatever order gradients arrive."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from polylane.runtime.parameters.shards import ShardSpec
 
 
 class GradientSum:
-    """The sum of what several workers give, added up in the order of their ranks, whichever comes first.
+    """Sum of several workers' gradients, in the order of their ranks: the same bits in every run.
+
+        arrives     rank 2    rank 0    rank 1
+        added                 0         1, 2
 
     Args:
-        ranks: of the workers, and which parts they hold.
+        ranks: shards that each contributing worker holds, by its rank.
+
+    Attributes:
+        gradients: the partial sums so far, in full shapes, by canonical name.
     """
 
     def __init__(self, ranks: Mapping[int, ShardSpec]) -> None:
@@ -25,12 +31,12 @@ class GradientSum:
         self._with_gradient: set[str] = set()
 
     def add_part(self, rank: int, parts: Mapping[str, Tensor], had: Iterable[str]) -> bool:
-        """One worker's part has come. Whether all have.
+        """Add one worker's gradients; return whether those of all workers have arrived.
 
         Args:
-            rank: of the worker that sent it.
-            parts: of gradients; kept, and added to.
-            had: those of them that are gradients at all: another one is zeros, for there was none.
+            rank: rank of the worker that sent them.
+            parts: gradients, or shards of them, by name; kept, and overwritten by partial sums.
+            had: names of parameters that have a gradient; the others are zeros.
         """
         self._waiting[rank] = parts
         self._with_gradient.update(had)
@@ -41,9 +47,10 @@ class GradientSum:
 
     def _add_to_sum(self, parts: Mapping[str, Tensor], pieces: ShardSpec) -> None:
         for name, part in parts.items():
+            # Shards are padded with zeros to full shapes: the sum over a replica's workers joins them.
             whole = pieces.pad_to_full("parameter", name, part) if pieces.is_sharded("parameter", name) else part
             self.gradients[name] = self.gradients[name].add_(whole) if name in self.gradients else whole
 
     def take_sums(self) -> dict[str, Tensor]:
-        """The sums, of the parameters of which any worker had a gradient."""
+        """Return the sums of the parameters for which any worker had a gradient, by name."""
         return {name: gradient for name, gradient in self.gradients.items() if name in self._with_gradient}

@@ -1,4 +1,4 @@
-"""Parameter servers of one process, and its channels to all servers; all processes open them together."""
+"""Parameter-server host: the servers in one process, and its channels to all servers; opened collectively."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from polylane.runtime.transport.serialization import decode, encode
 from polylane.runtime.workers.failure import is_peer_loss
 from polylane.runtime.workers.world import World
 
-# A server may have nothing to do for long, and a replica wait long for a slow one. One that dies is noticed at once.
+# A server may be idle for hours, and a replica may wait long for a slow one. A dead peer closes its connection, which
+# is noticed at once.
 PATIENCE = timedelta(days=1)
 
 TO_SERVER, FROM_SERVER = "waiting for gradients", "waiting for new weights"
@@ -41,18 +42,17 @@ BETWEEN = "summing over parameter servers"
 
 @dataclass
 class ServerHost:
-    """What one process has of the parameter servers.
+    """The parameter servers and channels of one process.
 
     Attributes:
-        world: of all processes of the training, those that only serve among them, over gloo.
-        transport: between all of them, for collective calls; its channels lead from rank 0 to the dedicated servers.
+        world: all processes of the training over gloo, dedicated servers among them.
+        transport: connects all processes, for collective calls; its channels lead from rank 0 to dedicated servers.
         dedicated: ranks of the processes that only serve parameters.
         clock_offset: seconds that this process's clock is ahead of rank 0's.
-        servers: those that live in this process, by ascending number.
-        channels: from this worker to every server that holds something of its, by number, with what they give each
-            other.
-        transports: those that carry the lines of this process.
-        results: sends of results to the dedicated servers that may still be under way.
+        servers: the servers in this process, by ascending number.
+        channels: by the server's number, what this worker exchanges with it, and this worker's end of the channel.
+        transports: transports that carry the channels of this process.
+        results: pending sends of results to the dedicated servers.
     """
 
     world: World
@@ -66,14 +66,14 @@ class ServerHost:
 
     @property
     def counters(self) -> tuple[TransportCounters, ...]:
-        """Of what went between workers and servers, and between servers."""
+        """Counters of the traffic between workers and servers, and between servers."""
         return tuple(transport.counters for transport in self.transports)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Context manager: re-raise PeerLost as the error that ended a server here, where that was its own fault.
+        """Context manager: re-raise PeerLost as the error of a server in this process, if that is not a PeerLost too.
 
-        The other workers have then left because of this process, and not the other way round.
+        The other workers have then left because this process failed, not the other way round.
         """
         try:
             yield
@@ -87,9 +87,10 @@ class ServerHost:
         """On rank 0: send every dedicated server which method the training workers are in, and its result.
 
         Args:
-            call: the method, the same on all training workers.
-            value: a plain value; None where a server needs to know only that the call is over.
+            call: the collective method, the same on all training workers.
+            value: the call's result, a plain value; None where a server only needs to know that the call is over.
         """
+        # Sends are waited for at the next call: rank 0 goes on while a dedicated server is still busy.
         for pending in self.results:
             pending.wait()
         content = torch.frombuffer(bytearray(encode((call, value))), dtype=torch.uint8)
@@ -100,7 +101,7 @@ class ServerHost:
         """On a dedicated server: wait for the next collective call of the training workers, and its result.
 
         Raises:
-            PeerLost: rank 0 is gone.
+            PeerLost: rank 0 has closed its connection.
         """
         length = int(self.transport.receive((1,), torch.int64, 0).wait())
         content = self.transport.receive((length,), torch.uint8, 0).wait()
@@ -108,7 +109,7 @@ class ServerHost:
         return call, value
 
     def stepping_optimizers(self) -> list[LocalOptimizer]:
-        """The optimizers of the servers that live here, of the first objective."""
+        """Return the first objective's optimizers of the servers in this process."""
         courses = [next(iter(server.weights.objectives.values())) for server in self.servers]
         return [
             LocalOptimizer(course.optimizer, course.parameters, partial(getattr, course, "updates"))
@@ -116,7 +117,7 @@ class ServerHost:
         ]
 
     def gather_updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
-        """What every server did, by number; all processes must ask for it."""
+        """Return the update log of every server, by its number; a collective of all processes."""
         own = {server.number: list(server.log) for server in self.servers}
         every: dict[int, list[ServerUpdate]] = {}
         for others in self.transport.all_gather_object(own):
@@ -124,7 +125,7 @@ class ServerHost:
         return tuple(tuple(every[number]) for number in sorted(every))
 
     def close(self) -> None:
-        """Wait until all workers have ended, and leave together."""
+        """Wait until all workers have ended, then close all channels; a collective of all processes."""
         for server in self.servers:
             server.join()
             if server.error is not None:
@@ -139,16 +140,18 @@ class ServerHost:
 def open_server_host(
     world: World, prepared: CompiledTraining, holders: Mapping[str, Collection[int]], clip_norm: float | None
 ) -> ServerHost:
-    """Open the lines between workers and servers, and start the servers of this process; all processes must call it.
+    """Open the channels between workers and servers, and start the servers of this process.
+
+    A collective of all processes.
 
     Args:
-        world: of all processes of the training, dedicated servers last.
-        prepared: the training, equal on every worker.
-        holders: stages that hold each parameter, by its canonical name.
-        clip_norm: bound on the norm of sums of gradients, or None.
+        world: all processes of the training, dedicated servers last.
+        prepared: the compiled training, equal on every worker.
+        holders: the stages that use each parameter, by canonical name.
+        clip_norm: upper bound on the 2-norm of summed gradients, or None.
     """
     plan = prepared.plan
-    # Lines carry CPU tensors over gloo, whatever device computes: a group of their own, with another time limit.
+    # Channels carry CPU tensors over gloo, whatever device computes: a group of its own, with the longer timeout.
     device = torch.device("cpu")
     world.connect()
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
@@ -161,6 +164,7 @@ def open_server_host(
     fellows = _open_server_channels(
         every, plan.sync.server_count, [server_rank(plan, q) for q in range(plan.sync.server_count)], host
     )
+    # Every process goes through all servers in the same order: opening a transport is a collective.
     for number, share in enumerate(assign_parameters(prepared.partitions, plan)):
         own, at = plan_server_shards(prepared, share, holders, model), server_rank(plan, number)
         ends = _open_channels(every, own, at, number, host)
@@ -169,6 +173,7 @@ def open_server_host(
                 host.channels[number] = trade, ends[trade.rank][0]
         if at == world.rank:
             clients = {trade.rank: ServedWorker(trade, ends[trade.rank][1]) for trade in own}
+            # Asynchronous updates are of single replicas, whose workers clip their gradients themselves.
             begin = partial(_build_weights, prepared, clip_norm if plan.sync.staleness == 0 else None, world.device)
             names, mine = list(prepared.objectives), fellows.get(number, ())
             host.servers.append(
@@ -182,9 +187,21 @@ def open_server_host(
 def _open_channels(
     world: World, trades: Sequence[ServerShard], at: int, number: int, host: ServerHost
 ) -> dict[int, tuple[Channel, Channel]]:
-    """Of every worker's line to a server the worker's end and the server's; what is not in this process is unused."""
+    """Open the channels of one server; return (worker's end, server's end) by the worker's rank.
+
+    Each process uses only its own ends.
+
+    Args:
+        world: all processes of the training.
+        trades: what the server exchanges with each worker.
+        at: rank of the server's process.
+        number: number of the server.
+        host: gets the transport that carries the channels.
+    """
     others = [trade.rank for trade in trades if trade.rank != at]
     channels = [channel for rank in others for channel in ((rank, at), (at, rank))]
+    # Transports over one gloo group differ by their tags: 0 for collective calls, 2 + number for a server's channels,
+    # tags from 2 + servers on between servers.
     transport, lock = c10d.C10dTransport(world, channels, tag=2 + number), threading.Lock()
     host.transports.append(transport)
     found: dict[int, tuple[Channel, Channel]] = {}
@@ -200,7 +217,7 @@ def _open_channels(
 def _open_server_channels(
     world: World, servers: int, hosts: Sequence[int], host: ServerHost
 ) -> dict[int, list[Channel]]:
-    """Server 0's ends of the lines to all others, and theirs, as far as they are in this process."""
+    """Open the star of channels between server 0 and all others; return the ends of each server by its number."""
     found: dict[int, list[Channel]] = {}
     for other in range(1, servers):
         ends: tuple[Channel, Channel]
@@ -226,15 +243,25 @@ def _build_weights(
     server: ParameterServer,
     values: Mapping[str, Tensor],
 ) -> ServerWeights:
-    """A server's weights and optimizers, out of its part of the first weights."""
+    """Build a server's weights and optimizers from its part of the initial weights.
+
+    Args:
+        prepared: the compiled training, equal on every worker.
+        clip_norm: upper bound on the 2-norm of summed gradients, or None.
+        device: device on which the server computes.
+        server: the server, which sums norms over all servers.
+        values: initial full values of the server's parameters, by canonical name.
+    """
     model = dict(named_parameters(prepared.model, [o.loss for o in prepared.objectives.values()]))
     trained = {name: differentiable_parameters(each.graph) for name, each in prepared.partitions.items()}
+    # The model of this process may have been sharded already: full shapes are those of the graphs.
     shapes: dict[str, Any] = {}
     for partition in prepared.partitions.values():
         shapes |= {name: info.shape for name, info in partition.graph.parameters.items()}
     weights = ServerWeights.from_values(values, model, shapes, prepared.objectives, trained, device)
     if clip_norm is not None:
         for name, course in weights.objectives.items():
+            # The order of the model, not of this server: all servers sum one vector of norms.
             order = [n for n in model if n in trained[name]]
             course.clipper = GradientClipper(
                 clip_norm, order, list(course.parameters), course.parameters, device, server.sum_over_servers

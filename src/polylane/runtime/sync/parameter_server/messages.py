@@ -1,14 +1,14 @@
-"""Channels between workers and parameter servers: messages of a short head and rows of numbers, first in, first out.
+"""Parameter-server channels: FIFO messages of a fixed-size head and packed rows, within or between processes.
 
     worker sends      rows                              server answers     rows
     WEIGHTS           first weights, one replica's      ANSWER             none, once all have come
     GRADIENTS         gradients of a step, options      ANSWER             weights that changed since the last answer
     NOTHING           none: a step without samples      ANSWER             weights that changed since the last answer
-    READ_WEIGHTS      none                              ANSWER             all weights that this worker holds
+    READ_WEIGHTS      none                              ANSWER             all of this worker's weights or shards
     READ_GRADIENTS    none                              ANSWER             gradients of the last update
     END               none                              nothing
 
-A server that has ended with an error sends FAILED in place of its answers. Servers send each other SUM.
+A server that has ended with an error sends FAILED instead of its answers. Servers exchange SUM among themselves.
 """
 
 from __future__ import annotations
@@ -29,40 +29,39 @@ from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
 Sizes = Sequence[tuple[int, torch.dtype]]
 
-CPU = torch.device("cpu")  # where the rows of messages are, whatever device computes at either end
+CPU = torch.device("cpu")  # device of the rows of messages, whatever device computes at either end
 
 _NUMBERS = struct.Struct("<8q")
 
 
 class MessageKind(IntEnum):
-    """What a message is."""
+    """Kind of a message; the first six go to a server."""
 
-    WEIGHTS = 0  # to a server: what it is to begin with
-    GRADIENTS = 1  # to a server: of one step
-    NOTHING = 2  # to a server: a step without samples
-    READ_WEIGHTS = 3  # to a server: a question
-    READ_GRADIENTS = 4  # to a server: a question
-    END = 5  # to a server: this worker sends nothing more
-    ANSWER = 6  # from a server
+    WEIGHTS = 0  # initial weights
+    GRADIENTS = 1  # gradients of one step
+    NOTHING = 2  # a step without samples
+    READ_WEIGHTS = 3  # request for all weights
+    READ_GRADIENTS = 4  # request for the gradients of the last update
+    END = 5  # this worker sends nothing more
+    ANSWER = 6  # from a server to a worker
     SUM = 7  # between servers
-    FAILED = 8  # from a server: it has ended
+    FAILED = 8  # from a server: it has ended with an error
 
 
 @dataclass(frozen=True)
 class MessageHead:
-    """What precedes the rows of a message.
+    """Head of a message, which precedes its rows.
 
     Attributes:
-        kind: what the message asks for or gives.
-        objective: number of the objective that is stepped or asked for.
-        step: the worker's, from 0.
-        version: updates that the server had made when the weights were read: those of the answer, or those that the
-            gradients were computed with.
-        updates: of the objective, that the server has made.
-        staleness: updates between reading the weights and applying their gradient.
-        objectives: in an answer, those whose weights follow, a bit for each.
-        option_bytes: bytes of options of the optimizer that follow the rows.
-        flags: for every parameter of the rows whether it has a value.
+        kind: what the message requests or carries.
+        objective: number of the objective that is stepped or read.
+        step: step of the worker, from 0.
+        version: number of updates in the weights: those of the answer, or those that the gradients were computed with.
+        updates: number of updates of the objective on the server.
+        staleness: updates by others between reading the weights and applying their gradient.
+        objectives: in an answer, bit mask of the objectives whose weights follow.
+        option_bytes: bytes of optimizer options that follow the rows.
+        flags: one byte for each parameter of the rows, 1 if it has a value.
     """
 
     kind: MessageKind
@@ -76,7 +75,7 @@ class MessageHead:
     flags: bytes = b""
 
     def to_tensor(self, flags: int) -> Tensor:
-        """The head as bytes, with room for ``flags`` flags: both ends of a line know how many."""
+        """Return the head as uint8 vector, padded to ``flags`` flags: both ends of a channel know that number."""
         numbers = (
             self.objective,
             self.step,
@@ -91,7 +90,7 @@ class MessageHead:
 
     @classmethod
     def of_tensor(cls, tensor: Tensor) -> MessageHead:
-        """The inverse."""
+        """Return the head that :meth:`to_tensor` made a vector of; the padding of the flags stays."""
         content = tensor.numpy().tobytes()
         kind, objective, step, version, updates, staleness, objectives, extra = _NUMBERS.unpack_from(content)
         flags = content[_NUMBERS.size :]
@@ -104,30 +103,33 @@ Message = tuple[MessageHead, list[Tensor]]
 
 
 class Channel(Protocol):
-    """One end of a line; one thread puts at a time, and one gets."""
+    """One end of a channel; at any time at most one thread puts and one gets."""
 
     def put(self, head: MessageHead, rows: Sequence[Tensor] = ()) -> None:
-        """Send; the rows must not be written to any more."""
+        """Send a message; its rows must not be written to any more."""
         ...
 
     def get(self, sizes: Callable[[MessageHead], Sizes]) -> Message:
-        """Wait for what comes next; ``sizes``: of the rows that follow such a head.
+        """Wait for the next message.
+
+        Args:
+            sizes: maps a head to (number of elements, dtype) of each row that follows it.
 
         Raises:
-            PeerLost: the other end is gone, or a server has failed.
+            PeerLost: the other end has closed its connection, or a server has failed.
         """
         ...
 
 
 class RemoteChannel:
-    """One end of a line between two processes.
+    """One end of a channel between two processes.
 
     Args:
-        transport: with channels there and back; several threads use it for lines to several peers.
-        lock: for it: its calls are short, only waits are long, and they are outside.
-        peer: the rank at the other end.
-        flags: how many flags every head on this line has room for.
-        doing: what a wait is for, in words for errors.
+        transport: carries both directions; several threads share it for channels to several peers.
+        lock: guards calls of the transport, which are short; waits are outside of it.
+        peer: rank of the process at the other end.
+        flags: number of flags for which every head on this channel has room.
+        doing: what a wait is for, in words, for errors.
     """
 
     def __init__(self, transport: Transport, lock: threading.Lock, peer: int, flags: int, doing: str) -> None:
@@ -136,6 +138,7 @@ class RemoteChannel:
         self._pending_sends: list[PendingTransfer] = []
 
     def put(self, head: MessageHead, rows: Sequence[Tensor] = ()) -> None:
+        # The transport keeps sent tensors alive until they are waited for: at most one message's rows are.
         for pending in self._pending_sends:
             pending.wait()
         with self._lock:
@@ -144,6 +147,7 @@ class RemoteChannel:
             ]
 
     def get(self, sizes: Callable[[MessageHead], Sizes]) -> Message:
+        # The head first: it decides how many rows follow, and of which sizes.
         head = MessageHead.of_tensor(self._receive_rows([(HEAD_BYTES + self._flags, torch.uint8)])[0])
         _raise_if_failed(head, self._peer, self._doing)
         return head, self._receive_rows(sizes(head))
@@ -155,12 +159,13 @@ class RemoteChannel:
 
 
 class LocalChannel:
-    """One end of a line inside a process.
+    """One end of a channel inside a process.
 
     Args:
-        going, coming: what the ends share.
-        rank: of the process that both ends are in, for errors.
-        doing: what a wait is for, in words for errors.
+        going: queue of messages to the other end.
+        coming: queue of messages from the other end.
+        rank: rank of the process that has both ends, for errors.
+        doing: what a wait is for, in words, for errors.
     """
 
     def __init__(
@@ -178,7 +183,13 @@ class LocalChannel:
 
 
 def open_local_channel(rank: int, there: str, back: str) -> tuple[LocalChannel, LocalChannel]:
-    """Both ends of a line inside a process; ``there`` and ``back``: what the one and the other wait for."""
+    """Return both ends of a channel inside a process.
+
+    Args:
+        rank: rank of the process, for errors.
+        there: what the first end waits for, in words.
+        back: what the second end waits for, in words.
+    """
     to, fro = queue.SimpleQueue[Message](), queue.SimpleQueue[Message]()
     return LocalChannel(to, fro, rank, there), LocalChannel(fro, to, rank, back)
 

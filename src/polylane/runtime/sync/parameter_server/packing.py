@@ -1,4 +1,4 @@
-"""Messages of one worker and one parameter server: which gradients it sends, and which weights it receives."""
+"""Packing between one worker and one parameter server: which gradients it sends, and which weights it receives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from polylane.runtime.sync.flat_packing import FlatPacking, PackedTensor
 
 @dataclass(frozen=True)
 class ServerShard:
-    """What one worker and one server give each other.
+    """What one worker and one server exchange.
 
     Attributes:
-        rank, replica: of the worker, and the number of its replica.
-        shard_key: what it has in common with its counterparts in other replicas, and with nobody else.
-        shard_spec: which parts it holds.
-        gradient_packings: by objective, the gradients that it sends: of a replica's workers that hold the same part,
-            one does.
-        weight_packings: by objective, the weights that it receives.
-        full_packings: of all objectives, what it sends (to set the weights) and what it receives.
+        rank: rank of the worker.
+        replica: number of the worker's replica.
+        shard_key: (stage, mesh coordinates) of the worker, equal for its counterparts in other replicas only.
+        shard_spec: tensor-parallel shards that the worker holds.
+        gradient_packings: gradients that the worker sends, by objective; of the workers of a replica that hold the same
+            shard, one sends it.
+        weight_packings: weights that the worker receives, by objective.
+        full_packings: over all objectives, (initial weights that the worker sends, weights that it receives).
     """
 
     rank: int
@@ -36,7 +37,7 @@ class ServerShard:
     full_packings: tuple[FlatPacking, FlatPacking]
 
     def weights_of(self, objectives: Collection[str]) -> FlatPacking:
-        """The weights of these objectives."""
+        """Return the packing of the weights of some objectives, each parameter once."""
         if len(objectives) == 1:
             return self.weight_packings[next(iter(objectives))]
         names = {name for objective in objectives for name in self.weight_packings[objective].names}
@@ -44,7 +45,7 @@ class ServerShard:
 
     @property
     def max_flags(self) -> int:
-        """The most parameters that it and the server tell each other of at once."""
+        """Largest number of parameters in one message, so the number of flags in a head."""
         return max(
             len(packing.names)
             for packing in (*self.gradient_packings.values(), *self.weight_packings.values(), *self.full_packings)
@@ -57,9 +58,15 @@ def plan_server_shards(
     holders: Mapping[str, Collection[int]],
     parameters: Mapping[str, nn.Parameter],
 ) -> tuple[ServerShard, ...]:
-    """What a server that holds ``share`` and every worker give each other; without those that have nothing to give.
+    """Return what a server and every worker exchange, without workers that have no part of the server's parameters.
 
-    Of weights that several stages hold, which they sum among themselves, the lowest one speaks.
+    Gradients of weights that several stages hold are summed between the stages; the lowest stage sends the sum.
+
+    Args:
+        prepared: the compiled training, equal on every worker.
+        share: canonical names of the parameters on this server.
+        holders: the stages that use each parameter, by canonical name.
+        parameters: all parameters of the model by name, in its order.
     """
     plan = prepared.plan
     trained = {name: differentiable_parameters(each.graph) & set(share) for name, each in prepared.partitions.items()}
@@ -68,6 +75,7 @@ def plan_server_shards(
     for rank in range(plan.workers):
         stage, replica = plan.stage_and_replica(rank)
         pieces = ShardSpec(prepared, stage, plan.coordinates(rank))
+        # Both ends build these packings from the same plan: no names or shapes are sent.
         held = {n: PackedTensor(n, pieces.local_shape(n), parameters[n].dtype) for n in order if stage in holders[n]}
         speaks = [n for n in held if stage == min(holders[n]) and pieces.is_counted("parameter", n)]
         if not held:

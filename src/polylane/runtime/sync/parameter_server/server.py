@@ -1,13 +1,16 @@
-"""A parameter server: weights that many workers train, with the optimizer on it (Li et al., OSDI 2014).
+"""Parameter server: holds a part of the weights and steps the optimizer on pushed gradients (Li et al., OSDI 2014).
 
-Synchronous: the gradients of all replicas make one update. Asynchronous: each replica's gradient makes one, when it
-comes, whatever the others did since that replica read the weights (Dean et al., NeurIPS 2012, Downpour SGD). Stale
-synchronous parallel (Ho et al., NeurIPS 2013): the same, but a replica that is too many steps ahead of the slowest one
-waits for it.
+    staleness    one update for             a replica waits if                          algorithm
+    0            the sum of all replicas    any other has not sent its gradients yet    synchronous
+    "any"        each replica's gradients   never                                       Downpour SGD
+    s > 0        each replica's gradients   it is more than s steps ahead of the        stale synchronous parallel
+                                            slowest replica
 
-Over p replicas of |A| parameters of b bytes a step moves 2 |A| p b bytes, however many servers there are: every replica
-sends its gradients and gets the weights. Where servers live with workers, a worker and its own server give each other
-their part without sending it: 2 |A| (p - 1) b are left, as many as a ring all-reduce sends.
+Downpour SGD: Dean et al., NeurIPS 2012. Stale synchronous parallel: Ho et al., NeurIPS 2013.
+
+Over p replicas of |A| parameters of b bytes a step moves 2 |A| p b bytes, whatever the number of servers: every replica
+sends its gradients and receives the weights. If servers share processes with workers, a worker and its local server
+exchange their part without sending it: 2 |A| (p - 1) b are left, as many as a ring all-reduce sends.
 """
 
 from __future__ import annotations
@@ -33,34 +36,36 @@ from polylane.runtime.sync.parameter_server.update_log import ALL, ServerUpdate,
 from polylane.runtime.sync.parameter_server.weights import ServerWeights, load_options
 from polylane.schedule import action
 
-# Of as many updates it is kept when they were.
+# Number of latest updates of which begin and end are kept, for the timeline.
 SPANS_KEPT = 1024
 
 
 @dataclass(frozen=True)
 class ServedWorker:
-    """A worker, as a server sees it."""
+    """One worker of a server: what they exchange, and the server's end of their channel."""
 
     server_shard: ServerShard
     channel: Channel
 
 
 class ParameterServer:
-    """One parameter server: a thread for each worker waits for what it sends; one at a time changes the weights.
+    """One parameter server: a thread for each worker waits for its messages; one at a time changes the weights.
 
     Args:
-        number, rank: of the server among all servers, and of the process where it lives.
+        number: number of the server among all servers.
+        rank: rank of the process that the server is in.
         clients: the workers that hold any of its parameters, by rank.
         objectives: names of the objectives, in the order of their numbers in messages.
-        staleness: most steps by which a replica may be ahead; 0: all replicas go together; "any": no bound.
-        begin: makes the weights and optimizers of this server out of first values by name.
-        device: where weights and optimizer states are.
-        fellows: ends of lines to the other servers: those of server 0 to all others; of others, that to server 0.
+        staleness: most steps by which a replica may be ahead of the slowest; 0: synchronous; "any": no bound.
+        begin: builds the weights and optimizers of this server from initial values by name.
+        device: device of the weights and optimizer states.
+        fellows: ends of channels to other servers: server 0 has one to each other, each other has one to server 0.
 
     Attributes:
-        log: the updates so far, in their order.
-        spans: when the latest of them were made.
-        error: what ended it, or None.
+        number: number of the server among all servers.
+        log: all updates so far, in their order.
+        spans: begin and end of the latest updates, for the timeline.
+        error: the exception that ended the server, or None.
     """
 
     def __init__(
@@ -83,8 +88,8 @@ class ParameterServer:
         self._replica_ranks = {
             r: [rank for rank, c in clients.items() if c.server_shard.replica == r] for r in replicas
         }
-        self._replica_steps: dict[int, float] = dict.fromkeys(replicas, 0)
-        self._unanswered: set[int] = set()  # replicas that have no answer yet
+        self._replica_steps: dict[int, float] = dict.fromkeys(replicas, 0)  # infinity: the replica has ended
+        self._unanswered: set[int] = set()  # replicas whose last step was applied but not answered yet
         self._versions_sent = dict.fromkeys(replicas, 0)  # the version of the weights that each replica has
         self._last_staleness = dict.fromkeys(replicas, 0)  # of each replica's last update
         self._ended_ranks: set[int] = set()
@@ -92,7 +97,7 @@ class ParameterServer:
         self._weights: ServerWeights | None = None
         self._version, self._weights_ready = 0, threading.Event()
         self._answer_bytes = 0  # bytes of the answers of one step
-        self._last_heads: dict[int, MessageHead] = {}  # of each rank, what is to be answered
+        self._last_heads: dict[int, MessageHead] = {}  # by rank, head of the message that the next answer is for
         self._lock, self._failing = threading.Lock(), threading.Lock()
         self._threads = [
             threading.Thread(
@@ -102,21 +107,21 @@ class ParameterServer:
         ]
 
     def start(self) -> None:
-        """Serve, until every worker has ended."""
+        """Start the threads, which serve until every worker has ended."""
         for thread in self._threads:
             thread.start()
 
     def join(self) -> None:
-        """Wait until all have ended."""
+        """Wait until the threads of all workers have ended."""
         for thread in self._threads:
             thread.join()
 
     @property
     def weights(self) -> ServerWeights:
-        """What it holds; waits for it to come.
+        """Weights and optimizers of the server; waits until initial weights have arrived.
 
         Raises:
-            BaseException: what ended the server before.
+            BaseException: the error that ended the server before they arrived.
         """
         self._weights_ready.wait()
         if self._weights is None:
@@ -125,7 +130,8 @@ class ParameterServer:
         return self._weights
 
     def sum_over_servers(self, vector: Tensor) -> Tensor:
-        """The sum of all servers' vectors; all must ask for it."""
+        """Return the sum of all servers' vectors, in the order of servers; a collective of all servers."""
+        # A star: server 0 adds up and returns the sum, so that all servers clip by the same bits.
         if not self._other_servers:
             return vector
         head, own = MessageHead(MessageKind.SUM), vector.cpu()
@@ -148,7 +154,7 @@ class ParameterServer:
                 head, rows = client.channel.get(lambda head: self._row_sizes(client.server_shard, head))
                 with self._lock, torch.no_grad():
                     self._handle_message(client, head, rows)
-        except BaseException as error:  # of an optimizer, a scheduler, or of a worker that is gone
+        except BaseException as error:  # raised by an optimizer, a scheduler, or the channel of a lost worker
             self._fail(error)
 
     def _row_sizes(self, trade: ServerShard, head: MessageHead) -> Sizes:
@@ -174,11 +180,12 @@ class ParameterServer:
     def _end_worker(self, trade: ServerShard) -> None:
         self._ended_ranks.add(trade.rank)
         if self._ended_ranks.issuperset(self._replica_ranks[trade.replica]):
+            # An ended replica must not hold back others as the slowest one.
             self._replica_steps[trade.replica] = math.inf
             self._answer_ready()
 
     def _receive_weights(self, client: ServedWorker, head: MessageHead, rows: Sequence[Tensor]) -> None:
-        """One worker's part of the first weights."""
+        """Store one worker's part of the initial weights; the last part builds the optimizers."""
         trade = client.server_shard
         parts = trade.full_packings[0].unpack(rows, self._device)
         if self._add_part(trade, trade.replica, head, parts, parts):
@@ -190,12 +197,12 @@ class ParameterServer:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def _receive_gradients(self, trade: ServerShard, head: MessageHead, rows: Sequence[Tensor]) -> None:
-        """One worker's part of one step. The last part that an update needs makes it, and releases replicas.
+        """Store one worker's gradients of a step; the last part of an update applies it and answers replicas.
 
         Args:
-            trade: of the worker.
-            head: says which objective and step it is, and which weights the gradients belong to.
-            rows: packed gradients, and behind them the optimizer's options where they have changed.
+            trade: what the worker that sent them exchanges with this server.
+            head: names objective and step, and the version of the weights that the gradients were computed with.
+            rows: packed gradients, followed by the optimizer's options if they have changed.
         """
         name = self._objectives[head.objective]
         packing, parts, had = trade.gradient_packings[name], dict[str, Tensor](), list[str]()
@@ -204,7 +211,7 @@ class ParameterServer:
             had = [n for n, flag in zip(packing.names, head.flags, strict=False) if flag]
         if head.option_bytes:
             load_options(self.weights.objectives[name].optimizer, rows[-1].numpy().tobytes())
-        # Synchronous: the parts of all replicas make one update. Asynchronous: those of each replica make one.
+        # Synchronous: one update of the gradients of all replicas. Asynchronous: one of each replica's.
         together = self._staleness == 0
         key = ALL if together else trade.replica
         if not self._add_part(trade, key, head, parts, had):
@@ -220,7 +227,7 @@ class ParameterServer:
             self._unanswered.add(replica)
         self._answer_ready()
         if head.kind is MessageKind.GRADIENTS:
-            # The optimizer's steps are those of all stages: the lane shows when there was one, and what it gave.
+            # An update belongs to all stages of the program: the span shows its time and the bytes of its answers.
             done = action.Action(action.ActionKind.STEP, 0)
             self.spans.append(Span(self._rank, done, start, time.perf_counter(), bytes=self._answer_bytes))
 
@@ -232,7 +239,15 @@ class ParameterServer:
         parts: Mapping[str, Tensor],
         had: Sequence[str] | Mapping[str, Any],
     ) -> bool:
-        """Keep one worker's part; whether those of all that belong to it are there."""
+        """Add one worker's part to the sum of an update; return whether the parts of all its workers have arrived.
+
+        Args:
+            trade: what the worker exchanges with this server.
+            key: number of the replica whose update it is, or :data:`ALL`.
+            head: head of the worker's message, to be answered later.
+            parts: tensors or shards of tensors, by name.
+            had: names of the parameters that have a gradient.
+        """
         if key not in self._gradient_sums:
             ranks = self._clients if key == ALL else self._replica_ranks[key]
             self._gradient_sums[key] = GradientSum(
@@ -244,7 +259,7 @@ class ParameterServer:
     def _apply_update(self, replica: int, head: MessageHead, gradients: Mapping[str, Tensor]) -> None:
         name = self._objectives[head.objective]
         course = self.weights.objectives[name]
-        with torch.enable_grad():
+        with torch.enable_grad():  # messages are handled under no_grad; a user's optimizer may use autograd
             course.apply_gradients(gradients)
         self._version += 1
         course.latest_version = self._version
@@ -252,13 +267,13 @@ class ParameterServer:
         self.log.add(ServerUpdate(replica, head.step, head.objective, head.version, self._version, ahead))
 
     def _answer_ready(self) -> None:
-        """Answer every replica that may take its next step: it is no more than ``staleness`` ahead of the slowest."""
+        """Answer every replica that is at most ``staleness`` steps ahead of the slowest, so may take its next step."""
         slowest = min(self._replica_steps.values())
         packed: dict[tuple[tuple[int, ...], tuple[str, ...]], list[Tensor]] = {}
         for replica in sorted(self._unanswered):
             if self._staleness == "any" or self._replica_steps[replica] - slowest <= int(self._staleness):
                 self._unanswered.discard(replica)
-                # Only weights that changed since this replica's last answer travel: those of other objectives wait.
+                # Send only weights of objectives that were updated since this replica's last answer.
                 changed = tuple(
                     n
                     for n in self._objectives
@@ -267,14 +282,14 @@ class ParameterServer:
                 self._versions_sent[replica] = self._version
                 for rank in self._replica_ranks[replica]:
                     trade = self._clients[rank].server_shard
-                    if (trade.shard_key, changed) not in packed:  # counterparts of several replicas get the same
+                    if (trade.shard_key, changed) not in packed:  # pack once for counterparts in all replicas
                         packed[trade.shard_key, changed] = self._pack_weights(trade, changed)
                     self._send_answer(rank, self._last_heads[rank], changed, packed[trade.shard_key, changed])
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
     def _pack_weights(self, trade: ServerShard, objectives: Sequence[str]) -> list[Tensor]:
-        """A worker's part of the weights that some objectives train."""
+        """Return the rows of a worker's parameters or shards that some objectives train."""
         packing = trade.weights_of(objectives)
         return packing.pack(_take_parts(self.weights.parameters, packing, trade), CPU)
 
@@ -290,7 +305,7 @@ class ParameterServer:
         )
 
     def _send_gradients(self, trade: ServerShard, head: MessageHead) -> None:
-        """Give a worker its part of the gradients of the last update, as the optimizer took them."""
+        """Answer a worker with its part of the gradients of the last update, as the optimizer used them."""
         name = self._objectives[head.objective]
         packing, held = trade.weight_packings[name], self.weights.objectives[name].parameters
         gradients = {n: grad for n in packing.names if (grad := held[n].grad) is not None}
@@ -301,19 +316,19 @@ class ParameterServer:
         )
 
     def _fail(self, error: BaseException) -> None:
-        """End, and let nobody wait for what will not come."""
+        """Store the error that ends the server, and send FAILED to all workers and servers that may wait for it."""
         with self._failing:
             if self.error is not None:
                 return
             self.error = error
             self._weights_ready.set()
         for line in (*self._other_servers, *(client.channel for client in self._clients.values())):
-            with suppress(Exception):  # it may be the one that is gone
+            with suppress(Exception):  # this may be the lost peer
                 line.put(MessageHead(MessageKind.FAILED))
 
 
 def _take_parts(tensors: Mapping[str, Tensor], packing: FlatPacking, trade: ServerShard) -> dict[str, Tensor]:
-    """A worker's parts of whole tensors, as far as there are any."""
+    """Return a worker's shards of full tensors, of those that exist in ``tensors``."""
     wholes = {name: tensors[name] for name in packing.names if name in tensors}
     return {**wholes, **trade.shard_spec.local_shards(wholes)}
 

@@ -1,4 +1,4 @@
-"""Update log of a parameter server: what it did, in its order, enough to do it again."""
+"""Update log of a parameter server: replica, step and versions of each update, enough to replay the training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ServerUpdate:
     """One update of a server's weights.
 
     Attributes:
-        replica: whose gradient it was, or :data:`ALL` for the sum of all of them.
-        step: of the replica, from 0.
-        objective: number of the objective.
-        read_version: updates that this server had made when the replica read the weights that the gradient belongs to.
-        version: updates that it had made after this one.
-        steps_ahead: steps that the replica had done before this one beyond those of the slowest replica.
+        replica: number of the replica whose gradient it was, or :data:`ALL` for the sum over replicas.
+        step: step of the replica, from 0.
+        objective: number of the objective in the plan's order.
+        read_version: updates that this server had made when the replica read the weights of the gradient.
+        version: updates that this server has made, with this one.
+        steps_ahead: steps by which the replica was ahead of the slowest one before this update.
     """
 
     replica: int
@@ -35,18 +35,18 @@ class ServerUpdate:
 
     @property
     def staleness(self) -> int:
-        """Updates by others between reading the weights and this one."""
+        """Number of updates between reading the weights and this update."""
         return self.version - 1 - self.read_version
 
 
 class UpdateLog:
-    """The updates of one server. Six numbers each, packed: a training has millions."""
+    """The updates of one server, stored as six 64-bit integers each: a training may have millions."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
 
     def add(self, update: ServerUpdate) -> None:
-        """One more."""
+        """Append an update to the log."""
         each = (update.replica, update.step, update.objective, update.read_version, update.version, update.steps_ahead)
         self._numbers.extend(each)
 
@@ -59,5 +59,5 @@ class UpdateLog:
 
 
 def count_staleness(updates: Iterable[ServerUpdate]) -> dict[int, int]:
-    """How many updates were how stale, ascending."""
+    """Return the number of updates of each staleness, ascending."""
     return dict(sorted(Counter(update.staleness for update in updates).items()))

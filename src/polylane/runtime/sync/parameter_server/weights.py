@@ -1,4 +1,4 @@
-"""Weights of a parameter server, with the user's own optimizers and schedulers on them."""
+"""Weights of a parameter server: full parameters, with the user's own optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass
 class ObjectiveState:
-    """One objective on a server.
+    """Optimizer state of one objective on a server.
 
     Attributes:
-        parameters: the parameters that it trains, of those that the server holds.
-        optimizer, scheduler: the user's own; the one of ``held``, the other of its rates, or None.
-        clipper: bounds the norm of sums of gradients over all servers, or None.
-        updates: number of updates so far.
-        latest_version: the server's version after the last of them.
+        parameters: the server's parameters that the objective trains, by canonical name.
+        optimizer: the user's optimizer on ``parameters``.
+        scheduler: the user's learning-rate scheduler of the optimizer, or None.
+        clipper: bounds the norm of summed gradients over all servers, or None.
+        updates: number of updates of the objective so far.
+        latest_version: the server's version after the latest update of the objective.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -38,7 +39,7 @@ class ObjectiveState:
     latest_version: int = 0
 
     def apply_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """What one device does after its backward pass."""
+        """Clip, step the optimizer and the scheduler, as one device does after its backward pass."""
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
         if self.clipper is not None:
@@ -51,11 +52,11 @@ class ObjectiveState:
 
 @dataclass
 class ServerWeights:
-    """A server's part of the model: whole parameters, in memory of its own.
+    """A server's part of the model: full parameters, in memory of its own.
 
     Attributes:
-        parameters: whole ones, by canonical name.
-        objectives: by the name of an objective.
+        parameters: full parameters of this server, by canonical name.
+        objectives: optimizer state of each objective, by its name.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -71,21 +72,22 @@ class ServerWeights:
         trained: Mapping[str, Collection[str]],
         device: torch.device,
     ) -> ServerWeights:
-        """The weights that a training begins with, and its optimizers.
+        """Build the initial weights and the optimizers of all objectives.
 
         Args:
-            values: of the server's parameters.
-            model: all of the model's, for their names, types and whether they are trained at all.
-            shapes: of whole parameters, by name; those of the model may be parts.
+            values: initial full values of the server's parameters, by name.
+            model: all parameters of the model, for their names, dtypes and ``requires_grad``.
+            shapes: full shapes of parameters by name; the model's own may be shards.
             objectives: the user's losses and optimizer factories, by name.
-            trained: by objective, the parameters that get gradients.
-            device: where the server computes.
+            trained: names of the parameters that get gradients, by objective.
+            device: device on which the server computes.
 
         Raises:
-            PolylaneError: an optimizer takes other parameters than those that it is given.
+            PolylaneError: an optimizer takes other parameters than those passed to its factory.
         """
         held = {name: nn.Parameter(values[name].to(device)) for name in model if name in values}
-        # The user's factory sees all parameters; those of other servers have their shape, and no memory.
+        # The user's factory sees all parameters, so that groups come out as on one device; those of other servers have
+        # their shape but no memory.
         every = [
             (n, held[n] if n in held else _parameter_of_shape(p, shapes.get(n, p.shape), device))
             for n, p in model.items()
@@ -117,12 +119,12 @@ def _build_optimizer(
 
 
 def encode_options(built: torch.optim.Optimizer) -> bytes:
-    """The plain options of an optimizer's groups (rates, momenta), which a user may change in the midst of training."""
+    """Encode the plain options of an optimizer's groups (rates, momenta), which a user may change during training."""
     return encode([{key: v for key, v in group.items() if _is_plain(v)} for group in built.param_groups])
 
 
 def load_options(built: torch.optim.Optimizer, options: bytes) -> None:
-    """Give an optimizer what :func:`encode_options` read from another one, made by the same function."""
+    """Set an optimizer's options to those that :func:`encode_options` read from another one of the same factory."""
     for group, values in zip(built.param_groups, decode(options), strict=True):
         group.update(values)
 

@@ -1,1 +1,1 @@
-"""ZeRO: gradients, optimizer state and parameters cut over replicas (Rajbhandari et al., SC 2020)."""
+"""ZeRO: optimizer states, gradients and parameters sharded over replicas (Rajbhandari et al., SC 2020)."""

@@ -1,16 +1,17 @@
-"""All-gather of parameters for a pass, unit by unit, and their release (ZeRO-3: Rajbhandari et al., SC 2020,
-section 5.3).
+"""ZeRO-3 parameter all-gather: units are gathered for a pass one by one, and released after use.
 
-In the forward pass a unit is whole from its first use to its last, and the next one is gathered meanwhile. What
-autograd keeps of it for the backward pass is kept as a place in the unit, not as a tensor; the unit is gathered again
-when autograd first asks for such a place, and let go of when its gradients have left.
+Rajbhandari et al., SC 2020, section 5.3. In the forward pass a unit is full from its first use to its last, and the
+next one is gathered meanwhile. Where autograd saves a view of a unit for the backward pass, only its position in the
+unit is kept (:class:`ShardView`); the unit is gathered again when autograd first unpacks such a view, and released when
+its gradients have been sent.
 
     forward      |gather 1|gather 2|        |gather 3|                   a unit ahead, in the order of first use
                           | use 1           | use 2           | use 3
     backward     |gather 3|gather 2|        |gather 1|                   a unit ahead, in reverse order of last use
                           | use 3 |scatter 3| use 2 |scatter 2| ...
 
-All workers gather all units once in each pass, in an order that comes from the graph alone.
+Every worker gathers every unit exactly once in each pass, in an order that depends on the graph alone: collectives of
+all workers match.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from polylane.runtime.transport.protocol import PendingTransfer
 
 @dataclass(frozen=True)
 class ShardView:
-    """A tensor as a part of a unit: what stands for it while the unit is not whole."""
+    """A saved view of a unit: position and strides (in elements), kept instead of the tensor while it is released."""
 
     flat_buffer: FlatBuffer
     shape: torch.Size
@@ -43,7 +44,7 @@ class ShardView:
 
 @dataclass(frozen=True, eq=False)
 class _Gate:
-    """What a stage's code calls before the first use of a unit, or behind its last."""
+    """Call in a stage's graph that gathers a unit before its first use, or releases it after its last."""
 
     passes: GatheredPasses
     flat_buffer: FlatBuffer
@@ -61,7 +62,7 @@ class _Gate:
 
 @dataclass(frozen=True)
 class _UnitUse:
-    """From where to where in a graph a unit is used, and whether the user's own Python uses it."""
+    """Node positions of a unit's first and last use in a graph, and whether the user's own Python uses it."""
 
     flat_buffer: FlatBuffer
     first: int
@@ -70,12 +71,13 @@ class _UnitUse:
 
 
 class GatheredPasses:
-    """Has the units of one stage's code whole while they are used.
+    """Keeps the units of one stage's code full while they are used.
 
     Args:
-        shards: what this worker holds.
-        summed: the units whose gradients are summed in the backward pass, and which :meth:`used` is told of.
-        waits: of the action under way.
+        shards: ZeRO shards of this worker.
+        summed: names of the units whose gradients are reduced in the backward pass; :meth:`release_reduced` releases
+            them.
+        waits: counter to which time and bytes of the running action are added.
     """
 
     def __init__(self, shards: Shards, summed: Collection[str], waits: CollectiveWaits) -> None:
@@ -83,25 +85,26 @@ class GatheredPasses:
         self._waits = waits
         self._shards, self._summed, self._transport = shards, frozenset(summed), shards.gather_transport
         self._uses: dict[str, _UnitUse] = {}
+        # Of the current pass: all units in the order of gathers, the next one to launch, pending and full ones by name.
         self._order: list[_UnitUse] = []
         self._positions: dict[str, int] = {}
         self._next_use = 0
         self._pending_gathers: dict[str, PendingTransfer] = {}
         self._gathered_units: dict[str, FlatBuffer] = {}
 
-    # ---- what a stage's code calls -----------------------------------------------------------------------------------
+    # ---- calls from a stage's code -----------------------------------------------------------------------------------
 
     @contextmanager
     def insert_gates(self, graph: fx.Graph) -> Iterator[None]:
-        """Context manager: the graph calls :meth:`need` before a unit's first use, and :meth:`drop` after its last."""
+        """Context manager: insert calls that gather each unit before its first use, and release it after its last."""
         uses, nodes = _find_unit_uses(graph, self._shards), list(graph.nodes)
-        if not self._uses:  # of the whole stage: its parts, one for each number of samples, follow this order
+        if not self._uses:  # the first graph is the full stage; graphs of other sample counts follow its order
             self._uses = {use.flat_buffer.unit.name: use for use in uses}
         added = []
         for use in uses:
             with graph.inserting_before(nodes[use.first]):
                 added.append(graph.call_function(_Gate(self, use.flat_buffer, True)))
-            if nodes[use.last].op != "output":  # what leaves the stage may be a view of a parameter
+            if nodes[use.last].op != "output":  # an output may be a view of a parameter
                 with graph.inserting_after(nodes[use.last]):
                     added.append(graph.call_function(_Gate(self, use.flat_buffer, False)))
         try:
@@ -112,7 +115,7 @@ class GatheredPasses:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward pass."""
+        """Context manager around a forward pass: gathers in the order of first use."""
         self._begin_pass(sorted(self._uses.values(), key=lambda use: (use.first, use.flat_buffer.unit.name)))
         keeps = torch.is_grad_enabled()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext()
@@ -121,7 +124,10 @@ class GatheredPasses:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass. What the user's own Python uses is whole all the time: it may read it as it likes."""
+        """Context manager around a backward pass: gathers in reverse order of last use.
+
+        Units that the user's own Python uses are full during all of the pass: its reads cannot be predicted.
+        """
         order = sorted(self._uses.values(), key=lambda use: (not use.is_opaque, -use.last, use.flat_buffer.unit.name))
         self._begin_pass(order)
         with self._releasing_units():
@@ -131,8 +137,9 @@ class GatheredPasses:
             yield
 
     def gather_unit(self, flat: FlatBuffer) -> None:
-        """Have a unit whole; start to gather the one that comes next in this pass."""
+        """Wait until a unit is full, and launch the gather of the one that comes next in this pass."""
         name = flat.unit.name
+        # Up to this unit and one more: launches stay in the order of the pass, whatever is needed first.
         while self._next_use < min(self._positions[name] + 2, len(self._order)):
             self._launch_next()
         if flat.full_buffer is not None:
@@ -146,13 +153,13 @@ class GatheredPasses:
         self._gathered_units[name] = flat
 
     def release_unit(self, flat: FlatBuffer) -> None:
-        """Let go of a unit."""
+        """Release a unit's full buffer, if this pass gathered it."""
         if self._gathered_units.pop(flat.unit.name, None) is not None:
             flat.release_full()
 
     def release_reduced(self, flat: FlatBuffer) -> None:
-        """A unit's gradients have left: let go of it."""
-        use = self._uses.get(flat.unit.name)  # another objective may use it, and this one's code not at all
+        """Release a unit whose gradients have been sent."""
+        use = self._uses.get(flat.unit.name)  # None: only code of another objective uses it
         if use is not None and not use.is_opaque:
             self.release_unit(flat)
 
@@ -173,7 +180,7 @@ class GatheredPasses:
 
     @contextmanager
     def _releasing_units(self) -> Iterator[None]:
-        """Let go of all units behind a pass; where it failed, of what is under way as well, without waiting for it."""
+        """Context manager: release all units after a pass; if it fails, drop pending gathers without waiting."""
         try:
             yield
             self._drain_gathers()
@@ -183,23 +190,24 @@ class GatheredPasses:
                 self.release_unit(flat)
 
     def _drain_gathers(self) -> None:
-        """Gather what nobody here needed, for others may have."""
+        """Gather the units that this pass did not need: other workers of the group may have needed them."""
         while self._next_use < len(self._order):
             self._launch_next()
         for pending in self._pending_gathers.values():
             pending.wait()
 
-    # ---- what autograd keeps -----------------------------------------------------------------------------------------
+    # ---- tensors that autograd saves ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Tensor | ShardView:
         if tensor.layout is not torch.strided:
             return tensor
+        # By address, since autograd saves views and aliases of parameters as new tensor objects.
         address = tensor.data_ptr()
         for flat in self._gathered_units.values():
             whole = flat.full_buffer
             if whole is not None and address and 0 <= address - whole.data_ptr() < whole.nbytes:
                 if tensor.dtype != whole.dtype or tensor.is_conj() or tensor.is_neg():
-                    return tensor  # keeps the memory, and is right
+                    return tensor  # strides alone do not describe it: keep its memory
                 offset = (address - whole.data_ptr()) // whole.element_size()
                 return ShardView(flat, tensor.shape, tensor.stride(), offset)
         return tensor
@@ -214,7 +222,11 @@ class GatheredPasses:
         return whole.as_strided(kept.shape, kept.stride, whole.storage_offset() + kept.offset)
 
     def _release_passed(self, flat: FlatBuffer) -> None:
-        """Let go of units without gradients that a backward pass has come past."""
+        """Release units without gradients that a backward pass is past; no reduction releases those.
+
+        Args:
+            flat: the unit that is unpacked now; units used only after its last use are not needed any more.
+        """
         if flat.full_buffer is not None:
             return
         here = self._uses[flat.unit.name].last
@@ -224,7 +236,7 @@ class GatheredPasses:
 
 
 def _find_unit_uses(graph: fx.Graph, shards: Shards) -> list[_UnitUse]:
-    """Where a graph uses units, in the order of first use."""
+    """Return the uses of units in a graph, in the order of first use; uses of views count."""
     units: dict[fx.Node, FlatBuffer] = {}
     found: dict[str, list[Any]] = {}
     for position, node in enumerate(graph.nodes):
@@ -232,6 +244,7 @@ def _find_unit_uses(graph: fx.Graph, shards: Shards) -> list[_UnitUse]:
         if kind == "parameter" and name in shards.buffer_of:
             units[node] = shards.buffer_of[name]
         for flat in (units[n] for n in node.all_input_nodes if n in units):
+            # A view shares the unit's memory: its users extend the unit's lifetime.
             if _is_view(node):
                 units[node] = flat
             use = found.setdefault(flat.unit.name, [flat, position, position, False])
@@ -240,7 +253,7 @@ def _find_unit_uses(graph: fx.Graph, shards: Shards) -> list[_UnitUse]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether what a node gives may be its input's own memory: operators say so in their schemas."""
+    """Return whether a node's result may alias its input, by the alias annotations of the operator's schema."""
     if isinstance(node.target, torch._ops.OpOverload):
         return any(each.alias_info is not None for each in node.target._schema.returns)
     return node.target is operator.getitem

@@ -1,10 +1,19 @@
-"""ZeRO: parameters of which every replica holds a shard, whole and in parts (Rajbhandari et al., SC 2020).
+"""ZeRO flat buffers: the concatenated parameters of a unit, of which each replica owns a shard.
 
-Over n replicas, for P bytes of parameters and K of optimizer states, a worker holds beside its activations
+Rajbhandari et al., SC 2020. Over n replicas, for P bytes of parameters and K of optimizer states, a worker holds beside
+its activations
 
-    shard: optimizer     P     parameters,  P      gradients,  K / n  states     (ZeRO-1)
-    shard: gradients     P     parameters,  P / n  gradients,  K / n  states     (ZeRO-2), and a unit's whole gradients
-    shard: parameters    P / n parameters,  P / n  gradients,  K / n  states     (ZeRO-3), and two whole units
+    shard         ZeRO    parameters    gradients    states    temporarily
+    optimizer     1       P             P            K / n
+    gradients     2       P             P / n        K / n     a unit's full gradients
+    parameters    3       P / n         P / n        K / n     two full units
+
+A unit of the parameters a and b over two ranks; both cuts of the buffer, by parameter and by rank, are independent:
+
+    full_buffer           a a a a a a b b b b
+    spans                 [a: 0 to 6 ][b: 6 to 10]
+    bounds                [rank 0: 0 to 5][rank 1: 5 to 10]
+    optimizer_parts       rank 0: elements 0 to 5 of a;    rank 1: elements 5 to 6 of a, all of b
 """
 
 from __future__ import annotations
@@ -23,24 +32,26 @@ from polylane.runtime.sync.zero.optimizer_parts import OptimizerPart, replace_pa
 from polylane.runtime.sync.zero.units import ShardUnit
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
-AHEAD = 2  # units that are under way at once
+AHEAD = 2  # units whose all-gather after an update is pending at once: bounds the memory of full buffers
 
 
 @dataclass
 class FlatBuffer:
-    """One unit's parameters end to end.
+    """One unit's parameters concatenated in one vector, full or only this worker's shard.
 
     Attributes:
-        unit: what is in it.
-        ranks: that hold a part each, by the index of their part.
-        shard_index: of this worker's part among ``ranks``.
-        parameters: this worker's; they show their whole values as long as ``whole`` is there, else NaN.
-        shard: this worker's part, a vector.
-        optimizer_parts: of the parameters, what this worker updates; None: nothing of it.
-        full_buffer: all parts, a vector; None where only the shard is held.
-        placeholder: what they show while only the shard is held.
+        unit: names of the parameters in the buffer, and how it is cut.
+        ranks: ranks of the shard group, by the index of their shard.
+        shard_index: index of this worker's shard, and of its rank in ``ranks``.
+        parameters: the model's parameters, views of ``full_buffer`` while that exists, else of ``placeholder``.
+        spans: (begin, end) of each parameter in the buffer, in elements.
+        bounds: (begin, end) of each rank's shard in the buffer, in elements.
+        shard: this worker's shard, 1-D; a view of ``full_buffer`` in ZeRO-1 and -2.
+        optimizer_parts: what this worker updates of each parameter, by name; None for nothing of it.
+        full_buffer: all shards, 1-D; None while only the shard is held (ZeRO-3).
+        placeholder: scalar NaN that stands for released parameters, expanded to their shapes.
         views: (tensor, offset, shape) of every alias of the flat buffer: the parameter itself, and its detached
-            constant where one is used.
+            constant if the code of a stage uses one.
     """
 
     unit: ShardUnit
@@ -60,21 +71,21 @@ class FlatBuffer:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each rank's part."""
+        """Number of elements of each rank's shard."""
         return tuple(end - begin for begin, end in self.bounds)
 
     def start_all_gather(self, transport: Transport) -> PendingTransfer:
-        """Start to gather all parts; all ranks must ask."""
+        """Start the all-gather of the shards; a collective of ``ranks``."""
         return transport.all_gather(self.shard, self.ranks, self.sizes)
 
     def attach_full(self, whole: Tensor) -> None:
-        """Let parameters have their values in ``whole``."""
+        """Make all parameters and their aliases views of a full buffer, 1-D."""
         self.full_buffer = whole
         for face, begin, shape in self.views:
             face.data = whole[begin : begin + shape.numel()].view(shape)
 
     def store_shard(self, shard: Tensor) -> None:
-        """Let the pieces be views of ``shard``, which has their values."""
+        """Make the optimizer's parameters views of a shard, which has their values."""
         self.shard, first = shard, self.bounds[self.shard_index][0]
         for (begin, _), piece in zip(self.spans, self.optimizer_parts.values(), strict=True):
             if piece is not None:
@@ -82,14 +93,14 @@ class FlatBuffer:
                 piece.parameter.data = shard[at : at + piece.end - piece.begin].view(piece.parameter.shape)
 
     def release_full(self) -> None:
-        """Let go of all but the shard: parameters keep their shapes only, and read as NaN."""
+        """Release the full buffer: parameters keep their shapes, and read as NaN."""
         self.full_buffer = None
         for face, _, shape in self.views:
             face.data = self.placeholder.expand(shape)
 
 
 def empty_storage(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor of a shape without the memory that it would take: NaN everywhere."""
+    """Return a tensor of NaN of any shape, with the memory of one element."""
     return like.new_full((), math.nan).expand(shape)
 
 
@@ -101,17 +112,17 @@ def flat_buffer_of(
     hidden: bool,
     kept: Mapping[str, Tensor] | None = None,
 ) -> FlatBuffer:
-    """A unit's parameters, laid end to end.
+    """Build the flat buffer of a unit from this worker's parameters.
 
     Args:
         unit: names of the parameters, and how they are cut.
-        ranks: that hold a part each, by the index of their part.
-        rank: of this worker, one of ``ranks``.
-        parameters: this worker's, by canonical name.
-        hidden: only this worker's part is kept.
-        kept: this worker's part of each parameter, where the whole is not here any more.
+        ranks: ranks of the shard group, by the index of their shard.
+        rank: rank of this worker, one of ``ranks``.
+        parameters: this worker's parameters, by canonical name.
+        hidden: whether only this worker's shard is kept (ZeRO-3).
+        kept: this worker's elements of each parameter, if the full values do not exist any more; else None.
     """
-    # Where each parameter begins and ends in the unit, and where each rank's part does: the two cuts are independent.
+    # The cut by parameter (spans) and the cut by rank (bounds) are independent; both are in elements of the buffer.
     index, own = ranks.index(rank), tuple(parameters[name] for name in unit.parameters)
     elements = [parameter.numel() for parameter in own]
     bounds, spans = unit.part_bounds(elements, len(ranks)), tuple(pairwise((0, *accumulate(elements))))
@@ -124,13 +135,14 @@ def flat_buffer_of(
     for name, parameter, (begin, _) in zip(unit.parameters, own, spans, strict=True):
         flat.views.append((parameter, begin, parameter.shape))
         flat.optimizer_parts[name] = None
-        # Which elements of the parameter are in this rank's part; an owner has all of them, even where there are none.
+        # The parameter's elements in this rank's shard; an owner has all of them, even of an empty parameter.
         low, high = unit.part_range(name, elements, len(ranks), index)
         if high > low or (unit.owners and unit.owners[unit.parameters.index(name)] == index):
             at = begin + low - bounds[index][0]
             part = shard[at : at + high - low].view(parameter.shape if unit.owners else (high - low,))
             flat.optimizer_parts[name] = OptimizerPart(_parameter_like(parameter, part), low, high)
     if hidden:
+        # A slice would keep the memory of the full buffer alive.
         flat.store_shard(shard if kept is not None else shard.clone())
         flat.release_full()
     else:
@@ -143,17 +155,20 @@ def _parameter_like(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
 
 
 class Shards:
-    """What a worker holds in parts.
+    """All ZeRO shards of one worker; empty without ``sync.shard``.
 
     Args:
-        flats: the units, in the order in which they are summed.
-        hidden: only the parts of parameters are kept between uses (ZeRO-3).
-        counts: whether this worker's pieces count in sums over all workers.
-        transport: of the gathering of new values after an update, once a step.
-        gathers: transport of what is gathered during passes; None where parameters stay whole.
+        flats: flat buffers of this worker's units, in the order of reduction.
+        hidden: whether only shards of parameters are kept between uses (ZeRO-3).
+        counts: whether this worker's shards count in sums over all workers: one group of replicas does.
+        transport: transport of the all-gather after an update, once a step (ZeRO-1 and -2).
+        gathers: transport of the all-gathers during passes (ZeRO-3); None where parameters stay full.
 
     Attributes:
-        buffer_of: the unit of every parameter that has one.
+        flat_buffers: flat buffers of this worker's units, in the order of reduction.
+        keeps_only_shards: whether only shards of parameters are kept between uses (ZeRO-3).
+        is_counted: whether this worker's shards count in sums over all workers.
+        buffer_of: flat buffer of each sharded parameter, by its canonical name.
     """
 
     def __init__(
@@ -170,7 +185,7 @@ class Shards:
         self._constants: dict[str, Tensor] = {}
 
     def install_parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Let optimizers that were made of whole parameters have the pieces of this worker."""
+        """Replace full parameters by this worker's parts in optimizers that were built on full ones."""
         table = {
             parameter: flat.optimizer_parts[name]
             for flat in self.flat_buffers
@@ -180,7 +195,7 @@ class Shards:
             replace_parameters(optimizer, table)
 
     def updated_parameters(self, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """What this worker updates of parameters: pieces of those that are cut, others as they are."""
+        """Return what this worker's optimizer steps on: parts of sharded parameters, and unsharded ones."""
         found = dict[str, nn.Parameter]()
         for name, parameter in held.items():
             if name not in self.buffer_of:
@@ -190,20 +205,26 @@ class Shards:
         return found
 
     def constant_view(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """A detached alias of a parameter, which shows its value whenever the parameter does."""
+        """Return a detached alias of a parameter, which has its value whenever the parameter has."""
         if name not in self.buffer_of:
             return parameter.detach()
         if name not in self._constants:
+            # Registered as a view, so that attach_full and release_full move it with the parameter.
             self._constants[name], flat = parameter.detach(), self.buffer_of[name]
             begin, _ = flat.spans[flat.unit.parameters.index(name)]
             flat.views.append((self._constants[name], begin, parameter.shape))
         return self._constants[name]
 
     def gather_updated(self, names: Collection[str]) -> None:
-        """After an update of the pieces of these parameters: let all have the new values of all pieces."""
+        """All-gather the new values of parameters after an optimizer step; nothing to do in ZeRO-3.
+
+        Args:
+            names: canonical names of the parameters that the step's objective trains.
+        """
         if self.keeps_only_shards or self._transport is None:
             return
         under_way = deque[tuple[FlatBuffer, PendingTransfer]]()
+        # A few gathers ahead overlap with each other; waiting for the oldest bounds the memory.
         for flat in self.flat_buffers:
             if any(name in names for name in flat.unit.parameters):
                 under_way.append((flat, flat.start_all_gather(self._transport)))
@@ -214,7 +235,7 @@ class Shards:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """Context manager: all parameters are whole; a collective of all workers."""
+        """Context manager: all parameters are full; a collective of all workers."""
         if self.keeps_only_shards and self.gather_transport is not None:
             for flat in self.flat_buffers:
                 flat.attach_full(flat.start_all_gather(self.gather_transport).wait())
@@ -226,28 +247,33 @@ class Shards:
                     flat.release_full()
 
     def local_tensor(self, name: str, parameter: Tensor) -> Tensor | None:
-        """What this worker keeps of a parameter between steps; None for nothing of it."""
+        """Return what this worker keeps of a parameter between steps, or None for nothing of it."""
         if not self.keeps_only_shards or name not in self.buffer_of:
             return parameter
         piece = self.buffer_of[name].optimizer_parts[name]
         return None if piece is None else piece.parameter
 
     def shard_label(self, name: str) -> str:
-        """Which part of a parameter this worker keeps; equal parts have equal labels."""
+        """Return a label of the shard that this worker keeps, as ``"[shard 0 of 2]"``; equal shards, equal labels."""
         if not self.keeps_only_shards or name not in self.buffer_of:
             return ""
         flat = self.buffer_of[name]
         return f"[shard {flat.shard_index} of {len(flat.ranks)}]"
 
     def local_part(self, name: str, whole: Tensor) -> Tensor | None:
-        """This worker's piece of a tensor in a parameter's shape, a gradient say; None where it has none."""
+        """Return this worker's part of a tensor in a parameter's full shape, or None if it updates nothing of it.
+
+        Args:
+            name: canonical name of the parameter.
+            whole: a tensor of the parameter's shape, a gradient say.
+        """
         if name not in self.buffer_of:
             return whole
         piece = self.buffer_of[name].optimizer_parts[name]
         return None if piece is None else piece.slice_of(whole)
 
     def local_gradient(self, name: str, parameter: nn.Parameter) -> Tensor | None:
-        """What this worker has of a parameter's gradient, in its shape with zeros around; None for nothing of it."""
+        """Return this worker's part of a parameter's gradient, padded with zeros to its shape; None for none of it."""
         if name not in self.buffer_of:
             return parameter.grad
         piece = self.buffer_of[name].optimizer_parts[name]
@@ -260,6 +286,7 @@ class Shards:
 
 def _install_gathered(flat: FlatBuffer, pending: PendingTransfer) -> None:
     whole = pending.wait()
+    # The optimizer's parameters move into the gathered buffer: it replaces the old one, and the shard is a view of it.
     begin, end = flat.bounds[flat.shard_index]
     flat.attach_full(whole)
     flat.store_shard(whole[begin:end])

@@ -1,4 +1,4 @@
-"""Optimizer sharding: parts of parameters in an optimizer made of whole ones, and which optimizers allow that."""
+"""Optimizer-state sharding: replaces full parameters by parts in an optimizer, and finds optimizers that allow it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from polylane.errors import PolylaneError
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
-SIZE = 4  # of every dimension of the parameters on which an optimizer is tried
+SIZE = 4  # size of every dimension of the small parameters on which an optimizer is tried
 
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """What one worker updates of a parameter.
+    """The part of a parameter that one worker updates.
 
     Attributes:
-        parameter: what the optimizer has in the place of the whole one: elements ``begin`` to ``end`` of it in
-            row-major order, as a vector; or all of it in its own shape, where the optimizer must see that.
+        parameter: what the optimizer has instead of the full parameter: its elements ``begin`` to ``end`` as a vector,
+            or all of it in its own shape, if the optimizer depends on the shape.
+        begin: index of the first element, in row-major order.
+        end: index behind the last element, in row-major order.
     """
 
     parameter: nn.Parameter
@@ -29,18 +31,18 @@ class OptimizerPart:
     end: int
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """The same part of a tensor of the parameter's shape."""
+        """Return the same part of a tensor of the full parameter's shape, as a view if that is contiguous."""
         return whole.reshape(-1)[self.begin : self.end].view(self.parameter.shape)
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, pieces: Mapping[nn.Parameter, OptimizerPart | None]) -> None:
-    """Let an optimizer have pieces in the place of whole parameters, in the same groups with the same options.
+    """Replace full parameters by parts in an optimizer, in the same groups with the same options.
 
-    What it made for a whole parameter at once, in its shape, is cut alike.
+    States of the full shape, which the optimizer allocated in its constructor, are cut in the same way.
 
     Args:
-        optimizer: made of whole parameters.
-        pieces: by the whole parameter; None where this worker updates nothing of it.
+        optimizer: optimizer that was built on full parameters.
+        pieces: part of each full parameter; None where this worker updates nothing of it.
     """
     for group in optimizer.param_groups:
         kept = [i for i, p in enumerate(group["params"]) if pieces.get(p, p) is not None]
@@ -64,14 +66,18 @@ def _replacement_for(parameter: nn.Parameter, pieces: Mapping[nn.Parameter, Opti
 
 
 def find_unshardable(parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[Factory]) -> set[str]:
-    """Names of the parameters of which an optimizer must have all elements, in their shape, to update any of them.
+    """Return names of the parameters that an optimizer can only update as a whole, in their own shape.
 
     Scalars are among them: there is nothing to cut. Each optimizer is tried on small parameters of the same names and
-    numbers of dimensions, whole and in two pieces; one that asks for sums over all holders of parts
-    (``sum_over_holders``) takes parts by its own word. What cannot be tried is kept whole.
+    numbers of dimensions: full, and in two parts. One with an attribute ``sum_over_holders`` declares that it works on
+    parts. If a trial fails, the parameters are kept whole.
+
+    Args:
+        parameters: (name, parameter) of all parameters of the model and its losses.
+        optimizers: the user's optimizer factories, one for each objective.
 
     Raises:
-        PolylaneError: an optimizer's update of one parameter depends on others, so that no worker can do its share.
+        PolylaneError: an optimizer's update of one parameter depends on others, so that they cannot be distributed.
     """
     found = {name for name, parameter in parameters if parameter.dim() == 0}
     for factory in optimizers:
@@ -79,7 +85,7 @@ def find_unshardable(parameters: Sequence[tuple[str, nn.Parameter]], optimizers:
             different = _find_different(parameters, factory)
         except PolylaneError:
             raise
-        except Exception:  # whatever it may be that the user's own optimizer does not like about small parameters
+        except Exception:  # the user's own optimizer may fail on small parameters in any way
             different = {name for name, _ in parameters}
         found |= different
     return found
@@ -88,10 +94,13 @@ def find_unshardable(parameters: Sequence[tuple[str, nn.Parameter]], optimizers:
 def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Factory) -> set[str]:
     random = torch.Generator().manual_seed(0)
     values = {n: torch.randn([SIZE] * p.dim(), generator=random, dtype=torch.float64) for n, p in parameters}
+    # Two steps: the second one also depends on the optimizer's states.
     steps = [{n: torch.randn(v.shape, generator=random, dtype=torch.float64) for n, v in values.items()} for _ in "12"]
     if hasattr(factory(_make_small_values(values)), "sum_over_holders"):
         return set()
     different = set[str]()
+    # Three trials in float64: full; all parameters with the same number of dimensions cut into two uneven vectors; and,
+    # if any result differs, whole parameters, of which each of two workers has every other one.
     with torch.random.fork_rng(devices=[]):
         whole = _train_values(factory, values, steps, {})
         for dim in sorted({value.dim() for value in values.values()} - {0}):
@@ -100,7 +109,7 @@ def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Fac
                 first = _train_values(factory, values, steps, {n: (0, cut) for n, cut in cuts.items()})
                 second = _train_values(factory, values, steps, {n: (cut, SIZE**dim) for n, cut in cuts.items()})
                 different |= _find_unlike(whole, [first, second], cuts)
-            except Exception:  # it may not take vectors at all
+            except Exception:  # an optimizer may refuse vectors
                 different |= set(cuts)
         if different:
             nothing, every = (0, 0), {n: (0, v.numel()) for n, v in values.items()}
@@ -138,7 +147,15 @@ def _train_values(
     ends: Mapping[str, tuple[int, int]],
     flat: bool = True,
 ) -> dict[str, Tensor]:
-    """What an optimizer makes of parameters, or of pieces of them, which it has from begin to end."""
+    """Return the values of parameters, or of parts of them, after some steps of an optimizer.
+
+    Args:
+        factory: the user's optimizer factory.
+        values: initial values of all parameters, by name.
+        steps: gradients of each step, by name of the parameter.
+        ends: (begin, end) of the part of a parameter, by name; empty parts are left out; others are full.
+        flat: whether parts are vectors; else they have the parameter's shape.
+    """
     own = _make_small_values(values)
     optimizer, pieces = factory(own), dict[nn.Parameter, OptimizerPart | None]()
     given = {id(parameter) for _, parameter in own}

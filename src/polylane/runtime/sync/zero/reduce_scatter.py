@@ -1,8 +1,11 @@
-"""Gradient reduce-scatter in buckets, in the backward pass, over replicas of which each keeps a part (ZeRO).
+"""ZeRO gradient reduce-scatter in buckets, overlapped with the backward pass: each replica keeps its shard of the sum.
 
-ZeRO-1 sums once a step, in the last backward pass, and keeps whole gradients until then. ZeRO-2 and -3 sum in every
-backward pass and add up what they keep, so that no worker ever has all gradients at once: m microbatches take m
-reduce-scatters (m + 1 times n (p - 1) / p bytes a step with the gathering of n bytes of parameters over p replicas).
+    ZeRO      reduce-scatters of a bucket      kept between backward passes
+    1         one a step, in the last pass     full gradients
+    2, 3      one in every backward pass       the shard's sum over the passes so far
+
+So with ZeRO-2 and -3 no worker ever has all gradients; m microbatches take m reduce-scatters. ZeRO-2 sends m + 1 times
+n (p - 1) / p bytes a step, with the all-gather of n bytes of parameters over p replicas.
 """
 
 from __future__ import annotations
@@ -26,19 +29,19 @@ from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
 @dataclass
 class BucketShard:
-    """What one worker has of one bucket's sum.
+    """One worker's shard of one bucket's sum.
 
     Attributes:
-        bucket: a unit's gradients, or some of them.
-        flat_buffer: the unit whose parameters the bucket has.
-        cross_ranks: the ranks that sum the same part for shard groups of their own, with this one.
-        optional: those of the parameters that may get no gradient at all.
-        sizes: elements of each rank's part of the bucket.
-        parameters: the bucket's by name, in their order in the unit.
-        with_gradient: those of which this worker had a gradient in the step.
-        shard_sum: this worker's part of the sum over its shard group, as far as it has come in the step.
-        pending_cross_sum: its sum over ``crossing``, under way.
-        pending_flags: whether anybody had a gradient of each of ``optional``, under way.
+        bucket: gradients of a unit, or of some of its parameters.
+        flat_buffer: flat buffer of the unit with the bucket's parameters.
+        cross_ranks: ranks that sum the same shard in shard groups of their own, this one among them.
+        optional: names of the bucket's parameters that may get no gradient.
+        sizes: number of elements of each rank's shard of the bucket.
+        parameters: the bucket's parameters by name, in their order in the unit.
+        with_gradient: names of parameters that had a gradient on this worker in the step.
+        shard_sum: this worker's shard of the sum over its shard group and the passes so far; None before the first.
+        pending_cross_sum: pending all-reduce of ``shard_sum`` over ``cross_ranks``, or None.
+        pending_flags: pending sum over all ranks of whether each of ``optional`` has a gradient, or None.
     """
 
     bucket: GradientBucket
@@ -71,21 +74,21 @@ class _PendingBucketShard:
 
 
 class ReduceScatterer(AllReducer):
-    """Sums gradients so that every replica has its part of the sum.
+    """Reduce-scatters gradients so that every replica has its shard of the sum.
 
-    What not all replicas of a bucket cut in the same way (weights tied between stages with different numbers of
-    replicas) is summed whole, as without shards, and then cut.
+    A bucket that its ranks do not cut in the same way (weights tied between stages with different numbers of replicas)
+    is all-reduced, as without ZeRO, and cut afterwards.
 
     Args:
-        slices: the buckets that are cut, in the order of reduction.
-        others: buckets that are summed whole.
-        parameters: those of the buckets, as the model has them, by canonical name.
-        optional: parameters that may get no gradient at all in some step.
-        transport: between all training workers, with the shard groups among its groups.
-        shards: what this worker holds.
-        waits: of the action under way.
-        each_pass: sum after each backward pass, and keep nothing whole; else after the last.
-        used: is told of a unit whose gradients have left.
+        slices: buckets that are reduce-scattered, in the order of reduction.
+        others: buckets that are all-reduced, in the order of reduction.
+        parameters: the model's parameters of all buckets, by canonical name.
+        optional: names of parameters that may get no gradient in some step.
+        transport: connects all training workers; the shard groups are among its groups.
+        shards: ZeRO shards of this worker.
+        waits: counter to which time of the running action is added.
+        each_pass: reduce after each backward pass and keep no full gradients (ZeRO-2, -3); else after the last one.
+        used: called with a unit's flat buffer once its gradients have been sent.
     """
 
     def __init__(
@@ -120,15 +123,16 @@ class ReduceScatterer(AllReducer):
         self._is_last_pass = True
 
     def begin_backward(self) -> None:
-        """Before every backward pass."""
+        """Register the hooks of a backward pass that reduces; called before every backward pass."""
         if self._is_last_pass or self._each_pass:
             self._slice_launcher.begin(self._launch_shard)
 
     def end_backward(self) -> None:
-        """After every backward pass."""
+        """Launch what is left of a backward pass that reduces; called after every backward pass."""
         if not (self._is_last_pass or self._each_pass):
             return
         self._slice_launcher.end(self._launch_shard)
+        # Only the last pass of a step leaves reductions pending, for wait_bucket.
         if not self._is_last_pass:
             self._wait_in_flight(0)
         self._is_last_pass = False
@@ -144,7 +148,7 @@ class ReduceScatterer(AllReducer):
         )
         name = each.bucket.name
         each.with_gradient |= grads.keys()
-        grads.clear()  # with each_pass the last reference to the whole gradients but for the vector
+        grads.clear()  # with each_pass the vector must hold the last reference to the full gradients
         if self._each_pass:
             for parameter in each.parameters.values():
                 parameter.grad = None
@@ -155,6 +159,7 @@ class ReduceScatterer(AllReducer):
         self.bucket_bytes[name] += vector.nbytes
         flags = self._start_flag_sum(each, vector) if self._is_last_pass and each.optional else None
         self._in_flight.append(_PendingBucketShard(each, pending, flags, self._is_last_pass))
+        # One bucket in flight: while it is sent, the next one's gradients are computed, and at most two are in memory.
         del vector
         self._wait_in_flight(1)
 
@@ -166,7 +171,7 @@ class ReduceScatterer(AllReducer):
         return self._transport.all_reduce(had, each.bucket.ranks)
 
     def _wait_in_flight(self, most: int) -> None:
-        """Wait until no more than ``most`` buckets are under way, in the order in which they left."""
+        """Finish pending reductions in the order of their launch, until at most ``most`` are left."""
         start = time.perf_counter()
         while len(self._in_flight) > most:
             self._finish_reduce(self._in_flight.popleft())
@@ -180,14 +185,14 @@ class ReduceScatterer(AllReducer):
             return
         each.pending_flags = flight.flags
         if len(each.cross_ranks) > 1:
-            # Not waited for in a pass: where another stage sums too, its pass may wait for what this one sends.
+            # Not waited for inside the pass: another stage that takes part may itself wait for this pass's outputs.
             self.bucket_bytes[each.bucket.name] += each.shard_sum.nbytes
             each.pending_cross_sum = self._transport.all_reduce(each.shard_sum, each.cross_ranks)
         else:
             self._install_gradients(each)
 
     def _install_gradients(self, each: BucketShard) -> None:
-        """Let the pieces have their gradients."""
+        """Install the summed shard as gradients of the optimizer's parameters."""
         total = each.shard_sum if each.pending_cross_sum is None else each.pending_cross_sum.wait()
         assert total is not None
         at = 0
@@ -199,7 +204,7 @@ class ReduceScatterer(AllReducer):
             own, at = total[at : at + size].view(piece.parameter.shape), at + size
             if parameter.grad is None:
                 piece.parameter.grad = own
-            else:  # ZeRO-1: there is memory in the whole one
+            else:  # ZeRO-1: reuse the memory of the full gradient
                 parameter.grad = parameter.grad.contiguous()
                 piece.parameter.grad = piece.slice_of(parameter.grad).copy_(own)
         if each.pending_flags is not None:
@@ -208,7 +213,7 @@ class ReduceScatterer(AllReducer):
         each.with_gradient.clear()
 
     def _drop_gradients(self, each: BucketShard, flags: Tensor) -> None:
-        """Let parameters that nobody has a gradient of have none: the optimizer skips them."""
+        """Set gradients to None that no rank has, so that the optimizer skips these parameters."""
         for name, had in zip(each.optional, flags.tolist(), strict=True):
             piece = each.flat_buffer.optimizer_parts[name]
             if piece is not None and not had > 0:
@@ -221,6 +226,7 @@ class ReduceScatterer(AllReducer):
             started = super().wait_bucket(name)
             self._shard_gradients(name)
             return started
+        # Reductions complete in the order of launch: finish all up to this bucket.
         while any(flight.bucket_shard.bucket.name == name for flight in self._in_flight):
             self._finish_reduce(self._in_flight.popleft())
         for each in self._slices:

@@ -1,4 +1,4 @@
-"""ZeRO in one program: its gradient reducer, and what goes on around its forward and backward passes."""
+"""ZeRO hooks of one program: its gradient reducer, and the gathers around its forward and backward passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from polylane.runtime.transport.protocol import Transport
 
 @dataclass
 class ShardedStageHooks(StageHooks):
-    """Gathers parameters for a pass, where only parts are kept; sums gradients in the backward pass."""
+    """Gathers parameters for a pass (ZeRO-3), and reduces gradients in the backward pass."""
 
     reducer: ReduceScatterer
     gathered_passes: GatheredPasses | None
@@ -35,6 +35,7 @@ class ShardedStageHooks(StageHooks):
     @contextmanager
     def backward(self) -> Iterator[None]:
         with nullcontext() if self.gathered_passes is None else self.gathered_passes.backward():
+            # Inside the gathers: the reducer releases units whose gradients it has sent.
             self.reducer.begin_backward()
             yield
             self.reducer.end_backward()
@@ -42,12 +43,12 @@ class ShardedStageHooks(StageHooks):
 
 @dataclass(frozen=True)
 class ShardedProgram:
-    """How one program goes with parts.
+    """The ZeRO objects of one program.
 
     Attributes:
-        reducer: sums the gradients of its parameters.
-        hooks: goes around its passes.
-        gates: what its stage's code calls.
+        reducer: reduces the gradients of the program's parameters.
+        hooks: context managers around the program's passes.
+        gates: inserts gathers and releases into the graph of the program's stage.
     """
 
     reducer: AllReducer
@@ -64,19 +65,20 @@ def build_sharded_program(
     transport: Transport,
     waits: CollectiveWaits,
 ) -> ShardedProgram:
-    """What a program needs where replicas hold parts.
+    """Build the reducer and the hooks of a program whose parameters are sharded over replicas.
 
     Args:
-        program: of this worker, its buckets being units.
-        plan: how the training is split.
-        shards: what this worker holds.
-        held: the parameters of its buckets.
-        optional: those of them that may get no gradient at all.
-        transport: between all training workers.
-        waits: of the action under way, for what passes wait for.
+        program: program of this worker, with one bucket or more for each shard unit.
+        plan: the parallelization plan of the training.
+        shards: ZeRO shards of this worker.
+        held: the parameters of the program's buckets, by canonical name.
+        optional: names of parameters that may get no gradient in some step.
+        transport: connects all training workers; the shard groups are among its groups.
+        waits: counter to which time and bytes of the running action are added.
     """
     slices, others = list[BucketShard](), list[GradientBucket]()
     for bucket in program.buckets:
+        # A bucket is part of one unit: its first parameter tells which.
         flat = shards.buffer_of.get(bucket.parameters[0])
         crossing = None if flat is None else cross_shard_group(plan, program.rank, bucket.ranks)
         if flat is None or crossing is None:
@@ -106,4 +108,4 @@ def build_sharded_program(
 
 
 def _keep_unit(flat: FlatBuffer) -> None:
-    """A unit that stays whole."""
+    """Keep a unit full after its gradients have been sent (ZeRO-1 and -2)."""

@@ -1,4 +1,4 @@
-"""Shard units of ZeRO: which parameters are cut, summed and gathered together, and which ranks sum which part."""
+"""ZeRO shard units: which parameters are cut, reduced and gathered as one, and which ranks sum which shard."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from polylane.schedule.action import Action, ActionKind
 
 @dataclass(frozen=True)
 class ShardUnit:
-    """Parameters that are laid end to end and cut, summed and gathered as one.
+    """Parameters that are concatenated, and cut, reduced and gathered as one.
 
     Attributes:
-        name: that of the bucket that it was made of.
+        name: name of the unit, that of the bucket it was made of.
         parameters: canonical names, in their order in the unit.
-        owners: of each the index of the one replica that updates it, ascending, where the optimizer must see it whole;
-            empty: the unit is cut evenly, wherever parameters begin and end.
+        owners: for parameters that the optimizer can only update as a whole, the index in the shard group of the rank
+            that owns each, ascending; empty: the unit is cut evenly, regardless of where parameters begin.
     """
 
     name: str
@@ -29,11 +29,11 @@ class ShardUnit:
     owners: tuple[int, ...] = ()
 
     def part_bounds(self, elements: Sequence[int], ranks: int) -> tuple[tuple[int, int], ...]:
-        """Begin and end of each rank's part; even parts differ by at most one element.
+        """Return (begin, end) of each rank's shard in elements of the unit; even shards differ by at most one.
 
         Args:
             elements: number of elements of each parameter of the unit.
-            ranks: number of parts, one for each rank.
+            ranks: number of ranks in the shard group.
         """
         if self.owners:
             sizes = [sum(n for n, o in zip(elements, self.owners, strict=True) if o == rank) for rank in range(ranks)]
@@ -43,15 +43,26 @@ class ShardUnit:
         return tuple(pairwise((0, *accumulate(sizes))))
 
     def part_range(self, name: str, elements: Sequence[int], ranks: int, index: int) -> tuple[int, int]:
-        """Begin and end, in a parameter of the unit, of what a rank has of it; equal where that is nothing."""
+        """Return (begin, end) of a rank's elements of one parameter; equal if it has none.
+
+        Args:
+            name: canonical name of a parameter of the unit.
+            elements: number of elements of each parameter of the unit.
+            ranks: number of ranks in the shard group.
+            index: index of the rank in the shard group.
+        """
         position = self.parameters.index(name)
         start, (begin, end) = sum(elements[:position]), self.part_bounds(elements, ranks)[index]
+        # Both ends in the unit, clamped to the parameter's span; relative to its begin at the end.
         low = min(max(start, begin), start + elements[position])
         return low - start, max(low, min(start + elements[position], end)) - start
 
 
 def shard_group(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The ranks that hold one whole between them, by the index of their part: replicas of one place in the mesh."""
+    """Return the ranks over which a rank's parameters are sharded, by the index of their shard.
+
+    They are replicas with the same coordinates in the mesh: all of them, or ``sync.within`` consecutive ones.
+    """
     replicas = plan.ranks_along(rank, "data")
     size = plan.sync.within or len(replicas)
     first = replicas.index(rank) // size * size
@@ -59,10 +70,19 @@ def shard_group(plan: Plan, rank: int) -> tuple[int, ...]:
 
 
 def cross_shard_group(plan: Plan, rank: int, ranks: Collection[int]) -> tuple[int, ...] | None:
-    """Those of a bucket's ranks that sum the same part of it as ``rank`` does, each for its own shard group.
+    """Return those of a bucket's ranks that sum the same shard of it as ``rank``, each in its own shard group.
 
-    They are more than one where replicas are sharded in groups, where ranks along an operator axis each have a summand,
-    and where several stages hold the same weights. None where the bucket's ranks do not fall into groups of one size.
+    They are more than one if replicas are sharded in groups, if ranks along an operator axis have partial sums, or if
+    several stages hold the same weights. None if the bucket's ranks do not fall into shard groups of one size.
+
+        bucket's ranks        0    1    2    3        two shard groups: (0, 1) and (2, 3)
+        shard they sum        0    1    0    1        reduce-scatter inside a group
+        cross_shard_group     (0, 2) (1, 3)           all-reduce of each shard across groups
+
+    Args:
+        plan: the parallelization plan of the training.
+        rank: rank whose shard is summed, one of ``ranks``.
+        ranks: ranks that sum the bucket.
     """
     index, size, found = shard_group(plan, rank).index(rank), len(shard_group(plan, rank)), list[int]()
     for other in ranks:
@@ -75,7 +95,7 @@ def cross_shard_group(plan: Plan, rank: int, ranks: Collection[int]) -> tuple[in
 
 
 def all_shard_groups(plan: Plan, programs: Iterable[Sequence[Program]]) -> set[tuple[int, ...]]:
-    """All groups of ranks that sum, or hold, parts of something."""
+    """Return all shard groups and cross-shard groups, which the transport must declare."""
     if plan.sync.shard == "none":
         return set()
     found = {tuple(sorted(shard_group(plan, rank))) for rank in range(plan.workers)}
@@ -90,13 +110,13 @@ def build_units(
     parameters: Mapping[str, TensorInfo],
     whole: Collection[str],
 ) -> tuple[ShardUnit, ...]:
-    """The units of one rank; all who share in one find the same.
+    """Return the units of one rank; all ranks of a shard group find the same ones.
 
     Args:
-        plan: how the training is split.
-        programs: the rank's, by objective; what several objectives train is in the unit of the first.
-        parameters: of the model, by canonical name.
-        whole: those that their optimizer must see whole.
+        plan: the parallelization plan of the training.
+        programs: the rank's program of each objective; a parameter of several objectives is in the first one's unit.
+        parameters: shape and dtype of the model's parameters, by canonical name.
+        whole: names of parameters that their optimizer can only update as a whole.
     """
     found, seen, loads = list[ShardUnit](), set[str](), dict[tuple[int, ...], list[int]]()
     for objective, program in programs.items():
@@ -109,6 +129,7 @@ def build_units(
                 found.append(ShardUnit(label, cut))
             if kept := [name for name in names if name in whole]:
                 sizes = {name: parameters[name].bytes for name in sorted(kept)}
+                # Whole parameters cannot be cut evenly: give each to the rank with the fewest bytes so far.
                 owners = assign_longest_first(sizes, loads.setdefault(bucket.ranks, [0] * ranks))
                 order = sorted(kept, key=owners.__getitem__)
                 found.append(ShardUnit(f"{label}.whole", tuple(order), tuple(owners[name] for name in order)))
@@ -117,12 +138,12 @@ def build_units(
 
 @dataclass(frozen=True)
 class ShardUnits:
-    """The units of every rank, by rank; no ranks: nothing is cut."""
+    """The units of every rank, by rank; empty without ZeRO."""
 
     units: tuple[tuple[ShardUnit, ...], ...] = ()
 
     def regroup_buckets(self, programs: Sequence[Program]) -> tuple[Program, ...]:
-        """Programs with a bucket for every unit, so that what is summed together is what is cut together."""
+        """Return programs with buckets inside units, so that what is reduced as one is also cut as one."""
         if not self.units:
             return tuple(programs)
         return tuple(_regroup_buckets(program, self.units[program.rank]) for program in programs)
@@ -137,13 +158,13 @@ def build_all_units(
     parameters: Mapping[str, TensorInfo],
     whole: Collection[str],
 ) -> ShardUnits:
-    """What every rank holds parts of.
+    """Build the units of every rank.
 
     Args:
-        plan: how the training is split.
-        programs: of all ranks, by objective.
-        parameters: of the model, by canonical name.
-        whole: those that their optimizer must see whole.
+        plan: the parallelization plan of the training.
+        programs: the programs of all ranks, by objective.
+        parameters: shape and dtype of the model's parameters, by canonical name.
+        whole: names of parameters that their optimizer can only update as a whole.
     """
     lanes = ({name: each[rank] for name, each in programs.items()} for rank in range(plan.workers))
     return ShardUnits(tuple(build_units(plan, lane, parameters, whole) for lane in lanes))
@@ -154,15 +175,17 @@ def _regroup_buckets(program: Program, units: Sequence[ShardUnit]) -> Program:
     buckets, known = list[GradientBucket](), {name for unit in units for name in unit.parameters}
     for unit in units:
         alike: dict[tuple[tuple[int, ...], frozenset[int]], list[str]] = {}
-        # In the order of the buckets, not of the unit: that may be another one on stages with other replicas.
+        # Parameters of a unit may be summed over different ranks: one bucket for each set. In the order of the buckets,
+        # which is equal on all ranks; a unit's order may differ on stages with other numbers of replicas.
         for name in (name for name in of if name in unit.parameters):
             alike.setdefault((of[name].ranks, of[name].zero_contributors), []).append(name)
         for number, ((ranks, silent), names) in enumerate(alike.items()):
             label = unit.name if not number else f"{unit.name}.{number}"
             buckets.append(GradientBucket(label, ranks, tuple(names), silent))
-    for bucket in program.buckets:  # what no other graph had
+    for bucket in program.buckets:  # parameters in no unit
         if rest := tuple(name for name in bucket.parameters if name not in known):
             buckets.append(replace(bucket, name=f"more.{bucket.name}", parameters=rest))
+    # The REDUCE actions of the new buckets take the place of the old ones.
     reduces = [Action(ActionKind.REDUCE, program.stage, value=b.name) for b in buckets if len(b.ranks) > 1]
     first = next((i for i, a in enumerate(program.actions) if a.kind is ActionKind.REDUCE), len(program.actions) - 1)
     before = [a for a in program.actions[:first] if a.kind is not ActionKind.REDUCE]

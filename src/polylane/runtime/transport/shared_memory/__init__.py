@@ -1,1 +1,1 @@
-"""Shared memory between the workers of one host: messages, blocks, and sums over them."""
+"""Shared-memory transport between the workers of one host: messages, blocks, and sums over them."""

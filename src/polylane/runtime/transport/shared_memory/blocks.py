@@ -1,6 +1,9 @@
-"""Shared-memory allocator: blocks of files without a name, in which one worker writes and the others read.
+"""Shared-memory allocator: blocks in unnamed files (memfd), which one worker writes and the others read.
 
-A file that has no name is gone with the last process that holds it, whatever the death; no other user can open it.
+An unnamed file disappears with the last process that has it open, however that ends; no other user can open it.
+
+    arena 0, 8 MiB                           arena 1, 8 MiB               arena 2, 16 MiB      ...
+    | block 0 | block 1 |  block 2  | ...    | block 7 | ...              each as large as all before it
 """
 
 from __future__ import annotations
@@ -13,20 +16,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-ARENA = 8 << 20  # bytes of the first file; each further one is as large as all before it
-SMALLEST = 4 << 10
-PRESSED = 0.5  # of the bound: from here on readers are asked to let go of what they have read at once
+ARENA = 8 << 20  # bytes of the first arena; each further one is as large as all before it
+SMALLEST = 4 << 10  # bytes of the smallest block, one page
+PRESSED = 0.5  # fraction of the bound in use, above which readers are asked to answer at once
 
 
 @dataclass(slots=True)
 class SharedFile:
-    """A shared file, of which all blocks of one worker are parts.
+    """A shared file ("arena"), from which one worker carves its blocks.
 
     Attributes:
-        number: its name among those of its owner.
-        descriptor: of the file, to be handed to peers; -1 at a reader, which needs none.
+        number: number of the file among those of its owner.
+        descriptor: file descriptor, sent to peers; -1 at a reader, which needs none.
         map: the file's memory in this process.
-        known_peers: the peers that have it.
+        known_peers: ranks of the peers that have received the descriptor.
     """
 
     number: int
@@ -35,20 +38,20 @@ class SharedFile:
     known_peers: set[int] = field(default_factory=set)
 
     def view(self, offset: int, dtype: torch.dtype, elements: int) -> Tensor:
-        """A tensor of one dimension over one or more elements; its storage ends where it does."""
+        """Return a vector over one or more elements from a byte offset; its storage ends with it."""
         return torch.frombuffer(self.map, dtype=dtype, count=elements, offset=offset)
 
 
 @dataclass(slots=True)
 class SharedBlock:
-    """A part of an arena, in the hands of one message at a time.
+    """A part of an arena, which belongs to one message at a time.
 
     Attributes:
-        number: its name among those of its owner.
-        arena: the file that it is a part of.
-        offset: of its first byte in the arena.
-        size: in bytes, a power of two.
-        readers: answers to come before it is free again.
+        number: number of the block among those of its owner.
+        arena: shared file that the block is a part of.
+        offset: position of its first byte in the arena.
+        size: size in bytes, a power of two.
+        readers: number of answers until the block is free again.
     """
 
     number: int
@@ -58,45 +61,50 @@ class SharedBlock:
     readers: int = 0
 
     def view(self, dtype: torch.dtype, elements: int, first: int = 0) -> Tensor:
-        """A tensor of one dimension over its elements from ``first`` on."""
+        """Return a vector over the block's elements from ``first`` on."""
         return self.arena.view(self.offset + first * dtype.itemsize, dtype, elements)
 
 
 class SharedBlocks:
-    """A worker's own blocks: taken for a message, free again once all its readers have answered.
+    """A worker's own blocks: acquired for a message, free again once all readers have answered.
 
-    Sizes are powers of two, so that blocks are found again; pages that nobody touched take no memory. What has been
-    touched is kept, because fresh pages cost more than the copy (64 MB: 42 ms, and 7 ms when warm). So a worker keeps
-    room for all that it ever had under way at once: of 48 MiB of gradients that it sums in a step, 48 MiB.
+    Sizes are powers of two, so that freed blocks fit later messages; untouched pages take no memory. Touched pages are
+    kept, because fresh ones cost more than the copy (64 MB: 42 ms, but 7 ms when warm). So a worker keeps memory for
+    all messages that it ever had pending at once: for 48 MiB of gradients that it sums in a step, 48 MiB.
 
     Args:
-        bound: bytes in use from which on a new block waits for an old one.
+        bound: bytes in use above which no new block is carved.
+
+    Attributes:
+        max_bytes: bytes in use above which no new block is carved.
+        bytes_used: bytes of blocks with readers that have not answered yet.
     """
 
     def __init__(self, bound: int) -> None:
         self.max_bytes = bound
-        self.bytes_used = 0  # bytes of messages that somebody has still to read
+        self.bytes_used = 0
         self._all: list[SharedBlock] = []
-        self._free: dict[int, list[SharedBlock]] = {}
+        self._free: dict[int, list[SharedBlock]] = {}  # by size; the last one freed is warmest
         self._arena: SharedFile | None = None
-        self._filled = 0
+        self._filled = 0  # bytes of the latest arena that are carved into blocks
         self._arenas: list[SharedFile] = []
 
     @property
     def is_short(self) -> bool:
-        """Whether so much is in use that readers should let go of it at once."""
+        """Whether so much is in use that readers should answer at once."""
         return self.bytes_used > PRESSED * self.max_bytes
 
     def acquire_block(self, nbytes: int, readers: int, fresh: bool = True) -> SharedBlock | None:
-        """A block for a message; None where too much is in use.
+        """Return a block for a message, or None if too much is in use.
 
         Args:
-            nbytes: bytes of the message's values.
-            readers: how many answers free it again.
-            fresh: make a new one where no old one is free; otherwise there is none.
+            nbytes: number of bytes of the message's values.
+            readers: number of answers that free the block again.
+            fresh: whether a new block may be carved if no old one of the size is free.
         """
         size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
         free = self._free.setdefault(size, [])
+        # A message larger than the bound still gets a block, once nothing else is in use.
         if not free and (not fresh or (self.bytes_used and self.bytes_used + size > self.max_bytes)):
             return None
         block = free.pop() if free else self._carve_block(size)
@@ -105,7 +113,7 @@ class SharedBlocks:
         return block
 
     def release_block(self, number: int, times: int = 1) -> None:
-        """A reader has answered ``times`` times for the block of this number."""
+        """Count ``times`` answers for the block of this number, which is free after the last one."""
         block = self._all[number]
         block.readers -= times
         if block.readers == 0:
@@ -113,7 +121,7 @@ class SharedBlocks:
             self._free[block.size].append(block)
 
     def close(self) -> None:
-        """Close the files; memory that is still seen by tensors is released with these."""
+        """Close the files; memory under tensors that are still alive is released with them."""
         for arena in self._arenas:
             os.close(arena.descriptor)
         self._arenas.clear()
@@ -135,7 +143,7 @@ def _create_arena(number: int, size: int) -> SharedFile:
         descriptor = os.memfd_create("polylane", os.MFD_CLOEXEC)
         os.fchmod(descriptor, 0o600)
     else:
-        with tempfile.TemporaryFile() as file:  # made for this user alone, and without a name
+        with tempfile.TemporaryFile() as file:  # mode 0600, unlinked at once
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, size)
     memory = mmap.mmap(descriptor, size)
@@ -143,9 +151,9 @@ def _create_arena(number: int, size: int) -> SharedFile:
 
 
 def open_arena(number: int, descriptor: int) -> SharedFile:
-    """A peer's arena, by the file that came from it; takes the descriptor."""
+    """Map a peer's arena from a received file descriptor, which is closed."""
     try:
-        # Writable, as the tensors over it are; a reader writes to none before its owner has given it up.
+        # Mapped writable, as tensors are: a received tensor is its receiver's until its block is answered.
         memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
@@ -153,5 +161,5 @@ def open_arena(number: int, descriptor: int) -> SharedFile:
 
 
 def max_block_bytes(workers: int) -> int:
-    """Bytes that each of ``workers`` workers of this host may have in use: together half of its memory."""
+    """Return the bytes that each of ``workers`` workers of this host may have in use: half of its memory in total."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 * workers)

@@ -1,26 +1,26 @@
 """Per-process event loop over the Unix sockets to the other local ranks, for all transports of the process.
 
-The states of a message from W to R, and of the block of W that holds its values where these are longer than INLINE:
+States of a message from W to R, and of W's block with its values (only for more than INLINE bytes):
 
-    state      at W                                at R                                       block of W
-    -------    --------------------------------    ---------------------------------------    --------------------
-    posted     post, tell or show was called       -                                          in use, values written
-    queued     Link has no room in its socket      -                                          in use
-    sent       in the kernel                       in the kernel                              in use
-    arrived    -                                   in link.inbox, by key; expect's call made  in use
-    taken      -                                   taken out by take; values are read         in use
-    kept       -                                   a large one is a tensor of its receiver    in use while that lives
-    owed       -                                   read; in _owed until the next answer       in use
-    answered   an ANSWERS message has come         -                                          free, after all readers
+    state         at W                               at R                                           block of W
+    ----------    -------------------------------    -------------------------------------------    -------------------
+    posted        send_values, send_block called     -                                              in use, written
+    queued        SocketLink's socket is full        -                                              in use
+    sent          in the kernel                      in the kernel                                  in use
+    arrived       -                                  in link.inbox by key; callback called          in use
+    received      -                                  out of the inbox; values are being read        in use
+    kept          -                                  from KEPT bytes: a tensor over the block       in use
+    unanswered    -                                  read; in _unanswered until the next ANSWERS    in use
+    answered      ANSWERS message has arrived        -                                              free after the last
 
-The kernel orders the memory of two workers: values are written before the message that names them is sent, and read
-after it has arrived; a block is written again only after all its readers have answered.
+The kernel orders the memory accesses of two workers: values are written before the message that names them is sent, and
+read after it has arrived; a block is written again only after all its readers have answered.
 
-Nothing runs in the background: a thread that waits handles whatever arrives, so that waits may come in any order.
+There is no background thread: a thread that waits handles whatever arrives, so that waits may be in any order.
 
-    threads that wait    what they do
-    the first            looks at its link for SPIN_SECONDS, then sleeps in the kernel; handles what arrives
-    the others           sleep on _changed, and look again whenever the first has woken up
+    waiting thread    what it does
+    first             polls its link for SPIN_SECONDS, then sleeps in epoll; handles all messages that arrive
+    others            sleep on _changed, and check their condition whenever the first one has woken up
 """
 
 from __future__ import annotations
@@ -54,29 +54,35 @@ from polylane.runtime.transport.shared_memory.message import (
 )
 from polylane.runtime.transport.shared_memory.socket_link import Buffer, SocketLink, allocate_read_buffer
 
-SPIN_SECONDS = 50e-6  # to look for an answer before sleeping, where every worker has a core to itself
-ANSWERS_HELD = 8  # small blocks that are answered for together
-ANSWERED_AT_ONCE = 256 << 10  # bytes of a block from which on it is answered for by itself
-KEPT = 256 << 10  # bytes from which on a received tensor stays where it came, instead of being copied
+SPIN_SECONDS = 50e-6  # polling time before sleeping, if every worker has a core of its own
+ANSWERS_HELD = 8  # number of small blocks that are answered in one message
+ANSWERED_AT_ONCE = 256 << 10  # bytes of a block from which on it is answered at once, by itself
+KEPT = 256 << 10  # bytes from which on a received tensor stays in the sender's block instead of being copied
 
 
 class Awaited(Protocol):
-    """What somebody waits for, to be told if it does not come."""
+    """An operation that waits for messages, and can describe that in an error."""
 
     def describe_wait(self) -> str:
-        """As ``"receiving torch.float32 (3, 4)"``."""
+        """Return what is waited for, as ``"receiving torch.float32 (3, 4)"``."""
         ...
 
 
 class MessageHub:
-    """See the module.
+    """Sends, receives and waits for messages of all other workers of this host; see the module.
 
     Args:
-        rank: of this worker in its world.
+        rank: rank of this worker in its world.
         connections: a connected socket for every peer on this host, by rank.
-        bound: bytes of blocks in use from which on a send waits for its readers.
-        timeout: seconds after which a peer that lives but does not answer counts as lost.
-        spins: whether every worker of the host has a core to itself, so that waits may look before they sleep.
+        bound: bytes of blocks in use above which a send waits for readers.
+        timeout: seconds after which a peer that is alive but does not answer counts as lost.
+        spins: whether every worker of the host has a core of its own, so that waits may poll before they sleep.
+
+    Attributes:
+        rank: rank of this worker in its world.
+        is_closed: whether the last transport has closed the connections.
+        lock: guards all state of the hub; released while a thread sleeps in the kernel.
+        links: socket link to every peer on this host, by rank.
     """
 
     def __init__(
@@ -84,39 +90,39 @@ class MessageHub:
     ) -> None:
         self.rank = rank
         self.is_closed = False
-        self.lock = threading.Lock()  # over all that follows; never held in the kernel
+        self.lock = threading.Lock()  # over all that follows; never held while a thread sleeps
         self._blocks = SharedBlocks(bound)
         self.links = {peer: SocketLink(peer, each, self._blocks.release_block) for peer, each in connections.items()}
         self._timeout, self._spin = timeout, SPIN_SECONDS if spins else 0.0
         self._buffer = allocate_read_buffer()
-        self._unanswered: deque[tuple[int, int]] = deque()  # (peer, block): read, and not answered for yet
-        self._answers_due = False  # an answer must go out at the next chance: a peer may wait for the memory
+        self._unanswered: deque[tuple[int, int]] = deque()  # (peer, block): read, but not answered yet
+        self._answers_due = False  # send answers at the next chance: a peer may be waiting for the memory
         self._changed = threading.Condition(self.lock)
-        self._is_polling = False  # some thread is in the kernel, and handles what comes
-        self._listening = 0  # threads that wait for _changed
+        self._is_polling = False  # a thread sleeps in epoll, and will handle all that arrives
+        self._listening = 0  # number of threads that wait for _changed
         self._users, self._users_ever = 0, 0
         self._poll = select.epoll()
         self._by_descriptor = {link.socket.fileno(): link for link in self.links.values()}
-        # What the kernel wakes this worker for, by descriptor: EPOLLOUT only while a queue is not empty.
+        # Registered events by descriptor; EPOLLOUT only for links with a queue: sockets almost always have room.
         self._polled_events = dict.fromkeys(self._by_descriptor, select.EPOLLIN)
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.EPOLLIN)
-        # With the last transport, or with the last that uses it in any way where nobody closes them.
+        # Called by the last transport's close, or when the hub is freed because nobody closed them.
         sockets = [link.socket for link in self.links.values()]
         self._release = weakref.finalize(self, _close_all, self._poll, sockets, self._blocks)
-        # A process forked from this one must not hold its sockets: nobody would see that this one has died.
+        # A forked child must not keep the sockets open: peers would not notice that this process has died.
         os.register_at_fork(after_in_child=self._release)
 
     # ---------------------------------------------------------------------------------------------------- who uses it
 
     def add_user(self) -> int:
-        """One more transport uses the hub; its number, the same at all ranks, which make them in the same order."""
+        """Register a transport, and return its number: the same at all ranks, which make them in the same order."""
         self._users += 1
         self._users_ever += 1
         return self._users_ever - 1
 
     def remove_user(self) -> None:
-        """A transport is done: all that is queued goes out first, and the last transport closes the hub."""
+        """Unregister a transport: wait until queued messages are sent; the last transport closes the hub."""
         with self.lock:
             self._send_answers()
             self._handle_until(
@@ -127,13 +133,21 @@ class MessageHub:
                 self.is_closed = True
                 self._release()
 
-    # --------------------------------------------------------------------------------------------------------- telling
+    # ---------------------------------------------------------------------------------------------------------- sending
 
     def send_values(self, peers: Sequence[int], key: int, description: bytes, values: Tensor) -> int:
-        """Give the values of a contiguous tensor to peers; they may be overwritten at once. Returns bytes of headers.
+        """Send the values of a contiguous tensor to peers, and return the number of bytes of headers.
+
+        The values are copied: they may be overwritten at once.
+
+        Args:
+            peers: ranks that receive the same values.
+            key: key of the message, by which receivers match it.
+            description: operation, dtype and shape, see :func:`.message.encode_description`.
+            values: contiguous tensor on the CPU.
 
         Raises:
-            PeerLost: a peer is known to be gone.
+            PeerLost: a peer has closed its connection.
         """
         with self.lock:
             if self._answers_due:
@@ -145,10 +159,10 @@ class MessageHub:
             return self.send_block(peers, key, description, block, 0, values.nbytes)
 
     def acquire_block(self, nbytes: int, readers: int) -> SharedBlock:
-        """A block of this worker's own, under the lock; waits where too many are in use."""
+        """Return an own block, waiting if too much is in use; the caller has the lock."""
         found = self._blocks.acquire_block(nbytes, readers, fresh=False)
         if found is None:
-            self._read_all()  # an old block is warm: perhaps its last reader has answered by now
+            self._read_all()  # prefer a used block, whose pages are warm: its last answer may have arrived by now
             found = self._blocks.acquire_block(nbytes, readers)
         if found is None:
             blocks = list[SharedBlock]()
@@ -165,7 +179,7 @@ class MessageHub:
         return found
 
     def send_inline(self, peers: Iterable[int], key: int, description: bytes, values: Buffer) -> int:
-        """Send values inside a message to each peer, under the lock."""
+        """Send values inside a message to each peer; the caller has the lock. Returns bytes of headers."""
         head = HEADER.pack(key, WITHIN, len(description), *NO_BLOCK, len(values)) + description
         headers = 0
         for peer in peers:
@@ -178,7 +192,10 @@ class MessageHub:
     def send_block(
         self, peers: Iterable[int], key: int, description: bytes, block: SharedBlock, offset: int, nbytes: int
     ) -> int:
-        """Tell each peer where in a block its values are, under the lock."""
+        """Send each peer the position of its values, which are written in a block already.
+
+        The caller has the lock. ``offset`` is in bytes from the begin of the block. Returns bytes of headers.
+        """
         kind = IN_BLOCK | PRESSED if self._blocks.is_short else IN_BLOCK
         arena = block.arena
         head = HEADER.pack(key, kind, len(description), arena.number, block.number, block.offset + offset, nbytes)
@@ -186,6 +203,7 @@ class MessageHub:
         headers = 0
         for peer in peers:
             link = self.links[peer]
+            # The arena's descriptor goes with the first message that refers to it.
             link.send_message((head,), None if peer in arena.known_peers else arena)
             arena.known_peers.add(peer)
             headers += len(head)
@@ -197,10 +215,13 @@ class MessageHub:
         if link.deaf is not None:
             raise PeerLost(link.peer, f"taking part in {format_description(description)}", link.deaf)
 
-    # ----------------------------------------------------------------------------------------------------- being told
+    # -------------------------------------------------------------------------------------------------------- receiving
 
     def call_when_received(self, peer: int, key: int, call: Callable[[], None]) -> None:
-        """Call once when a message has come, or now if it has: under the lock, both this and the call."""
+        """Call a function once when a message has arrived, or now if it has; the lock is held for this and the call.
+
+        The call runs in the thread that reads the message, so it must not wait.
+        """
         link = self.links[peer]
         if key in link.inbox:
             call()
@@ -208,10 +229,10 @@ class MessageHub:
             link.expected[key] = call
 
     def receive_message(self, peer: int, key: int, what: Awaited) -> Message:
-        """Wait for a message and take it.
+        """Wait for a message of a peer, and take it out of the inbox; ``what`` describes the wait in errors.
 
         Raises:
-            PeerLost: the peer is gone, or did not answer in time.
+            PeerLost: the peer has closed its connection, or did not send in time.
         """
         link = self.links[peer]
         with self.lock:
@@ -224,7 +245,7 @@ class MessageHub:
             return message
 
     def peek_message(self, peer: int, key: int, what: Awaited) -> Message:
-        """Wait for a message and leave it; raises as :meth:`take` does."""
+        """Wait for a message, and leave it in the inbox; raises as :meth:`receive_message`."""
         link = self.links[peer]
         with self.lock:
             if key not in link.inbox:
@@ -232,13 +253,13 @@ class MessageHub:
             return link.inbox[key]
 
     def wait_until(self, peer: int, ready: Callable[[], bool], what: Awaited) -> None:
-        """Wait for what a peer's messages bring about; raises as :meth:`take` does."""
+        """Wait for a condition that a peer's messages bring about; raises as :meth:`receive_message`."""
         with self.lock:
             if not ready():
                 self._wait_for(self.links[peer], ready, what)
 
     def _wait_for(self, link: SocketLink, ready: Callable[[], bool], what: Awaited) -> None:
-        # Most answers come within microseconds, before a thread could fall asleep and be woken again.
+        # Most messages arrive within microseconds, faster than a thread can fall asleep and be woken up.
         if not self._is_polling:
             end = time.perf_counter() + self._spin
             while True:
@@ -247,21 +268,21 @@ class MessageHub:
                         return
                 if link.gone is not None or time.perf_counter() >= end:
                     break
-                os.sched_yield()  # the peer may be on this very core: without, a round takes 70 us instead of 17
+                os.sched_yield()  # the peer may need this core: without, a round trip takes 70 us instead of 17
         self._handle_until(ready, link, what)
 
     def _handle_until(self, ready: Callable[[], bool], link: SocketLink | None, what: Awaited | str) -> None:
-        """Handle what comes until something is so, which a peer must bring about, or anybody."""
+        """Handle messages until a condition holds, which the link's peer must bring about (None: any peer may)."""
         deadline = time.monotonic() + self._timeout
         while not ready():
             left = deadline - time.monotonic()
-            # What one peer must bring about fails with that peer; what anybody may, only once all others are gone.
+            # A condition that one peer must bring about fails with that peer; otherwise once all others are lost.
             gone = self._why_all_gone() if link is None else link.gone
             if gone is not None or left <= 0:
                 doing = what if isinstance(what, str) else what.describe_wait()
                 raise PeerLost(None if link is None else link.peer, doing, gone or f"no answer in {self._timeout:g} s")
             if self._is_polling:
-                self._update_polling()  # for who sleeps: what is owed, and what has been queued since
+                self._update_polling()  # epoll sleeps in another thread: send answers, and watch queues filled since
                 self._listening += 1
                 self._changed.wait(left)
                 self._listening -= 1
@@ -272,7 +293,7 @@ class MessageHub:
         return None if any(link.gone is None for link in self.links.values()) else "all others have left"
 
     def _poll_sockets(self, seconds: float) -> None:
-        """Give up the lock and the core until something comes, and handle that."""
+        """Sleep in epoll without the lock until something arrives, and handle it with the lock."""
         self._update_polling()
         self._is_polling = True
         self.lock.release()
@@ -292,13 +313,13 @@ class MessageHub:
                     pass
 
     def _update_polling(self) -> None:
-        """Have the kernel wake this worker for what there is to read, and for room where something waits for it."""
+        """Send due answers, and set the events for which epoll wakes up: input, and room for queued messages."""
         self._answer_if_due()
         for descriptor, link in self._by_descriptor.items():
             self._wake_for(descriptor, link)
 
     def _wake_for_room(self, link: SocketLink) -> None:
-        """Where another thread sleeps already, it is to send what there was no room for."""
+        """Make a thread that sleeps in epoll already wake up for room to send this link's queue."""
         if link.has_queued and self._is_polling:
             self._wake_for(link.socket.fileno(), link)
 
@@ -312,29 +333,31 @@ class MessageHub:
                 self._poll.unregister(descriptor)
 
     def _read_all(self) -> None:
-        """Handle all that has come, without waiting."""
+        """Handle all messages that have arrived, without waiting."""
+        # Only one thread reads the sockets at a time: the one in epoll will do it.
         if not self._is_polling:
             for link in self.links.values():
                 while link.read_message(self._buffer):
                     pass
 
-    # ---------------------------------------------------------------------------------------------------- what was read
+    # ------------------------------------------------------------------------------------------------------ read blocks
 
     def tensor_of(self, message: Message, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """A new tensor of a message's values: over the sender's block, or a copy where that costs less."""
+        """Return a message's values as a new tensor: over the sender's block, or a copy if that is cheaper."""
         if message.arena is None:
             return message.as_tensor(dtype).view(shape)
         if message.nbytes < KEPT or message.is_sender_short:
             copy = message.as_tensor(dtype).clone().view(shape)
             self.release_messages(message)
             return copy
+        # A numpy array as the owner of the memory: a finalizer needs an object that all tensors over it keep alive.
         held = np.frombuffer(message.arena.map, np.uint8, message.nbytes, message.offset)
-        # Answered for once the last tensor over this memory is gone.
+        # The block is answered once the last tensor over this memory is freed.
         weakref.finalize(held, _note_released, weakref.ref(self), message.peer, message.block).atexit = False
         return torch.from_numpy(held).view(dtype).view(shape)
 
     def release_messages(self, *messages: Message) -> None:
-        """The values of messages have been read: their blocks are their owners' again."""
+        """Release the blocks of messages whose values have been read, to be answered soon."""
         owed = [message for message in messages if message.arena is not None]
         for message in owed:
             self._unanswered.append((message.peer, message.block))
@@ -344,7 +367,7 @@ class MessageHub:
                 self._answer_if_due()
 
     def note_released(self, peer: int, block: int) -> None:
-        """A kept tensor is gone. Called from anywhere, in the middle of anything: it is only noted."""
+        """Note that a kept tensor was freed; called by the garbage collector at any point, so it takes no lock."""
         self._unanswered.append((peer, block))
         self._answers_due = True
 
@@ -353,7 +376,7 @@ class MessageHub:
             self._send_answers()
 
     def _send_answers(self) -> None:
-        """Send each peer the numbers of its blocks that were read here since the last answer, in one message."""
+        """Send each peer one message with the numbers of its blocks that were read here since the last one."""
         self._answers_due = False
         by_peer: dict[int, list[int]] = {}
         while self._unanswered:

@@ -5,7 +5,8 @@
     IN_BLOCK    kind, dtype, shape    nothing: the values are in the shared block that the header names
     ANSWERS     none                  numbers of the receiver's blocks that the sender has read
 
-The description is what both ends must agree on; a message that says other than its receiver expects is an error there.
+Description and header say what the sender does: a message whose description differs from what its receiver expects is
+an error there, which names both operations.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from polylane.runtime.transport.shared_memory.blocks import SharedFile
 
-INLINE = 64 << 10  # bytes that travel inside their message; what is longer is in a block
-LONGEST = INLINE + 4096  # bytes of a message, with its header and the shape of a tensor of 64 dimensions
+INLINE = 64 << 10  # largest values in bytes that are sent inside their message; larger ones are in a block
+LONGEST = INLINE + 4096  # bytes of the longest message, with its header and the shape of a tensor of 64 dimensions
 
-# Of every message: the key; what follows; bytes of the description; arena and block; offset there; bytes of the values.
+# Header: key; kind; bytes of the description; numbers of arena and block; offset in the arena; bytes of the values.
 HEADER = struct.Struct("=QHHIIQQ")
-WITHIN, IN_BLOCK, ANSWERS = 0, 1, 2  # what follows: values; nothing, they are in the block; blocks that have been read
-PRESSED = 4  # added to IN_BLOCK: the sender is short of memory
+WITHIN, IN_BLOCK, ANSWERS = 0, 1, 2  # kinds, see the module
+PRESSED = 4  # flag, added to IN_BLOCK: the sender is short of memory, so the receiver answers at once
 NO_BLOCK = (0, 0, 0)
 
 SEND, SUM, GATHER, SCATTER, BROADCAST, EXCHANGE, OBJECT = range(7)
@@ -40,22 +41,24 @@ _NAMES = (
     "exchange of objects",
 )
 
-# The same list in every worker: all run the same torch.
+# A dtype is sent as its index in this list, which is equal at all workers: they run the same torch.
 _DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 @dataclass(slots=True)
 class Message:
-    """Values that came from a peer.
+    """A message with values from a peer.
 
     Attributes:
-        peer: rank of the worker that sent them.
-        description: what the peer does, packed; see :func:`encode_description`.
-        nbytes: bytes of the values.
-        values: themselves, or None where they are in a block.
-        arena, block, offset: where; the block's number is for the answer.
-        is_sender_short: the sender is short of memory.
+        peer: rank of the worker that sent it.
+        description: encoded operation, dtype and shape; see :func:`encode_description`.
+        nbytes: number of bytes of the values.
+        values: the values inside the message, or None if they are in a block.
+        arena: the sender's file that has the values, or None.
+        block: number of the sender's block, for the answer.
+        offset: position of the first byte of the values in the arena.
+        is_sender_short: whether the sender is short of memory and wants its block back soon.
     """
 
     peer: int
@@ -68,14 +71,14 @@ class Message:
     is_sender_short: bool = False
 
     def as_tensor(self, dtype: torch.dtype) -> Tensor:
-        """The values as a vector over the message or the block; invalid once the block has been answered for."""
+        """Return the values as a vector over the message or the block; invalid once the block was answered."""
         if self.values is not None:
             return torch.frombuffer(self.values, dtype=dtype)
         assert self.arena is not None
         return self.arena.view(self.offset, dtype, self.nbytes // dtype.itemsize)
 
     def as_bytes(self) -> bytes | bytearray:
-        """The values as bytes."""
+        """Return the values as bytes; those in a block are copied."""
         if self.values is not None:
             return self.values
         assert self.arena is not None
@@ -84,18 +87,18 @@ class Message:
 
 @functools.lru_cache(maxsize=4096)
 def encode_description(kind: int, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """What both ends must agree on: what is being done, with which dtype, and which shape."""
+    """Encode operation, dtype and shape, which must be equal at both ends of a message."""
     return struct.pack(f"=BB{len(shape)}Q", kind, _CODES[dtype], *shape)
 
 
 def format_description(description: bytes) -> str:
-    """A description in words, as ``"send of torch.float32 (3, 4)"``."""
+    """Return a description in words, as ``"send of torch.float32 (3, 4)"``."""
     kind, code, *shape = struct.unpack(f"=BB{(len(description) - 2) // 8}Q", description)
     return f"{_NAMES[kind]} of {_DTYPES[code]} {tuple(shape)}"
 
 
 def mismatch_error(rank: int, expected: bytes, message: Message) -> ValueError:
-    """The error for a message that says other than this rank."""
+    """Return the error for a message whose description differs from what this rank expects."""
     there, here = format_description(message.description), format_description(expected)
     if expected[0] == message.description[0] == SEND:
         there, here = there.removeprefix("send of "), here.removeprefix("send of ")
@@ -104,5 +107,5 @@ def mismatch_error(rank: int, expected: bytes, message: Message) -> ValueError:
 
 
 def memory_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """The bytes of a contiguous tensor of any dtype, where they are: for as long as the tensor lives."""
+    """Return the memory of a contiguous tensor of any dtype as bytes, valid as long as the tensor lives."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -1,7 +1,7 @@
-"""Pending operations over shared memory: what is left to do until they are done.
+"""Pending operations over shared memory: waiting for the messages of other ranks, and reading them.
 
-Every operation has put its own values where the others find them before it becomes one of these: what is left is to
-wait for the others' and to read them. Only large sums have steps in between, see :mod:`.sums`.
+An operation has already sent its own values when it becomes one of these, so its wait depends on other ranks only.
+Large sums have further steps in between, see :mod:`.reduce`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from polylane.runtime.transport.shared_memory.message import (
 
 @dataclass(slots=True)
 class RankGroup:
-    """Ranks that run collectives together, as one of them sees it.
+    """A declared group of ranks, from the view of one of them.
 
     Attributes:
-        members: all its ranks, in order.
-        index: of this rank among them.
-        peers: the others, in order.
-        key: of the latest collective; each takes two keys.
+        members: all ranks of the group, ascending.
+        index: index of this rank in ``members``.
+        peers: the other ranks of the group, ascending.
+        key: key of the group's latest collective; each uses two, for up to two messages from a rank.
     """
 
     members: tuple[int, ...]
@@ -41,20 +41,21 @@ class RankGroup:
     key: int
 
     def next_key(self) -> int:
-        """The key of one more collective."""
+        """Return the key of the next collective: equal at all members, which call collectives in one order."""
         self.key += 2
         return self.key
 
 
 class PendingReceive(Deferred[Tensor]):
-    """A tensor that a peer sends, by itself or as its piece of an exchange.
+    """A pending tensor from a peer, of a send or of an exchange.
 
     Args:
-        hub: lines to the other workers of this host.
-        peer: the rank that sends.
-        key: of the message, the same at both ends.
-        dtype, shape: of the tensor, which the peer must agree on.
-        kind: what the peer was asked for: SEND or EXCHANGE of :mod:`.message`.
+        hub: connections to the other workers of this host.
+        peer: rank that sends the tensor.
+        key: key of the message, the same at both ends.
+        dtype: expected dtype, the same at both ends.
+        shape: expected shape, the same at both ends.
+        kind: operation of the peer: SEND or EXCHANGE of :mod:`.message`.
     """
 
     __slots__ = ("_dtype", "_hub", "_key", "_kind", "_peer", "_shape")
@@ -76,14 +77,14 @@ class PendingReceive(Deferred[Tensor]):
 
 
 class PendingCollective(Deferred[Tensor]):
-    """A collective that takes one message from some of the members of a group.
+    """A pending collective that needs one message from some of the members of a group.
 
     Args:
-        hub: lines to the other workers of this host.
-        members: ranks of the group, in order.
-        key: of the collective's messages, the same at all members.
-        expected: by rank, the description of what each of these peers gives.
-        make: makes the result of the messages, by rank; they are answered for afterwards.
+        hub: connections to the other workers of this host.
+        members: all ranks of the group, ascending.
+        key: key of the collective's messages, the same at all members.
+        expected: description of the message that each of these peers sends, by rank.
+        make: builds the result from the messages by rank; their blocks are released afterwards.
     """
 
     __slots__ = ("_expected", "_hub", "_key", "_make", "_members")
@@ -101,6 +102,7 @@ class PendingCollective(Deferred[Tensor]):
         self._expected, self._make = expected, make
 
     def _finish(self) -> Tensor:
+        # All messages before any is checked: a mismatch then leaves none behind in the inbox.
         messages = {peer: self._hub.receive_message(peer, self._key, self) for peer in self._expected}
         for peer, description in self._expected.items():
             check_message(self._hub, description, messages[peer])
@@ -116,10 +118,10 @@ class PendingCollective(Deferred[Tensor]):
 
 
 class PendingExchange(Deferred[list[Tensor]]):
-    """A piece from every rank of a group.
+    """A pending all-to-all: one piece from every rank of a group.
 
     Args:
-        parts: one for each rank: a tensor that is there already, or one that comes.
+        parts: for each rank in order, a tensor that is local already, or a pending one.
     """
 
     __slots__ = ("_parts",)
@@ -133,20 +135,20 @@ class PendingExchange(Deferred[list[Tensor]]):
 
 
 def check_message(hub: MessageHub, expected: bytes, message: Message) -> None:
-    """Refuse values that are not what this rank asked for.
+    """Refuse a message of another operation, dtype or shape than this rank expects.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the descriptions differ; the error names both.
     """
     if message.description != expected:
         raise mismatch_error(hub.rank, expected, message)
 
 
 def part_slices(sizes: Sequence[int]) -> list[slice]:
-    """The places of parts that follow one another in a vector, for their numbers of elements."""
+    """Return the slices of consecutive parts of a vector, for their numbers of elements."""
     return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def slice_length(part: slice) -> int:
-    """Number of elements of a part."""
+    """Return the number of elements of a slice with begin and end."""
     return int(part.stop - part.start)

@@ -1,12 +1,12 @@
-"""All-reduce over the workers of one host: in one step, in two (reduce-scatter, all-gather), or chunk by chunk.
+"""Shared-memory all-reduce: in one step, in two (reduce-scatter, all-gather), or chunk by chunk.
 
-    ranks      bytes of the tensor     class         bytes that each rank reads, of n, over p ranks
-    2          up to IN_TURNS          Sum           n
-    2          more                    SumInTurns    n
-    3 or more  up to INLINE            Sum           n (p - 1)
-    3 or more  more                    SumInParts    2 n (p - 1) / p, as in a ring (Patarasuk and Yuan 2009)
+    ranks        bytes of the tensor    class         bytes that each rank reads, of n, over p ranks
+    2            up to IN_TURNS         DirectSum     n
+    2            more                   ChunkedSum    n
+    3 or more    up to INLINE           DirectSum     n (p - 1)
+    3 or more    more                   TwoStepSum    2 n (p - 1) / p, as in a ring (Patarasuk and Yuan 2009)
 
-All add up in the order of the ranks, so that every rank gets the same bits.
+All sums add up in the order of the ranks, so that every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from polylane.runtime.transport.shared_memory.hub import MessageHub
 from polylane.runtime.transport.shared_memory.message import Message, format_description
 from polylane.runtime.transport.shared_memory.pending import RankGroup, check_message
 
-LAST = 1  # added to the key of an operation: its second message
-CHUNK = 1 << 20  # bytes of a sum in turns that are copied, then added
-PLACES = 4  # chunks that are in memory at once: those of both ranks fit in most last-level caches
+LAST = 1  # bit of the key of an operation's second message
+CHUNK = 1 << 20  # bytes of a chunk of ChunkedSum, which is copied, then added
+PLACES = 4  # chunks in a block of ChunkedSum: those of both ranks fit in most last-level caches
 
 
 class _PendingSum(Deferred[Tensor]):
-    """A sum over a group, under way; its wait raises ValueError where a peer gave another shape or dtype.
+    """A pending sum over a group; its wait raises ValueError if a peer sent another shape or dtype.
 
     Args:
-        hub: lines to the other workers of this host.
-        group: the ranks that sum, as this worker sees them.
-        key: of the operation's first message; ``key | LAST`` is that of its second.
-        description: of the values that every rank gives; see :func:`.message.described`.
+        hub: connections to the other workers of this host.
+        group: ranks that sum, from the view of this worker.
+        key: key of the operation's first message; ``key | LAST`` is that of its second.
+        description: description of the values of every rank, see :func:`.message.encode_description`.
         wire: this rank's values, contiguous; overwritten by the sum.
-        target: the caller's tensor, which gets the sum too where it has other memory than ``wire``.
+        target: the caller's tensor, to which the sum is copied if it has other memory than ``wire``.
     """
 
     __slots__ = ("_description", "_error", "_group", "_hub", "_key", "_target", "_wire")
@@ -46,10 +46,10 @@ class _PendingSum(Deferred[Tensor]):
         super().__init__()
         self._hub, self._group, self._key, self._description = hub, group, key, description
         self._wire, self._target = wire if wire.dim() == 1 else wire.view(-1), target
-        self._error: Exception | None = None  # of a step that was taken in the wait of another operation
+        self._error: Exception | None = None  # raised in a callback, so in the wait of another operation
 
     def _complete(self) -> None:
-        """Wait for the other ranks, until ``wire`` has the sum."""
+        """Wait for the other ranks until ``wire`` has the sum."""
         raise NotImplementedError
 
     def _finish(self) -> Tensor:
@@ -61,11 +61,11 @@ class _PendingSum(Deferred[Tensor]):
 
 
 class DirectSum(_PendingSum):
-    """A small sum: every rank reads every other one's values and adds them all up.
+    """A small sum in one step: every rank reads the values of all others and adds them up.
 
-        rank             0              1              2
-        gives to all     a0             a1             a2
-        computes         a0 + a1 + a2   a0 + a1 + a2   a0 + a1 + a2    in the order of the ranks: the same bits
+        rank             0               1               2
+        sends to all     a0              a1              a2
+        computes         a0 + a1 + a2    a0 + a1 + a2    a0 + a1 + a2    in the order of the ranks: the same bits
 
     Arguments: as of :class:`_PendingSum`.
     """
@@ -82,18 +82,18 @@ class DirectSum(_PendingSum):
 
 
 class TwoStepSum(_PendingSum):
-    """A large sum in two steps, reduce-scatter and all-gather: every rank adds up one part, the others then read it.
+    """A large sum in two steps, reduce-scatter and all-gather: every rank sums one part, the others then read it.
 
     With three ranks, whose values have the parts a, b and c; capitals are sums:
 
-        rank                         0            1            2
-        its block at the start       .  b0 c0     a1 .  c1     a2 b2 .      shown with the message ``key``
-        reads of the other blocks    a1 a2        b0 b2        c0 c1
-        its block after adding up    A  b0 c0     a1 B  c1     a2 b2 C      shown with the message ``key | LAST``
-        reads of the other blocks    B  C         A  C         A  B
+        step    rank                       0            1            2
+        1       own block at the start     .  b0 c0     a1 .  c1     a2 b2 .      sent with message ``key``
+                reads of other blocks      a1 a2        b0 b2        c0 c1
+        2       own block with its sum     A  b0 c0     a1 B  c1     a2 b2 C      sent with message ``key | LAST``
+                reads of other blocks      B  C         A  C         A  B
 
-    Adding up comes when the last part has: in whatever wait this rank is then. A block is its owner's again when every
-    peer has answered for both messages. Arguments: as of :class:`_PendingSum`.
+    A rank sums its part when the last message of step 1 arrives, in whatever wait it is then. A block is free
+    when every peer has answered both messages. Arguments: as of :class:`_PendingSum`.
     """
 
     __slots__ = ("_bounds", "_missing")
@@ -107,10 +107,11 @@ class TwoStepSum(_PendingSum):
         self._missing = len(group.peers)
 
     def start_sum(self) -> int:
-        """Show every peer what it is to add up. Returns bytes of headers."""
+        """Send every peer the part that it sums (step 1), and return the number of bytes of headers."""
         hub, flat, item = self._hub, self._wire, self._wire.element_size()
         headers = 0
         with hub.lock:
+            # Each peer answers twice: for its part, and for this rank's sum. The own part is written by _add_parts.
             block = hub.acquire_block(flat.nbytes, 2 * len(self._group.peers))
             own = slice(self._bounds[self._group.index], self._bounds[self._group.index + 1])
             view = block.view(flat.dtype, flat.numel())
@@ -126,23 +127,24 @@ class TwoStepSum(_PendingSum):
                         hub.send_block(
                             self._group.peers, self._key | LAST, self._description, block, own.start * item, nbytes
                         )
-                    except Exception as error:  # to be raised by this operation's wait, not by the one that saw it
+                    except Exception as error:  # raised by this operation's wait, not by the one that runs this
                         self._error = error
 
             for index, peer in enumerate(self._group.members):
                 if index != self._group.index:
                     start, nbytes = self._bounds[index] * item, (self._bounds[index + 1] - self._bounds[index]) * item
                     headers += hub.send_block([peer], self._key, self._description, block, start, nbytes)
+            # A message that has arrived already calls back at once, inside this loop.
             for peer in self._group.peers:
                 hub.call_when_received(peer, self._key, came)
         return headers
 
     def _add_parts(self, total: Tensor, own: Tensor) -> None:
-        """Add up this rank's part of all values.
+        """Sum this rank's part over all ranks.
 
         Args:
-            total: in this rank's block; overwritten by the sum.
-            own: this rank's values, overwritten as well.
+            total: the part in this rank's block; overwritten by the sum.
+            own: this rank's values of the part; overwritten by the sum.
         """
         messages = [self._hub.links[peer].inbox[self._key] for peer in self._group.peers]
         for message in messages:
@@ -153,7 +155,7 @@ class TwoStepSum(_PendingSum):
         own.copy_(total)
 
     def _complete(self) -> None:
-        for peer in self._group.peers:  # all of them, before any is taken: adding up needs all
+        for peer in self._group.peers:  # wait for all before any is taken: _add_parts reads them from the inbox
             self._hub.peek_message(peer, self._key, self)
         summands = [self._hub.receive_message(peer, self._key, self) for peer in self._group.peers]
         if self._error is not None:
@@ -168,17 +170,17 @@ class TwoStepSum(_PendingSum):
 
 
 class ChunkedSum(_PendingSum):
-    """A large sum of two ranks, a chunk at a time: what one has copied the other adds while it is still in the cache.
+    """A large sum of two ranks, chunk by chunk: each chunk is added while it is still in the cache.
 
-    Each rank shows its next chunk when the other one's has come, then adds that: in whatever wait it is then.
+    When a chunk of the peer arrives, a rank sends its next one, then adds the peer's, in whatever wait it is then:
 
-        has come    -          chunk 0    chunk 1    chunk 2    chunk 3    chunk 4
-        shows       0 at [0]   1 at [1]   2 at [2]   3 at [3]   4 at [0]   5 at [1]     [i]: places of its block
-        adds                   0          1          2          3          4
+        arrived    -           chunk 0     chunk 1     chunk 2     chunk 3     chunk 4
+        sends      0 at [0]    1 at [1]    2 at [2]    3 at [3]    4 at [0]    5 at [1]    [i]: slots of its block
+        adds                   0           1           2           3           4
 
-    The peer has shown its chunk i before it added chunk i - 1, and after it had added chunk i - 2: whatever is older
-    may be overwritten once chunk i has come. (64 MB: 10 ms; as :class:`DirectSum`, which puts all of it through main
-    memory five times, 17 ms.) Arguments: as of :class:`_PendingSum`.
+    The peer sends its chunk i before it adds chunk i - 1, and after it has added chunk i - 2: once chunk i arrives, the
+    slots of chunks up to i - 2 may be overwritten. (64 MB: 10 ms; with :class:`DirectSum`, which moves everything
+    through main memory five times, 17 ms.) Arguments: as of :class:`_PendingSum`.
     """
 
     __slots__ = ("_added", "_block", "_chunk", "_last", "_peer")
@@ -193,7 +195,7 @@ class ChunkedSum(_PendingSum):
         self._last: Message | None = None
 
     def start_sum(self) -> int:
-        """Show the peer the first chunk. Returns bytes of headers."""
+        """Send the peer the first chunk, and return the number of bytes of headers of all chunks."""
         with self._hub.lock:
             self._block = self._hub.acquire_block(PLACES * CHUNK, 1)
             headers = self._send_chunk(0)
@@ -212,12 +214,13 @@ class ChunkedSum(_PendingSum):
         return self._wire[number * self._chunk : (number + 1) * self._chunk]
 
     def _add_chunk(self) -> None:
-        """Another chunk of the peer's; an error is for this operation's own wait to raise."""
+        """Handle the peer's next chunk; an error is stored, to be raised by this operation's own wait."""
         number = self._added
         message = self._hub.links[self._peer].inbox.pop(self._key + number % 2)
         try:
             check_message(self._hub, self._description, message)
             last = (number + 1) * self._chunk >= self._wire.numel()
+            # The next chunk first: the peer adds it while this rank adds the peer's.
             if not last:
                 self._send_chunk(number + 1)
             part = self._chunk_of(number)
@@ -236,18 +239,18 @@ class ChunkedSum(_PendingSum):
         if self._error is not None:
             raise self._error
         assert self._last is not None
-        self._hub.release_messages(self._last)  # for all of them: they were in one block
+        self._hub.release_messages(self._last)  # one answer for all chunks: they were in one block
 
     def describe_wait(self) -> str:
         return f"taking part in {format_description(self._description)} with rank {self._peer}"
 
 
 def sum_parts(parts: Sequence[Tensor], total: Tensor) -> None:
-    """Add up two or more parts in their order.
+    """Sum two or more parts in their order.
 
     Args:
-        parts: of one shape and dtype; left as they are.
-        total: overwritten by the sum; none of the parts' memory.
+        parts: tensors of one shape and dtype; not written to.
+        total: overwritten by the sum; must not share memory with a part.
     """
     torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
@@ -255,11 +258,12 @@ def sum_parts(parts: Sequence[Tensor], total: Tensor) -> None:
 
 
 def sum_parts_in_place(before: Sequence[Tensor], own: Tensor, after: Sequence[Tensor]) -> None:
-    """Add up parts in their order, in the memory of one of them: the same bits wherever that one stands.
+    """Sum parts in their order, in the memory of one of them: the same bits whichever one that is.
 
     Args:
-        before, after: parts that come before and after ``own`` in the order; left as they are.
-        own: one of the parts; overwritten by the sum.
+        before: parts before ``own`` in the order; not written to.
+        own: this rank's part; overwritten by the sum.
+        after: parts behind ``own`` in the order; not written to.
     """
     if len(before) == 1:
         torch.add(before[0], own, out=own)

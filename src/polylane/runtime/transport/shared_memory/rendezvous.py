@@ -1,7 +1,12 @@
-"""Rendezvous: how workers find out which of them share a host, and how those of one host connect.
+"""Rendezvous of the workers of one host: which workers share it, and how they connect by Unix sockets.
 
-They use what connects them already for that. The sockets have names only until all are connected, in folders that no
-other user may enter: nobody else can as much as knock. Who does is let in only as the same user, and with the token.
+    step                                                                  over
+    1  every worker listens at a socket in a folder of its own            -
+    2  cards of all workers are gathered: host, user, socket, token       world.all_gather_object
+    3  each worker connects to lower ranks of its host, accepts higher    Unix sockets
+    4  all learn whether all have connected; sockets' names are removed   world.all_gather_object
+
+Other users may not enter the folders. A connection is accepted only from the same user, and with the token.
 """
 
 from __future__ import annotations
@@ -23,25 +28,25 @@ from polylane.runtime.transport.shared_memory.blocks import max_block_bytes
 from polylane.runtime.transport.shared_memory.hub import MessageHub
 from polylane.runtime.workers.world import TIMEOUT, World
 
-LONGEST_BASE = 70  # bytes of a folder's name in which a socket's folder may be
-CONNECT_SECONDS = 5.0  # for a peer that is there to connect; only waited for where one could not
-_HELLO = struct.Struct("=I16s")  # the rank, and what only the workers know of each other
+LONGEST_BASE = 70  # longest path in bytes of the folder for temporary files: the path of a socket is limited to 108
+CONNECT_SECONDS = 5.0  # timeout of a connection; only reached if a peer failed to connect
+_HELLO = struct.Struct("=I16s")  # the rank of the worker that connects, and the token of the one that listens
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 
 
 @serializable
 @dataclass(frozen=True)
 class WorkerCard:
-    """What a worker tells all others of itself before they connect.
+    """What a worker sends all others about itself before they connect.
 
     Attributes:
-        host: equal for those that share memory and can reach one another by local sockets.
-        user: whose process it is.
-        cores: that it may run on.
-        name: of the socket at which it is to be reached.
-        token: what a peer must say there.
-        why_unable: why it cannot share memory; None where it can.
-        requested_transport: which transport its user asks for.
+        host: host identity, equal for workers that share memory and can reach one another by Unix sockets.
+        user: id of the user who runs the process.
+        cores: number of cores that the process may use.
+        name: path of the socket at which the worker listens.
+        token: 16 random bytes that a peer must send when it connects.
+        why_unable: why the worker cannot share memory, in words; None if it can.
+        requested_transport: value of ``POLYLANE_TRANSPORT`` at the worker, or None.
     """
 
     host: Hashable
@@ -55,11 +60,12 @@ class WorkerCard:
 
 @dataclass
 class HostRendezvous:
-    """What all workers know of one another, and this one's listening socket.
+    """The cards of all workers, and this worker's listening socket.
 
     Attributes:
-        folder: where its name is; None where it has none.
-        cards: what every worker said, by rank.
+        listener: this worker's listening socket, or None if it cannot share memory.
+        folder: folder with the socket's name, or None without a socket.
+        cards: card of every worker, by rank.
     """
 
     listener: socket.socket | None
@@ -68,7 +74,12 @@ class HostRendezvous:
 
     @classmethod
     def meet_workers(cls, world: World, asked: str | None = None) -> HostRendezvous:
-        """Every worker calls it, and says which transport its user asks for."""
+        """Listen, and gather the cards of all workers; a collective of the world.
+
+        Args:
+            world: this worker among all workers.
+            asked: transport that this worker's user requests, or None.
+        """
         unable = why_cannot_share(world)
         listener = folder = None
         if unable is None:
@@ -84,7 +95,7 @@ class HostRendezvous:
         return met
 
     def stop_listening(self) -> None:
-        """Take nobody in any more."""
+        """Close the listening socket and remove its folder; idempotent."""
         if self.listener is not None:
             self.listener.close()
         if self.folder is not None:
@@ -92,11 +103,11 @@ class HostRendezvous:
 
 
 def _open_listener(backlog: int) -> tuple[socket.socket | None, str | None, str | None]:
-    """A socket and its folder; or why there can be none: the others are to hear of it, not to wait."""
+    """Return (socket, folder, None), or (None, None, reason): the reason is gathered, so that no peer waits."""
     listener = folder = None
     try:
         base = tempfile.gettempdir()
-        # The system bounds the names of sockets, not those of folders.
+        # The system limits the length of sockets' paths, not that of folders.
         folder = tempfile.mkdtemp(prefix="polylane-", dir=base if len(os.fsencode(base)) < LONGEST_BASE else "/tmp")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(_socket_path(folder))
@@ -112,7 +123,7 @@ def _socket_path(folder: str) -> str:
 
 
 def why_cannot_share(world: World) -> str | None:
-    """Why this worker cannot share memory with others; None where it can."""
+    """Return why this worker cannot share memory with others, or None if it can."""
     if world.device.type != "cpu" or world.backend != "gloo":
         return f"its tensors are on {world.device.type}, over {world.backend}"
     if not (hasattr(socket, "SOCK_SEQPACKET") and hasattr(socket, "SO_PEERCRED") and hasattr(select, "epoll")):
@@ -125,7 +136,7 @@ def why_cannot_share(world: World) -> str | None:
 
 
 def host_identity() -> tuple[str, ...]:
-    """Names the running system and its network: containers of one system with networks of their own are two hosts."""
+    """Return the identity of the kernel and the network namespace: containers with own networks are two hosts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")
     except OSError:
@@ -133,19 +144,19 @@ def host_identity() -> tuple[str, ...]:
 
 
 def connect_hub(world: World, meeting: HostRendezvous, hosts: Sequence[Hashable]) -> MessageHub | str:
-    """Connect with all workers of the same host; every worker calls it.
+    """Connect with all workers of the same host; a collective of the world.
 
     Args:
-        world: this worker among all.
-        meeting: what the workers know of one another.
-        hosts: of every rank: equal for those that are to connect.
+        world: this worker among all workers.
+        meeting: cards of all workers, and this worker's listening socket.
+        hosts: host of every rank; equal for ranks that connect.
 
     Returns:
-        The hub, or where any worker could not connect, the same reason at all.
+        The hub, or if any worker could not connect, the same reason at all workers.
     """
     here = [rank for rank in range(world.size) if hosts[rank] == hosts[world.rank]]
     connections: dict[int, socket.socket] = {}
-    # Connecting does not wait for the other side to accept: no order of ranks can be a deadlock.
+    # The backlog takes connections before they are accepted: connecting first cannot deadlock in any order of ranks.
     own = _connect_lower_ranks(world.rank, here, meeting, connections) or _accept_higher_ranks(
         world.rank, here, meeting, connections
     )
@@ -155,19 +166,20 @@ def connect_hub(world: World, meeting: HostRendezvous, hosts: Sequence[Hashable]
         for connection in connections.values():
             connection.close()
         return trouble
+    # Polling before sleeping pays only if no peer needs this core.
     spins = len(here) <= min(meeting.cards[rank].cores for rank in here)
     return MessageHub(world.rank, connections, max_block_bytes(len(here)), TIMEOUT.total_seconds(), spins)
 
 
 def reconnect_hub(world: World, hosts: Sequence[Hashable]) -> MessageHub:
-    """A hub once more, after the one of before was closed; every worker calls it.
+    """Build a new hub after the previous one was closed; a collective of the world.
 
     Args:
-        world: this worker among all.
-        hosts: of every rank: equal for those that are to connect.
+        world: this worker among all workers.
+        hosts: host of every rank; equal for ranks that connect.
 
     Raises:
-        PolylaneError: any worker cannot connect.
+        PolylaneError: a worker cannot connect any more.
     """
     meeting = HostRendezvous.meet_workers(world)
     unable = [
@@ -181,7 +193,7 @@ def reconnect_hub(world: World, hosts: Sequence[Hashable]) -> MessageHub:
 
 
 def _first_trouble(world: World, trouble: str | None) -> str | None:
-    """The first trouble that any worker had."""
+    """Return the lowest rank's trouble, in words, or None if no worker had any; a collective of the world."""
     troubles: list[str | None] = world.all_gather_object(trouble)
     return next((f"rank {rank}: {each}" for rank, each in enumerate(troubles) if each is not None), None)
 
@@ -189,13 +201,14 @@ def _first_trouble(world: World, trouble: str | None) -> str | None:
 def _connect_lower_ranks(
     rank: int, here: Sequence[int], meeting: HostRendezvous, into: dict[int, socket.socket]
 ) -> str | None:
-    """Connect to all lower ranks; the reason where one cannot be reached."""
+    """Connect to all lower ranks of this host; return the reason if one cannot be reached, else None."""
     for peer in (other for other in here if other < rank):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(CONNECT_SECONDS)
         into[peer] = connection
         try:
             connection.connect(meeting.cards[peer].name)
+            # Before the token is sent: another user's process may have taken the socket's path.
             if _peer_user(connection) != os.getuid():
                 return f"rank {peer} is another user's"
             connection.send(_HELLO.pack(rank, meeting.cards[peer].token))
@@ -207,7 +220,7 @@ def _connect_lower_ranks(
 def _accept_higher_ranks(
     rank: int, here: Sequence[int], meeting: HostRendezvous, into: dict[int, socket.socket]
 ) -> str | None:
-    """Take the connections of all higher ranks; the reason where one does not come."""
+    """Accept the connections of all higher ranks of this host; return the reason if one is missing, else None."""
     awaited = {other for other in here if other > rank}
     listener = meeting.listener
     try:
@@ -222,7 +235,7 @@ def _accept_higher_ranks(
             if peer in awaited:
                 awaited.remove(peer)
                 into[peer] = connection
-            else:  # a stranger
+            else:  # not a worker of this job
                 connection.close()
     except OSError as error:
         return f"no connection from rank {min(awaited)} ({error.strerror or error})"
@@ -230,7 +243,7 @@ def _accept_higher_ranks(
 
 
 def _read_introduction(connection: socket.socket, token: bytes) -> int | None:
-    """The rank that a peer says it is; None where it does not know the token."""
+    """Return the rank that a connected peer sends, or None if it does not know the token."""
     connection.settimeout(CONNECT_SECONDS)
     said = connection.recv(_HELLO.size)
     if len(said) != _HELLO.size:
@@ -240,7 +253,7 @@ def _read_introduction(connection: socket.socket, token: bytes) -> int | None:
 
 
 def _peer_user(connection: socket.socket) -> int:
-    """Whose process is at the other end, as the system tells."""
+    """Return the user id of the process at the other end, from the kernel."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(told)[1])
 
@@ -250,7 +263,7 @@ def _count_cores() -> int:
 
 
 def why_no_shared_memory(cards: Sequence[WorkerCard]) -> str | None:
-    """Why not all workers can share memory; None where they can."""
+    """Return why not all workers can share memory, or None if they can."""
     for rank, card in enumerate(cards):
         if card.why_unable is not None:
             return f"rank {rank}: {card.why_unable}"

@@ -1,4 +1,4 @@
-"""Socket between two workers of one host: its send queue, and the messages that came through it."""
+"""Socket link between two workers of one host: non-blocking sends with a queue, and an inbox of received messages."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from polylane.runtime.transport.shared_memory.message import (
 
 Buffer = bytes | ctypes.Array[ctypes.c_char]
 
-SOCKET_BYTES = 4 << 20  # of messages under way to a peer, where the system allows so many
+SOCKET_BYTES = 4 << 20  # send buffer of a socket in bytes; the system may allow less
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class SocketLink:
-    """One worker's end of the line to one peer.
+    """One worker's end of the connection to one peer.
+
+    Args:
+        peer: rank of the worker at the other end.
+        connection: a connected socket that keeps message boundaries and order (SOCK_SEQPACKET).
+        answered: called with the number of each own block that the peer has read.
 
     Attributes:
         peer: rank of the worker at the other end.
-        inbox: what has come from it and was not taken yet, by key.
-        expected: what to call once a message with a key has come.
-        gone: why nothing more comes from it, or None.
-        deaf: why nothing more can be sent to it, or None.
-
-    Args:
-        connection: a connected socket that keeps messages apart and in order.
-        answered: called with the numbers of this worker's own blocks that the peer has read.
+        socket: non-blocking socket of the connection.
+        inbox: messages that have arrived and were not taken yet, by key.
+        expected: callback for the arrival of a message, by its key.
+        gone: why nothing more arrives from the peer, or None.
+        deaf: why nothing more can be sent to the peer, or None.
     """
 
     __slots__ = ("_answered", "_arenas", "_queue", "_reset", "deaf", "expected", "gone", "inbox", "peer", "socket")
@@ -60,11 +62,17 @@ class SocketLink:
 
     @property
     def has_queued(self) -> bool:
-        """Whether something waits for room."""
+        """Whether messages wait for room in the socket."""
         return bool(self._queue)
 
     def send_message(self, parts: Sequence[Buffer], arena: SharedFile | None = None) -> None:
-        """Send a message, with the file of an arena that the peer has not seen yet; or queue it behind others."""
+        """Send a message, or queue it behind others if the socket is full; never waits.
+
+        Args:
+            parts: buffers that make up the message, in order.
+            arena: arena whose file descriptor goes with the message; None if the peer has it already.
+        """
+        # A queued message is joined, so copied: its buffers may be overwritten as soon as this returns.
         if self._queue:
             self._queue.append((b"".join(parts), arena))
             self.flush_queue()
@@ -72,22 +80,22 @@ class SocketLink:
             self._queue.append((b"".join(parts), arena))
 
     def flush_queue(self) -> None:
-        """Send of the queue what there is room for."""
+        """Send queued messages in order, as many as there is room for."""
         while self._queue:
             message, arena = self._queue[0]
             if not self._try_send((message,), arena):
                 return
-            if self._queue:
+            if self._queue:  # _try_send clears the queue if the peer is lost
                 self._queue.popleft()
 
     def send_answers(self, blocks: Sequence[int]) -> None:
-        """Tell the peer which of its blocks have been read."""
+        """Send the peer the numbers of its blocks that have been read, up to 1024 in a message."""
         for first in range(0, len(blocks), 1024):
             some = blocks[first : first + 1024]
             self.send_message((HEADER.pack(0, ANSWERS, 0, *NO_BLOCK, len(some)), struct.pack(f"={len(some)}I", *some)))
 
     def _try_send(self, parts: Sequence[Buffer], arena: SharedFile | None) -> bool:
-        """Whether there was room for a message; what cannot arrive any more has no need of any."""
+        """Send a message if there is room; return False if not. To a lost peer it is dropped, and True returned."""
         if self.deaf is not None:
             return True
         try:
@@ -104,14 +112,14 @@ class SocketLink:
         return True
 
     def read_message(self, buffer: bytearray) -> bool:
-        """Handle one message; False where there is none."""
+        """Handle one message; return False if none has arrived."""
         if self.gone is not None:
             return False
         try:
             size, extra, _, _ = self.socket.recvmsg_into((buffer,), _DESCRIPTOR_SPACE, _FLAGS)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # it left before it had read everything; what it has sent is still there
+        except ConnectionResetError:  # the peer closed with unread messages; what it sent can still be read
             self._reset = True
             return True
         if size == 0:
@@ -124,6 +132,7 @@ class SocketLink:
             for answered in struct.unpack_from(f"={nbytes}I", buffer, HEADER.size):
                 self._answered(answered)
             return True
+        # A message with values: inline behind the description, or in a block of an arena that is mapped at first use.
         start = HEADER.size + length
         description = bytes(buffer[HEADER.size : start])
         if kind == WITHIN:
@@ -141,5 +150,5 @@ class SocketLink:
 
 
 def allocate_read_buffer() -> bytearray:
-    """Room for the longest message."""
+    """Return a buffer for the longest message."""
     return bytearray(LONGEST)

@@ -1,4 +1,4 @@
-"""Transport over shared memory, for CPU workers of one host: small tensors in messages, large ones in blocks."""
+"""Shared-memory transport for CPU workers of one host: small tensors inside messages, large ones in shared blocks."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ from polylane.runtime.workers.world import World
 
 Channel = tuple[int, int]  # (sender, receiver)
 
-MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; the groups' own follow one another
+# A key is 64 bits: 12 of the transport's number, 12 of the stream in it, 40 that count operations in steps of 2.
+MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; from GROUPS on one for each group
 
-IN_TURNS = 8 << 20  # bytes from which on two ranks sum chunk by chunk
+IN_TURNS = 8 << 20  # bytes above which two ranks sum chunk by chunk
 
 _OBJECT = encode_description(OBJECT, torch.uint8, ())
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # the values of a barrier's messages
@@ -64,19 +65,20 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)  # the values of a barrier's messag
 class SharedMemoryTransport:
     """The workers of a world over shared memory; the interface is :class:`~.protocol.Transport`.
 
-    Sends are done when they return: their values have been copied out. A received tensor may be in the sender's
-    memory, which is this worker's as long as the tensor lives: its storage cannot be resized. Sums add up in the order
-    of the ranks, the same bits at every rank. A transport is one thread's; those that share a hub may be several's.
+    Sends are complete when they return: their values have been copied. A received tensor may be in the sender's block,
+    which stays this worker's as long as the tensor lives: its storage cannot be resized. Sums add up in the order of
+    the ranks, the same bits at every rank. A transport is used by one thread; several threads may share a hub.
 
-    A large sum (of two ranks beyond ``IN_TURNS`` bytes, of more beyond ``INLINE``) takes more than one step, which each
-    rank takes in whatever wait of the hub it is then: one that never waits here again holds the others up.
+    A large sum (of two ranks above ``IN_TURNS`` bytes, of more ranks above ``INLINE``) takes several steps, which each
+    rank takes in whatever wait of the hub it is: a rank that never waits again blocks the others.
 
     Args:
-        hub: lines to the other workers of this host; all that are in a channel or a group with this one.
-        world: this worker among all.
+        hub: connections to the other workers of this host, of all that share a channel or a group with this one.
+        world: this worker among all workers.
         channels: every (sender, receiver) pair that will be used, in the same order at every rank.
         groups: the ranks of every collective, in the same order at every rank.
-        tag, own_groups: every transport keeps its messages and its collectives apart from all others.
+        tag: not used: every transport has keys of its own.
+        own_groups: not used: every transport has groups of its own.
     """
 
     def __init__(
@@ -92,9 +94,7 @@ class SharedMemoryTransport:
         self.size = world.size
         self.counters = TransportCounters()
         self._hub = hub
-        self._first_key = (
-            hub.add_user() << 52
-        )  # of the keys of its messages: its number, then the stream's, then their own
+        self._first_key = hub.add_user() << 52
         self._is_open = True
         self._sends: dict[int, int] = {}
         self._receives: dict[int, int] = {}
@@ -111,7 +111,7 @@ class SharedMemoryTransport:
                 peers = tuple(rank for rank in members if rank != self.rank)
                 key = self._first_key + (GROUPS + number << 40)
                 self._groups[members] = RankGroup(members, members.index(self.rank), peers, key)
-        self._named = dict(self._groups)  # also by other orders of the same ranks
+        self._named = dict(self._groups)  # a cache: also by other orders of the same ranks
 
     # ----------------------------------------------------------------------------------------------- between two ranks
 
@@ -168,6 +168,7 @@ class SharedMemoryTransport:
         if group is None:
             return FinishedTransfer(own.clone())
         key = group.next_key()
+        # Empty parts are not sent: every rank knows the sizes of all parts, so nobody waits for them.
         if own.numel():
             self._post_values("all_gather", GATHER, group.peers, key, own, (own.numel(),))
         places = dict(zip(ranks, parts_of(sizes), strict=True))
@@ -215,13 +216,13 @@ class SharedMemoryTransport:
     def _send_parts(
         self, group: RankGroup, key: int, wire: Tensor, places: dict[int, slice], sizes: tuple[int, ...]
     ) -> None:
-        """Give every peer its part of a tensor, to be summed there."""
+        """Send every peer its part of a vector, to be summed there."""
         hub, item = self._hub, wire.element_size()
         description = encode_description(SCATTER, wire.dtype, sizes)
         given = {peer: places[peer] for peer in group.peers if slice_length(places[peer])}
         large = {peer: place for peer, place in given.items() if slice_length(place) * item > INLINE}
         headers = 0
-        # Long parts are in one block of this rank, each where it is in the tensor; short ones travel in their messages.
+        # Large parts share one block of this rank, each at its place in the vector; small ones go inside messages.
         with hub.lock:
             if large:
                 block = hub.acquire_block(wire.nbytes, len(large))
@@ -295,7 +296,7 @@ class SharedMemoryTransport:
         if self.rank != destination:
             self._send_bytes([destination], encode(value))
             return None
-        self._send_bytes([], b"")
+        self._send_bytes([], b"")  # sends nothing, but counts the call and advances the key as at other ranks
         return [value if rank == self.rank else decode(self._receive_bytes(rank)) for rank in range(self.size)]
 
     def broadcast_object(self, value: Any, source: int) -> Any:
@@ -307,6 +308,7 @@ class SharedMemoryTransport:
 
     def barrier(self) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
+        # An empty message to and from every other rank.
         self._objects += 2
         self.counters.wire["header"] += self._hub.send_values(others, self._objects, _OBJECT, _NOTHING)
         for peer in others:
@@ -335,7 +337,7 @@ class SharedMemoryTransport:
             self._hub.remove_user()
 
     def _group(self, ranks: Iterable[int]) -> RankGroup | None:
-        """The declared group; None for this rank alone."""
+        """Return the declared group of ranks; None for this rank alone."""
         named = ranks if type(ranks) is tuple else tuple(ranks)
         if (group := self._named.get(named)) is None:
             members = normalize_group(named, self.size)
