@@ -108,7 +108,7 @@ class _ReplicaAverage:
         self.reset_anchor()
 
     def reset_anchor(self) -> None:
-        """Take the weights of replica 0, which all replicas share now, as the point from which DiLoCo measures change."""
+        """Take the weights of replica 0, which all replicas share now, as those from which DiLoCo measures change."""
         self._anchor = {name: p.detach().clone() for name, p in self._replicas[0].trained_parameters.items()}
 
     def record_step(self, batch: Any, step: int) -> None:
@@ -133,7 +133,7 @@ class _ReplicaAverage:
         return {name: sum((w * t[name].detach() for w, t in weighted), torch.zeros(())) for name in every[0]}
 
     def _apply_outer_step(self, outer: OuterOptimizer, means: Mapping[str, Tensor]) -> None:
-        """Apply Nesterov momentum to the mean change of the weights since the last average (DiLoCo's outer optimizer)."""
+        """Apply Nesterov momentum to the mean change since the last average (DiLoCo's outer optimizer)."""
         for name, anchor in self._anchor.items():
             change = anchor - means[name]
             before = self._velocity.get(name, torch.zeros_like(anchor))

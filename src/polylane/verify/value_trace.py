@@ -1,4 +1,4 @@
-"""Value trace: a pass by a plan in which every worker keeps all its values, or their gradients, to find a difference."""
+"""Value trace: a pass by a plan in which every worker keeps all its values or their gradients, to find a difference."""
 
 from __future__ import annotations
 
