@@ -173,7 +173,7 @@ def memory_differences(
 
     Args:
         state: the state of the whole model that is expected.
-        optimizer: this worker's optimizer.
+        optimizer: this worker's optimizer, and through it those that it wraps.
         parameters: the worker's parameters, or parts of them, by the model's names.
         cut: gives the part of a whole tensor that this worker has.
     """
