@@ -180,7 +180,7 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
 
 
 def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]:
-    """Return the bytes that the busiest rank sends in a step, by kind of traffic, and the cluster level it crosses."""
+    """Return the busiest rank's bytes of a step, by kind of traffic, with the cluster level that each kind crosses."""
     counted = {
         id(t): _bytes(prediction, t) for t in (prediction.timeline, prediction.local_step_timeline) if t is not None
     }

@@ -150,7 +150,7 @@ def _guard_function(recipe: Recipe, call: str, function: Callable[..., Any]) -> 
 
 @contextmanager
 def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
-    """Context manager: turn an exception into one sentence with the recipe's function, the user's line and the cause."""
+    """Context manager: turn an exception into one sentence that names the recipe's function and the user's line."""
     try:
         yield
     except PolylaneError:
