@@ -52,7 +52,7 @@ OnNan = Annotated[
     Literal["stop", "warn"],
     typer.Option("--on-nan", help="If the loss is not finite: stop, naming the first operator; or warn and go on."),
 ]
-# Hidden: another spelling of the default.
+# Hidden: accepted for command lines from before --on-nan.
 StopOnNan = Annotated[bool, typer.Option("--stop-on-nan", help="The same as --on-nan stop.", hidden=True)]
 DropLast = Annotated[bool, typer.Option("--drop-last", help="Leave out an epoch's last batch if it is shorter.")]
 LargeBatchOptimizer = Annotated[
