@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from benchmarks.cores import Groups, find, share_of_a_core
 from benchmarks.harness import make_parser
 from benchmarks.utilization import LEAD, passes, stage_seconds
-from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.graph.batch import take_samples
 from polylane.inspection.plan_report import by_rank, price_stages, step_at_best

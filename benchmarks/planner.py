@@ -15,7 +15,7 @@ from benchmarks.harness import Contender, make_parser, race
 from polylane.auto.choose import EXAMPLE, measure
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.cluster_file import load
-from polylane.compile.compiled_training import build_objectives
+from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import predict

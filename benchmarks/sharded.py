@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks import contenders
 from benchmarks.harness import Contender, make_parser, race, table
-from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.runtime.job import Job
 from polylane.runtime.transport import c10d
 from polylane.runtime.transport.choose import choose_transport

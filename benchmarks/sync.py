@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness import make_parser
-from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
 from polylane.recipe import Recipe, load

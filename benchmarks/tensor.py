@@ -12,7 +12,8 @@ from benchmarks import contenders
 from benchmarks.contenders import Task
 from benchmarks.dtensor import dtensor, dtensor_forward, split_gpt, split_mlp
 from benchmarks.harness import Contender, make_parser, race, table
-from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
 

@@ -10,7 +10,8 @@ import torch
 
 from benchmarks import contenders
 from benchmarks.harness import make_parser
-from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.job import Job

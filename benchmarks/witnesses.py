@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.harness import make_parser
 from polylane.compile import cache as compile_cache
-from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.recipe import load
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline import anomalies as finite

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import make_parser
-from polylane.compile.compiled_training import Objective
+from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.runtime.workers.fork import limit_to_one_thread
 from polylane.verify.verify import Verdict, verify

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+# Helpers are imported by their bare names, whatever drawer the tests that need them are in.
+TESTS = Path(__file__).parent
+for _folder in (TESTS, *(TESTS / name for name in ("equivalence", "graph", "optim", "placement", "plan"))):
+    sys.path.insert(0, str(_folder))
 
 # Workers are forked from this process. A process whose OpenMP pool has started hangs in its children: never start it.
 torch.set_num_threads(1)

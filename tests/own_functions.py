@@ -205,16 +205,16 @@ class Quantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, x: Tensor, step: Tensor, low: int, high: int) -> Tensor:
         ctx.save_for_backward(x, step)
-        ctx.is_half_precision, ctx.high = low, high
+        ctx.low, ctx.high = low, high
         return torch.clamp(torch.round(x / step), low, high) * step
 
     @staticmethod
     def backward(ctx: Ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, step = ctx.saved_tensors
         q = x / step
-        inside = ((q >= ctx.is_half_precision) & (q <= ctx.high)).to(x.dtype)
+        inside = ((q >= ctx.low) & (q <= ctx.high)).to(x.dtype)
         of_step = torch.where(
-            q < ctx.is_half_precision, ctx.is_half_precision, torch.where(q > ctx.high, ctx.high, q.round() - q)
+            q < ctx.low, ctx.low, torch.where(q > ctx.high, ctx.high, q.round() - q)
         )
         return gradients[0] * inside, (gradients[0] * of_step).sum().reshape(step.shape), None, None
 

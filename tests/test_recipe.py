@@ -96,7 +96,7 @@ def test_optional_functions(tmp_path: Path) -> None:
 def test_what_a_recipe_defines_can_be_pickled(tmp_path: Path) -> None:
     recipe = load(write(tmp_path), {"width": "4"})
     assert pickle.loads(pickle.dumps(recipe.model())) == recipe.model()
-    assert pickle.loads(pickle.dumps(recipe.model))().itemsize_of == 4
+    assert pickle.loads(pickle.dumps(recipe.model))().width == 4
     assert load(tmp_path / "my_recipe.py").model() == load(tmp_path / "my_recipe.py").model()
 
 
@@ -111,7 +111,7 @@ def test_a_file_named_like_another_module_replaces_nothing(tmp_path: Path, name:
     stem = name.removesuffix(".py")
     before = sys.modules.get(stem)
     recipe = load(write(tmp_path, GOOD, name))
-    assert pickle.loads(pickle.dumps(recipe.model())).itemsize_of == 16
+    assert pickle.loads(pickle.dumps(recipe.model())).width == 16
     if before is not None:
         assert sys.modules[stem] is before
 

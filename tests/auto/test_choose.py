@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polylane.auto import choose as auto
 from polylane.cluster.spec import parse
-from polylane.compile.compiled_training import build_objectives
+from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture

@@ -56,7 +56,7 @@ ALIKE: list[Callable[[], None]] = [
 
 @pytest.mark.parametrize("law", ALIKE, ids=lambda law: law.__name__)
 def test_it_is_as_over_gloo(law: Callable[[], None], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(test_transport, "Transport", connected)
+    monkeypatch.setattr(test_transport, "C10dTransport", connected)
     law()
 
 

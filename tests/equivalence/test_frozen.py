@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
 from polylane.runtime.job import Job

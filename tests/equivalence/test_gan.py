@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import polylane
 from models import EXAMPLES
-from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.job import Job

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polylane
-from polylane.compile.compiled_training import build_objectives, compile_training
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from training import assert_same, batch_of, plainly, sgd, trained, workers

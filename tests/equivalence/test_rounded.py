@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import Objective
+from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.verify.verify import verify
 from training import batch_of, classify, mlp, plainly, sgd, trained

@@ -193,7 +193,7 @@ def captures(change: Change, steps: int = 9) -> int:
 
 def of_the_loop(step: int, model: Any) -> None:
     """What a training loop keeps on a model for itself, and modes that it puts back."""
-    model.seen_by_the_loop = model.find_best = float(step)
+    model.seen_by_the_loop = model.best = float(step)
     model.eval()
     model.train()
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import models
 from polylane.compile.compiled_graph import compile_graph
-from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.objectives import Objective
 from polylane.graph.partition import Partition
 from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.spec import parse
@@ -21,6 +22,7 @@ from polylane.program import lower
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.pipeline import executor as worker
 from polylane.runtime.pipeline.executor import Executor
+from polylane.runtime.pipeline.step_state import StepState
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.training_role import TrainingRole
 from polylane.samples.batch_layout import MeasuredLayouts
@@ -99,7 +101,7 @@ def test_a_skip_without_its_gradient(
     """The skip leaves stage 0 for two stages: the later gradient takes the place of the sum."""
     receive = Executor._receive
 
-    def forgetful(self: Executor, action: Action, state: worker.StepState) -> None:
+    def forgetful(self: Executor, action: Action, state: StepState) -> None:
         if action.gradient and action.value is not None and action.microbatch is not None:
             state.gradients.setdefault(action.microbatch, {}).pop(action.value, None)
         receive(self, action, state)

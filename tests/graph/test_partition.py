@@ -50,7 +50,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     for i in range(size):
         earlier = st.lists(st.integers(0, i - 1), max_size=3, unique=True) if i else st.just([])
         inputs = sorted({*draw(earlier), *([i - 1] if i else [])})
-        free = i < size - 1 and all(nodes[j].free for j in inputs) and draw(st.integers(0, 3)) == 0
+        free = i < size - 1 and all(nodes[j].recomputable for j in inputs) and draw(st.integers(0, 3)) == 0
         nodes.append(node(i, inputs, draw(st.integers(1, 50)), free, draw(st.integers(0, 9)) > 0))
     first = draw(st.integers(0, size - 1))
     uncut = [(first, draw(st.integers(first, size - 1)))] if draw(st.booleans()) else []

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polylane import Mean
-from polylane.compile.compiled_training import CompiledTraining, build_objectives, compile_training
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.objectives import build_objectives
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.inspection.plan_report import dtypes_of, price_stages, report_plan, schedule_by_rank, step_at_best

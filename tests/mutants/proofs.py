@@ -225,7 +225,7 @@ class Outcome:
 
 def objective_of(proof: Proof) -> Any:
     """Its loss and optimizer."""
-    from polylane.compile.compiled_training import Objective
+    from polylane.compile.objectives import Objective
 
     _, scored, _, optimizer, _ = MODELS[proof.model]
     return Objective("loss", _loss(scored, proof.loss), partial(_optimizer, proof.optimizer or optimizer))

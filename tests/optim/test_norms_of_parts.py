@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import Objective
+from polylane.compile.objectives import Objective
 from polylane.compile.optimizer_probe import LOOKS, find_whole_parameters
 from polylane.optim import LAMB, LARS, split_decay_groups, warmed_scheduler
 from polylane.optim.trust import TrustRatioOptimizer

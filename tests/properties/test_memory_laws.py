@@ -84,10 +84,10 @@ def held(graph: Graph, model: nn.Module, x: Tensor) -> tuple[int, int, int]:
     gc.collect()
     with AllocationMeter([*model.parameters(), *graph.code.constants.values(), x]) as ledger:
         result = code(*arguments)
-        forward, between = ledger.peak, ledger.now
-        ledger.peak = ledger.now
+        forward, between = ledger.peak_bytes, ledger.current_bytes
+        ledger.peak_bytes = ledger.current_bytes
         result[0].backward()
-        return forward, between, ledger.peak
+        return forward, between, ledger.peak_bytes
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -15,7 +15,7 @@ from torch import nn
 
 from polylane.auto.on_workers import resolve_plan
 from polylane.auto.plan_broadcast import compile_on_all_ranks
-from polylane.compile.compiled_training import OptimizerFactory, SchedulerFactory, build_objectives
+from polylane.compile.objectives import Init, OptimizerFactory, SchedulerFactory, build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
@@ -23,7 +23,6 @@ from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Spec
 from polylane.plan.sync import SUM
 from polylane.runtime.job import Job
-from polylane.runtime.parameters.materialize import Init
 from polylane.runtime.workers.world import World
 
 

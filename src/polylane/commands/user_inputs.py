@@ -192,7 +192,7 @@ def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
     Raises:
         PolylaneError: one of them raised, the scheduler is not one, or there is nothing to train.
     """
-    from polylane.compile.compiled_training import named_parameters, refuse_untrainable
+    from polylane.compile.objectives import named_parameters, refuse_untrainable
     from polylane.runtime.parameters.clipping import build_scheduler
 
     parameters = named_parameters(model, [recipe.loss])
@@ -225,7 +225,7 @@ def problem_of(recipe: Recipe, model: nn.Module, example: Any, batch: int) -> Tr
         example: a batch of its training data, of any size.
         batch: number of samples of a step, over all workers.
     """
-    from polylane.compile.compiled_training import Objective
+    from polylane.compile.objectives import Objective
     from polylane.compile.training_problem import TrainingProblem
 
     objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)

@@ -66,7 +66,7 @@ def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
     from polylane.runtime.workers.fork import limit_to_one_thread
 
     limit_to_one_thread()
-    from polylane.compile.compiled_training import Objective
+    from polylane.compile.objectives import Objective
     from polylane.verify.verify import verify
 
     seed = request.seed

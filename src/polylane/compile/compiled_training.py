@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_graph, split_operators, warn_of_untried
+from polylane.compile.objectives import Objective, Parameters, named_parameters, optimized_names
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
 from polylane.compile.sync_check import check_sync
@@ -34,20 +34,6 @@ from polylane.samples.microbatches import (
 )
 from polylane.samples.min_samples import MinSamples
 from polylane.sharding.stage_layouts import StageLayouts, layouts_like
-
-Parameters = list[tuple[str, nn.Parameter]]
-OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """One loss and the optimizer that minimizes it; most trainings have one, a GAN has two."""
-
-    name: str
-    loss: Loss
-    optimizer: OptimizerFactory
-    scheduler: SchedulerFactory | None = None
 
 
 @dataclass(frozen=True)
@@ -139,91 +125,6 @@ class CompiledTraining:
         return compile_graph(partition, self.plan, layouts, seen)
 
 
-def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
-    """All parameters by the model's own names, each once; a loss module's own under "loss."."""
-    named = list(model.named_parameters())
-    for loss in losses:
-        if isinstance(loss, nn.Module):
-            named += [(f"loss.{name}", parameter) for name, parameter in loss.named_parameters()]
-    return named
-
-
-def optimized_names(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
-    """Names of the parameters that an optimizer factory takes out of those it is given, without the frozen ones.
-
-    Raises:
-        PolylaneError: the factory fails, or takes a parameter that is not the model's; or nothing is there to train.
-    """
-    names = {id(parameter): name for name, parameter in parameters}
-    try:
-        optimizer = factory(list(parameters))
-    except Exception as error:
-        refuse_untrainable(parameters)  # torch's optimizers fail of an empty list
-        raise PolylaneError(f"optimizer(parameters) fails: {type(error).__name__}: {error}") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PolylaneError(
-            f"optimizer(parameters) must return a torch.optim.Optimizer, not a {type(optimizer).__name__}"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise PolylaneError(
-            "torch.optim.LBFGS evaluates the loss several times a step, which no plan can do: take another optimizer"
-        )
-    taken = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in names for parameter in taken):
-        raise PolylaneError("optimizer(parameters) must optimize the parameters it is given, not copies of them")
-    refuse_untrainable(parameters)
-    found = {names[id(parameter)] for parameter in taken if parameter.requires_grad}
-    if not found:
-        raise PolylaneError("the optimizer takes no parameter that requires a gradient, so that it would train nothing")
-    return found
-
-
-def refuse_untrainable(parameters: Parameters) -> None:
-    """See that there is something to train.
-
-    Raises:
-        PolylaneError: no parameter requires a gradient, or none has any elements.
-    """
-    if not parameters:
-        raise PolylaneError("the model has no parameters, so that there is nothing to train: see what model() returns")
-    if not any(parameter.requires_grad for _, parameter in parameters):
-        raise PolylaneError(
-            "no parameter of the model requires a gradient, so that there is nothing to train: unfreeze some"
-        )
-    if not any(parameter.requires_grad and parameter.numel() for _, parameter in parameters):
-        raise PolylaneError(
-            "no parameter of the model that requires a gradient has any elements, so that there is nothing to train: "
-            "give it a width"
-        )
-
-
-def build_objectives(
-    loss: Loss | Mapping[str, Loss],
-    optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
-    scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None,
-) -> dict[str, Objective]:
-    """One objective, or one for each name of a mapping.
-
-    Raises:
-        PolylaneError: the mappings do not have the same names.
-    """
-    if not isinstance(loss, Mapping):
-        if isinstance(optimizer, Mapping) or isinstance(scheduler, Mapping):
-            raise PolylaneError(
-                "one loss takes one optimizer and one scheduler: give a mapping of losses, or no mapping at all"
-            )
-        return {"loss": Objective("loss", loss, optimizer, scheduler)}
-    if not isinstance(optimizer, Mapping) or set(loss) != set(optimizer):
-        raise PolylaneError(f"losses named {sorted(loss)} take a mapping of optimizers with the same names")
-    shared = [
-        name for name, each in loss.items() if isinstance(each, nn.Module) and next(each.parameters(), None) is not None
-    ]
-    if len(shared) > 1:
-        raise PolylaneError(f"losses {', '.join(sorted(shared))} both have parameters: move them into the model")
-    schedulers = scheduler if isinstance(scheduler, Mapping) else dict.fromkeys(loss, scheduler)
-    return {name: Objective(name, loss[name], optimizer[name], schedulers.get(name)) for name in loss}
-
-
 def compile_training(
     model: nn.Module,
     objectives: dict[str, Objective],
@@ -286,12 +187,8 @@ def _compile_training(
         for n, o in objectives.items()
     }
     fewer = fewer or spec.microbatches is None
-    if spec.microbatches is None and keeps_python_state(graphs.values()):
-        microbatches = 1
     fewest = min_samples_for(spec, graphs.values())
-    microbatches = limit_microbatches(microbatches, total, fewest, fewer)
-    for graph in graphs.values():
-        refuse_repeated_effects(graph, spec, microbatches)
+    microbatches = _choose_microbatches(spec, graphs.values(), microbatches, total, fewest, fewer)
     partitions, seen, meets = _partition_objectives(
         model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
     )
@@ -322,6 +219,30 @@ def _compile_training(
     )
     evaluations = {name: training.compile_further(each) for name, each in captured.items()}
     return replace(training, evaluations=MappingProxyType(evaluations))
+
+
+def _choose_microbatches(
+    spec: Spec | Plan, graphs: Collection[Graph], requested: int, total: int, fewest: MinSamples, fewer: bool
+) -> int:
+    """The number of microbatches that every graph can be run in.
+
+    Args:
+        spec: the plan, whose own number of microbatches is None where it is left to us.
+        graphs: of all objectives.
+        requested: microbatches that the plan, or its default, asks for.
+        total: samples of a step, over all workers.
+        fewest: samples that a microbatch of the model needs.
+        fewer: the number may be lowered for the model's sake.
+
+    Raises:
+        PolylaneError: too few samples in a microbatch, or a model with side effects in each of several passes.
+    """
+    if spec.microbatches is None and keeps_python_state(graphs):
+        requested = 1
+    microbatches = limit_microbatches(requested, total, fewest, fewer)
+    for graph in graphs:
+        refuse_repeated_effects(graph, spec, microbatches)
+    return microbatches
 
 
 def _partition_objectives(

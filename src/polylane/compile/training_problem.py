@@ -8,21 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from polylane.compile.compiled_training import (
-    CompiledTraining,
-    Objective,
-    Parameters,
-    compile_training,
-    named_parameters,
-    optimized_names,
-)
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.objectives import Init, Objective, Parameters, named_parameters, optimized_names
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count, take_first_samples
 from polylane.graph.graph import Graph
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.planner.problem import CapturedProblem
-from polylane.runtime.parameters.materialize import Init
 from polylane.samples.counts import capture_with_counts
 
 

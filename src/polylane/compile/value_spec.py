@@ -13,7 +13,7 @@ from polylane.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
-class Wire:
+class ValueSpec:
     """What a travelling value looks like: its dtype, and its shape for any number of samples."""
 
     name: str
@@ -33,11 +33,11 @@ def value_specs(
     dtypes: Mapping[str, torch.dtype],
     layout: Layout | None = None,
     coordinates: Mapping[str, int] | None = None,
-) -> dict[str, Wire]:
+) -> dict[str, ValueSpec]:
     """Every crossing value by name; ``dtypes`` overrides what capture saw (autocast changes it)."""
     values = {n.meta["name"]: n.meta["val"] for n in partition.graph.code.fx.nodes if n.op == "call_function"}
     return {
-        c.value: Wire(
+        c.value: ValueSpec(
             c.value,
             dtypes.get(c.value, values[c.value].dtype),
             tuple(size_function(size) for size in values[c.value].shape),

@@ -33,7 +33,8 @@ class LARS(TrustRatioOptimizer):
         trust: η, the trust coefficient: how long a layer's step may be, compared with its weights, at ``lr`` = 1.
         eps: added to the denominator of λ.
         nesterov: look ahead by the momentum.
-        adapt: False for groups that take plain steps, λ = 1, at their own ``lr``; see :func:`polylane.optim.split_decay_groups`.
+        adapt: False for groups that take plain steps, λ = 1, at their own ``lr``; see
+            :func:`polylane.optim.split_decay_groups`.
 
     With weight decay a step needs temporary memory for as many elements as this worker has of a group.
 

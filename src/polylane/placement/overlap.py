@@ -36,7 +36,7 @@ class BeginRedistribute:
     def __call__(self, axis: Axis, x: Tensor) -> Tensor:
         flight = _PendingRedistribute(axis, self.source, self.target)
         token = _BeginFunction.apply(x, flight)  # type: ignore[no-untyped-call]
-        token.pending = flight
+        token.flight = flight
         return token  # type: ignore[no-any-return]
 
 
@@ -62,20 +62,20 @@ class _PendingRedistribute:
 class _BeginFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, flight: _PendingRedistribute) -> Tensor:
-        ctx.pending = flight
+        ctx.flight = flight
         flight.there = begin_redistribute(flight.axis, x.detach(), flight.source, flight.target)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        back, ctx.pending.back = ctx.pending.back, None
+        back, ctx.flight.back = ctx.flight.back, None
         return (grads[0] if back is None else back()), None
 
 
 class _FinishFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, flight: _PendingRedistribute) -> Tensor:
-        ctx.pending, ctx.shape = flight, token.shape
+        ctx.flight, ctx.shape = flight, token.shape
         assert flight.there is not None
         there, flight.there = flight.there, None
         out = there()
@@ -83,7 +83,7 @@ class _FinishFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        flight = ctx.pending
+        flight = ctx.flight
         flight.back = begin_redistribute(
             flight.axis, grads[0], gradient_placement(flight.target), gradient_placement(flight.source)
         )

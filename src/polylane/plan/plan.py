@@ -16,7 +16,7 @@ from polylane.errors import PolylaneError
 from polylane.plan.pinned_placements import check_axes, read_pattern
 from polylane.plan.spec import Degrees, Spec, check_workers, format_degrees, format_line
 from polylane.plan.straggler import Slowness
-from polylane.plan.strict import Count, StrictMapping
+from polylane.plan.strict_mapping import Count, StrictMapping
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.yaml_file import FileForm, error_sentence, first_error, read
 

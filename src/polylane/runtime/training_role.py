@@ -30,8 +30,8 @@ from polylane.runtime.parameters.update import trainers_of
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.bound_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
-from polylane.runtime.pipeline.executor import StepState
 from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepReports, StepResult, align_clocks, gather_report
+from polylane.runtime.pipeline.step_state import StepState
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
 from polylane.runtime.sync.choose import choose_sync
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer

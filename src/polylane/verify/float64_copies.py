@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from polylane.compile.compiled_training import CompiledTraining, Objective
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cast_leaves, clone_leaves, flatten, sample_count
 from polylane.graph.capture.export import snapshot_model

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import CompiledTraining, named_parameters
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.objectives import named_parameters
 from polylane.errors import PolylaneError
 from polylane.graph.batch import (
     clone_leaves,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.compile.compiled_training import CompiledTraining, named_parameters
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.objectives import named_parameters
 from polylane.compile.server_assignment import assign_parameters
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.verify.local_sgd_reference import ReferenceReplica

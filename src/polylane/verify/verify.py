@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from polylane.compile.compiled_training import CompiledTraining, Objective, compile_training, named_parameters
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.objectives import Init, Objective, named_parameters
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.capture.export import snapshot_model
@@ -26,7 +27,7 @@ from polylane.graph.rounding_noise import nudge_values
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.job import Job
-from polylane.runtime.parameters.materialize import Init, is_on_meta, materialize
+from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.pipeline.bound_program import ModelTensors
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, threads_per_worker
 from polylane.runtime.workers.world import World

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 # Whole folders, with their last slash: a user's own checkout may well be called polylane, or torch.
-_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/", "<")
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", "<")
 
 
 def is_users(file: str) -> bool:

@@ -40,7 +40,7 @@ def rule(*operators: str, composes: bool = False) -> Callable[[Rule], Rule]:
     Args:
         operators: the names.
         composes: whether its strategies go together on two axes also where one of them communicates inside; say so of
-            what tests/placement/test_two_axes.py tries.
+            what tests/placement/rules/test_two_axes.py tries.
     """
 
     def register(function: Rule) -> Rule:

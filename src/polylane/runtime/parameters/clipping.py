@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import Objective, SchedulerFactory
+from polylane.compile.objectives import Objective, SchedulerFactory
 from polylane.errors import PolylaneError
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polylane.compile.compiled_training import CompiledTraining, named_parameters
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.objectives import named_parameters
 from polylane.program.program import Program
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.full_tensors import FullTensors

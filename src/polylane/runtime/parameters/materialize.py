@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polylane.compile.objectives import Init
 from polylane.errors import PolylaneError
-
-Init = Callable[[nn.Module], None]
 
 
 def reset_parameters(module: nn.Module) -> None:

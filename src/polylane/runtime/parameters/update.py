@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import named_parameters
+from polylane.compile.objectives import named_parameters
 from polylane.optim.trust import set_sum_over_holders
 from polylane.program.program import Program
 from polylane.runtime.parameters import clipping as optimizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from polylane.compile.batch_split import SampleShare
 from polylane.compile.reshard import Resharder
-from polylane.compile.value_spec import Wire
+from polylane.compile.value_spec import ValueSpec
 from polylane.graph.batch import split_bounds
 from polylane.program.boxes import IndexBox, box_shape
 from polylane.program.program import Program
@@ -59,7 +59,7 @@ class BatchTables:
 def build_tables(
     program: Program,
     relays: Resharder,
-    wires: Mapping[str, Wire],
+    wires: Mapping[str, ValueSpec],
     samples: int,
     shares: Mapping[int, SampleShare],
     batch_is_sharded: bool,

@@ -147,18 +147,8 @@ def bind_program(
             Default: plainly.
     """
     partition, graph = program.partition, program.partition.graph
-    parameters, buffers = tensors.parameters(), tensors.buffers()
-    table: dict[tuple[str, Any], Any] = {
-        ("constant", name): t.to(tensors.device) for name, t in graph.code.constants.items()
-    }
-    for name in partition.parameters(program.stage):
-        # What this objective does not optimize takes part as a constant: no gradient is computed for it.
-        trainable = graph.parameters[name].trainable
-        table["parameter", name] = parameters[name] if trainable else shards.constant_view(name, parameters[name])
-    counts = batch_statistics_of(partition, program.stage)
-    for name in {*partition.buffers(program.stage), *counts.buffers}:
-        table["buffer", name] = buffers[name]
-    table |= {("axis", name): axis for name, axis in mesh.axes.items()}
+    parameters, counts = tensors.parameters(), batch_statistics_of(partition, program.stage)
+    table = _bind_tensors(program, tensors, mesh, shards, counts)
     autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
     dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
     # The user's own Python may leave a parameter without a gradient.
@@ -188,6 +178,24 @@ def bind_program(
     return Executor(
         program, runner, travelling, relays, transport, shared, reducer, mesh, alone, slow, counts, plan.per_sample
     )
+
+
+def _bind_tensors(
+    program: Program, tensors: ModelTensors, mesh: WorkerMesh, shards: Shards, counts: BatchStatistics
+) -> dict[tuple[str, Any], Any]:
+    """What the placeholders of a stage's code stand for, by (role, name), all on this worker's device."""
+    partition, graph = program.partition, program.partition.graph
+    parameters, buffers = tensors.parameters(), tensors.buffers()
+    table: dict[tuple[str, Any], Any] = {
+        ("constant", name): t.to(tensors.device) for name, t in graph.code.constants.items()
+    }
+    for name in partition.parameters(program.stage):
+        # What this objective does not optimize takes part as a constant: no gradient is computed for it.
+        trainable = graph.parameters[name].trainable
+        table["parameter", name] = parameters[name] if trainable else shards.constant_view(name, parameters[name])
+    for name in {*partition.buffers(program.stage), *counts.buffers}:
+        table["buffer", name] = buffers[name]
+    return table | {("axis", name): axis for name, axis in mesh.axes.items()}
 
 
 def batch_statistics_of(partition: Partition, stage: int) -> BatchStatistics:

@@ -6,14 +6,14 @@ import copy
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from polylane.compile.batch_split import Batch, SampleShare, compute_shares
 from polylane.compile.reshard import Resharder, extract_box, write_box
-from polylane.compile.value_spec import Wire
+from polylane.compile.value_spec import ValueSpec
 from polylane.errors import ActionFailed, PeerLost
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
@@ -24,48 +24,15 @@ from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, count_microbatches
 from polylane.runtime.pipeline.sample_witness import check_calls, is_witnessed_step
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
+from polylane.runtime.pipeline.step_state import StepState
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.tensor_parallel import WorkerMesh
-from polylane.runtime.transport.protocol import PendingTransfer, Transport
+from polylane.runtime.transport.protocol import Transport
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
 from polylane.schedule.action import Action, ActionKind
 
 # Compute actions ahead of which receives are posted: gloo moves a message only once its receive is posted.
 LOOKAHEAD = 2
-
-
-# What was sent: microbatch, peer, and whether it was gradients.
-_SendKey = tuple[int, int, bool]
-
-
-@dataclass
-class StepState:
-    """What a worker gathers in the course of one step."""
-
-    shares: Mapping[int, SampleShare]
-    sample_slices: dict[int, SampleSlice]
-    tables: BatchTables
-    samples_in_mean: int  # samples over which gradients are means
-    values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    input_gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    output_values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    pending_receives: dict[Action, PendingTransfer] = field(default_factory=dict)
-    pending_sends: dict[_SendKey, list[PendingTransfer]] = field(default_factory=dict)
-    loss_totals: list[Tensor] = field(default_factory=list)
-    loss_counts: list[Tensor | float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-
-    def wait_sent(self, key: _SendKey) -> None:
-        """Wait until something has been sent, and let go of it."""
-        for pending in self.pending_sends.pop(key, ()):
-            pending.wait()
-
-    def sums(self) -> tuple[float, float]:
-        """The loss of what this worker computed, as (total, count)."""
-        return float(sum(float(total) for total in self.loss_totals)), float(
-            sum(float(count) for count in self.loss_counts)
-        )
 
 
 class Executor:
@@ -92,7 +59,7 @@ class Executor:
         self,
         program: Program,
         runner: StageRunner,
-        wires: Mapping[str, Wire],
+        wires: Mapping[str, ValueSpec],
         relays: Resharder,
         transport: Transport,
         statistics: Callable[[Tensor], Tensor] | None,

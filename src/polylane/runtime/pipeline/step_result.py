@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polylane.observe.timeline import Span, Timeline
 from polylane.program.program import Program
-from polylane.runtime.pipeline.executor import StepState
+from polylane.runtime.pipeline.step_state import StepState
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 from polylane.runtime.transport.serialization import serializable
 from polylane.schedule.action import Action, ActionKind

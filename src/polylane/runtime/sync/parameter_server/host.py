@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polylane.compile.compiled_training import CompiledTraining, named_parameters
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.objectives import named_parameters
 from polylane.compile.server_assignment import assign_parameters, server_rank
 from polylane.errors import PeerLost
 from polylane.program.lower import differentiable_parameters

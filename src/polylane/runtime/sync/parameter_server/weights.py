@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import Objective
+from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.runtime.parameters import clipping as optimizer
 from polylane.runtime.parameters.clipping import GradientClipper
