@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
+# Options of simulate and plan.
 _Cluster = Annotated[
     str,
     typer.Option(
@@ -77,6 +78,7 @@ _Profile = Annotated[
     bool, typer.Option("--profile", help="Use the times that polylane probe --profile measured of this recipe.")
 ]
 
+# Options of simulate alone.
 _SimulatedPlan = Annotated[
     str,
     typer.Option(
@@ -85,6 +87,7 @@ _SimulatedPlan = Annotated[
         help="How to split it: a line, a file, or auto for the plan that polylane plan finds.",
     ),
 ]
+# Unlike plan, simulate has a plan that may say a precision.
 _DtypeOfPlan = Annotated[
     str | None, typer.Option("--dtype", help="Data type: float32, bfloat16 or float16. Default: the plan's.")
 ]

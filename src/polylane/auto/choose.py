@@ -68,6 +68,7 @@ def choose(
     meets = _samples_meet(graph)
     captured = problem.captured(graph, profile=profile)
     basis = setup.build_cost_model(captured, cluster, TrainingOptions())
+    # Any device may get any stage, so that the smallest memory bounds all.
     limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
     wish = SearchRequest(batch, tuple(sorted(workers)), most, (TrainingOptions(),), limit, batch_is_indivisible=meets)
     estimates = CurveCache(basis, batch, _staying(graph))

@@ -42,8 +42,7 @@ def run(request: InspectRequest) -> None:
             raise PolylaneError(f"--{option} {path} {verb} a plan: say which one with --plan, as in --plan pipeline=2")
     plan = None if request.plan is None else _chosen(request.plan, request)
     recipe = inputs.open_recipe(request)
-    # Torch is imported only now, after what can be checked without it; operators are measured with one thread, as a
-    # worker of several would run them.
+    # Torch is imported only now, after all that can be checked without it.
     from polylane.runtime.workers.fork import limit_to_one_thread
 
     limit_to_one_thread()

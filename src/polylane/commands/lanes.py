@@ -65,6 +65,7 @@ def run(
     if json:
         print_json(summary)
         return
+    # NO_COLOR is a convention that terminal programs share: https://no-color.org.
     width = shutil.get_terminal_size((100, 24)).columns
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print((swimlane.ansi if colours else swimlane.text)(timeline, width), end="")

@@ -41,6 +41,7 @@ class LearningRateOptions:
 
     def apply_to(self, recipe: Recipe) -> Recipe:
         """Return the recipe with this optimizer and these learning rates."""
+        # Imported here, since polylane.optim imports torch, and options are checked before that.
         from polylane.optim import scaled_optimizer, warmed_scheduler
 
         if self.optimizer is not None and self.lr is not None:

@@ -207,6 +207,7 @@ def _explain_nothing_fits(answer: SearchResult, wish: SearchRequest, would_do: C
         f"nothing fits on {workers}: the leanest plan needs {format_count(least.peak_bytes, 'B')} per worker, "
         f"{format_count(least.peak_bytes - least.memory_limit, 'B')} more than it may have"
     )
+    # This repeats the search on larger clusters.
     found = would_do()
     return f"{words}; {found} such devices would do" if found else f"{words}; more devices do not help"
 
@@ -222,6 +223,7 @@ def _row(found: RankedPlan, cluster: Cluster) -> dict[str, Any]:
         "memory": worst.total,
         "utilization": prediction.utilization,
         "exposed_communication": _share(prediction),
+        # The price of a cluster is per hour and for all of its devices; a plan pays for those that it uses.
         "price": cluster.price * found.plan.workers / cluster.count * prediction.seconds / 3600,
         "estimate_seconds": found.candidate.seconds,
     }

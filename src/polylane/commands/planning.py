@@ -141,7 +141,7 @@ def method_of(request: PredictRequest) -> TrainingOptions:
     try:
         return TrainingOptions(dtype, True, request.recompute, request.shard, request.overlap)  # type: ignore[arg-type]
     except PolylaneError as error:
-        raise PolylaneError(f"--{error}") from None
+        raise PolylaneError(f"--{error}") from None  # the message begins with the option's name
 
 
 def format_duration(seconds: float) -> str:

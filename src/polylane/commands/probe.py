@@ -72,6 +72,7 @@ def _machine(output: Path, workers: int, effort: Effort | None, json: bool) -> d
 
     kind = "cuda" if accelerators() else "cpu"
     effort = effort or thorough(kind)
+    # Read before measuring, which is a load itself.
     load, start = os.getloadavg()[0], time.perf_counter()
     with _Display(effort.progress_ticks(workers, len(further_dtypes(kind)))) as display:
         measured = conclude(measure_machine(workers, effort, display), workers)
@@ -111,6 +112,7 @@ def _check_writable(path: Path) -> None:
     there = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened for appending, so that a file of an earlier probe is not lost if measuring fails.
         with path.open("a", encoding="utf-8"):
             pass
         if not there:

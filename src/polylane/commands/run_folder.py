@@ -99,6 +99,7 @@ class RunFolder:
         self._at = self.path / UNFINISHED if any((self.path / name).exists() for name in NAMES) else self.path
 
     def _make(self) -> None:
+        # Remembered for leave(), which removes folders that this run made and did not use.
         missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._given:
@@ -129,6 +130,7 @@ class RunFolder:
             if self._at != self.path:
                 for name in NAMES:
                     (self._at / name).unlink(missing_ok=True)
+            # Line-buffered, so that metrics can be read during the run and survive its end.
             self._metrics = self.metrics.open("w", encoding="utf-8", buffering=1)
 
     def plan(self, text: str) -> None:

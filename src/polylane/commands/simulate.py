@@ -157,6 +157,7 @@ def slow_down_cluster(cluster: Cluster, options: Sequence[str]) -> Cluster:
 def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: TrainingOptions) -> dict[str, Any]:
     """Return the figures of a step, as plain data."""
     plan, step = prediction.plan, prediction.seconds
+    # Recomputation is left out, so that MFU compares plans by useful work.
     flops = planning.model_flops(graph, prediction.batch)
     each = flops / (step * plan.workers) if step else 0.0
     device = cluster.device(0)
@@ -181,6 +182,7 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
 
 def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]:
     """Return the busiest rank's bytes of a step, by kind of traffic, with the cluster level that each kind crosses."""
+    # Under local SGD there are two timelines: of a step that ends with an average, and of one without.
     counted = {
         id(t): _bytes(prediction, t) for t in (prediction.timeline, prediction.local_step_timeline) if t is not None
     }

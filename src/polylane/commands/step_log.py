@@ -230,6 +230,7 @@ class StepLog:
 
 
 def _representative(late: Sequence[tuple[float, StepResult]]) -> Timeline:
+    # The low median is one of the durations, so that there is a step with it.
     median = statistics.median_low(seconds for seconds, _ in late)
     result = next(result for seconds, result in late if seconds == median)
     timeline = result.timeline

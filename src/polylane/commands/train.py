@@ -155,7 +155,8 @@ def _under_torchrun(request: TrainRequest, place: RunFolder) -> None:
         raise
     except Exception as error:
         failure = Failure.of_exception(world.rank, error)
-        if failure.is_echo:  # only a consequence: the worker that failed says why, and torchrun then ends all
+        # torchrun ends all workers as soon as one ends: an echo waits, so that the worker with the cause can print it.
+        if failure.is_echo:
             time.sleep(ECHO_GRACE_SECONDS)
             sys.exit(1)
         print(f"polylane: {failure.to_exception()}", file=sys.stderr, flush=True)

@@ -102,6 +102,7 @@ def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> CompiledTrainin
     Raises:
         PolylaneError: the plan does not fit the model, or the last batch is too short for it.
     """
+    # The evaluation graph is compiled here as well, once for all workers.
     prepared = training.problem.prepare(plan, evaluation=training.test is not None)
     _check_last_batch(training, prepared)
     return prepared
@@ -189,6 +190,7 @@ def train(job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: 
             break
     outcome = log.outcome(prepared.plan.spec, test_loss, stopped=stops)
     servers = prepared.plan.processes - prepared.plan.workers
+    # Collective, and so before any worker may raise or leave.
     outcome = replace(outcome, traffic=tuple(job.traffic()), servers=servers)
     if job.apart:
         staleness = count_staleness(update for server in job.updates() for update in server)

@@ -318,6 +318,7 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
             wanted = size * (count - len(found))
             stream = itertools.islice(dataset, wanted) if indices is None else (dataset[i] for i in indices[:wanted])
             samples = list(stream)
+        # Without samples collate_samples raises its own message.
         found += [collate_samples(recipe, samples[at : at + size]) for at in range(0, len(samples), size)] or [
             collate_samples(recipe, [])
         ]

@@ -76,6 +76,7 @@ def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
     objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
     where = f"on one worker and on {plan.processes} ({_plan_line(plan)})"
     note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, {where}"
+    # With --json stdout is for the JSON object alone.
     print(note, file=sys.stderr if request.json else sys.stdout, flush=True)
     return verify(model, objective, batches, plan, clip_norm=request.clip_norm, seed=seed, init=recipe.init)
 

@@ -71,6 +71,7 @@ def rows(graph: Graph, depth: int | None = None, stars: int | None = None) -> li
     groups: dict[str, list[Node]] = {}
     for node in graph.nodes:
         path = ".".join(node.module.split(".")[:depth])
+        # Numbers that are whole components of the path, such as the 3 of layers.3.mlp.
         name = path if stars is None else re.sub(r"(?<![^.])\d+(?![^.])", "*", path, count=stars)
         groups.setdefault(name, []).append(node)
     return [

@@ -72,6 +72,7 @@ def price_stages(prepared: CompiledTraining, seconds: Sequence[Both], batch: int
     nodes = {node.name: (both,) for node, both in zip(graph.nodes, seconds, strict=True)}
     optimizer = next(iter(prepared.objectives.values())).optimizer
     problem = setup.CapturedProblem(graph, optimizer, {}, {}, Profile((graph.samples,), nodes, (whole,)))
+    # The seconds were measured where the model's weights are: so costs are those of such devices.
     device = next((parameter.device.type for parameter in prepared.model.parameters()), "cpu")
     cluster = running_cluster(plan.workers, "cuda" if device == "cuda" else "cpu")
 
@@ -159,6 +160,7 @@ def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequ
     found = []
     for stage, scene in enumerate(costs):
         predicted, live = scene.predict_stage(stage), live_bound(plan.schedule, order, plan.microbatches, stage)
+        # In graph order, so that the first and the last one are those of the stage.
         own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
         found.append(
             {

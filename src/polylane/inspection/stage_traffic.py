@@ -29,6 +29,7 @@ def count_stage_traffic(
     travelling = value_specs(partition, dtypes)
     sizes = {name: wire.sizes for name, wire in travelling.items()}
     layouts, orders = prepared.layouts_of(partition), prepared.batch_layouts_of(partition)
+    # Rank 0 stands for any: each sender gets its own copy below.
     relays = Resharder(0, plan, partition, layouts, sizes, orders)
     found: dict[tuple[int, int], list[int]] = {}
     for crossing in partition.crossings:

@@ -109,6 +109,7 @@ class Timeline:
 
     def utilization(self) -> float:
         """Return the coloured area over the rectangle: busy time of all ranks / (ranks x makespan), from 0 to 1."""
+        # An empty timeline has no area, and utilization 0.
         area = self.ranks * self.makespan()
         return sum(self.busy()) / area if area else 0.0
 

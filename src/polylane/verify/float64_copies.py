@@ -58,6 +58,7 @@ def check_it_runs(prepared: CompiledTraining, batch: Any) -> None:
     leaves, _ = flatten(batch_in_float64(batch))
     tensors = ModelTensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
     samples = sample_count(leaves)
+    # The run writes buffers such as running statistics.
     restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
     try:
         with torch.no_grad():

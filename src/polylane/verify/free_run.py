@@ -43,6 +43,7 @@ def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
     sums, gradients = list[tuple[float, float]](), dict[str, Tensor | None]()
     for batch in batches:
         sums.append(job.step(batch).sums)
+        # Gradients of later steps are at weights that already differ by rounding.
         if len(sums) == 1:
             whole = job.whole_gradients()
             gradients = whole if job.world.rank == 0 else {}

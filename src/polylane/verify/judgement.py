@@ -95,6 +95,7 @@ def judge_differences(
                 for x in each
             ]
             replicas[-1].append(_largest_errors(own))
+    # The loss of a step is one number over all replicas, and so it is judged by the largest of their floors.
     pairs = enumerate(zip(reference.losses, losses, strict=True))
     return Judgement(
         [

@@ -76,6 +76,7 @@ def train_local_sgd(
         updated = [
             {n: p.detach().clone() for n, p in r.trained_parameters.items()} for r in ([] if together else replicas)
         ]
+        # The printed loss is the mean over all replicas' samples, not the mean of the replicas' means.
         losses.append(sum(total for (total, _), *_ in passed) / sum(count for (_, count), *_ in passed))
         if together:
             for other in replicas[1:]:

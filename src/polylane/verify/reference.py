@@ -113,6 +113,7 @@ class ReferenceModel:
         named = named_parameters(prepared.model, [objective.loss])
         self.optimizer = objective.optimizer(list(named))
         self.scheduler = objective.scheduler(self.optimizer) if objective.scheduler else None
+        # The user's optimizer may leave parameters out, which are then neither clipped nor compared.
         taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self.trained_parameters = {name: p for name, p in named if id(p) in taken}
         self.loop = ReferenceLoop(prepared, example, self.trained_parameters, clip_norm, seed, replica, replicas)

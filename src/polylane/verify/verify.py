@@ -112,8 +112,7 @@ def verify_compiled(
     found = proof.compare_replayed() if sync.has_servers and sync.is_replica_local else proof.compare_stepwise()
     unequal = _differing_bits(found.held)
     return Verdict(
-        # Small errors are not enough: workers that hold the same weight must hold the same bits of it, or they drift
-        # apart.
+        # Small errors are not enough: workers with the same weight must have the same bits of it, or they diverge.
         passed=found.worst <= tolerance and not unequal,
         plan=prepared.plan.spec,
         workers=prepared.plan.processes,
@@ -190,7 +189,7 @@ class _Verification:
         if where := find_wrong_steps(reference, workers, judgement, tolerance):
             more = self._run_in_one_process(lambda: remeasure_floors(prepared, batches, reference, where, **how))
             judgement = judge_differences(reference, losses, workers, parameters, tolerance, more)
-        # Not judged but for its last state: the workers must agree in every bit of what several of them hold.
+        # Judged only by its last state: tensors that several workers hold must be equal in every bit.
         free = self._run_on_workers(lambda job: train_freely(job, batches))
         names = [name for name in reference.state if reference.state[name].numel()]
         undetermined = [

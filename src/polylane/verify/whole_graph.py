@@ -49,6 +49,7 @@ def add_batch_counts(
     split = sampled or sampled_leaves(leaves[0])
     joined = [torch.cat(each) if cut else each[0] for each, cut in zip(zip(*leaves, strict=True), split, strict=True)]
     samples = sum(part.samples for part in parts)
+    # Only the nodes that counts depend on are run: counts are functions of inputs, constants and buffers alone.
     found: dict[str, Tensor] = {}
 
     def look(name: str, value: Tensor) -> None:

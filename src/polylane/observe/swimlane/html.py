@@ -82,6 +82,7 @@ def _data(timeline: Timeline, lanes: Sequence[LaneRow]) -> dict[str, Any]:
     values: dict[str, int] = {}
     first, times = timeline.start(), transfer_times(timeline.spans)
 
+    # Names of values are numbered, since each appears in many spans.
     def flat(spans: Sequence[Span]) -> list[float]:
         numbers: list[float] = []
         for span in spans:

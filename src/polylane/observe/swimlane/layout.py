@@ -138,6 +138,7 @@ def format_duration(value: float, unit: str, digits: int = 4) -> str:
 def format_bytes(count: float) -> str:
     """Return a number of bytes with its unit: ``24 B``, ``1.2 MB``, ``340 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
+        # 999.5 would round to 1000 of this unit, and 99.95 to three digits before the point.
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
         count /= 1000

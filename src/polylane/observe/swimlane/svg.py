@@ -149,6 +149,7 @@ def _row_background(row: LaneRow, left: float, y: float, plot: float) -> Iterato
 
 def _boxes(row: LaneRow, picture: _Picture, y: float) -> Iterator[str]:
     for spans, top, height in ((row.main, y, LANE), (row.thin, y + LANE + 1, THIN)):
+        # Narrow spans are drawn first, so that no wide span is hidden behind them.
         wide = [span for span in spans if (span.end - span.start) * picture.scale >= 1.5]
         yield from _stack_narrow_spans(
             [s for s in spans if (s.end - s.start) * picture.scale < 1.5], picture, top, height

@@ -52,6 +52,7 @@ def _plain(cells: Sequence[_Cell]) -> str:
 
 
 def _coloured(cells: Sequence[_Cell]) -> str:
+    # One escape sequence for a run of cells of one style, none for blanks.
     runs = (
         (style, "".join(characters for characters, _ in run)) for style, run in groupby(cells, lambda cell: cell[1])
     )
@@ -61,6 +62,7 @@ def _coloured(cells: Sequence[_Cell]) -> str:
 def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
     lanes = build_rows(timeline)
     margin = max((len(row.label) for row in lanes), default=0)
+    # Three characters separate the labels from the lanes.
     room = max(width - margin - 3, 20)
     # One cell per tick where all of them fit into a line; else columns of equal time.
     cell = _cell_width(timeline)
