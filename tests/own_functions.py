@@ -213,9 +213,7 @@ class Quantized(torch.autograd.Function):
         x, step = ctx.saved_tensors
         q = x / step
         inside = ((q >= ctx.low) & (q <= ctx.high)).to(x.dtype)
-        of_step = torch.where(
-            q < ctx.low, ctx.low, torch.where(q > ctx.high, ctx.high, q.round() - q)
-        )
+        of_step = torch.where(q < ctx.low, ctx.low, torch.where(q > ctx.high, ctx.high, q.round() - q))
         return gradients[0] * inside, (gradients[0] * of_step).sum().reshape(step.shape), None, None
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import covering
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
@@ -172,8 +173,7 @@ def in_a_process(work: Callable[[], Any]) -> Any:
     return fork_workers(lambda _: work(), 1)[0]
 
 
-@pytest.mark.parametrize("plan", ["data=1", "data=2"])
-@pytest.mark.parametrize("name", STATE)
+@pytest.mark.parametrize(("name", "plan"), covering.pairs(STATE, ["data=1", "data=2"]))
 def test_python_state_is_that_of_the_plain_loop(name: str, plan: str) -> None:
     make, _ = STATE[name]
     model = between(built(make))

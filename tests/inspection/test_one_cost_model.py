@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import covering
 from polylane.cli import app
 from polylane.cluster.spec import parse
 from polylane.cost.network.alpha_beta import RankSpeed
@@ -40,9 +41,11 @@ def profile_of(graph: Graph, *_: Any) -> Profile:
     return Profile((graph.samples,), nodes, ((forward, backward),))
 
 
-@pytest.mark.parametrize("example", ["digits", "gpt"])
 @pytest.mark.parametrize(
-    "plan", ["data=2", "pipeline=2,microbatches=4", "tensor=2", "[data=2 | tensor=2],microbatches=1"]
+    ("plan", "example"),
+    covering.pairs(
+        ["data=2", "pipeline=2,microbatches=4", "tensor=2", "[data=2 | tensor=2],microbatches=1"], ["digits", "gpt"]
+    ),
 )
 def test_inspect_says_of_a_stage_what_simulate_says(
     example: str, plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from whole_graphs import compare, random_split, subject
 
+import covering
 import models
 from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD
 from polylane.placement.rewrite import AxisSplit
@@ -18,8 +19,7 @@ NAMES = tuple(name for name in (*models.TINY, *models.CASES) if name != "branchi
 DEGREES: tuple[dict[str, int], ...] = ({"tensor": 2}, {"tensor": 3}, {"sequence": 2}, {"sequence": 2, "tensor": 2})
 
 
-@pytest.mark.parametrize("degree", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "degree"), covering.pairs(NAMES, [2, 3]))
 def test_any_choice_computes_the_same(name: str, degree: int) -> None:
     case = subject(name)
     shown, offered = case.at(degree)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from polylane.compile.server_assignment import assign_parameters, server_rank
 from polylane.cost.network import sync_volume as agreement
 from polylane.cost.network.sync_volume import TrainedTensor
+from polylane.plan.sync import PowerSGDOptions
 from polylane.program.program import Program
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.shards import ShardSpec
@@ -40,7 +41,9 @@ def count_traffic(
         return agreement.compute_sync_bytes(plan.sync, held[name], step, microbatches, answers[name])
 
     if not plan.sync.has_servers:
-        cycle = plan.sync.warmup, plan.sync.every
+        # Steps before the first compressed one are no part of the cycle either.
+        plain = plan.sync.compress.start if isinstance(plan.sync.compress, PowerSGDOptions) else 0
+        cycle = max(plan.sync.warmup, plain), plan.sync.every
         return ByteCounters(connections.transport.counters, others, theory, cycle=cycle)
     served, settle = rule.server_counters() if within else (), connections.transport.barrier
     return ByteCounters(connections.transport.counters, others, theory, served, settle)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import covering
 import own_functions as own
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
@@ -106,8 +107,7 @@ def test_what_looks_at_its_batch_is_not_proven(name: str) -> None:
     assert [node.op for node in found.unproven] == ["function"]
 
 
-@pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=3"])
-@pytest.mark.parametrize("name", PROVEN)
+@pytest.mark.parametrize(("name", "plan"), covering.pairs(PROVEN, ["data=2", "pipeline=2,microbatches=3"]))
 def test_what_is_proven_trains_as_on_one_device(name: str, plan: str) -> None:
     made = model(PROVEN[name])
     assert_same(trained(made, plan, BATCHES)[0], plainly(model(PROVEN[name]), BATCHES))
@@ -116,13 +116,13 @@ def test_what_is_proven_trains_as_on_one_device(name: str, plan: str) -> None:
 NOT_RANDOM = [name for name in UNPROVEN if name != "noise in the gradient"]
 
 
-@pytest.mark.parametrize("name", NOT_RANDOM)
+@pytest.mark.parametrize("name", covering.one_in(3, NOT_RANDOM))
 def test_what_is_not_proven_stays_whole_on_replicas(name: str) -> None:
     made = model(UNPROVEN[name])
     assert_same(trained(made, "data=2", BATCHES)[0], plainly(model(UNPROVEN[name]), BATCHES))
 
 
-@pytest.mark.parametrize("name", UNPROVEN)
+@pytest.mark.parametrize("name", covering.one_in(3, UNPROVEN, first=1))
 def test_what_is_not_proven_is_refused_under_microbatches(name: str) -> None:
     with pytest.raises(PolylaneError, match=r"function .* runs your own Python, and nothing shows"):
         trained(model(UNPROVEN[name]), "pipeline=2,microbatches=3", BATCHES)
@@ -158,8 +158,7 @@ def loss_of(name: str) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]:
     return lambda model, batch: LOSSES[name](*model(batch[0]))
 
 
-@pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=3"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "plan"), covering.pairs(LOSSES, ["data=2", "pipeline=2,microbatches=3"]))
 def test_a_loss_of_ones_own_is_a_mean(name: str, plan: str) -> None:
     loss = loss_of(name)
     found = derive_composition(capture(Net(), loss, BATCHES[0]))
@@ -188,7 +187,7 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", covering.one_in(2, CHANGES))
 def test_nothing_of_the_users_is_touched(change: str) -> None:
     """A trace leaves all as it was, and is no proof where it had changed anything."""
     graph = capture(model(of(own.Remembering, change)), classify, BATCHES[0])

@@ -20,6 +20,7 @@ from polylane.program import lower
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
+from polylane.schedule.synchronous import one_forward_one_backward
 from training import batch_of, workers
 
 WIDTH, DEPTH = 128, 40
@@ -81,7 +82,8 @@ def test_the_most_that_a_worker_holds(shard: Sharding, microbatches: int, monkey
     parameters = sum(p.nbytes for p in whole.parameters())
     load = TrainedBytes(parameters, parameters, states=2 * parameters, largest_block=unit)
     nothing = PeakMemory(*[0.0] * 9)
-    expected = peak_memory(nothing, load, 1, 1, TrainingOptions(shard=shard), replicas=2).total
+    lane = one_forward_one_backward(1, 1)[0]
+    expected = peak_memory(lane, {0: nothing}, {0: load.trained}, load, TrainingOptions(shard=shard), replicas=2).total
     plan = f"data=2,microbatches={microbatches},shard={shard}"
     for held in workers(most, whole, plan, loss=loss, optimizer=adam, example=batch()):
         assert abs(held - before - expected) < 0.1 * expected, ((held - before) / parameters, expected / parameters)

@@ -1,0 +1,27 @@
+"""Covering subsets of tables of tests: every row and every column is in `make test`, the rest in `make test-all`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def pairs(rows: Iterable[Any], columns: Sequence[Any]) -> list[Any]:
+    """All pairs as parameters; of each row one column is run always, in turn, and the others are slow.
+
+    Args:
+        rows: values of the first parameter, each of them covered.
+        columns: values of the second parameter; covered if there are at least as many rows.
+    """
+    return [
+        pytest.param(row, column, id=f"{row}-{column}", marks=[] if i % len(columns) == j else pytest.mark.slow)
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
+    ]
+
+
+def one_in(n: int, values: Iterable[Any], first: int = 0) -> list[Any]:
+    """Every n-th value is run always, from the ``first`` on; the others are slow: for tables that pin one law often."""
+    return [pytest.param(value, marks=[] if i % n == first else pytest.mark.slow) for i, value in enumerate(values)]
