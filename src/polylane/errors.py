@@ -1,4 +1,4 @@
-"""What went wrong, said to the user: the base of every error that is theirs to mend."""
+"""Errors: the base of all errors that a user can fix, and those of workers; words for their sentences."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class PolylaneError(Exception):
 
 
 class NotFinite(PolylaneError):
-    """Weights hold NaN or infinity, and so are not saved."""
+    """Weights hold NaN or infinity, and are not saved for this reason."""
 
 
 class WorkerFailed(Exception):
-    """A worker of this job raised, or died: the one error of the whole job, raised where the job was started.
+    """A worker of this job raised or died: the one error of the whole job, raised where the job was started.
 
     Its text is the message for the user: which worker, where in the plan and in the model, and the original traceback.
 
     Attributes:
-        rank: the worker that failed first; one that only lost its peer is not blamed when the peer itself is known.
-        error_type: the name of the exception's class, or of the signal that ended the worker (``"SIGKILL"``).
-        error_message: the exception's own text.
+        rank: rank of the worker that failed first; one that only lost its peer is not blamed if the peer is known.
+        error_type: name of the exception's class, or of the signal that ended the worker (``"SIGKILL"``).
+        error_message: text of the exception in the worker.
         traceback: the original traceback in the worker, formatted; empty for a worker that was killed.
-        stage, microbatch, module, source: where it happened, as far as the worker knew (see :class:`ActionFailed`).
+        stage, microbatch, module, source: where it happened, as far as it is known (see :class:`ActionFailed`).
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class WorkerFailed(Exception):
 class ActionFailed(Exception):
     """An action of a worker's program raised; ``raise ActionFailed(...) from error`` adds where that was.
 
-    Pickles with its cause's traceback as text, since tracebacks themselves do not travel between processes.
+    It is pickled with its cause's traceback as text, since tracebacks cannot be pickled.
 
     Args:
-        rank: the worker.
-        stage, microbatch: which part of the plan, from 0; None for what is done once a step.
-        module: the user's module path, as ``layers.3.attn``.
-        source: the user's line, as ``model.py:42: x = self.attn(x)``.
+        rank: rank of the worker that raised.
+        stage, microbatch: numbers of stage and microbatch, from 0; None for what is done once a step.
+        module: path of the user's module, such as ``layers.3.attn``.
+        source: line of the user's code, such as ``model.py:42: x = self.attn(x)``.
+        cause_traceback: formatted traceback of the cause, after unpickling.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class ActionFailed(Exception):
 
     @property
     def cause(self) -> BaseException | None:
-        """The original exception; None after a trip between processes."""
+        """The original exception; None in another process than the worker's."""
         return self.__cause__
 
     @property
     def cause_traceback(self) -> str:
-        """The original exception with its traceback, formatted; it survives pickling."""
+        """The original exception with its traceback, formatted; kept by pickling."""
         if self.__cause__ is None:
             return self._cause_traceback
         return "".join(traceback.format_exception(self.__cause__))
@@ -112,12 +113,12 @@ class ActionFailed(Exception):
 
 
 class PeerLost(Exception):
-    """Another worker is gone, or does not answer: seldom the fault itself, mostly its echo in the other workers.
+    """Another worker is gone, or does not answer: mostly not the original error, but its consequence on other workers.
 
     Args:
-        peer: the rank that is gone; None where a whole group was waited for and nobody can tell which.
-        doing: what was being done, as "receiving from".
-        reason: the backend's own words.
+        peer: rank of the lost worker; None for a collective, where it is not known which rank is lost.
+        doing: what this worker was doing, such as "receiving from".
+        reason: message of the communication backend.
     """
 
     def __init__(self, peer: int | None, doing: str, reason: str) -> None:
@@ -147,19 +148,19 @@ def _describe_place(stage: int | None, microbatch: int | None, module: str | Non
 
 # ---- words for a sentence ------------------------------------------------------------------------------------------
 
-_SHOWN = 60  # characters of a value that is wrong
+_SHOWN = 60  # most characters of a wrong value that are quoted
 
 
 def format_value(given: object) -> str:
-    """A value in a sentence."""
+    """Format a value for a sentence, shortened."""
     text = "empty" if given is None else repr(given)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def suggest_name(name: str, known: Sequence[str]) -> str:
-    """ "; did you mean ...?", where something is near."""
+    """Return "; did you mean ...?" if a known name is similar, else an empty text."""
     begun = sorted(each for each in known if name and each.startswith(f"{name}-"))
-    if begun:  # a family: all that there are of it
+    if begun:  # the name is a prefix of several, such as "h100" of "h100-80g": suggest all of them
         return f"; did you mean {' or '.join(begun)}?"
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]}?" if close else ""

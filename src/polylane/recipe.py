@@ -1,4 +1,4 @@
-"""What a user hands over: the functions that make a model, its loss, its optimizer and its data."""
+"""Recipe: the user's Python file with the functions that make a model, its loss, its optimizer and its data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ARGUMENTS = {"model": 0, "loss": 2, "optimizer": 1, "data": 1, "scheduler": 1, "
 
 
 class RecipeError(PolylaneError):
-    """A recipe that cannot be found, imported or called, or a setting that it does not have."""
+    """A recipe cannot be found, imported or called, or does not have a setting."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +48,8 @@ class Mean:
     The mean of unequal parts is not the mean of their means; the sum of ``total`` over the sum of ``count`` is.
 
     Args:
-        total: scalar, the sum of the loss over the elements that count.
-        count: how many they are (or the sum of their weights); a scalar, through which no gradient flows.
+        total: scalar tensor, the sum of the loss over the elements that count.
+        count: number of these elements, or the sum of their weights; a scalar, through which no gradient flows.
     """
 
     total: Tensor
@@ -77,9 +77,9 @@ class Recipe:
         scheduler: optimizer to a learning-rate scheduler, if the recipe has one.
         collate: a list of samples to a batch; torch's default where the recipe has none.
         init: for a model that is built on the meta device: fills the tensors that a module itself owns.
-        path: the recipe's file.
-        name: the file's name without ``.py``.
-        settings: what ``--set`` overrode, by the name it was given.
+        path: path of the recipe's file.
+        name: name of the file, without ``.py``.
+        settings: values that ``--set`` overrode, as text, by the name that the user gave.
     """
 
     model: Callable[[], nn.Module]
@@ -95,12 +95,12 @@ class Recipe:
 
 
 def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | None = None) -> Recipe:
-    """The recipe at a Python file's path, or in an importable ``package.module``.
+    """Load the recipe at a Python file's path, or in an importable ``package.module``.
 
     The file is imported once per process, as Python imports any module, with its folder on ``sys.path``.
 
     Args:
-        path_or_module: ``examples/digits.py`` or ``package.module``.
+        path_or_module: path of a file such as ``examples/digits.py``, or a name such as ``package.module``.
         settings: new values for keyword arguments, as text: ``{"layers": "4"}``. A name sets the argument in every
             function that has it, ``model.layers`` sets it in one.
 
@@ -131,7 +131,11 @@ def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | N
 
 
 def parse_assignments(texts: Sequence[str]) -> dict[str, str]:
-    """``["layers=4", "dropout=0"]`` as the mapping that ``load`` takes; the last of equal names wins."""
+    """Parse ``["layers=4", "dropout=0"]`` into the mapping that ``load`` takes; the last of equal names wins.
+
+    Raises:
+        RecipeError: a text is not of the form name=value.
+    """
     settings = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -145,7 +149,7 @@ def parse_assignments(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _import_module(target: str) -> ModuleType:
-    """The module at a path or of a dotted name."""
+    """Import the module at a path or of a dotted name."""
     path = Path(target).expanduser()
     if path.is_dir():
         raise RecipeError(f"{target} is a folder; a recipe is a Python file or a package.module.")
@@ -196,9 +200,9 @@ def _import_name(name: str) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """The name under which the file is imported: its own, unless that is another module's already.
+    """Return the name under which the file is imported: its own, unless that is another module's already.
 
-    Its own, so that another process which has the folder on its path can unpickle what the recipe defines.
+    With its own name, another process that has the folder on its path can unpickle what the recipe defines.
     """
     stem = path.stem
     loaded = sys.modules.get(stem)
@@ -214,7 +218,7 @@ def _module_name(path: Path) -> str:
 
 
 def _find_source_file(name: str) -> Path | None:
-    """The file that importing ``name`` would run, if any."""
+    """Return the file that importing ``name`` would run, if any."""
     try:
         spec = importlib.util.find_spec(name)
     except Exception:  # a dotted name's parents are imported, and may raise anything
@@ -223,7 +227,7 @@ def _find_source_file(name: str) -> Path | None:
 
 
 def _add_to_path(folder: Path) -> str | None:
-    """Puts the folder first on ``sys.path``, as for a script run from it; what was added, if anything."""
+    """Put a folder first on ``sys.path``, as for a script run from it; returns what was added, if anything."""
     if str(folder) in sys.path:
         return None
     sys.path.insert(0, str(folder))
@@ -237,12 +241,12 @@ def _remove_from_path(added: str | None) -> None:
 
 
 def _describe_import_error(error: BaseException, path: Path) -> str:
-    """One sentence: the user's own line at which the import failed, and what was raised there."""
+    """Describe, in one sentence, the user's own line at which the import failed, and what was raised there."""
     kind = type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shorten_path(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
     message = " ".join(str(error).split()) or "no message"
-    # The deepest line of the recipe's folder: the fault may lie in a sibling that it imports, hardly in site-packages.
+    # The deepest frame in the recipe's folder: the error may be in a sibling that it imports, hardly in site-packages.
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -253,7 +257,7 @@ def _describe_import_error(error: BaseException, path: Path) -> str:
 
 
 def _shorten_path(path: Path) -> str:
-    """The path as the user would type it from here."""
+    """Shorten a path to what the user would type in the current directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -261,7 +265,7 @@ def _shorten_path(path: Path) -> str:
 
 
 def _collect_functions(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
-    """The recipe's functions by name, each known to be callable with what it will be given."""
+    """Collect the recipe's functions by name, each checked to be callable with its arguments."""
     missing = [SIGNATURES[name] for name in REQUIRED if not hasattr(module, name)]
     if missing:
         what = f"function {missing[0]}" if len(missing) == 1 else f"functions {'; '.join(missing)}"
@@ -284,7 +288,7 @@ def _collect_functions(module: ModuleType, path: Path) -> dict[str, Callable[...
 def _check_call(name: str, function: Callable[..., Any], path: Path) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables written in C have none: calling them will tell
+    except (TypeError, ValueError):  # some callables written in C have none: they are checked by calling them
         return
     try:
         signature.bind(*range(ARGUMENTS[name]))
@@ -306,7 +310,7 @@ def _format_parameters(signature: inspect.Signature) -> str:
 def _parse_overrides(
     functions: Mapping[str, Callable[..., Any]], settings: Mapping[str, str], path: Path
 ) -> dict[str, dict[str, Any]]:
-    """For every function, the keyword arguments that the settings give it."""
+    """Return, for every function, the keyword arguments that the settings override."""
     known = {name: _settable_defaults(name, function) for name, function in functions.items()}
     overrides: dict[str, dict[str, Any]] = {name: {} for name in functions}
     # Names with a dot come last: model.layers is more precise than layers.
@@ -321,7 +325,7 @@ def _parse_overrides(
 
 
 def _settable_defaults(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """The keyword arguments of a recipe function that a user may set: those with a default, after the fixed ones."""
+    """Return the keyword arguments of a recipe function that a user may set: those with a default, after the fixed."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Settings in text: what ``key=value,key=value`` says, and a value read as the type that its default has."""
+"""Settings as text: parses ``key=value,key=value``, and single values by the type of their default."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from polylane.errors import PolylaneError, format_value, suggest_name
 
-# What reading a text as a Python literal can raise, deep nesting and null bytes included.
+# The exceptions of ast.literal_eval for text that is no literal, deep nesting and null bytes included.
 _NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
 def split_pairs(pieces: Iterable[str], keys: Sequence[str], example: str) -> dict[str, str]:
-    """The values of pieces of the form key=value, by key.
+    """Split pieces of the form key=value into a dict.
 
     Args:
-        pieces: of one line, which commas separate.
-        keys: those that are known.
-        example: a piece as it should be, for errors.
+        pieces: pieces of one line, which was split at commas.
+        keys: all keys that are known.
+        example: a correct piece, shown in errors.
 
     Raises:
         PolylaneError: a piece is not of that form, or its key is unknown or there already; naming the piece or key.
@@ -39,19 +39,19 @@ def split_pairs(pieces: Iterable[str], keys: Sequence[str], example: str) -> dic
 
 
 def parse_setting(text: str, default: Any) -> Any:
-    """The text as a value of the default's type; for a default of None, the Python literal it spells, or the text.
+    """Parse text as a value of the default's type; for a default of None, as a Python literal, else it stays text.
 
     Raises:
         ValueError: "takes a whole number, and 'abc' is not one": the end of a sentence that starts with the argument.
     """
-    if isinstance(default, str):
+    if isinstance(default, str):  # as it is, without quotes: "4" stays text where the default is text
         return text
     if default is None:
         return _parse_literal(text)
     if not isinstance(default, (bool, int, float, tuple, list, dict)):
         raise ValueError(f"cannot be set from text: its default is {default!r}")
     try:
-        if isinstance(default, bool):
+        if isinstance(default, bool):  # before int, of which bool is a subclass
             return _parse_bool(text)
         if isinstance(default, (int, float)):
             return type(default)(text)
@@ -70,7 +70,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_literal(text: str) -> Any:
-    """``0.1`` is a number and ``None`` is None; what is no Python literal is text."""
+    """Parse a Python literal, such as ``0.1`` or ``None``; what is none is text."""
     try:
         return ast.literal_eval(text.strip())
     except _NO_LITERAL:
@@ -85,7 +85,7 @@ def _parse_dict(text: str) -> dict[Any, Any]:
 
 
 def _parse_sequence(text: str, default: Sequence[Any]) -> Sequence[Any]:
-    """``1,2`` or ``(1, 2)`` or ``[1, 2]`` as the default's type, its items of the type of the default's items."""
+    """Parse ``1,2`` or ``(1, 2)`` or ``[1, 2]`` into the default's type; items must have the type of the default's."""
     value = ast.literal_eval(text.strip()) if text.strip() else ()
     items = list(value) if isinstance(value, (tuple, list)) else [value]
     kinds = {type(item) for item in default}

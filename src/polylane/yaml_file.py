@@ -1,6 +1,6 @@
-"""YAML files: from a file to a plain mapping, and from what pydantic finds wrong with one to a sentence for the user.
+"""YAML files: reads a file into a plain mapping, and turns pydantic's validation errors into sentences for the user.
 
-A sentence names the key by its place in the file (``stages.0.mesh.tensor``), says what must be there, and what is.
+A sentence names the key by its place in the file (``stages.0.mesh.tensor``), and says what must be there and what is.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     import pydantic
     from pydantic_core import ErrorDetails
 
-# The parser in C is ten times as fast; not every build of PyYAML has it.
+# libyaml's parser is ten times as fast; not every build of PyYAML has it.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _MAPPING = "a mapping of keys and values"
-_KEY = "[key]"  # how pydantic marks the place of a mapping's key, rather than of its value
+_KEY = "[key]"  # in a pydantic location: the error is in a mapping's key, not in its value
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 class EachKeyOnce(_Loader):  # type: ignore[misc]
-    """YAML in which no mapping has a key twice: of two values plain YAML keeps the last one, without a word."""
+    """Loader that refuses a mapping with a key twice, of which plain YAML silently keeps the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         lines: dict[tuple[str, str], int] = {}
@@ -43,10 +43,10 @@ class EachKeyOnce(_Loader):  # type: ignore[misc]
 
 
 def parse(text: str) -> dict[Any, Any]:
-    """The mapping that a YAML text is.
+    """Parse a YAML text that is a mapping.
 
     Raises:
-        PolylaneError: it is not YAML, empty or no mapping, or a key is there twice.
+        PolylaneError: the text is not YAML, is empty or no mapping, or a key is there twice.
     """
     try:
         data = yaml.load(text, EachKeyOnce)
@@ -60,14 +60,14 @@ def parse(text: str) -> dict[Any, Any]:
 
 
 def read(path: str | Path, kind: str = "") -> dict[Any, Any]:
-    """The mapping in a YAML file.
+    """Read a YAML file that is a mapping.
 
     Args:
-        path: of the file, as the user gave it.
-        kind: what errors call the file, before its path: "plan".
+        path: path of the file, as the user gave it.
+        kind: what errors call the file, before its path, such as "plan".
 
     Raises:
-        PolylaneError: as :func:`parse`, or it cannot be read; naming the file.
+        PolylaneError: as :func:`parse`, or the file cannot be read; naming the file.
     """
     name = f"{kind} {path}" if kind else str(path)
     try:
@@ -85,12 +85,12 @@ def read(path: str | Path, kind: str = "") -> dict[Any, Any]:
 
 @dataclass(frozen=True)
 class FileForm:
-    """What one kind of file may say, for sentences about errors.
+    """What one kind of file may contain, for sentences about errors.
 
     Attributes:
-        name: of the kind, with its article: "a plan".
-        keys: the keys that a mapping may have, by its place in the file.
-        figure: what must be in the place of a number, by its place: "a rate, such as 25 GB/s".
+        name: name of the kind of file, with its article: "a plan".
+        keys: returns the keys that a mapping may have, by its place in the file.
+        figure: returns what a number at a place of the file must be: "a rate, such as 25 GB/s".
     """
 
     name: str
@@ -99,16 +99,16 @@ class FileForm:
 
 
 def first_error(error: pydantic.ValidationError) -> ErrorDetails:
-    """The error to tell of: where a key is missing, one that nobody knows is mostly why."""
+    """Return the error to report: rather an unknown key than a missing one, which is mostly the same key misspelt."""
     return min(error.errors(), key=lambda each: each["type"] == "missing")
 
 
 def error_sentence(error: ErrorDetails, form: FileForm, data: object) -> str:
-    """What is wrong with one value of a file, and what it must be.
+    """Describe what is wrong with one value of a file, and what it must be.
 
     Args:
-        error: one of pydantic's.
-        form: of the file.
+        error: one of the details of pydantic's validation error.
+        form: keys and figures of this kind of file.
         data: the file's mapping as the user wrote it.
     """
     at_key, kind = _KEY in error["loc"], error["type"]
@@ -123,14 +123,15 @@ def error_sentence(error: ErrorDetails, form: FileForm, data: object) -> str:
             f"{key} is not a key of {form.name}; known there are "
             f"{', '.join(known)}{suggest_name(str(where[-1]), known)}"
         )
-    if kind == "value_error" or "url" not in error:  # a sentence of our own, from one of the models
+    if kind == "value_error" or "url" not in error:  # raised by a validator of our own models, already a sentence
         message = error["msg"].removeprefix("Value error, ")
         return f"{key}{' ' if message.startswith('must be') else ': '}{message}"
+    # Pydantic's input may be converted already (a unit taken in): show what the file has.
     given = error["input"] if at_key else _at(data, where, error["input"])
     return f"{key} must be {_wanted(error, where, form)}, not {format_value(given)}"
 
 
-# What must be in a place, by the first word of how pydantic calls the error.
+# What must be in a place, by the first word of pydantic's error type.
 _WANTED = {
     "int": "a whole number",
     "string": "a name",
@@ -142,7 +143,7 @@ _WANTED = {
     "bool": "true or false",
     "finite": "a finite number",
 }
-# The same for a number that is too small or too large, and where pydantic has the limit.
+# For numbers that are too small or too large: the words, and the key of the limit in pydantic's context.
 _BOUNDS = {
     "greater_than": ("above", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -152,7 +153,7 @@ _BOUNDS = {
 
 
 def _wanted(error: ErrorDetails, where: Sequence[int | str], form: FileForm) -> str:
-    """What must be where something else is."""
+    """Describe what must be in the place of a wrong value."""
     kind, given, details = error["type"], error["input"], error.get("ctx", {})
     if kind == "literal_error":
         *names, last = _listed(error)
@@ -171,13 +172,13 @@ def _wanted(error: ErrorDetails, where: Sequence[int | str], form: FileForm) -> 
 
 
 def _listed(error: ErrorDetails) -> list[str]:
-    """What pydantic lists as ``'naive', 'afab' or '1f1b'``."""
+    """Split pydantic's list of literals, such as ``'naive', 'afab' or '1f1b'``."""
     listed = str(error.get("ctx", {}).get("expected", ""))
     return [name.strip("' ") for name in listed.replace(" or ", ",").split(",")]
 
 
 def _at(data: object, where: Sequence[int | str], default: object) -> object:
-    """What is at a place of the file, as the user wrote it."""
+    """Return what is at a place of the file, as the user wrote it."""
     for part in where:
         try:
             data = data[part]  # type: ignore[index]

@@ -62,7 +62,7 @@ def test_nor_are_those_of_a_model_on_the_meta_device() -> None:
     assert (
         "crosses between stages with data=1 and data=2, but how the samples of a batch make it up is not known" in told
     )
-    assert "no rule says of sort (" in told and "test_divided_anew.py:" in told
+    assert "no rule says of sort (" in told and "test_resplit_batches.py:" in told
     before = prepared(model, cut_at(["first", "first"], ["sort", "loss"]))
     assert before.batch_layouts_of(before.main_partition)["first/linear"] is BatchLayout.SHARDED_BY_SAMPLE
 

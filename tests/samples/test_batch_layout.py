@@ -146,7 +146,7 @@ def test_what_cannot_be_computed_is_not_known() -> None:
     assert seen.layouts["fc/linear"] is R and "head/linear" not in seen.layouts
     assert (
         "cannot be computed in float64 (RuntimeError: " in seen.unknown_reason
-        and "test_orders.py:" in seen.unknown_reason
+        and "test_batch_layout.py:" in seen.unknown_reason
     )
     told = explain_unknown(graph, seen, "head/linear")
     assert told.startswith(": no rule says of ") and explain_unknown(graph, seen, "fc/linear") == ""

@@ -163,7 +163,7 @@ def test_buffers_that_replicas_would_disagree_on() -> None:
     told = verdict(Averaging(), models.classify, models.vectors(6, 0))
     assert told is not None
     assert "the buffer average depends on how the samples are divided" in told
-    assert "test_samples.py:" in told
+    assert "test_mean_loss.py:" in told
 
 
 def test_a_buffer_of_rounding_depends_on_nothing() -> None:

@@ -1,1 +1,1 @@
-"""Devices and the links between them, as a tree (device < host < rack < site): data, read from a file or one line."""
+"""Cluster topology: devices and links as a tree (device < host < rack < site), read from a file or one line."""

@@ -1,4 +1,4 @@
-"""The presets: links and devices that one need not measure, by name."""
+"""Presets: figures of well-known devices and links, by name, from the YAML files of the package."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from polylane.yaml_file import parse
 
 @cache
 def link_presets() -> dict[str, dict[str, Any]]:
-    """The figures of every link, by name."""
+    """Return the figures of every link preset, by name."""
     return _presets(_file("links")["links"])
 
 
 @cache
 def device_presets() -> dict[str, dict[str, Any]]:
-    """The figures of every device, by name."""
+    """Return the figures of every device preset, by name."""
     return _presets(_file("devices"))
 
 
 @cache
 def usual_links() -> dict[str, dict[str, str]]:
-    """By which links devices are mostly linked: for a device's name, "link" inside a host and "hosts" between them."""
+    """Return the usual links of devices: device preset -> {"link": inside a host, "hosts": between hosts}."""
     return dict(_file("links")["usual"])
 
 

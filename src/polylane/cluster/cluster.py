@@ -16,7 +16,7 @@ from polylane.errors import PolylaneError
 
 _Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
-# So many spans are kept; then they are forgotten, and found anew as they are asked for.
+# Most spans that are cached; then the cache is emptied.
 _REMEMBERED = 2**16
 
 
@@ -25,19 +25,19 @@ class _Strict(pydantic.BaseModel):
 
 
 class Hosts(_Strict):
-    """Hosts that are alike, in one rack.
+    """Identical hosts in one rack.
 
     Attributes:
-        count: how many hosts.
-        devices: of each host; on a CPU host the workers that may run there.
-        device: each of them.
-        link: between the devices of a host; a host of one device needs none.
-        rack, site: names; what has the same is in the same. A rack is in one site.
+        count: number of hosts in this group.
+        devices: number of devices of each host; on a CPU host the workers that may run there.
+        device: figures of each of these devices.
+        link: link between the devices of a host; a host of one device needs none.
+        rack, site: names of the rack and of its site; groups with equal names are in the same one.
         cores: how many workers of a host may compute at once without slowing each other; None: all.
-        contention: how fast each of so many workers is that compute at once on cores enough, in parts of the speed of
-            one alone, since they share the host's memory. What is not told is on a line between what is.
-        speed: a factor for all of its devices (0.8: each takes 1 / 0.8 of the time).
-        price: per device and hour, instead of the device's own.
+        contention: number of workers that compute at once -> speed of each, as a fraction of one alone, since they
+            share the host's memory. Other numbers are interpolated.
+        speed: factor for all devices of the host (0.8: each takes 1 / 0.8 of the time).
+        price: price per device and hour, instead of the device's own.
     """
 
     count: _Count = 1
@@ -53,10 +53,15 @@ class Hosts(_Strict):
 
 
 class Links(_Strict):
-    """The links between hosts of a rack, racks of a site, and sites; None where there is but one of them.
+    """The links between hosts of a rack, racks of a site, and sites.
 
-    A site has one connection to the others, which its devices share: where the link between sites does not say what
-    they send over it together (``total``), that is its bandwidth.
+    A site has one connection to the others, which its devices share: where the link between sites does not give their
+    total bandwidth (``total``), that is its bandwidth.
+
+    Attributes:
+        hosts: link between the hosts of a rack; None where each has one.
+        racks: link between the racks of a site; None where each has one.
+        sites: link between sites; None where there is one.
     """
 
     hosts: Link | None = None
@@ -74,13 +79,13 @@ class Cluster:
     """Devices, and how they are linked.
 
     Attributes:
-        hosts: groups of hosts; their devices have ranks in this order.
-        links: between hosts, racks and sites.
-        speeds: a factor for single devices, by rank: stragglers.
+        hosts: groups of identical hosts; their devices have ranks in this order.
+        links: links between hosts, racks and sites.
+        speeds: by rank, a speed factor for single devices: stragglers.
 
     Raises:
-        PolylaneError: there are no hosts, something that several devices need to reach each other is missing, or a rank
-            is not there; naming the key of the cluster file.
+        PolylaneError: there are no hosts, a link that devices need to reach each other is missing, or a rank does not
+            exist; naming the key of the cluster file.
     """
 
     hosts: tuple[Hosts, ...]
@@ -89,6 +94,7 @@ class Cluster:
     _blocks: tuple[HostBlock, ...] = field(init=False, repr=False, compare=False)
     _devices: dict[tuple[int, float], Device] = field(init=False, repr=False, compare=False, default_factory=dict)
     _spans: dict[Ranks, RankSpan] = field(init=False, repr=False, compare=False, default_factory=dict)
+    # Keyed by what costs depend on: groups that are spread alike share one RankSpan, so their costs are computed once.
     _shapes: dict[object, RankSpan] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,31 +109,34 @@ class Cluster:
                 raise PolylaneError(f"speeds.{rank} must be above 0, not {speed}")
 
     def __reduce__(self) -> tuple[type[Cluster], tuple[tuple[Hosts, ...], Links, dict[int, float]]]:
+        # Without the caches: spans are compared by identity, and a copy has its own.
         return Cluster, (self.hosts, self.links, dict(self.speeds))
 
     @property
     def count(self) -> int:
-        """How many devices there are; ranks are 0 to this."""
+        """Number of devices; ranks are 0 to this, exclusive."""
         return self._blocks[-1].end
 
     @property
     def host_count(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return self._blocks[-1].first_host + self._blocks[-1].hosts
 
     @property
     def price(self) -> float:
-        """Of all devices, per hour; 0 where it is not known."""
+        """Price of all devices per hour; 0 where it is not known."""
         own = (group.device.price if group.price is None else group.price for group in self.hosts)
         return sum(price * group.count * group.devices for price, group in zip(own, self.hosts, strict=True))
 
     def device(self, rank: int) -> Device:
-        """The device of a rank, with its speed and price as they are in this cluster."""
+        """Return the device of a rank, with its speed and price in this cluster."""
         return self._device(self._group(rank), self.speeds.get(rank, 1.0))
 
     def devices(self, ranks: Ranks) -> list[Device]:
-        """The different devices of ranks, each once; quick for a range."""
+        """Return the different devices of ranks, each once; quick for a range."""
         self._check(ranks)
+        # By blocks, since ranks may be a million: first the stragglers one by one, then a block's own device where it
+        # has ranks that are no stragglers.
         single = [rank for rank in self.speeds if rank in ranks]
         keys = dict.fromkeys((self._group(rank), self.speeds[rank]) for rank in single)
         for number, block in enumerate(self._blocks):
@@ -136,12 +145,12 @@ class Cluster:
         return [self._device(*key) for key in keys]
 
     def host(self, rank: int) -> int:
-        """The number of a rank's host."""
+        """Return the number of a rank's host."""
         block = self._blocks[self._group(rank)]
         return block.first_host + (rank - block.first) // block.devices
 
     def ranks(self, host: int) -> range:
-        """The ranks of a host."""
+        """Return the ranks of a host."""
         if not 0 <= host < self.host_count:
             raise ValueError(f"there is no host {host}, they are 0 to {self.host_count - 1}")
         block = self._blocks[bisect_right(self._blocks, host, key=lambda block: block.first_host) - 1]
@@ -149,15 +158,15 @@ class Cluster:
         return range(first, first + block.devices)
 
     def cores(self, rank: int) -> int | None:
-        """How many workers of a rank's host may compute at once without slowing each other; None: all."""
+        """Return how many workers of a rank's host may compute at once without slowing each other; None: all."""
         return self.hosts[self._group(rank)].cores
 
     def contention(self, rank: int) -> Mapping[int, float] | None:
-        """How fast each of so many workers of a rank's host is that compute at once (:attr:`Hosts.contention`)."""
+        """Return the contention of a rank's host (:attr:`Hosts.contention`); None where there is none."""
         return self.hosts[self._group(rank)].contention or None
 
     def span(self, ranks: Ranks) -> RankSpan:
-        """The links that connect ranks, and how these are spread; groups that are spread alike share one span."""
+        """Return the links that connect ranks, and how they are spread; groups that are spread alike share one span."""
         key = ranks if isinstance(ranks, (range, tuple)) else tuple(ranks)
         found = self._spans.get(key)
         if found is None:
@@ -175,14 +184,14 @@ class Cluster:
         return found
 
     def level(self, ranks: Ranks) -> Level:
-        """What the narrowest part of the tree is that has all ranks."""
+        """Return the level of the narrowest part of the tree that has all ranks."""
         return self.span(ranks).level
 
     def link(self, ranks: Ranks) -> Link:
-        """The link of the narrowest level that has all ranks; the slowest, where hosts have links of their own.
+        """Return the link of the narrowest level that has all ranks; the slowest, where hosts have different links.
 
         Raises:
-            ValueError: one rank, which needs none.
+            ValueError: there is one rank only, which needs no link.
         """
         widest = self.span(ranks).at_level(self.level(ranks))
         if not widest:
@@ -204,18 +213,19 @@ class Cluster:
         return self._devices[key]
 
     def _check(self, ranks: Ranks) -> None:
+        # The ends of a range are enough; a list is checked in full.
         ends = (ranks[0], ranks[-1]) if isinstance(ranks, range) and ranks else ranks
         if not ends or min(ends) < 0 or max(ends) >= self.count:
             raise ValueError(f"ranks {ranks} are not all of 0 to {self.count - 1}")
 
 
 def ranks_along(degrees: Mapping[str, int], axis: str, rank: int = 0) -> range:
-    """The ranks that differ from one only on one axis of a mesh, the last of whose axes has consecutive ranks.
+    """Return the ranks that differ from one only on one axis of a mesh in row-major order.
 
-    >>> along({"data": 4, "pipeline": 2, "tensor": 8}, "pipeline", 3)
+    >>> ranks_along({"data": 4, "pipeline": 2, "tensor": 8}, "pipeline", 3)
     range(3, 19, 8)
     """
-    inner = 1
+    inner = 1  # stride of the axis: the product of the degrees behind it
     for name in reversed(list(degrees)):
         if name == axis:
             first = rank - rank // inner % degrees[axis] * inner
@@ -225,6 +235,7 @@ def ranks_along(degrees: Mapping[str, int], axis: str, rank: int = 0) -> range:
 
 
 def _host_blocks(hosts: tuple[Hosts, ...]) -> Iterator[HostBlock]:
+    # A rack is known by its name and its site: racks of equal name in different sites are different.
     racks: dict[tuple[str, str], int] = {}
     sites: dict[str, int] = {}
     first, first_host = 0, 0
@@ -237,7 +248,7 @@ def _host_blocks(hosts: tuple[Hosts, ...]) -> Iterator[HostBlock]:
 
 
 def _check_links(hosts: tuple[Hosts, ...], links: Links) -> None:
-    """Whether every device can reach every other one."""
+    """Refuse a tree in which some device cannot reach another, for a link that is missing."""
     for index, group in enumerate(hosts):
         if group.devices > 1 and group.link is None:
             raise PolylaneError(f"hosts.{index}.link is missing: nothing links the {group.devices} devices of a host")

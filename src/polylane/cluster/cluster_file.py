@@ -1,4 +1,4 @@
-"""Cluster files: YAML that a person can write -> Cluster, and back."""
+"""Cluster files: YAML -> Cluster, and back; presets and units are resolved, errors name the key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polylane.yaml_file import FileForm, error_sentence, first_error, read
 
 
 class _File(pydantic.BaseModel):
-    """What a cluster file may say."""
+    """The keys of a cluster file."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
@@ -43,12 +43,13 @@ def load(path: str | Path) -> Cluster:
 
 
 def from_mapping(data: dict[Any, Any]) -> Cluster:
-    """The cluster that a file's mapping describes.
+    """Build the cluster that a file's mapping describes.
 
     Raises:
         PolylaneError: as :func:`load`, without the file.
     """
     _check_filled(data)
+    # Units and presets first: pydantic then sees plain numbers. Errors quote the text that the user wrote.
     try:
         file = _File.model_validate(_resolve_file(data))
     except pydantic.ValidationError as error:
@@ -57,7 +58,7 @@ def from_mapping(data: dict[Any, Any]) -> Cluster:
 
 
 def dump(cluster: Cluster) -> str:
-    """The cluster as YAML; reading it again gives an equal one. What equals a preset is said by its name."""
+    """Format a cluster as YAML; reading it again gives an equal one. Figures that equal a preset's become its name."""
     data: dict[str, Any] = {"polylane": 1, "hosts": [_dump_hosts(group) for group in cluster.hosts]}
     links = {name: _preset_or_figures(link, link_presets()) for name, link in cluster.links if link is not None}
     if links:
@@ -77,7 +78,7 @@ def _dump_hosts(group: Hosts) -> dict[str, Any]:
 
 
 def _preset_or_figures(given: Device | Link, presets: dict[str, dict[str, Any]]) -> str | dict[str, Any]:
-    """A preset's name, or the figures."""
+    """Return the name of the preset that a device or link equals, or its figures."""
     preset = presets.get(given.kind)
     if preset is not None and type(given).model_validate(preset) == given:
         return given.kind
@@ -85,14 +86,14 @@ def _preset_or_figures(given: Device | Link, presets: dict[str, dict[str, Any]])
 
 
 def _to_plain(given: Any) -> Any:
-    """A value as YAML has it: dicts and lists."""
+    """Convert mappings and tuples to the dicts and lists that YAML has."""
     if isinstance(given, Mapping):
         return {key: _to_plain(value) for key, value in given.items()}
     return [_to_plain(value) for value in given] if isinstance(given, tuple) else given
 
 
 def _check_filled(given: object, place: str = "") -> None:
-    """A key with nothing behind it is a mistake everywhere."""
+    """Refuse keys without a value, at any depth: YAML reads them as null."""
     if given is None:
         raise PolylaneError(f"{place} is empty")
     items = given.items() if isinstance(given, dict) else enumerate(given) if isinstance(given, list) else ()
@@ -101,7 +102,7 @@ def _check_filled(given: object, place: str = "") -> None:
 
 
 def _resolve_file(data: dict[Any, Any]) -> dict[Any, Any]:
-    """The file's mapping with figures in place of names and units."""
+    """Return the file's mapping with plain numbers in place of presets and units."""
     data, hosts, links = dict(data), data.get("hosts"), data.get("links")
     if isinstance(hosts, list):
         data["hosts"] = [_resolve_group(group, f"hosts.{index}") for index, group in enumerate(hosts)]
@@ -120,7 +121,7 @@ def _resolve_group(group: object, place: str) -> object:
 
 
 def _keys(place: Sequence[int | str]) -> list[str]:
-    """The keys of a mapping in a cluster file, by its place."""
+    """Return the keys that a mapping at a place of a cluster file may have, for suggestions in errors."""
     path = [str(part) for part in place if isinstance(part, str)]
     models: dict[tuple[str, ...], type[pydantic.BaseModel]] = {
         (): _File,

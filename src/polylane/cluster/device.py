@@ -1,4 +1,4 @@
-"""Device: what computes, how fast, and how much of that is left for operators that are small or misshapen."""
+"""Device: speed and memory of a GPU or CPU worker, with the losses of operators that are small or misshapen."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ from polylane.errors import PolylaneError
 
 _Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
-# What dense matmuls reach of the peak where nothing was measured: what an A100 does, 271 of 312 TFLOP/s.
+# Share of the peak that dense matmuls reach where nothing was measured: that of an A100, 271 of 312 TFLOP/s.
 ACHIEVED = 0.87
 
 
 class Device(pydantic.BaseModel):
     """One device, or one worker of a CPU host.
 
-    A matmul is cut into tiles, of which every compute unit works on one at a time;
-    :mod:`polylane.cost.operators.roofline` says
-    what follows from the figures. The defaults are of a device without any of these losses.
+    A matmul is cut into tiles, of which every compute unit works on one at a time; the module
+    :mod:`polylane.cost.operators.roofline` computes times from these figures. The defaults are those of a device
+    without any losses.
 
     Attributes:
-        kind: its name, for reports.
-        type: whose kernels run: "cpu" or "cuda"; it decides what operators keep for their backward pass.
-        memory: bytes.
+        kind: name of the device, for reports.
+        type: "cpu" or "cuda", whose kernels run; it decides what operators save for their backward pass.
+        memory: memory of the device, in bytes.
         flops: peak floating-point operations per second of dense matmuls, by dtype ("float32", "bfloat16", ...).
-        achieved: the most that was measured of them, likewise; 0.87 of the peak where nothing was.
-        bandwidth: of its own memory, bytes per second.
-        overhead: seconds that one operator costs at least, since it must start and end.
-        price: per hour; 0 where it is not known.
-        speed: 0.8 for a straggler that needs 1 / 0.8 of the time for everything.
-        sustained: what is left of ``achieved`` in a long run, where power and heat lower the clock.
-        streaming: what operators that compute little reach of ``bandwidth``.
-        units: compute units that work side by side (streaming multiprocessors of a GPU).
+        achieved: highest measured rate of dense matmuls, by dtype; 0.87 of the peak where nothing was measured.
+        bandwidth: bandwidth of the device's own memory, in bytes per second.
+        overhead: seconds that one operator costs at least, for its start and end.
+        price: price per hour; 0 where it is not known.
+        speed: speed factor; 0.8 for a straggler that needs 1 / 0.8 of the time for everything.
+        sustained: share of ``achieved`` that is left in a long run, where power and heat lower the clock.
+        streaming: share of ``bandwidth`` that memory-bound operators reach.
+        units: compute units that work in parallel (streaming multiprocessors of a GPU).
         tiles: sizes (rows, columns) of the parts of a result that one unit computes at a time, largest first.
         edge: how much dearer small tiles are, which read more for each result: the reads of one more operation in
             1 / ``edge`` that the largest tile's edges cost.
         depth: terms of a sum after which half of the time a tile takes is its start.
-        waves: 1 where the last tiles keep everybody waiting though they fill only some units; 0 where none is lost.
+        waves: share of wave quantization: 1 where the last tiles take a whole wave though they fill only some units; 0
+            where nothing is lost.
         aligned: bytes to which the rows of a matrix must be aligned for the full rate.
         misaligned: exponent of the loss where they are aligned to fewer bytes: (bytes / ``aligned``) ** ``misaligned``.
-        attention: what a fused attention kernel reaches of a matmul's sustained rate, over long sequences; causal ones
-            count half.
+        attention: share of a matmul's sustained rate that a fused attention kernel reaches over long sequences; causal
+            ones count half.
         attention_length: positions of a sequence at which it reaches half of that.
-        dispatch: seconds of the host that it takes to issue one operator, forward or backward; it runs ahead while the
-            device computes, so that a block takes as long as the slower of the two.
-        turn: seconds of the host from one pass of a microbatch to the next, beyond its operators.
+        dispatch: host seconds to launch one operator, forward or backward; the host runs ahead while the device
+            computes, so that a block takes as long as the slower of the two.
+        turn: host seconds from one pass of a microbatch to the next, beyond its operators.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -92,20 +93,20 @@ class Device(pydantic.BaseModel):
         return self
 
     def rate(self, dtype: str) -> float:
-        """Operations per second that matmuls of a dtype sustain, at best.
+        """Return the operations per second that large matmuls of a dtype sustain.
 
         Raises:
-            PolylaneError: the device does not say how fast it is with that dtype.
+            PolylaneError: the device has no figure for that dtype.
         """
         return self._rate_of(self.achieved, dtype) * self.sustained * self.speed
 
     def peak(self, dtype: str) -> float:
-        """Peak operations per second, as :meth:`rate`; what utilization is a share of."""
+        """Return the peak operations per second of a dtype, the reference of MFU; raises as :meth:`rate`."""
         return self._rate_of(self.flops, dtype)
 
     @property
     def stream(self) -> float:
-        """Bytes per second that operators which compute little move."""
+        """Bytes per second that memory-bound operators reach."""
         return self.bandwidth * self.streaming * self.speed
 
     def _rate_of(self, rates: Mapping[str, float], dtype: str) -> float:

@@ -1,4 +1,4 @@
-"""What a cluster file says of a device or a link (a preset's name, or figures with units) -> plain figures."""
+"""Figures: what a cluster file has for a device or a link (a preset's name, figures with units) -> plain numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from polylane.cluster.units import EXAMPLES, Dimension, figure
 from polylane.errors import PolylaneError, format_value, suggest_name
 
-# What is measured under a key, or in the mapping under it.
+# The dimension of the figure under a key, or of those in the mapping under it.
 DIMENSIONS: dict[str, Dimension] = {
     "memory": "size",
     "half": "size",
@@ -30,15 +30,15 @@ _CALLED: dict[Dimension, str] = {"size": "a size", "rate": "a rate", "time": "a 
 
 
 def resolve_figures(given: object, presets: Mapping[str, Mapping[str, Any]], place: str) -> object:
-    """The figures that are meant: of a preset, of a preset with some changed (key ``preset``), or as they are.
+    """Resolve presets and units: a preset's name, a preset with some figures changed (key ``preset``), or figures.
 
     Args:
-        given: what stands in the file.
-        presets: by name.
-        place: its key in the file.
+        given: the value in the file, of any type.
+        presets: figures of every preset, by name.
+        place: key of the value in the file, for errors.
 
     Raises:
-        PolylaneError: there is no such preset, or a text is no figure of its kind.
+        PolylaneError: there is no such preset, or a text is no figure of the key's dimension.
     """
     if isinstance(given, str):
         return dict(_preset(given, presets, place))
@@ -54,7 +54,7 @@ def resolve_figures(given: object, presets: Mapping[str, Mapping[str, Any]], pla
 
 
 def expected_figure(*keys: str) -> str:
-    """What must stand under a key, or in the mapping under it: "a rate, such as 25 GB/s"; "a number" for most."""
+    """Describe what must be under a key, or in the mapping under it: "a rate, such as 25 GB/s"; "a number" for most."""
     dimension = next((DIMENSIONS[key] for key in keys if key in DIMENSIONS), None)
     return "a number" if dimension is None else f"{_CALLED[dimension]}, such as {EXAMPLES[dimension]}"
 
@@ -67,8 +67,8 @@ def _preset(name: str, presets: Mapping[str, Mapping[str, Any]], place: str) -> 
 
 
 def _figure(given: object, key: str, place: str) -> object:
-    """A value with its unit taken in; what is no text is left as it is."""
-    if isinstance(given, dict):
+    """Convert text with a unit to a number; other types are returned unchanged, for pydantic to check."""
+    if isinstance(given, dict):  # such as flops by dtype: its values have the dimension of the outer key
         return {inner: _figure(value, key, f"{place}.{inner}") for inner, value in given.items()}
     if not isinstance(given, str) or key in _NAMES:
         return given
@@ -78,4 +78,5 @@ def _figure(given: object, key: str, place: str) -> object:
     if found is None or (dimension is not None and found[1] not in (dimension, None)):
         raise PolylaneError(f"{place} must be {expected_figure(key)}, not {format_value(given)}")
     value = found[0]
+    # Sizes are whole bytes, and pydantic's strict counts refuse 80e9.
     return int(value) if dimension == "size" and value.is_integer() else value

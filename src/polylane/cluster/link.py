@@ -1,4 +1,4 @@
-"""Link: what connects devices of one host, hosts, racks or sites, and how fast."""
+"""Link: bandwidth and latency between devices of a host, hosts, racks or sites; an extended alpha-beta model."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ Share = Annotated[float, pydantic.Field(gt=0, le=1, **_Number)]
 
 
 class Link(pydantic.BaseModel):
-    """A link of a level of the cluster; all of that level's links are alike.
+    """A link of a level of the cluster; all of that level's links are identical.
 
     ``s`` bytes, of which every device sends ``w`` in ``n`` steps, take
 
         latency + n · hop + (w + sqrt(w · half)) / (fraction · bandwidth) + s / local
 
     The first two terms and the bytes are the alpha-beta model (Thakur et al., Optimization of Collective Communication
-    Operations in MPICH, IJHPCA 2005). The root is the ramp of a pipeline: the more bytes, the longer the pieces in
-    which they travel, and the less each of them waits for the ones before.
+    Operations in MPICH, IJHPCA 2005). The root is the ramp of a pipeline: the more bytes, the longer the chunks in
+    which they are sent, and the less each of them waits for the ones before.
 
     Attributes:
-        kind: its name, for reports.
+        kind: name of the link, for reports.
         bandwidth: the most that one device can send over it, in one direction; bytes per second.
-        total: what all devices of a host (of a rack, of a site, where it links those) send over it together, in bytes
-            per second: a network card that they share, or a bus. None: every device has its own.
+        total: what all devices of a host (of a rack, of a site, where it links those) can send over it at once, in
+            bytes per second: a network card that they share, or a bus. None: every device has its own.
         latency: seconds from the start of a collective to its first byte.
         hop: seconds that each further step from device to device takes.
-        fraction: what large messages reach of the bandwidth.
-        half: bytes sent by a device at which they reach half of that, latency left aside.
-        local: bytes per second at which a device takes a collective's values in and out of its buffers. None: while
-            they travel.
-        switch: what large messages reach of the bandwidth where the switch itself adds them up (NVLink SHARP); 0: it
-            cannot.
+        fraction: share of the bandwidth that large messages reach.
+        half: bytes sent by a device at which they reach half of that, latency not counted.
+        local: bytes per second at which a device copies a collective's values into and out of its buffers. None: the
+            copies overlap with the transfer.
+        switch: share of the bandwidth that large messages reach where the switch itself sums them (NVLink SHARP); 0:
+            it cannot.
         wired: where devices are wired to each other without a switch: the share of its bandwidth that each of 2, 3,
             4... of them can use, the rest of its wires leading elsewhere. Empty: a switch.
         cpu: how many cores its transfers keep busy at each end; 0: a card moves the bytes.
@@ -63,14 +63,15 @@ class Link(pydantic.BaseModel):
     latencies: dict[Kind, Natural] = {}
 
     def delay(self, kind: Kind) -> float:
-        """Seconds to the first byte."""
+        """Return the seconds from the start of a collective to its first byte."""
         return self.latencies.get(kind, self.latency)
 
     def solo_bandwidth(self, kind: Kind, devices: int = 2) -> float:
-        """Bytes per second that each of some devices sends alone, with large messages; one direction."""
+        """Return the bytes per second that each of some devices sends, with large messages; one direction."""
+        # wired[0] is for 2 devices; the last entry also for more than it lists.
         wires = self.wired[min(max(devices, 2), len(self.wired) + 1) - 2] if self.wired else 1.0
         return self.fractions.get(kind, self.fraction) * self.bandwidth * wires
 
     def shared_bandwidth(self, kind: Kind) -> float | None:
-        """Bytes per second that all devices on one end reach together, with large messages; None: no limit."""
+        """Return the total bytes per second of all devices on one end, with large messages; None: no limit."""
         return None if self.total is None else self.fractions.get(kind, self.fraction) * self.total

@@ -1,4 +1,4 @@
-"""Span: through which links a group of ranks is connected, and how its ranks are spread over hosts, racks and sites."""
+"""Rank span: the links that connect a group of ranks, and how its ranks are spread over hosts, racks and sites."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ranks = Sequence[int]
 
 
 class Level(IntEnum):
-    """How far apart ranks are: what the narrowest part of the tree is that has them all."""
+    """Levels of the tree; the level of a group of ranks is that of the narrowest part of the tree that has them all."""
 
     DEVICE = 0
     HOST = 1
@@ -25,15 +25,15 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class HostBlock:
-    """Hosts that are alike and have consecutive ranks.
+    """Identical hosts with consecutive ranks.
 
     Attributes:
-        first: the lowest rank.
-        first_host: the number of the first host.
-        hosts: how many.
-        devices: of each host.
-        rack, site: their numbers.
-        link: inside a host; None for hosts of one device.
+        first: lowest rank of the block.
+        first_host: number of the first host, from 0.
+        hosts: number of hosts in the block.
+        devices: number of devices of each host.
+        rack, site: numbers of the rack and of its site.
+        link: link inside a host; None for hosts of one device.
     """
 
     first: int
@@ -46,7 +46,7 @@ class HostBlock:
 
     @property
     def end(self) -> int:
-        """The first rank behind it."""
+        """The first rank behind the block."""
         return self.first + self.hosts * self.devices
 
 
@@ -54,18 +54,17 @@ class HostBlock:
 class LinkUse:
     """A link that a group of ranks uses.
 
-    Its units are what the link connects: devices inside a host, hosts inside a rack, racks, sites. What goes from rack
-    to rack leaves a host, too: the link between hosts is then used, even where no rack has two of the hosts.
+    Its units are what the link connects: devices inside a host, hosts inside a rack, racks, sites. What is sent from
+    rack to rack leaves a host, too: the link between hosts is then used, even where no rack has two of the hosts.
 
     Attributes:
-        link: the link.
-        level: the part of the tree that it holds together: HOST for the link between devices.
-        ring_edges: how many edges of a ring through all ranks, one unit after the other, end at it: they go no further
-            than this level. The closing edge is left out.
-        unit_count: how many units use it; inside hosts, the most in one of them.
-        max_units: the most units in one part of the tree that it holds together.
-        units: the (ranks of the group, devices) of a unit, each pair that occurs once. Inside a host, of the whole
-            host.
+        link: bandwidth and latency of the link.
+        level: the part of the tree that the link connects: HOST for the link between devices.
+        ring_edges: edges of a ring through all ranks, one unit after the other, for which this is the widest level that
+            they cross. The closing edge is left out.
+        unit_count: number of units that use the link; inside hosts, the most in one of them.
+        max_units: the most units in one part of the tree that the link connects.
+        units: pairs (ranks of the group, devices) of the units, each pair once. Inside a host, of the whole host.
     """
 
     link: Link
@@ -78,12 +77,12 @@ class LinkUse:
 
 @dataclass(frozen=True, eq=False)
 class RankSpan:
-    """A group of ranks in the tree; two are equal only where they are the same object, so that looking one up is quick.
+    """A group of ranks in the tree; compared by identity, so that caches find it quickly.
 
     Attributes:
-        ranks: how many.
+        ranks: number of ranks in the group.
         level: the narrowest part of the tree that has them all.
-        crossings: the links they use, the narrowest first; none for one rank.
+        crossings: links that they use, the narrowest first; none for one rank.
     """
 
     ranks: int
@@ -91,18 +90,19 @@ class RankSpan:
     crossings: tuple[LinkUse, ...]
 
     def at_level(self, level: Level) -> list[LinkUse]:
-        """The crossings of one level."""
+        """Return the crossings of one level."""
         return [crossing for crossing in self.crossings if crossing.level == level]
 
 
 def span_of(blocks: Sequence[HostBlock], between: Mapping[Level, Link | None], ranks: Ranks) -> RankSpan:
-    """Where ranks are.
+    """Find the span of a group of ranks.
 
     Args:
-        blocks: all hosts, by ascending ranks.
+        blocks: all hosts of the cluster, by ascending ranks.
         between: the link of each level above a host.
-        ranks: each one once, in any order; a range takes time that does not grow with it.
+        ranks: ranks of the group, each once, in any order; the time for a range does not grow with its length.
     """
+    # Hosts are counted by how many ranks of the group they have, not one by one: a group may have a million ranks.
     spread = list(_spread(blocks, ranks))
     total = sum(count * hosts for _, per_host in spread for count, hosts in per_host.items())
     crossings = [*_links_inside_hosts(spread), *_links_between_hosts(blocks, between, spread)]
@@ -114,7 +114,7 @@ _Spread = tuple[HostBlock, Counter[int]]
 
 
 def _spread(blocks: Sequence[HostBlock], ranks: Ranks) -> Iterator[_Spread]:
-    """The blocks with ranks of the group, and how many of their hosts have how many of them."""
+    """Yield the blocks with ranks of the group, with: number of ranks -> number of hosts that have so many of them."""
     if isinstance(ranks, range):
         ascending = ranks if ranks.step > 0 else ranks[::-1]
         for block in blocks:
@@ -133,7 +133,7 @@ def _spread(blocks: Sequence[HostBlock], ranks: Ranks) -> Iterator[_Spread]:
 
 
 def count_ranks_between(ranks: Ranks, first: int, end: int) -> int:
-    """How many of the ranks are ``first`` or more and lower than ``end``."""
+    """Count the ranks from ``first`` up to, but not including, ``end``."""
     if isinstance(ranks, range):
         ascending = ranks if ranks.step > 0 else ranks[::-1]
         return _count_lower_ranks(ascending, end) - _count_lower_ranks(ascending, first)
@@ -141,17 +141,18 @@ def count_ranks_between(ranks: Ranks, first: int, end: int) -> int:
 
 
 def _count_lower_ranks(ranks: range, rank: int) -> int:
-    """How many of ascending ranks are lower."""
+    """Count the ranks of an ascending range that are lower than ``rank``."""
     return min(max(-((ranks.start - rank) // ranks.step), 0), len(ranks))
 
 
 def _hosts_by_ranks(ranks: range, block: HostBlock) -> Counter[int]:
-    """How many hosts of a block have how many ranks of a range that lies in it."""
+    """Count the hosts of a block by how many ranks they have of a range that is inside the block."""
     step, devices = ranks.step, block.devices
     if len(ranks) == 1 or step >= devices:
         return Counter({1: len(ranks)})
     first, last = ((rank - block.first) // devices for rank in (ranks[0], ranks[-1]))
     counts: Counter[int] = Counter()
+    # Where the step divides the devices of a host, all hosts between the first and the last have equally many ranks.
     whole = range(first + 1, last) if devices % step == 0 else range(0)
     if whole:
         counts[devices // step] = len(whole)
@@ -162,7 +163,7 @@ def _hosts_by_ranks(ranks: range, block: HostBlock) -> Counter[int]:
 
 
 def _links_inside_hosts(spread: Sequence[_Spread]) -> Iterator[LinkUse]:
-    """The links inside hosts with several ranks of the group, each link once."""
+    """Yield the links inside hosts with several ranks of the group, each link once."""
     found: dict[int, tuple[Link, list[_Spread]]] = {}
     for block, hosts in spread:
         if block.link is not None and max(hosts) > 1:
@@ -177,14 +178,16 @@ def _links_inside_hosts(spread: Sequence[_Spread]) -> Iterator[LinkUse]:
 def _links_between_hosts(
     blocks: Sequence[HostBlock], between: Mapping[Level, Link | None], spread: Sequence[_Spread]
 ) -> Iterator[LinkUse]:
-    """The links between hosts, racks and sites."""
+    """Yield the links between hosts, racks and sites that the group uses."""
     hosts: Counter[int] = Counter()
     pairs: set[tuple[int, int]] = set()
     for block, per_host in spread:
         hosts[block.rack] += per_host.total()
         pairs |= {(count, block.devices) for count in per_host}
     sites = {block.rack: block.site for block, _ in spread}
-    racks = Counter(sites.values())
+    racks = Counter(sites.values())  # number of racks with ranks of the group, by site
+    # A ring in order of ranks crosses each level once less than it has units: n hosts in r racks are n - r edges
+    # between hosts of one rack, r - s between racks of one site, s - 1 between sites.
     if (link := between.get(Level.RACK)) is not None and hosts.total() > 1:
         edges = hosts.total() - len(hosts)
         yield LinkUse(link, Level.RACK, edges, hosts.total(), max(hosts.values()), tuple(sorted(pairs)))
@@ -199,7 +202,7 @@ def _links_between_hosts(
 def _used_units(
     blocks: Sequence[HostBlock], spread: Sequence[_Spread], unit: Callable[[HostBlock], int]
 ) -> tuple[tuple[int, int], ...]:
-    """How many ranks of the group, and devices, there are in each rack or site that has any; each pair once."""
+    """Return the pairs (ranks of the group, devices) of the racks or sites that have any ranks; each pair once."""
     ranks: Counter[int] = Counter()
     devices: Counter[int] = Counter()
     for block, hosts in spread:

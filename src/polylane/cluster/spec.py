@@ -1,4 +1,4 @@
-"""A cluster in one line: ``8:h100-80g``, ``16x8:a100-80g,hosts=roce-200``, ``2x4x8:a100-80g,sites=internet-1g``."""
+"""Cluster in one line: ``8:h100-80g``, ``16x8:a100-80g,hosts=roce-200``, ``2x4x8:a100-80g,sites=internet-1g``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polylane.settings import split_pairs
 _FORM = "[SITESx]HOSTSxDEVICES:DEVICE, as in 16x8:a100-80g, or a cluster file ending in .yaml"
 _HEAD = re.compile(r"(?:(?:([0-9]+)\s*x\s*)?([0-9]+)\s*x\s*)?([0-9]+)\s*:\s*(\S+)")
 
-# The keys that may follow, and where a cluster file has them.
+# The keys that may follow, and their place in a cluster file.
 _KEYS = {
     "link": "hosts.0.link",
     "hosts": "links.hosts",
@@ -25,25 +25,25 @@ _KEYS = {
     "price": "hosts.0.price",
 }
 
-# As many devices as a cluster may have: ten times the largest machines.
+# Most devices that a cluster may have: ten times the largest machines.
 MOST = 2**20
 
 
 def load_or_parse(text: str) -> Cluster:
-    """The cluster that a person names: a file, or one line.
+    """Read the cluster that a user names: a file, or one line.
 
     Raises:
-        PolylaneError: it cannot be read; naming the file and the key, or the line and the key.
+        PolylaneError: a file or line that cannot be read; it names the key at fault.
     """
     path = Path(text)
     return load(path) if path.suffix in (".yaml", ".yml") or path.is_file() else parse(text)
 
 
 def parse(text: str) -> Cluster:
-    """Read a cluster in one line; where links are not said, they are those that such devices mostly have.
+    """Read a cluster in one line; links that are not given are the usual ones of such devices.
 
     Raises:
-        PolylaneError: naming the key at fault and what it may be.
+        PolylaneError: a line that is wrong; it names the key at fault and what it may be.
     """
     try:
         return _parse_line(text)
@@ -66,6 +66,7 @@ def _parse_line(text: str) -> Cluster:
     if device not in device_presets():
         known = f"known are {', '.join(device_presets())}{suggest_name(device, list(device_presets()))}"
         raise PolylaneError(f"there is no device {format_value(device)}, {known}")
+    # Inside a host and between hosts there are usual links; between sites there are none to assume.
     for key, linked in (("link", devices), ("hosts", hosts)):
         if linked > 1 and key not in keys:
             keys[key] = _usual_link(device, key)
@@ -79,7 +80,7 @@ def _parse_line(text: str) -> Cluster:
 
 
 def _build_cluster(data: dict[str, Any]) -> Cluster:
-    """The cluster; its errors name the line's keys, not a file's."""
+    """Build the cluster; errors then name the line's keys, not a file's."""
     try:
         return from_mapping(data)
     except PolylaneError as error:
@@ -89,7 +90,7 @@ def _build_cluster(data: dict[str, Any]) -> Cluster:
 
 
 def _usual_link(device: str, key: str) -> str:
-    """How such devices are mostly linked."""
+    """Return the preset of the link that such devices usually have."""
     if device not in usual_links():
         where = "the devices of a host" if key == "link" else "the hosts"
         raise PolylaneError(f"{key} is missing: say what links {where}, as in {key}=ethernet-10g")
@@ -103,7 +104,7 @@ def _parse_count(name: str, digits: str) -> int:
 
 
 def _parse_number(key: str, value: str) -> object:
-    """A count, or a figure; as a YAML file would have it."""
+    """Parse a count or a figure into what a YAML file would have."""
     if key == "cores":
         return int(value) if value.isascii() and value.isdecimal() else value
     try:

@@ -1,4 +1,4 @@
-"""Figures as a person writes them ("80 GB", "100 Gb/s", "5 us") -> plain numbers in bytes, seconds and operations."""
+"""Units: figures as a person writes them ("80 GB", "100 Gb/s", "5 us") -> numbers in bytes, seconds and operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 Dimension = Literal["size", "rate", "time", "flops"]
 
-# One of each, for errors.
+# An example of each dimension, for error messages.
 EXAMPLES: dict[Dimension, str] = {"size": "80 GB", "rate": "25 GB/s", "time": "5 us", "flops": "312 TFLOP/s"}
 
 _FIGURE = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-zµμ/]*)")
@@ -34,7 +34,7 @@ _UNITS = _units()
 
 
 def figure(text: str) -> tuple[float, Dimension | None] | None:
-    """A number and what its unit measures (None where there is no unit); None where the text is no figure.
+    """Parse a figure into its number and the dimension of its unit (None without a unit); None if it is no figure.
 
     Sizes are decimal ("GB" is 10^9 bytes) or binary ("GiB"); rates are of bytes ("GB/s") or of bits ("Gb/s").
     """
@@ -47,5 +47,6 @@ def figure(text: str) -> tuple[float, Dimension | None] | None:
     if unit not in _UNITS:
         return None
     factor, dimension = _UNITS[unit]
+    # 1e-6 has no exact double, 1e6 has: "5 us" is then the double nearest to 5e-6.
     value = number * factor if factor >= 1 else number / round(1 / factor)
     return (value, dimension) if math.isfinite(value) else None

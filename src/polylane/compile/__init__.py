@@ -1,1 +1,1 @@
-"""Model + plan -> CompiledTraining: graph, partition, layouts; no process is started."""
+"""Compilation: model + plan -> CompiledTraining (graph, partition, layouts), before any process is started."""

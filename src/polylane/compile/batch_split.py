@@ -1,4 +1,14 @@
-"""Which samples of a batch each microbatch and each replica gets, and batches of which a worker holds only its own."""
+"""Batch split: which samples each microbatch and each replica computes; batches of which a rank loads only its samples.
+
+The batch is split twice, both times as evenly as possible: first into microbatches, then each microbatch over the
+replicas. For 10 samples, microbatches=2 and data=3:
+
+    microbatch            0                   1
+    samples               0 1 2 3 4           5 6 7 8 9
+    replica 0             0 1                 5 6
+    replica 1                 2 3                 7 8
+    replica 2                     4                   9
+"""
 
 from __future__ import annotations
 
@@ -26,7 +36,12 @@ from polylane.graph.batch import (
 class SampleShare:
     """One replica's samples of one microbatch, as positions in the whole batch.
 
-    ``weight`` is 0 for a replica that got none: it computes on the microbatch's first sample and counts for nothing.
+    Attributes:
+        microbatch: number of the microbatch, from 0.
+        start: position of the first sample, from 0.
+        stop: position behind the last sample.
+        weight: 1; 0 for a replica without samples of its own, which computes on the microbatch's first sample as
+            padding (so that it still takes part in every collective) and is excluded from loss and gradients.
     """
 
     microbatch: int
@@ -36,35 +51,44 @@ class SampleShare:
 
     @property
     def samples(self) -> int:
-        """How many samples are computed on."""
+        """Number of samples that are computed on, padding included."""
         return self.stop - self.start
 
 
 def compute_shares(batch: int, microbatches: int, replicas: int, replica: int) -> tuple[SampleShare, ...]:
-    """What ``replica`` computes of a batch: one share for each microbatch that has samples at all."""
+    """Compute the shares of one replica: one for each microbatch that has samples at all.
+
+    Args:
+        batch: samples of the whole batch.
+        microbatches: number of microbatches that it is divided into.
+        replicas: number of replicas, the data-parallel degree.
+        replica: index of the replica that is asked for.
+    """
     result = []
     for microbatch, (begin, end) in enumerate(split_bounds(batch, microbatches)):
         if begin == end:
             continue
         start, stop = (begin + b for b in split_bounds(end - begin, replicas)[replica])
+        # A microbatch with fewer samples than replicas: the last replicas get padding instead of nothing, or they would
+        # be missing in the collectives inside forward and backward passes (batch normalization, split operators).
         empty = start == stop
         result.append(SampleShare(microbatch, begin if empty else start, begin + 1 if empty else stop, int(not empty)))
     return tuple(result)
 
 
 def count_replica_samples(batch: int, microbatches: int, replicas: int) -> list[int]:
-    """The samples of a batch that count at each replica."""
+    """Count the samples of a batch that each replica computes, padding excluded; by replica."""
     every = (compute_shares(batch, microbatches, replicas, replica) for replica in range(replicas))
     return [sum(share.samples * share.weight for share in own) for own in every]
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How flat leaves make up a batch.
+    """How flat leaves make up a batch: its pytree structure.
 
     Attributes:
-        rebuild: from leaves to a batch.
-        structure: how it is nested, see :func:`polylane.graph.batch.batch_structure`.
+        rebuild: function from a list of leaves to a batch.
+        structure: how the batch is nested, hashable; see :func:`polylane.graph.batch.batch_structure`.
     """
 
     rebuild: Rebuild
@@ -72,12 +96,12 @@ class BatchForm:
 
     @classmethod
     def of_batch(cls, batch: Any) -> BatchForm:
-        """That of a batch."""
+        """Return the form of a batch."""
         return cls(flatten(batch)[1], batch_structure(batch))
 
 
 class Batch:
-    """A batch of which this worker may hold only the samples that it computes on."""
+    """A batch of which this worker may have only the samples that it computes on."""
 
     def __init__(
         self,
@@ -90,12 +114,12 @@ class Batch:
     ) -> None:
         """
         Args:
-            samples: in the whole batch.
+            samples: number of samples of the whole batch, over all replicas.
             leaves: flat leaves; of the whole batch, or of this worker's samples in the order of its shares.
-            offsets: where in ``leaves`` each microbatch's share begins; None when they hold the whole batch.
-            sampled: which leaves are split with the samples; default: those that have as many rows as the first.
-            shortest: samples in the shortest batch of the same epoch; default: in this one, for no other is known.
-            form: how its leaves make up a batch; default: as those of the example do.
+            offsets: by microbatch, the row of ``leaves`` where its share begins; None when they hold the whole batch.
+            sampled: for each leaf, whether it is split with the samples; default: those with as many rows as the first.
+            shortest: samples of the shortest batch of the same epoch; default: those of this one, the only one known.
+            form: how its leaves make up a batch; default: as those of the example batch do.
         """
         self.samples = samples
         self.leaves = leaves
@@ -106,25 +130,32 @@ class Batch:
 
     @cached_property
     def sampled(self) -> tuple[bool, ...]:
-        """Of every leaf, whether it is split with the samples."""
+        """Whether each leaf is split with the samples, leaf by leaf."""
         return sampled_leaves(self.leaves) if self._sampled is None else tuple(self._sampled)
 
     @classmethod
     def whole(cls, batch: Any) -> Batch:
-        """A batch that is here entirely, the same on every worker."""
+        """Wrap a batch of which this worker has all samples; it must be the same on every worker."""
         leaves, _ = flatten(batch)
         return cls(sample_count(leaves), leaves, form=BatchForm.of_batch(batch))
 
     def leaves_of(self, share: SampleShare, rows: int | None = None) -> list[Any]:
-        """The leaves of one share, or its first ``rows`` samples."""
+        """Return the leaves of one share, or of its first ``rows`` samples."""
         start = share.start if self._offsets is None else self._offsets[share.microbatch]
         return take_samples(self.leaves, start, start + (share.samples if rows is None else rows), self.sampled)
 
     def to_device(self, sampled: Sequence[bool], device: torch.device) -> Batch:
-        """This batch on a device, its leaves split as those of an example were if it has that many of them.
+        """Return this batch on a device, with its leaves split as those of the example batch.
 
-        Their sizes alone do not tell: a worker may happen to have as many samples as there are class weights.
+        Sizes alone do not say which leaves are split: a worker may happen to have as many samples as there are class
+        weights.
+
+        Args:
+            sampled: for each leaf of the example batch, whether it is split with the samples.
+            device: the device of the worker that computes on it.
         """
+        # The example decides only where it fits: as many leaves, and a tensor wherever the example splits one. A batch
+        # of another form falls back on the sizes of its own leaves.
         tensors = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in self.leaves]
         known = len(sampled) == len(tensors) and all(
             t for t, is_split in zip(tensors, sampled, strict=True) if is_split
@@ -137,7 +168,7 @@ class Batch:
 
 
 def share_offsets(own: Sequence[SampleShare]) -> dict[int, int]:
-    """Where each share begins when a worker's shares lie one behind the other."""
+    """Return, by microbatch, the row at which its share begins when a worker's shares are concatenated in order."""
     result, at = {}, 0
     for share in own:
         result[share.microbatch] = at

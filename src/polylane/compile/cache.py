@@ -1,9 +1,15 @@
-"""Compile cache: what is compiled for each form of batch; one look-up in every step, one slow path for an unknown form.
+"""Compile cache: compiled programs by the form of the batch; one look-up in every step, one slow path for a miss.
 
-The form of a batch is all that a captured graph depends on: how the batch is nested, dtypes and sizes of its tensors
-but for the number of samples, and the settings of the user's that the capture took for constant (attributes, flags,
-the environment). The idea is that of the guards of ``torch.compile`` (Ansel et al., ASPLOS'24): compare what the code
-was compiled for, run it if that is the same, compile again if it is not. Forms that were not used for long make room.
+The form of a batch is all that a captured graph depends on: the pytree structure, dtypes and sizes of its tensors
+(without the number of samples), and the user's settings that the capture took for constants (attributes, flags, the
+environment). These are guards as in ``torch.compile`` (Ansel et al., ASPLOS'24): compare what the code was compiled
+for, run it if nothing differs, else recompile. The least recently used forms are evicted.
+
+    looked up by                                  found                   on a miss          kept at most
+    objective, mode, structure, sizes, settings   compiled graph          capture, compile   FORMS_KEPT
+    + replica_local                               programs of all ranks   lower
+    + number of microbatches                      bound program           bind
+    + number of samples                           fitted program          fit_to_samples     SIZES_KEPT
 """
 
 from __future__ import annotations
@@ -26,24 +32,24 @@ from polylane.graph.python_state.captured_settings import CapturedSettings
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.program.program import Program
 
-FORMS_KEPT = 32  # compiled graphs that are kept at once, beside those compiled ahead: those that were used last
-SIZES_KEPT = 64  # numbers of samples for which a graph's programs are kept at once
-SETTINGS_KEPT = 8  # settings of one objective and mode that are kept at once
-MANY_FORMS = 8  # further forms of batches, from which on the user is told
-MANY_SETTINGS = 4  # captures with other settings, from which on the user is told
+FORMS_KEPT = 32  # compiled graphs kept at once, least recently used evicted; those compiled ahead do not count
+SIZES_KEPT = 64  # batch sizes for which one graph's programs are kept at once
+SETTINGS_KEPT = 8  # versions of the settings kept at once, for each objective and mode
+MANY_FORMS = 8  # further forms of batches after which the user is warned
+MANY_SETTINGS = 4  # captures with other settings after which the user is warned
 
 Bound = TypeVar("Bound")
 
 
 class CacheKey(NamedTuple):
-    """What a compiled graph was compiled for.
+    """The guards of a compiled graph: what it was compiled for.
 
     Attributes:
-        objective: name of the loss.
+        objective: name of the loss that it computes.
         training: whether in training mode; else in evaluation mode, forward only.
         structure: how the batch is nested, see :func:`polylane.graph.batch.batch_structure`.
-        signature: dtypes and sizes of its leaves, see :func:`polylane.graph.batch.batch_signature`.
-        settings: number of the user's settings that the graph was captured with; 0 are those at the start.
+        signature: dtypes and sizes of the batch's leaves, see :func:`polylane.graph.batch.batch_signature`.
+        settings: version number of the user's settings that the graph was captured with; 0 is the version at the start.
     """
 
     objective: str
@@ -54,14 +60,14 @@ class CacheKey(NamedTuple):
 
 
 class Compiler(Protocol[Bound]):
-    """The slow path: what a worker does for a form of batch that the cache does not know."""
+    """The slow path: how a worker compiles for a form of batch that is not in the cache."""
 
     def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
-        """Capture and compile an objective's graph from a small batch; ``which`` says to the user what batch it is."""
+        """Capture and compile an objective's graph from a small batch; ``which`` names that batch in error messages."""
         ...
 
     def lower(self, key: CacheKey, graph: CompiledGraph, replica_local: bool) -> tuple[Program, ...]:
-        """Every worker's program for a graph; ``replica_local``: replicas do not sum gradients with each other."""
+        """Lower a graph to every worker's program; ``replica_local``: without gradient sums between replicas."""
         ...
 
     def bind(
@@ -71,7 +77,7 @@ class Compiler(Protocol[Bound]):
         ...
 
     def fit_to_samples(self, bound: Bound, samples: int) -> Bound:
-        """Make bound programs ready for batches of one size."""
+        """Fit bound programs to batches of one size."""
         ...
 
 
@@ -80,10 +86,11 @@ class _Entry(Generic[Bound]):
     """One graph, with what was made of it so far.
 
     Attributes:
-        graph: as it was captured and compiled.
-        programs: of all workers, by whether replicas go their own ways.
-        bound: programs bound to this worker, by (microbatches, whether replicas go their own ways).
-        fitted: bound programs for one size of batch, by (samples, whether replicas go their own ways).
+        graph: the graph as it was captured and compiled.
+        programs: programs of all workers, by whether the step is replica-local.
+        bound: programs bound to this worker, by (microbatches, whether the step is replica-local).
+        fitted: bound programs for one size of batch, by (samples, whether the step is replica-local); in the order in
+            which they were made, for eviction.
     """
 
     graph: CompiledGraph
@@ -96,12 +103,12 @@ class CompileCache(Generic[Bound]):
     """All that one worker compiled for the batches of a training.
 
     Args:
-        training: as it was compiled ahead of the workers.
-        compiler: the slow path.
+        training: the training as it was compiled ahead of the workers.
+        compiler: the slow path, called on a miss.
         example: a batch of the form that the training was compiled for.
 
     Attributes:
-        sampled: of every leaf of the example, whether it is split with the samples.
+        sampled: for every leaf of the example, whether it is split with the samples.
     """
 
     def __init__(self, training: CompiledTraining, compiler: Compiler[Bound], example: Any) -> None:
@@ -111,7 +118,9 @@ class CompileCache(Generic[Bound]):
         self._example_key = self._example.structure, batch_signature(whole.leaves, self.sampled)
         self._entries: OrderedDict[CacheKey, _Entry[Bound]] = OrderedDict()
         self._versions: dict[tuple[str, bool], SettingsVersions] = {}
-        self._further: set[tuple[Any, ...]] = set()
+        self._further: set[tuple[Any, ...]] = set()  # other forms than the example's, counted for one warning
+        # What was compiled ahead has settings number 0. An objective whose evaluation was not compiled ahead has no
+        # entry, but still a list of versions, which begins with its first capture here.
         ahead = ((True, training.graphs), (False, training.evaluations))
         for in_training, graphs in ahead:
             for name in training.objectives:
@@ -123,19 +132,21 @@ class CompileCache(Generic[Bound]):
         self._ahead = frozenset(self._entries)
 
     def compiled_for(self, objective: str, batch: Batch, training: bool = True, replica_local: bool = False) -> Bound:
-        """The programs for a batch, bound to this worker: looked up by the batch's form and size, or compiled now.
+        """Return the programs for a batch, bound to this worker: looked up by the batch's form and size, or compiled.
 
-        Where operators are split every worker must ask for the same form at the same time.
+        Where operators are split this is collective on a miss: every worker must ask for the same form at the same
+        time.
 
         Args:
-            objective: name of the loss.
+            objective: name of the loss to be computed.
             batch: the whole batch, or this worker's samples of it.
             training: whether in training mode; else in evaluation mode, forward only.
-            replica_local: whether each replica goes its own way in this step.
+            replica_local: whether replicas take this step without summing gradients with each other.
 
         Raises:
-            PolylaneError: what the user changed, or a batch of this form, is nothing that the plan can follow.
+            PolylaneError: the plan cannot run this form of batch, or the settings that the user changed.
         """
+        # Settings first: they are read from the model as it is now, and may evict graphs of old versions.
         number = self._versions[objective, training].current(self._forget)
         structure = (batch.form or self._example).structure
         key = CacheKey(objective, training, structure, batch_signature(batch.leaves, batch.sampled), number)
@@ -147,27 +158,28 @@ class CompileCache(Generic[Bound]):
         return fitted
 
     def bind_ahead(self, replica_local: Sequence[bool]) -> None:
-        """Bind what was compiled ahead for training, so that what is wrong with it is said before the first step.
+        """Bind what was compiled ahead for training, so that its errors are raised before the first step.
 
         Args:
-            replica_local: whether replicas go their own ways, all cases that the training has.
+            replica_local: the values of ``replica_local`` that steps of this training have.
         """
         for key, entry in self._entries.items():
             for own_way in replica_local if key.training else ():
                 self._bound(key, entry, self._training.plan.microbatches, own_way)
 
     def __len__(self) -> int:
-        """How many graphs it holds."""
+        """Return the number of graphs in the cache."""
         return len(self._entries)
 
     def _compile(self, key: CacheKey, batch: Batch, replica_local: bool) -> Bound:
-        """The slow path; it keeps whatever of it is there already: the graph, programs for another size."""
+        """Compile what is missing for a batch; graph, programs and bindings that exist already are used again."""
         if key not in self._entries:
             graph = self._captured(key, batch)
             self._versions[key.objective, key.training].add(key.settings, graph.partition)
             self._entries[key] = _Entry(graph)
             self._make_room()
         entry = self._entries[key]
+        # A short batch may have fewer microbatches (BatchNorm needs several samples in each), so binding comes after.
         microbatches = self._training.microbatches_of(batch.samples)
         bound = self._bound(key, entry, microbatches, replica_local)
         fitted = entry.fitted[batch.samples, replica_local] = self._compiler.fit_to_samples(bound, batch.samples)
@@ -179,9 +191,10 @@ class CompileCache(Generic[Bound]):
         of_example = (key.structure, key.signature) == self._example_key
         which = "a batch like the example" if of_example else "a batch of another form than the example's"
         which += "" if key.training else " in evaluation mode"
+        # A few samples are enough: the captured graph holds for any number of them.
         example = (batch.form or self._example).rebuild(take_first_samples(batch.leaves, 4, batch.sampled))
         graph = self._compiler.capture(key.objective, key.training, example, which)
-        if not of_example and len(self._further) < MANY_FORMS:
+        if not of_example and len(self._further) < MANY_FORMS:  # warn once: recompilations are the user's slow steps
             self._further.add((key.structure, key.signature))
             if len(self._further) == MANY_FORMS:
                 warnings.warn(
@@ -203,13 +216,13 @@ class CompileCache(Generic[Bound]):
         return entry.bound[microbatches, replica_local]
 
     def _make_room(self) -> None:
-        """Forget the graph that was not used for longest, if there are too many; those compiled ahead stay."""
+        """Evict the least recently used graph if there are too many; those compiled ahead stay."""
         further = [key for key in self._entries if key not in self._ahead]
         if len(further) > FORMS_KEPT:
             del self._entries[further[0]]
 
     def _forget(self, objective: str, training: bool, settings: int) -> None:
-        """Forget all graphs that were captured with settings that have made room for others."""
+        """Evict all graphs that were captured with one version of the settings, which was evicted itself."""
         for key in [*self._entries]:
             if (key.objective, key.training, key.settings) == (objective, training, settings):
                 del self._entries[key]
@@ -217,7 +230,13 @@ class CompileCache(Generic[Bound]):
 
 @dataclass
 class _Version:
-    """Settings, their number, and what was seen of the runs that were captured with them."""
+    """One version of the settings.
+
+    Attributes:
+        number: version number, part of the cache key.
+        settings: values of the user's settings at the time of the capture, to be compared with those of now.
+        effects: side effects of all captures with these settings; they say which settings the code read.
+    """
 
     number: int
     settings: CapturedSettings
@@ -225,32 +244,33 @@ class _Version:
 
 
 class SettingsVersions:
-    """The settings that one objective was captured with in one mode, by number; 0 are those at the start.
+    """The versions of the user's settings that one objective was captured with in one mode; 0 is that at the start.
 
     Args:
-        training: as it was compiled ahead of the workers.
-        objective: name of the loss.
-        in_training: the mode.
-        ahead: what was captured before there were workers; None: nothing.
+        training: the training as it was compiled ahead of the workers.
+        objective: name of the loss that is captured.
+        in_training: whether in training mode; else in evaluation mode.
+        ahead: the partition that was captured before the workers were started; None where there is none.
     """
 
     def __init__(self, training: CompiledTraining, objective: str, in_training: bool, ahead: Partition | None) -> None:
         self._training, self._objective, self._in_training = training, objective, in_training
         self._losses = [each.loss for each in training.objectives.values()]
         self._leaves = {path for each in training.partitions.values() for path in leaf_paths(each.graph)}
-        self._known: list[_Version] = []  # those that were used last come first
+        self._known: list[_Version] = []  # most recently used first
         self._next = 0
         self._first = None if ahead is None else self.add(0, ahead)
 
     def current(self, forget: Callable[[str, bool, int], None]) -> int:
-        """The number of the settings as they are now; a new one where they never were so.
+        """Return the version number of the settings as they are now; a new number for values not seen before.
 
         Args:
-            forget: is told of the settings that make room: objective, mode and number.
+            forget: called with objective, mode and number of a version that is evicted.
 
         Raises:
-            PolylaneError: what was changed cannot be captured anew.
+            PolylaneError: the plan cannot follow the change (a parameter frozen or unfrozen between steps).
         """
+        # The common case, in every step: the version used last is still that of now, and is found first.
         for i, known in enumerate(self._known):
             if known.settings.find_change() is None:
                 if i:
@@ -263,10 +283,10 @@ class SettingsVersions:
         return self._next
 
     def add(self, number: int, partition: Partition) -> CapturedSettings:
-        """Remember the settings as they are now, with which a graph was captured."""
+        """Record the settings as they are now, with which a graph was captured, under a version number."""
         effects = partition.graph.code.effects or SideEffects()
         known = next((each for each in self._known if each.number == number), None)
-        if known is not None:  # for a batch of another form, which may have run other functions
+        if known is not None:  # captured again for a batch of another form, which may have run other functions
             effects = replace(
                 effects.merged_with(known.effects),
                 functions_run=effects.functions_run | known.effects.functions_run,
@@ -288,6 +308,8 @@ class SettingsVersions:
             )
         if not self._in_training or self._first is None:
             return
+        # requires_grad is a setting like any other, but optimizer and buckets were made with what it was at the start:
+        # unfreezing would need optimizer state that does not exist; freezing would leave holes in flat shards.
         graph, plan = self._training.partitions[self._objective].graph, self._training.plan
         objective = self._training.objectives[self._objective]
         named = named_parameters(self._training.model, self._losses)

@@ -1,7 +1,7 @@
-"""Compiled graph: one captured graph, cut into stages, with the placement of its operators and of its samples.
+"""Compiled graph: one captured graph, partitioned into stages, with the placements of its operators and batch layouts.
 
-All that a plan says of one graph is found here once, before any worker binds it: how the operators of every stage are
-split over its mesh, and how the parts of a batch make up the values that cross between stages.
+Everything that a plan determines about one graph is computed here once, before any worker binds it: the cuts, how the
+operators of every stage are sharded over its mesh, and how the values that cross between stages are split by sample.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from polylane.sharding.stage_layouts import (
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """One of a model's graphs, as a plan runs it.
+    """One of a model's graphs, compiled for a plan.
 
     Attributes:
-        partition: the graph and its cuts.
-        layouts: how the operators of every stage are split.
-        orders: how the parts of a batch make up each value that crosses between stages, by its node's name.
+        partition: the graph and its cuts into stages.
+        layouts: how the operators of every stage are sharded.
+        orders: batch layout of each value that crosses between stages, by its node's name.
     """
 
     partition: Partition
@@ -58,18 +58,19 @@ def cut_graph(
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
     seen: MeasuredLayouts,
 ) -> Partition:
-    """Cut a graph into stages: as another objective's graph or the plan's file says, else into equally long ones.
+    """Cut a graph into stages: as the first objective's graph is cut, or the plan file says, else balanced by time.
 
     Args:
-        graph: what is cut.
-        model: the user's, for measuring.
-        loss: the user's, for measuring.
-        leaves: of a batch, for measuring.
-        plan: how many stages there are, or where they begin.
+        graph: the captured graph that is cut.
+        model: the user's model, run where operators are timed here.
+        loss: the user's loss, run where operators are timed here.
+        leaves: flat leaves of a batch, as input of that run.
+        plan: how many stages there are (a Spec), or where they begin (a Plan).
         main: the partition of the first objective's graph; None: this is the first.
-        seconds: time of every node of a graph; default: measured here, node by node.
-        seen: what is known of the parts of a batch in the graph's values.
+        seconds: returns the time of every node of a graph; default: measured here, node by node.
+        seen: batch layouts of the graph's values, as far as they are known.
     """
+    # Several objectives share one model: a parameter must be on the same stage in each of their graphs.
     if main is not None:
         return align_partition(main, graph)
     if isinstance(plan, Plan):
@@ -78,25 +79,27 @@ def cut_graph(
         return Partition(graph, ())
     times = seconds(graph, loss, leaves) if seconds is not None else measure(graph, model, loss, clone_leaves(leaves))
     staying: list[str] = []
+    # Where replicas are resplit between stages, a value of unknown batch layout must not cross: keep it on one stage.
     if plan.resplits_batch:
         staying = [name for name, order in batch_layouts(graph, seen).items() if order is BatchLayout.UNKNOWN]
     return balance_stages(graph, plan.pipeline, times, [degrees.workers for degrees in plan.meshes], staying)
 
 
 def compile_graph(partition: Partition, plan: Plan, layouts: StageLayouts, seen: MeasuredLayouts) -> CompiledGraph:
-    """Find how the samples of a batch lie in the values of a graph, where that matters.
+    """Find the batch layouts of the values of a graph, where they matter.
 
-    Where all stages have as many replicas it does not: whatever a value is, each replica's part of it stays with that
-    replica, and is taken for its rows.
+    Where all stages have equally many replicas they do not: whatever a value is, each replica sends its own part to the
+    same replica of the next stage, as if it were rows of a batch.
 
     Args:
-        partition: the graph and its cuts.
-        plan: how the training is split.
-        layouts: how the graph's operators are split.
-        seen: what is known of the parts of a batch in the graph's values.
+        partition: the graph and its cuts into stages.
+        plan: the plan that the graph is compiled for.
+        layouts: how the graph's operators are sharded.
+        seen: batch layouts of the graph's values, as far as they are known.
 
     Raises:
-        PolylaneError: a value crosses between stages with different numbers of replicas, and cannot be divided anew.
+        PolylaneError: a value of unknown batch layout crosses between stages with different numbers of replicas, and
+            so cannot be resharded.
     """
     if not plan.resplits_batch:
         return CompiledGraph(
@@ -129,23 +132,26 @@ def split_operators(
     whole: Mapping[str, str],
     sampled: Sequence[bool],
 ) -> dict[str, StageLayouts]:
-    """Choose how the operators of every objective's graph are split; parameters lie alike in all of them.
+    """Choose how the operators of every objective's graph are sharded; a parameter has one placement in all of them.
 
     Args:
-        partitions: of every objective's graph, by name.
-        plan: how the training is split.
-        samples: of a microbatch.
-        whole: parameters that every rank must hold whole, and why.
-        sampled: which leaves of a batch are split with the samples; empty where samples do not meet in a loss.
+        partitions: partitions of every objective's graph, by name.
+        plan: the plan, with its meshes and pinned placements.
+        samples: number of samples of a microbatch.
+        whole: by name, why every rank must hold a parameter whole.
+        sampled: for each leaf of a batch, whether it is split with the samples; empty where the loss does not couple
+            samples.
 
     Raises:
-        PolylaneError: a parameter is on stages with different meshes, and cannot be whole on all of them.
+        PolylaneError: a parameter is on stages with different meshes, and cannot be replicated on all of them.
     """
     layouts: dict[str, StageLayouts] = {}
+    # A tensor on stages with different meshes has no common sharding, so it is replicated on all of them.
     on_several = tensors_on_unequal_meshes(partitions.values(), plan)
     whole = {**dict.fromkeys(on_several, SHARED_BY), **whole}
     for name, partition in partitions.items():
         first = next(iter(layouts.values()), None)
+        # The first objective is solved for; the others take over its placements of parameters and buffers.
         if first is None:
             layouts[name] = _choose_main_layouts(partition, plan, samples, whole, sampled)
         else:
@@ -171,7 +177,7 @@ def _choose_main_layouts(
 
 
 def warn_of_untried(whole: Mapping[str, str], plan: Plan) -> None:
-    """Tell the user of parameters that stay whole because their optimizer could not be tried on parts of them."""
+    """Warn of parameters that stay whole because their optimizer could not be tried on parts of them."""
     untried = [why for why in whole.values() if isinstance(why, UntriedOptimizer)]
     if untried and plan.tensor > 1:
         warnings.warn(

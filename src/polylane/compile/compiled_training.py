@@ -1,4 +1,4 @@
-"""From what the user hands over to a graph, a plan and its cuts: all that happens before any worker computes."""
+"""Compiled training: model, losses and example batch -> captured graphs, plan and cuts, before any worker computes."""
 
 from __future__ import annotations
 
@@ -38,18 +38,17 @@ from polylane.sharding.stage_layouts import StageLayouts, layouts_like
 
 @dataclass(frozen=True)
 class CompiledTraining:
-    """A model compiled for a plan, before any worker computes. It never changes: a worker keeps what it compiles for
-    further forms of batches in its own :class:`polylane.compile.cache.CompileCache`.
+    """A model compiled for a plan; immutable. Further forms of batches are compiled into a worker's own CompileCache.
 
     Attributes:
-        model: the user's, unchanged.
-        objectives: by name, the first one is what the plan was made for.
+        model: the user's module, not modified here.
+        objectives: losses with their optimizers by name; the plan was made for the first one.
         graphs: every objective's graph in training mode, by name.
         evaluations: the graphs in evaluation mode, by name; empty unless they were asked for ahead of the workers.
-        plan: how it is split.
+        plan: stages, meshes, schedule and sync that it is compiled for.
         in_float64: whether casts to lower types inside keep float64 (for proofs).
         init: fills a module's own tensors, for a model on the meta device.
-        min_samples: how few samples a microbatch may have in training.
+        min_samples: fewest samples that a microbatch may have in training.
     """
 
     model: nn.Module
@@ -68,29 +67,29 @@ class CompiledTraining:
 
     @property
     def main_partition(self) -> Partition:
-        """The partition that the plan was made for."""
+        """The partition of the first objective's graph, which the plan was made for."""
         return next(iter(self.graphs.values())).partition
 
     @property
     def layouts(self) -> dict[str, StageLayouts]:
-        """How the operators of every objective's graph are split, by name; empty where none is."""
+        """How the operators of every objective's graph are sharded, by name; empty where none is."""
         return {name: graph.layouts for name, graph in self.graphs.items() if graph.layouts.distinct}
 
     @property
     def batch_is_sharded(self) -> bool:
-        """Whether replicas split operators between them, because the loss couples samples."""
+        """Whether replicas shard operators along the batch dimension, because the loss couples samples."""
         return any(graph.layouts.batch_is_sharded for graph in self.graphs.values())
 
     def axes(self, stage: int) -> tuple[str, ...]:
-        """The axes along which a stage's operators are split; "data" among them where the samples of a batch meet."""
+        """Return the axes along which a stage's operators are sharded; "data" too where the loss couples samples."""
         return next(iter(self.graphs.values())).layouts.axes(stage)
 
     def microbatches_of(self, samples: int) -> int:
-        """Into how many a batch is divided in training: a short one into fewer, if the model needs the samples."""
+        """Return the number of microbatches of a batch in training: fewer for a short one, if the model needs it."""
         return count_parts(samples, self.plan.microbatches, self.min_samples.samples)
 
     def graph_of(self, partition: Partition) -> CompiledGraph:
-        """One of the graphs that were compiled ahead, by its partition.
+        """Return one of the graphs that were compiled ahead, by its partition.
 
         Raises:
             KeyError: there is none with this partition.
@@ -101,19 +100,18 @@ class CompiledTraining:
         raise KeyError("no graph of this training has this partition")
 
     def layouts_of(self, partition: Partition) -> StageLayouts:
-        """How the operators of one of these graphs are split; its parameters lie as the main graph's do."""
+        """Return the sharding of one of these graphs; its parameters are placed as in the main graph."""
         return self.graph_of(partition).layouts
 
     def batch_layouts_of(self, partition: Partition) -> Mapping[str, BatchLayout]:
-        """How the parts of a batch are brought together in the values of one of these graphs that cross."""
+        """Return the batch layouts of the values of one of these graphs that cross between stages."""
         return self.graph_of(partition).orders
 
     def compile_further(self, partition: Partition) -> CompiledGraph:
-        """Compile one more graph of the model (evaluation, batches of another form); parameters lie as in the main one.
+        """Compile one more graph of the model (evaluation, batches of another form), with the main graph's placements.
 
         Raises:
-            PolylaneError: a value crosses between stages with different numbers of replicas, and cannot be divided
-            anew.
+            PolylaneError: a value crosses between stages with different numbers of replicas, and cannot be resharded.
         """
         main = next(iter(self.graphs.values())).layouts
         layouts = layouts_like(main, partition, self.plan) if main.distinct else main
@@ -141,20 +139,20 @@ def compile_training(
     """Capture every objective, choose the cuts, and refuse what would not be exact.
 
     Args:
-        model: as the user built it.
-        objectives: what is minimized.
-        example: a batch.
-        plan: one line, a read plan file, or a Spec.
-        batch_size: of the training, if it is another than the example's.
-        fewer: the microbatches may be fewer than the plan says, if the model needs more samples in each.
-        in_float64: for proofs; ``model`` and ``example`` are float64 already.
+        model: the module as the user built it, in training mode.
+        objectives: losses to minimize with their optimizers, by name.
+        example: a batch of the user's data, for its form and its size.
+        plan: a plan in one line, a plan read from a file, or a Spec.
+        batch_size: samples of a batch in the training, if not as many as the example has.
+        fewer: whether there may be fewer microbatches than the plan says, if the model needs more samples in each.
+        in_float64: whether this is for proofs; ``model`` and ``example`` are float64 already.
         evaluation: capture the evaluation mode here too, once for all workers that are forked from this process.
         init: fills the tensors that a module itself owns, for a model on the meta device.
-        seconds: time of every node of a graph; default: measured here, node by node.
+        seconds: returns the time of every node of a graph; default: measured here, node by node.
 
     Raises:
         PolylaneError: a plan for another model, too many stages, too few samples for the model in a microbatch, or
-        samples that cannot be split exactly.
+            samples that cannot be split exactly.
     """
     with python_kept(model, *(objective.loss for objective in objectives.values())):
         return _compile_training(
@@ -178,7 +176,7 @@ def _compile_training(
     total = batch_size or sample_count(leaves)
     spec = parse(plan) if isinstance(plan, str) else plan
     microbatches = requested_microbatches(spec, total)
-    # What a worker will have in hand: the sizes that count for time and memory.
+    # The samples of one rank in one microbatch: the sizes that determine time and memory.
     hand = max(2, -(-total // (microbatches * spec.data)))
     part = take_first_samples(leaves, min(hand, sample_count(leaves)))
     parameters = named_parameters(model, [o.loss for o in objectives.values()])
@@ -224,19 +222,20 @@ def _compile_training(
 def _choose_microbatches(
     spec: Spec | Plan, graphs: Collection[Graph], requested: int, total: int, fewest: MinSamples, fewer: bool
 ) -> int:
-    """The number of microbatches that every graph can be run in.
+    """Choose the number of microbatches, which every graph can be run in.
 
     Args:
-        spec: the plan, whose own number of microbatches is None where it is left to us.
-        graphs: of all objectives.
-        requested: microbatches that the plan, or its default, asks for.
+        spec: the plan; its number of microbatches is None where it leaves the choice open.
+        graphs: captured graphs of all objectives.
+        requested: number of microbatches that the plan, or its default, asks for.
         total: samples of a step, over all workers.
-        fewest: samples that a microbatch of the model needs.
-        fewer: the number may be lowered for the model's sake.
+        fewest: fewest samples that a microbatch of the model needs.
+        fewer: whether the number may be lowered to give a microbatch enough samples.
 
     Raises:
         PolylaneError: too few samples in a microbatch, or a model with side effects in each of several passes.
     """
+    # Python state allows one call a step: a number of microbatches that the user did not ask for is lowered to 1.
     if spec.microbatches is None and keeps_python_state(graphs):
         requested = 1
     microbatches = limit_microbatches(requested, total, fewest, fewer)
@@ -257,7 +256,7 @@ def _partition_objectives(
     *,
     in_float64: bool,
 ) -> tuple[dict[str, Partition], dict[str, MeasuredLayouts], bool]:
-    """Every objective's cuts, what is known of how samples lie in their values, and whether samples meet in a loss."""
+    """Return every objective's partition, the known batch layouts of its values, and whether a loss couples samples."""
     partitions, seen, meets = dict[str, Partition](), dict[str, MeasuredLayouts](), False
     for objective in objectives.values():
         graph = graphs[objective.name]
@@ -289,10 +288,8 @@ def recapture_objective(
     in_float64: bool,
     which: str = "the example batch",
 ) -> Partition:
-    """Capture an objective in another mode, for batches of another form, or anew, and cut it where ``main`` is cut.
-
-    Parameters that were frozen meanwhile get no gradient.
-    """
+    """Capture an objective in another mode or for another form of batch, and cut the graph where ``main`` is cut."""
+    # Parameters that were frozen since the first capture get no gradient.
     known = dict(named_parameters(model, [objective.loss]))
     trainable = [n for n, info in main.graph.parameters.items() if info.trainable and known[n].requires_grad]
     effects = main.graph.code.effects
@@ -302,10 +299,10 @@ def recapture_objective(
 
 
 def _complete_plan(main: Partition, spec: Spec | Plan, microbatches: int) -> Plan:
-    """The plan, with all that it says of its graph.
+    """Complete the plan with the stages' nodes and the graph's fingerprint.
 
     Raises:
-        PolylaneError: of some axis' ranks there are so many that some would have no part of anything.
+        PolylaneError: an axis has more ranks than the longest dimension of any tensor, so that some had no part of any.
     """
     graph = main.graph
     plan = (

@@ -1,4 +1,4 @@
-"""Objectives of a training: each a loss, the optimizer that minimizes it, its scheduler, and their parameters."""
+"""Objectives of a training: each a loss with the optimizer that minimizes it and its scheduler; parameters by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 @dataclass(frozen=True)
 class Objective:
-    """One loss and the optimizer that minimizes it; most trainings have one, a GAN has two."""
+    """One loss and the optimizer that minimizes it; most trainings have one, a GAN has two.
+
+    Attributes:
+        name: name by which steps and evaluations select it.
+        loss: the user's loss, a function or module of (model, batch).
+        optimizer: factory from (name, parameter) pairs to an optimizer.
+        scheduler: factory from that optimizer to a scheduler; None without one.
+    """
 
     name: str
     loss: Loss
@@ -36,7 +43,7 @@ class Objective:
 
 
 def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
-    """All parameters by the model's own names, each once; a loss module's own under "loss."."""
+    """Return all parameters by the model's own names, each once; those of a loss module under "loss."."""
     named = list(model.named_parameters())
     for loss in losses:
         if isinstance(loss, nn.Module):
@@ -45,16 +52,16 @@ def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
 
 
 def optimized_names(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
-    """Names of the parameters that an optimizer factory takes out of those it is given, without the frozen ones.
+    """Return the names of the trainable parameters that an optimizer factory puts into its groups.
 
     Raises:
-        PolylaneError: the factory fails, or takes a parameter that is not the model's; or nothing is there to train.
+        PolylaneError: the factory fails, or takes a parameter that is not the model's; or there is nothing to train.
     """
     names = {id(parameter): name for name, parameter in parameters}
     try:
         optimizer = factory(list(parameters))
     except Exception as error:
-        refuse_untrainable(parameters)  # torch's optimizers fail of an empty list
+        refuse_untrainable(parameters)  # torch's optimizers raise on an empty list: say rather why it is empty
         raise PolylaneError(f"optimizer(parameters) fails: {type(error).__name__}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PolylaneError(
@@ -75,7 +82,7 @@ def optimized_names(parameters: Parameters, factory: OptimizerFactory) -> set[st
 
 
 def refuse_untrainable(parameters: Parameters) -> None:
-    """See that there is something to train.
+    """Refuse parameters of which none can be trained.
 
     Raises:
         PolylaneError: no parameter requires a gradient, or none has any elements.
@@ -98,7 +105,7 @@ def build_objectives(
     optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
     scheduler: SchedulerFactory | Mapping[str, SchedulerFactory] | None,
 ) -> dict[str, Objective]:
-    """One objective, or one for each name of a mapping.
+    """Build one objective, or one for each name of a mapping.
 
     Raises:
         PolylaneError: the mappings do not have the same names.
@@ -111,6 +118,7 @@ def build_objectives(
         return {"loss": Objective("loss", loss, optimizer, scheduler)}
     if not isinstance(optimizer, Mapping) or set(loss) != set(optimizer):
         raise PolylaneError(f"losses named {sorted(loss)} take a mapping of optimizers with the same names")
+    # Parameters of a loss module are named "loss.": with two such modules the names would not be unique.
     shared = [
         name for name, each in loss.items() if isinstance(each, nn.Module) and next(each.parameters(), None) is not None
     ]

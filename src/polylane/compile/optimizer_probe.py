@@ -1,4 +1,8 @@
-"""Which parameters an optimizer must see whole, and why: those whose update is not made element by element."""
+"""Optimizer probe: which parameters an optimizer must see whole, because it does not update them elementwise.
+
+Sharding a parameter over ranks is exact only if each element's update depends on that element alone. No optimizer
+declares that, so each is run on small tensors, whole and in halves, and the results are compared.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,16 @@ from polylane.optim.trust import set_sum_over_holders
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
-SIZE = 4  # of every dimension of the parameters that it is tried on
-ROUNDING = 1e-13  # of values of the order of one, where norms are summed in another order
-MOST_SAID = 200  # characters of an error
+SIZE = 4  # length of every dimension of the parameters that an optimizer is tried on
+ROUNDING = 1e-13  # absolute tolerance for values of the order of one, where norms are summed in another order
+MOST_SAID = 200  # characters of an error message that are quoted
 
 
 LOOKS = "its optimizer looks at all of it at once"
 
 
 class UntriedOptimizer(str):
-    """Why nothing is known of an optimizer, so that all its parameters stay whole."""
+    """Reason why an optimizer could not be probed, so that all its parameters stay whole."""
 
     __slots__ = ()
 
@@ -29,12 +33,17 @@ class UntriedOptimizer(str):
 def find_whole_parameters(
     parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[Factory]
 ) -> dict[str, str]:
-    """Parameters of which an optimizer looks at more than one element at a time, and those of which that is not known.
+    """Find the parameters whose update is not elementwise, and those for which that is not known.
 
     LARS and LAMB take a parameter's norm (You et al., 2017 and 2020), Adafactor the means of rows and columns (Shazeer
     and Stern, 2018), Muon orthogonalizes a matrix. Each optimizer is tried on small parameters of the same names and
-    numbers of dimensions, whole and in halves: where the outcome differs, a part of the parameter is not enough. One
-    that asks for sums over all parts (:class:`polylane.optim.SumOverHolders`) has them here as it will have them then.
+    numbers of dimensions, whole and in halves: where the results differ, a shard of the parameter is not enough. An
+    optimizer that asks for sums over all shards (:class:`polylane.optim.SumOverHolders`) gets them here as it will in
+    the training.
+
+    Args:
+        parameters: all parameters of the model, by canonical name.
+        optimizers: the user's factories, one for each objective.
 
     Returns:
         Name -> why it must stay whole; an :class:`UntriedOptimizer` where the optimizer does not run on small
@@ -44,7 +53,7 @@ def find_whole_parameters(
     for factory in optimizers:
         try:
             found |= dict.fromkeys(_find_non_elementwise(parameters, factory), LOOKS)
-        except Exception as error:
+        except Exception as error:  # the user's code on tensors that it was not written for: whatever it raises
             why = UntriedOptimizer(f"its optimizer does not run on small parameters ({_describe_error(error)})")
             found |= {n: why for n, p in parameters if p.dim() > 0}
     return found
@@ -57,6 +66,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _find_non_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: Factory) -> set[str]:
+    # Two steps, so that states (moments, momentum) take part; float64, so that only the algorithm makes a difference.
     random = torch.Generator().manual_seed(0)
     cut = [(n, p.dim()) for n, p in parameters if p.dim() > 0]
     values = {n: torch.randn([SIZE] * dim, generator=random, dtype=torch.float64) for n, dim in cut}
@@ -64,6 +74,7 @@ def _find_non_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factor
     different = set[str]()
     with torch.random.fork_rng(devices=[]):
         whole = _train_values(factory, values, steps)
+        # Along every dimension: Adafactor's row means survive a split of the columns' dimension only.
         for dim in range(max(map(len, (v.shape for v in values.values())), default=0)):
             halves = _train_in_halves(factory, values, steps, dim)
             for n, value in whole.items():
@@ -74,14 +85,16 @@ def _find_non_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factor
 
 
 class _HalfSums:
-    """Sums over both halves, as far as they are known: of the first calls; of others those over its own half.
+    """Stand-in for :class:`polylane.optim.SumOverHolders`: sums over both halves for the first calls, where known.
+
+    Later calls return the sums over this half alone.
 
     Args:
-        known: of every call, by the parameters' names.
+        known: for each of the first calls, the sums over both halves by parameter name.
 
     Attributes:
-        names: of the half's parameters, by id.
-        asked: what this half has in the sums of every call, by name.
+        names: names of the half's parameters, by id of the tensor.
+        asked: for every call so far, this half's partial sums by parameter name.
     """
 
     def __init__(self, known: Sequence[dict[str, torch.Tensor]]) -> None:
@@ -100,9 +113,10 @@ class _HalfSums:
 def _train_in_halves(
     factory: Factory, values: dict[str, torch.Tensor], steps: Sequence[dict[str, torch.Tensor]], dim: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Both halves, trained as two workers would.
+    """Train both halves as two workers would.
 
-    Where they ask for sums, they are trained once more for every call, which is then answered with what both had.
+    The halves run one after the other, so the first cannot wait for the second's sums. They are trained again once for
+    every call: run n answers the first n calls with the sums that both halves had in the runs before.
     """
     known: list[dict[str, torch.Tensor]] = []
     parts = (slice(0, SIZE // 2), slice(SIZE // 2, SIZE))
@@ -121,7 +135,7 @@ def _train_in_halves(
 
 
 def _take_half(values: dict[str, torch.Tensor], dim: int, part: slice) -> dict[str, torch.Tensor]:
-    """Parts along a dimension, or along the last of what has fewer."""
+    """Slice tensors along a dimension, or along the last one of tensors that have fewer."""
     return {n: v[(slice(None),) * min(dim, v.dim() - 1) + (part,)] for n, v in values.items()}
 
 

@@ -1,7 +1,7 @@
-"""Effects under a plan: where the user's own Python keeps state or reads a clock, and would run more often, or apart.
+"""Python side effects: refuses plans under which the user's own Python would run more often, or on several stages.
 
-One device calls a forward once a step. What counts its calls is right on every worker that calls it once a step as
-well: on any number of replicas, not for each of several microbatches.
+One device calls a forward once a step. Python that counts its calls, or keeps other state, is right on every worker
+that calls it once a step as well: with any number of replicas, but not once for each of several microbatches.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from polylane.plan.spec import Spec
 
 
 def collect_effects(graph: Graph) -> dict[str, tuple[SideEffect, ...]]:
-    """What the leaves of a graph do besides computing, by the name of their node."""
+    """Collect the side effects of a graph's leaves (modules that run the user's own Python), by node name."""
     nodes = [node for node in graph.code.fx.nodes if node.op == "call_function"]
     found = {str(node.meta["name"]): tuple(getattr(node.target, "effects", ())) for node in nodes}
     return {name: effects for name, effects in found.items() if effects}
 
 
 def leaf_paths(graph: Graph) -> set[str]:
-    """Paths of the modules that run the user's own Python; "": model and loss."""
+    """Return the paths of the modules that run the user's own Python; "" stands for model and loss."""
     return {node.module for node in graph.nodes if node.op == "leaf"}
 
 
 def keeps_python_state(graphs: Iterable[Graph]) -> bool:
-    """Whether anything in graphs keeps state in Python."""
+    """Return whether anything in the graphs keeps state in Python."""
     return any(e.kind == "state" for graph in graphs for effects in collect_effects(graph).values() for e in effects)
 
 
 def refuse_effects(partition: Partition, plan: Plan) -> None:
-    """See that the user's own Python runs as often, and where, it can be right.
+    """Refuse a plan under which state in the user's own Python would differ from one device's.
 
     Raises:
-        PolylaneError: it would not.
+        PolylaneError: state or a clock is used once for each microbatch, or state is kept on several stages.
     """
     refuse_repeated_effects(partition.graph, plan, plan.microbatches)
     every = collect_effects(partition.graph)
@@ -47,10 +47,10 @@ def refuse_effects(partition: Partition, plan: Plan) -> None:
 
 
 def refuse_repeated_effects(graph: Graph, plan: Spec | Plan, microbatches: int) -> None:
-    """See that the user's own Python runs as often as on one device.
+    """Refuse microbatches or workers that would run the user's stateful Python more often than one device.
 
     Raises:
-        PolylaneError: it would not.
+        PolylaneError: state with several microbatches, or a clock with several workers on a stage.
     """
     for who, effect in _effects_by_module(graph):
         if effect.kind == "state" and microbatches > 1:
@@ -68,7 +68,7 @@ def refuse_repeated_effects(graph: Graph, plan: Spec | Plan, microbatches: int) 
 
 
 def _effects_by_module(graph: Graph) -> list[tuple[str, SideEffect]]:
-    """Every effect, with the module that has it, as a user calls it."""
+    """Return every effect with the module that has it, by the name that a user knows."""
     modules = {node.name: node.module or "the model's loss" for node in graph.nodes}
     return [(modules[name], effect) for name, effects in collect_effects(graph).items() for effect in effects]
 
@@ -76,7 +76,8 @@ def _effects_by_module(graph: Graph) -> list[tuple[str, SideEffect]]:
 def _refuse_across_stages(
     partition: Partition, every: dict[str, tuple[SideEffect, ...]], effect: SideEffect, what: str
 ) -> None:
-    """Calls of one module, or of several that write the same, on stages of their own."""
+    """Refuse one effect that calls on several stages have: a module called twice, or several that write the same."""
+    # Equal effects name the same state, in whichever module they are.
     at = {other for other, effects in every.items() if effect in effects}
     stages = sorted({s for s in range(partition.stages) for node in partition.nodes(s) if node.name in at})
     if len(stages) > 1:

@@ -1,4 +1,22 @@
-"""Relays: which piece of a value, or of its gradient, goes between which ranks of two stages."""
+"""Cross-stage resharding: which box of a value, or of its gradient, goes between which ranks of two stages.
+
+Between stages with the same mesh each rank exchanges its whole shard with its counterpart. Else transfers are planned
+by :func:`polylane.program.boxes.plan_reshard` among groups of senders and receivers, which depend on the number of
+replicas (the "data" degree) of both stages and on the batch layout of the value:
+
+    replicas     batch layout                   from                       to
+    equal        any                            replica i                  replica i
+    different    MEAN, SUM                      each replica               all ranks, which add up what they receive
+    different    REPLICATED, its gradient       each replica               one replica; they are summed in the end
+    different    else, the value                all ranks with samples     all ranks
+    different    else, the gradient             all ranks with samples     all ranks with samples
+
+A value split by sample (6 samples) from data=2, ranks 0 and 1, to data=3, ranks 2 to 4:
+
+    sample       0  1  2  3  4  5
+    sender       0  0  0  1  1  1
+    receiver     2  2  3  3  4  4          0 -> 2: 0, 1     0 -> 3: 2     1 -> 3: 3     1 -> 4: 4, 5
+"""
 
 from __future__ import annotations
 
@@ -21,18 +39,18 @@ Sizes = Mapping[str, tuple[Callable[[int], int], ...]]
 
 @dataclass
 class Resharder:
-    """What one worker sends and receives of every value that crosses, for whatever number of samples.
+    """Boxes that one worker sends and receives of every crossing value, for any number of samples.
 
-    Where two stages have the same mesh, each rank talks to the one with the same coordinates. Elsewhere every element
-    goes from one of those who have it to each of those who need it.
+    Where two stages have the same mesh, each rank exchanges with the one that has the same coordinates. Elsewhere each
+    element goes from one of the ranks that have it to each rank that needs it.
 
     Attributes:
-        rank: this worker.
-        plan: which rank is where.
-        partition: for where the samples of a value lie.
-        layouts: of every stage, how its operators are split.
-        value_sizes: shapes of the values, for any number of samples.
-        batch_layouts: how the parts of a batch make up a value.
+        rank: rank of this worker.
+        plan: the plan, for the mesh of every stage.
+        partition: the graph and its cuts, for the batch dimension of each value.
+        layouts: for every stage, how its operators are sharded.
+        value_sizes: by value, the size of each dimension as a function of the number of samples.
+        batch_layouts: by value, how the parts of a batch make it up.
     """
 
     rank: int
@@ -45,27 +63,31 @@ class Resharder:
     _boxes: dict[tuple[str, int, int], IndexBox] = field(default_factory=dict)
 
     def box_to_send(self, value: str, peer: int, samples: int, gradient: bool) -> IndexBox | None:
-        """What of its own part of a value this worker sends to a peer, by positions in that part; None: nothing.
+        """Return the box that this worker sends to a peer, by positions in its own shard; None: nothing.
 
         Args:
-            samples: of the whole microbatch.
-            gradient: whether it is the value's gradient that travels.
+            value: name of the value that crosses.
+            peer: rank of the receiver, on another stage.
+            samples: number of samples of the whole microbatch, over all replicas.
+            gradient: whether the value's gradient is sent, not the value itself.
         """
         return self._cached_piece(value, self.rank, peer, samples, gradient)
 
     def box_to_receive(self, value: str, peer: int, samples: int, gradient: bool) -> IndexBox | None:
-        """What a peer sends of this worker's part, by positions in that; None: nothing."""
+        """Return the box that a peer sends to this worker, by positions in this worker's own shard; None: nothing."""
         return self._cached_piece(value, peer, self.rank, samples, gradient)
 
     def is_summed(self, value: str) -> bool:
-        """Whether replicas of another stage with another number of them get the sum of what all replicas send."""
+        """Return whether a stage with another number of replicas receives the sum of what all replicas send."""
         return self.batch_layouts[value] in (BatchLayout.MEAN, BatchLayout.SUM)
 
     def send_factor(self, value: str, peer: int, samples: int, gradient: bool) -> float:
-        """By what this worker multiplies what it sends to a peer.
+        """Return the factor by which this worker multiplies what it sends to a peer.
 
-        Of a mean over the samples in hand every consumer gets the mean over all samples, and of a sum its share of the
-        sum over all: the loss, in which they count by samples, is the same, and so are the gradients.
+        It is 1 but for means and sums over samples between different numbers of replicas. With n samples, of which the
+        producer of the value has p and the consumer c, it is p/n for a mean: the consumers' sums are the mean over all
+        samples. For a sum it is c/n: each consumer gets its share of the sum over all samples. The loss weights
+        replicas by samples, so it is that of one device. Gradients get the same factors on the way back.
         """
         stages = [self.plan.stage_and_replica(rank)[0] for rank in (self.rank, peer)]
         if not self.is_summed(value) or len(self._replica_ranks(stages[0])) == len(self._replica_ranks(stages[1])):
@@ -79,6 +101,7 @@ class Resharder:
     def _cached_piece(self, value: str, sender: int, receiver: int, samples: int, gradient: bool) -> IndexBox | None:
         stages = self.plan.stage_and_replica(sender)[0], self.plan.stage_and_replica(receiver)[0]
         own = self._cached_box(value, self.rank, samples)
+        # Same mesh: all of this worker's shard goes to its counterpart. An empty shard makes no message.
         if self.plan.have_same_mesh(*stages):
             return relative_box(own, own) if box_volume(own) else None
         for transfer in self._plan_transfers(value, *stages, samples, gradient):
@@ -104,24 +127,27 @@ class Resharder:
     def _exchange_groups(
         self, value: str, start: int, end: int, samples: int, gradient: bool
     ) -> list[tuple[list[int], list[int]]]:
-        """Senders and receivers, in groups among which a value is exchanged."""
+        """Return (senders, receivers) of each group among which a value is resharded; the table of the module."""
         replicas = [self._replica_ranks(stage) for stage in (start, end)]
         if len(replicas[0]) == len(replicas[1]):
             return list(zip(*replicas, strict=True))
         senders, receivers = replicas
+        # One group for each sending replica: within a group no element is sent twice, over all groups they are summed.
         if self.is_summed(value):
             everyone = [rank for ranks in receivers for rank in ranks]
             return [(ranks, everyone) for ranks in senders]
         if gradient and self.batch_layouts[value] is BatchLayout.REPLICATED:
-            # Every replica has a summand, of its own samples; whoever gets it, they are summed in the end.
+            # Every replica has the partial sum over its own samples. It may go to any one replica, because the
+            # gradients of all replicas are summed in the end.
             return [(ranks, receivers[i * len(receivers) // len(senders)]) for i, ranks in enumerate(senders)]
-        # Who computes on another one's sample, for want of one of its own, is asked for nothing and owed no gradient.
+        # Ranks without samples run on a padding sample; they send no values and get no gradients. They do receive
+        # values, to run on. As senders their boxes would overlap those of the rank that has this sample.
         counting = [[r for rank in each for r in rank if self._has_own_samples(r, samples)] for each in replicas]
         every = [r for rank in replicas[1] for r in rank]
         return [(counting[0], counting[1] if gradient else every)]
 
     def _replica_ranks(self, stage: int) -> list[list[int]]:
-        """The ranks of each of a stage's replicas; replicas that split operators between them are one."""
+        """Return the ranks of each of a stage's replicas; all of them as one if the batch dimension is sharded."""
         devices = self.plan.stages[stage].devices
         if self.layouts.batch_is_sharded:
             return [list(devices)]
@@ -143,12 +169,13 @@ class Resharder:
         return bool(self._sample_range(rank, samples)[2])
 
     def _cached_box(self, value: str, rank: int, samples: int) -> IndexBox:
-        """What a rank has of a value of a whole microbatch."""
+        """Return the box that a rank has of a value of a whole microbatch."""
         if (value, rank, samples) not in self._boxes:
             self._boxes[value, rank, samples] = self._find_box(value, rank, samples)
         return self._boxes[value, rank, samples]
 
     def _find_box(self, value: str, rank: int, samples: int) -> IndexBox:
+        # The rank's shard of its own samples first, by the placements of its stage, with its first sample at index 0.
         start, stop, _ = self._sample_range(rank, samples)
         box = whole_box(size(stop - start) for size in self.value_sizes[value])
         layout = self.layouts[self.plan.stage_and_replica(rank)[0]]
@@ -160,13 +187,15 @@ class Resharder:
         dim = self._batch_dim(value)
         if dim is None or not start:
             return box
+        # Then moved along the batch dimension to where its samples are in the microbatch. A value may have several rows
+        # for each sample.
         before = start * (self.value_sizes[value][dim](samples) // samples)
         moved = tuple((first + before, last + before) for first, last in box[dim])
         return (*box[:dim], moved, *box[dim + 1 :])
 
 
 def extract_box(tensor: Tensor, box: IndexBox) -> Tensor:
-    """A box of a tensor, by positions; the tensor itself where it is all of it."""
+    """Copy a box out of a tensor, by positions; a view of the tensor where each dimension has one range."""
     pieces = [tensor]
     for dim, ranges in enumerate(box):
         pieces = [piece.narrow(dim, first, last - first) for piece in pieces for first, last in ranges]
@@ -179,7 +208,7 @@ def extract_box(tensor: Tensor, box: IndexBox) -> Tensor:
 
 
 def write_box(tensor: Tensor, box: IndexBox, piece: Tensor, add: bool = False) -> None:
-    """Write a piece to its positions in a tensor, or add it to what is there."""
+    """Write a piece to the positions of a box in a tensor, or add it to what is there."""
     targets = [tensor]
     for dim, ranges in enumerate(box):
         targets = [target.narrow(dim, first, last - first) for target in targets for first, last in ranges]
@@ -188,7 +217,7 @@ def write_box(tensor: Tensor, box: IndexBox, piece: Tensor, add: bool = False) -
 
 
 def _split_by_ranges(piece: Tensor, box: IndexBox) -> list[Tensor]:
-    """The parts of a piece that its ranges lay side by side."""
+    """Split a piece, in which the ranges of a box are side by side, into one part for each combination of ranges."""
     parts = [piece]
     for dim, ranges in enumerate(box):
         ends = list(itertools.accumulate((last - first for first, last in ranges), initial=0))

@@ -1,4 +1,4 @@
-"""Assignment of parameters to servers, and of servers to processes."""
+"""Parameter-server placement: which server holds which parameters, and which process runs which server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from polylane.program.lower import differentiable_parameters
 
 
 def assign_parameters(partitions: Mapping[str, Partition], plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters that each server holds: whole ones, balanced by bytes.
-
-    Only what some objective trains: the rest never changes.
+    """Assign the parameters that some objective trains to servers, each to one, balanced by bytes.
 
     Args:
-        partitions: of every objective's graph, by name.
-        plan: says how many servers there are.
+        partitions: partitions of every objective's graph, by name.
+        plan: the plan, which says how many servers there are.
+
+    Returns:
+        For each server, the names of its parameters.
 
     Raises:
         PolylaneError: there are more servers than parameters.
@@ -32,21 +33,22 @@ def assign_parameters(partitions: Mapping[str, Partition], plan: Plan) -> tuple[
             f"{plan.title}: sync.servers: {count} servers are more than the {len(sizes)} parameters that are trained, "
             f"of which each is on one server: lower servers to at most {len(sizes)}"
         )
+    # An empty parameter counts as one byte, so that empty ones are spread as well, and every server gets a parameter.
     found = assign_longest_first({name: max(1, size) for name, size in sizes.items()}, [0] * count)
     return tuple(tuple(name for name in sizes if found[name] == server) for server in range(count))
 
 
 def assign_longest_first(sizes: Mapping[str, int], load: list[int]) -> dict[str, int]:
-    """Longest-processing-time rule: each the largest of those left to the owner that has least so far.
+    """Assign by the longest-processing-time rule: in descending size, each to the owner with the least load so far.
 
-    The fullest owner has at most 4/3 of what the best division would give it (Graham 1969).
+    The fullest owner has at most 4/3 of its load in the best assignment (Graham 1969).
 
     Args:
-        sizes: bytes by name; of equal ones the earlier comes first.
-        load: bytes that each owner has already; grows by what it is given.
+        sizes: bytes by name; equal sizes are assigned in this order.
+        load: bytes that each owner has already; increased in place.
 
     Returns:
-        By name, the number of its owner.
+        Name -> number of its owner.
     """
     owners = dict[str, int]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -56,7 +58,7 @@ def assign_longest_first(sizes: Mapping[str, int], load: list[int]) -> dict[str,
 
 
 def server_rank(plan: Plan, server: int) -> int:
-    """The rank in whose process a server lives: one of its own, behind those that train, or one that trains too."""
+    """Return the rank whose process runs a server: a dedicated one behind those that train, or one that trains too."""
     if plan.sync.dedicated:
         return plan.workers + server
     return server * plan.workers // plan.sync.server_count

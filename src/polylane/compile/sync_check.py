@@ -1,4 +1,4 @@
-"""Check of a plan's sync against a training, before any worker starts."""
+"""Sync check: refuses a gradient synchronization that the training does not fit, before any worker starts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from polylane.plan.plan import Plan
 
 
 def check_sync(plan: Plan, partitions: Mapping[str, Partition], meets: bool) -> None:
-    """Refuse a rule that the training does not fit.
+    """Refuse a plan's sync that the training does not fit.
 
     Args:
-        plan: how it is split.
-        partitions: every objective's graph, by name.
-        meets: whether every sample counts for the loss of every other one.
+        plan: the plan, with its sync options.
+        partitions: every objective's graph with its cuts, by name.
+        meets: whether a loss couples samples (it is no mean of a loss of each).
 
     Raises:
-        PolylaneError: samples meet, or there are more servers than parameters.
+        PolylaneError: the loss couples samples, or there are more servers than parameters.
     """
+    # With coupled samples replicas shard the operators of one batch: no replica has a gradient of its own that could be
+    # compressed, averaged later, or sent to a server.
     if meets and plan.data > 1 and not plan.sync.is_plain_sum:
         raise PolylaneError(
             f"{plan.title}: sync ({','.join(plan.sync.to_words())}) is for losses that are means over samples, and in "
             "this one samples meet: leave sync out, or split by pipeline or tensor alone"
         )
     if plan.sync.has_servers:
-        assign_parameters(partitions, plan)
+        assign_parameters(partitions, plan)  # for its errors alone

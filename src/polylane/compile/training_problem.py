@@ -85,14 +85,14 @@ class TrainingProblem:
         return CapturedProblem(graph, self.objective.optimizer, {n: str(why) for n, why in whole.items()}, **known)
 
     def prepare(self, plan: str | Spec | Plan, **how: Any) -> CompiledTraining:
-        """The problem compiled for a plan.
+        """Compile the problem for a plan.
 
         Args:
-            plan: one line, read or not, or a plan.
+            plan: a plan in one line, as text or parsed, or a whole plan.
             how: further arguments of :func:`polylane.compile.compiled_training.compile_training`.
 
         Raises:
-            PolylaneError: a plan for another model, or one that the model or the batch cannot be trained by.
+            PolylaneError: a plan for another model, or one under which the model or the batch cannot be trained.
         """
         more = {"batch_size": self.batch_size, "init": self.init, **how}
         return compile_training(self.model, self.objectives, self.example, plan, **more)

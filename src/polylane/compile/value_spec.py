@@ -14,7 +14,15 @@ from polylane.sharding.layout import Layout
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """What a travelling value looks like: its dtype, and its shape for any number of samples."""
+    """Dtype and shape of a value that crosses between stages, for any number of samples.
+
+    Attributes:
+        name: name of the node that computes the value.
+        dtype: dtype in which it is computed and sent.
+        sizes: for each dimension of the whole value, its size as a function of the number of samples.
+        layout: how this worker's stage shards its operators; None where it does not.
+        coordinates: this worker's index on each axis of its mesh.
+    """
 
     name: str
     dtype: torch.dtype
@@ -23,7 +31,7 @@ class ValueSpec:
     coordinates: Mapping[str, int] = field(default_factory=dict)
 
     def shape(self, samples: int) -> tuple[int, ...]:
-        """Shape of what this worker has, for a part with that number of samples."""
+        """Return the shape of this worker's shard, for that number of samples."""
         whole = tuple(size(samples) for size in self.sizes)
         return whole if self.layout is None else self.layout.local_shape(self.name, whole, samples, self.coordinates)
 
@@ -34,7 +42,7 @@ def value_specs(
     layout: Layout | None = None,
     coordinates: Mapping[str, int] | None = None,
 ) -> dict[str, ValueSpec]:
-    """Every crossing value by name; ``dtypes`` overrides what capture saw (autocast changes it)."""
+    """Describe every crossing value, by name; ``dtypes`` overrides those of the capture (autocast changes them)."""
     values = {n.meta["name"]: n.meta["val"] for n in partition.graph.code.fx.nodes if n.op == "call_function"}
     return {
         c.value: ValueSpec(

@@ -1,1 +1,1 @@
-"""The model and its loss as one flat graph of operators, and that graph cut into stages."""
+"""The computation graph of a model and its loss, and its partition into pipeline stages."""

@@ -1,4 +1,4 @@
-"""Which dtypes values have under autocast: the graph run once more on tensors without data."""
+"""Dtypes under autocast: the graph is run once more on fake tensors, and every value's dtype is recorded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from polylane.graph.sample_slice import SampleSlice
 
 
 def dtypes_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of every tensor value, by node name, when the graph runs under autocast to ``dtype``.
+    """Return the dtype of every tensor value, by node name, when the graph runs under autocast to ``dtype``.
 
     A node that cannot run without data (the user's own Python) keeps the dtype that capture saw.
+
+    Args:
+        graph: the captured graph, which is not changed.
+        device_type: torch's name of the device that autocast is for, "cpu" or "cuda".
+        dtype: the lower-precision dtype of the autocast region.
     """
     part = SampleSlice(graph.samples, batch=graph.samples)
 
@@ -32,7 +37,7 @@ def dtypes_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype) ->
 
 
 class _DtypeInterpreter(GraphInterpreter):
-    """Notes the dtype of every tensor; what cannot run without data gives what capture saw."""
+    """Records the dtype of every tensor; a node that cannot run without data gets the one that capture saw."""
 
     def __init__(self, code: fx.Graph, bind: Callable[[fx.Node], Any]) -> None:
         super().__init__(code, bind)
@@ -45,10 +50,11 @@ class _DtypeInterpreter(GraphInterpreter):
         return value
 
     def _value(self, node: fx.Node) -> Any:
-        if node.meta["op"] in ("leaf", "function"):  # the user's own Python might keep what has no data
+        if node.meta["op"] in ("leaf", "function"):  # the user's own Python might keep fake tensors
             return _without_data(node.meta.get("val"))
         try:
             return super().call_operator(node)
+        # Some operators have no fake implementation.
         except Exception:
             return _without_data(node.meta.get("val"))
 

@@ -1,4 +1,4 @@
-"""A batch of any nesting as a flat list of leaves, and its division into parts by samples."""
+"""Batches as flat lists of leaves (as torch.utils._pytree), and their division by samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rebuild = Callable[[Sequence[Any]], Any]
 
 
 def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
-    """The leaves of a batch in order, and the function that puts leaves back into its form.
+    """Return the leaves of a batch in order, and a function that puts leaves back into its structure.
 
     Mappings (Hugging Face's BatchEncoding too), sequences, named tuples and dataclasses are nested; all else is a leaf.
     """
@@ -39,7 +39,7 @@ def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
 
 
 def batch_structure(batch: Any) -> Any:
-    """How a batch is nested, and under which names; equal for batches that a loss cannot tell apart by their form."""
+    """Return how a batch is nested, and under which names; equal if a loss cannot tell two structures apart."""
     children = _children(batch)
     if children is None:
         return None
@@ -65,12 +65,13 @@ def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None
 def _with_fields(original: Any, names: list[str], parts: list[Any]) -> Any:
     clone = copy.copy(original)
     for name, part in zip(names, parts, strict=True):
+        # A frozen dataclass refuses setattr.
         object.__setattr__(clone, name, part)
     return clone
 
 
 def sample_count(leaves: Sequence[Any]) -> int:
-    """How many samples a batch has: the first dimension of its first tensor that has one.
+    """Return the number of samples: the length of the first dimension of the first tensor that has one.
 
     Raises:
         PolylaneError: no leaf is a tensor with a dimension.
@@ -84,22 +85,22 @@ def sample_count(leaves: Sequence[Any]) -> int:
 
 
 def is_sampled(leaf: Any, samples: int) -> bool:
-    """Whether a leaf holds one row a sample (and is split with them), or belongs to the batch as a whole."""
+    """Return whether a leaf has one row per sample (and is divided with them), or belongs to the batch as a whole."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
 
 
 def sampled_leaves(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Of every leaf, whether it is split with the samples."""
+    """Return for every leaf whether it is divided with the samples."""
     samples = sample_count(leaves)
     return tuple(is_sampled(leaf, samples) for leaf in leaves)
 
 
 def batch_signature(leaves: Sequence[Any], sampled: Sequence[bool] | None = None) -> tuple[Any, ...]:
-    """What a captured graph depends on: everything about the leaves but the number of samples and the tensors' data.
+    """Return what a captured graph depends on: all of the leaves but the number of samples and the tensors' data.
 
     Args:
-        leaves: of a batch.
-        sampled: which of them are split, where that is known better than by their sizes.
+        leaves: flat leaves of a batch, see :func:`flatten`.
+        sampled: for each leaf whether it is divided, where that is known better than by its length.
     """
     return tuple(
         (str(leaf.dtype), ("samples", *leaf.shape[1:]) if split else tuple(leaf.shape))
@@ -110,9 +111,9 @@ def batch_signature(leaves: Sequence[Any], sampled: Sequence[bool] | None = None
 
 
 def split_bounds(total: int, parts: int) -> list[tuple[int, int]]:
-    """``total`` samples divided into ``parts`` contiguous ranges whose sizes differ by at most one, larger ones first.
+    """Divide ``total`` samples into ``parts`` contiguous ranges whose lengths differ by at most one, longer ones first.
 
-    Parts may be empty when there are fewer samples than parts.
+    Ranges are empty when there are fewer samples than parts.
     """
     size, extra = divmod(total, parts)
     ends = [part * size + min(part, extra) for part in range(parts + 1)]
@@ -120,43 +121,45 @@ def split_bounds(total: int, parts: int) -> list[tuple[int, int]]:
 
 
 def count_parts(total: int, most: int, fewest: int = 1) -> int:
-    """Into how many parts ``total`` samples are divided: ``most``, or fewer where a part would have too few samples.
+    """Return the number of parts for ``total`` samples: ``most``, or fewer where a part would have too few samples.
 
     Parts without any sample are skipped and need none: with ``fewest`` at 1 there are always ``most`` parts.
 
     Args:
-        most: how many parts a full batch has.
-        fewest: samples that a part needs; where there are not even so many in all, there is one part.
+        total: number of samples to divide.
+        most: number of parts of a full batch.
+        fewest: samples that a part needs; if ``total`` is less than that, there is one part.
     """
     return most if fewest == 1 or total // most >= fewest else max(1, total // fewest)
 
 
 def take_samples(leaves: Sequence[Any], start: int, stop: int, sampled: Sequence[bool] | None = None) -> list[Any]:
-    """The samples ``start:stop`` of every sampled leaf; the other leaves whole."""
+    """Return the samples ``start:stop`` of every divided leaf; the other leaves whole."""
     split = sampled or sampled_leaves(leaves)
     return [leaf[start:stop] if is_split else leaf for leaf, is_split in zip(leaves, split, strict=True)]
 
 
 def take_first_samples(leaves: Sequence[Any], count: int, sampled: Sequence[bool] | None = None) -> list[Any]:
-    """The first samples, about ``count`` of them: so many that no leaf of the batch as a whole has the same size."""
+    """Return about ``count`` first samples: more if a leaf that is not divided has just that length."""
     split = sampled or sampled_leaves(leaves)
     taken = {
         len(leaf)
         for leaf, own in zip(leaves, split, strict=True)
         if isinstance(leaf, Tensor) and leaf.dim() and not own
     }
+    # The smaller batch must not make an undivided leaf look like one row per sample.
     while count in taken:
         count += 1
     return take_samples(leaves, 0, count, split)
 
 
 def to_device(leaves: Sequence[Any], device: torch.device) -> list[Any]:
-    """Tensor leaves moved to ``device``, the others as they are."""
+    """Return the leaves with tensors moved to ``device``."""
     return [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def cast_leaves(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """Floating-point tensor leaves cast to ``dtype``, complex ones to the complex type of that precision."""
+    """Return the leaves with floating-point tensors cast to ``dtype``, complex ones to its complex counterpart."""
     return [_cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
@@ -167,5 +170,5 @@ def _cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def clone_leaves(leaves: Sequence[Any]) -> list[Any]:
-    """A copy of every tensor leaf: a model may write into its batch, and a rehearsal must leave no trace."""
+    """Return a copy of every tensor leaf: a model may write into its batch, and a dry run must leave no trace."""
     return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]

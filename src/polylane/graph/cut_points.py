@@ -1,6 +1,6 @@
-"""Narrow places of a graph: where few bytes cross, so that blocks between them can be told apart, moved and recomputed.
+"""Narrow cuts of a graph: positions where few bytes cross, at which blocks are told apart, moved and recomputed.
 
-Deep models are chains of blocks, whatever their authors call them; between two blocks less is alive than inside.
+Deep models are chains of blocks, however they are written; fewer bytes are alive between two blocks than inside.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from numpy.typing import NDArray
 from polylane.graph.graph import Graph
 from polylane.graph.partition import cut_positions, last_uses
 
-MOST = 256
+MOST = 256  # default limit on the number of narrow positions
 
 
 def crossing_bytes(graph: Graph, size: Callable[[str], float] | None = None) -> NDArray[np.float64]:
-    """For every position (and the end), the bytes of the values that a cut there would make travel forward.
+    """Return for every position (and the end) the bytes of activations that a cut there sends forward.
 
     Args:
-        graph: what would be cut.
-        size: bytes of a node's value, where it is not whole.
+        graph: the graph whose positions are measured.
+        size: returns the bytes of a node's value by name; default: those of the whole value.
     """
+    # Differences between neighbouring positions; the cumulative sum is the bytes alive at each.
     delta = np.zeros(len(graph.nodes) + 1)
     for name, end in last_uses(graph).items():
         start = graph.positions[name]
@@ -34,28 +35,28 @@ def crossing_bytes(graph: Graph, size: Callable[[str], float] | None = None) -> 
 
 
 def narrow_positions(graph: Graph, staying: Collection[str] = (), most: int = MOST) -> tuple[int, ...]:
-    """Positions at which the graph may be cut and less crosses than around them; ascending.
+    """Return positions, ascending, at which the graph may be cut and fewer bytes cross than around them.
 
-    Where there are more than ``most``, those between two narrower ones go, until they are few enough.
+    While there are more than ``most``, those between two narrower ones are dropped.
 
     Args:
-        graph: what would be cut.
-        staying: values that must not cross.
-        most: about how many are wanted.
+        graph: the graph whose positions are chosen.
+        staying: names of values that must not cross.
+        most: limit on the number of positions.
     """
     allowed = cut_positions(graph, staying)
     bytes_ = crossing_bytes(graph)[allowed] if allowed else np.zeros(0)
     kept = _local_minima(list(range(len(allowed))), bytes_)
     while len(kept) > most:
         fewer = _local_minima(kept, bytes_)
-        if len(fewer) == len(kept):  # all alike: evenly
+        if len(fewer) == len(kept):  # all equally narrow: take them evenly
             fewer = [kept[i] for i in np.linspace(0, len(kept) - 1, most).astype(int)]
         kept = fewer
     return tuple(allowed[i] for i in kept)
 
 
 def _local_minima(places: Sequence[int], values: NDArray[np.float64]) -> list[int]:
-    """Places that are at most as wide as those on both sides; of a plateau the first, unless all is one."""
+    """Return places that are at most as wide as those on both sides; of a plateau the first, unless all are equal."""
     if len(places) < 3 or len({float(values[p]) for p in places}) == 1:
         return list(places)
     found = []

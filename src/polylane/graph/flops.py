@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes of an operator, from the shapes it reads and gives."""
+"""Operation counts: floating-point operations and bytes of an operator, from the shapes of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 
 def size_hint(size: Any) -> int:
-    """A size as a number: a symbol stands for the example's value; sizes that depend on data count as one."""
+    """Return a size as a number: a symbol has the example's value; a size that depends on data counts as 1."""
     if isinstance(size, int):
         return size
     node = size.node
@@ -19,24 +19,25 @@ def size_hint(size: Any) -> int:
 
 
 def shape_of(val: Any) -> tuple[int, ...]:
-    """The example's shape of a tensor value; () for anything else."""
+    """Return the example's shape of a tensor value; () for anything else."""
     return tuple(size_hint(size) for size in val.shape) if isinstance(val, Tensor) else ()
 
 
 def tensors_of(val: Any) -> list[Tensor]:
-    """The tensors of a node's value, which may be one or several."""
+    """Return the tensors of a node's value, which may be one or several."""
     if isinstance(val, Tensor):
         return [val]
     return [v for v in val if isinstance(v, Tensor)] if isinstance(val, (list, tuple)) else []
 
 
 def bytes_of(val: Any) -> int:
-    """Size of a node's value in bytes."""
+    """Return the size of a node's value in bytes."""
     return sum(math.prod(shape_of(t)) * t.element_size() for t in tensors_of(val))
 
 
 def flops_of(node: fx.Node, op: str) -> int:
-    """Multiplications and additions (two each for a multiply-add) of a node's forward pass, for the example batch."""
+    """Return the operations of a node's forward pass on the example batch; a multiply-add counts as two."""
+    # An operator without a rule of its own counts one operation per output element.
     out = math.prod(shape_of(v)) if isinstance(v := node.meta.get("val"), Tensor) else bytes_of(v) // 4
     inputs = [shape_of(n.meta.get("val")) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     base = op.split(".")[1] if op.startswith("aten.") else op
@@ -47,6 +48,7 @@ def flops_of(node: fx.Node, op: str) -> int:
 
 
 def _matmul(node: fx.Node, inputs: Sequence[tuple[int, ...]], out: int) -> int:
+    # The contraction is the last dimension of the left factor; addmm and baddbmm have the added tensor first.
     first = inputs[1] if str(node.target).startswith(("aten.addmm", "aten.baddbmm")) and len(inputs) > 1 else inputs[0]
     return 2 * out * (first[-1] if first else 1)
 
@@ -63,6 +65,7 @@ def _transposed(node: fx.Node, inputs: Sequence[tuple[int, ...]], out: int) -> i
 def _attention(node: fx.Node, inputs: Sequence[tuple[int, ...]], out: int) -> int:
     query, key, value = inputs[0], inputs[1 if len(inputs) > 1 else 0], inputs[2 if len(inputs) > 2 else -1]
     scores = math.prod(query[:-1]) * key[-2]
+    # Q K^T and P V, and about five operations per score for softmax.
     return 2 * scores * (query[-1] + value[-1]) + 5 * scores
 
 

@@ -1,4 +1,4 @@
-"""Graph and Node: a model and its loss as one flat, topologically ordered list of operators."""
+"""The captured graph: a model and its loss as one flat, topologically ordered list of operators."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class Node:
     """One operator of the graph.
 
     Attributes:
-        name: what a user calls it, unique in the graph: module path, operator, and a number where that is not enough
+        name: user-facing name, unique in the graph: module path, operator, and a number where that is not enough
             ("layers.3.attn/linear#2").
-        id: its name in the executable graph.
+        id: the node's name in the executable graph.
         op: the operator ("aten.linear.default"), "leaf" or "function" for what runs the user's own Python.
-        inputs: names of the nodes whose values it reads, in order, each once.
-        shape: of its value for the example batch, at ``Graph.samples`` samples; () where the value is no tensor.
-        batch_dim: the dimension of ``shape`` that grows with the samples, or None.
-        dtype: of its value ("float32").
-        flops: floating-point operations of its forward pass for the example batch.
-        bytes: size of its value for the example batch.
-        parameters: canonical names of the parameters it reads.
-        buffers: names of the buffers it reads or writes.
+        inputs: names of the nodes whose values the operator reads, in order, each once.
+        shape: shape of the value on the example batch, at ``Graph.samples`` samples; () if the value is no tensor.
+        batch_dim: index of the dimension of ``shape`` that grows with the samples, or None.
+        dtype: dtype of the value, such as "float32"; "" if it is no tensor.
+        flops: floating-point operations of the forward pass on the example batch.
+        bytes: size of the value on the example batch.
+        parameters: canonical names of the parameters that the operator reads.
+        buffers: names of the buffers that the operator reads or writes.
         module: the user's module path ("layers.3.attn"; "" is the model itself, "loss" the loss function).
         source: the user's own line ("model.py:31"), or "".
-        requires_grad: whether a gradient may flow back through its value.
-        recomputable: computed from sizes and constants alone, so every stage that needs it computes it anew.
-        can_cross_stages: whether its value may travel to another stage (its size does not depend on data).
+        requires_grad: whether a gradient may flow back through the value.
+        recomputable: computed from sizes and constants alone, so that every stage that needs it computes it anew.
+        can_cross_stages: whether the value may be sent to another stage (its size does not depend on data).
         fixed_shape: ``shape`` with -1 for every size that follows the samples or the data.
     """
 
@@ -73,17 +73,18 @@ class Graph:
     """A model and its loss, captured.
 
     Attributes:
-        nodes: in topological order; the last ones give the loss.
-        parameters: by canonical name, in the model's order; a tied weight stands once.
+        nodes: the operators in topological order; the last ones compute the loss.
+        parameters: shapes and dtypes by canonical name, in the model's order; a tied weight appears once.
         tied: other names of tied weights -> canonical name.
-        buffers: by name.
+        buffers: shapes and dtypes of buffers, by name.
         samples: batch size of the example that gave the shapes.
-        unsplittable_ranges: pairs (first, last) of node positions that must stay on one stage (writes in place, shared
+        unsplittable_ranges: pairs (first, last) of node positions that must stay on one stage (in-place writes, shared
             statistics).
         notes: one sentence for everything that could not be captured, and why.
         loss_is_mean: True when the loss is a scalar mean over the batch, False when it is a ``polylane.Mean``.
-        code: the executable graph.
-        outputs: names of the nodes that give the loss (or its total and count); the last node where it is not said.
+        is_opaque: whether the graph is a single leaf, which cannot be divided into stages.
+        code: the executable graph and its constants.
+        outputs: names of the nodes that give the loss (or its total and count); if empty, the last node.
     """
 
     nodes: tuple[Node, ...]
@@ -100,7 +101,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What a plan is made for: operators, wiring and parameter shapes, not their values nor the batch size."""
+        """Hash of what a plan is made for: operators, edges and parameter shapes, not values nor the batch size."""
         digest = hashlib.sha256()
         for node in self.nodes:
             digest.update(repr((node.name, node.op, node.inputs, node.fixed_shape, node.parameters)).encode())
@@ -109,7 +110,7 @@ class Graph:
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Position of every node by name."""
+        """Position of every node, by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}
 
 
@@ -127,4 +128,4 @@ class Code:
     leaf_count: int
     random: bool
     has_batch_statistics: bool
-    effects: SideEffects | None = None  # what a run was seen to do besides computing, and to look at
+    effects: SideEffects | None = None  # what the dry run did besides computing, and what it read

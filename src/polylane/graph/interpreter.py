@@ -1,7 +1,7 @@
-"""Interpreter (torch.fx.Interpreter): runs the code of a captured graph node by node.
+"""Graph interpreter (torch.fx.Interpreter): runs the code of a captured graph node by node.
 
-Whoever must see, time or replace single operators overrides :meth:`GraphInterpreter.call_operator`. The reference of a
-proof has a loop of its own on purpose: it shares no code with what it is held against.
+Subclasses that observe, time or replace single operators override :meth:`GraphInterpreter.call_operator`. The reference
+of ``polylane verify`` has a loop of its own on purpose: it shares no code with what it verifies.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ class GraphInterpreter(fx.Interpreter):
     Errors of operators reach the caller as they were raised.
 
     Args:
-        code: placeholders, calls of functions, and one output.
-        bind: gives the value of a placeholder.
+        code: placeholders, function calls, and one output node.
+        bind: returns the value of a placeholder.
         keep_values: whether all values stay in ``env`` to the end; else each is freed after its last use.
     """
 
     def __init__(self, code: fx.Graph, bind: Callable[[fx.Node], Any], keep_values: bool = False) -> None:
         super().__init__(nn.Module(), garbage_collect_values=not keep_values, graph=code)
-        self.extra_traceback = False
+        self.extra_traceback = False  # fx would append the node's traceback to an error's message
         self._bind = bind
 
     def run_node(self, node: fx.Node) -> Any:
-        """The value of one node, whose inputs are in ``env``."""
         if node.op == "placeholder":
             return self._bind(node)
         if node.op == "output":
@@ -37,17 +36,17 @@ class GraphInterpreter(fx.Interpreter):
         return self.call_operator(node)
 
     def call_operator(self, node: fx.Node) -> Any:
-        """The value of a node that calls a function."""
+        """Return the value of a node that calls a function."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 class ObservingInterpreter(GraphInterpreter):
-    """Shows every operator's value as soon as it is there, before another operator may write to it.
+    """Passes every operator's value to an observer at once, before another operator may write to it.
 
     Args:
-        code, bind: as for :class:`GraphInterpreter`.
-        observe: is called with the node and its value.
+        code, bind: with the same meaning as for :class:`GraphInterpreter`.
+        observe: called with the node and its value.
     """
 
     def __init__(self, code: fx.Graph, bind: Callable[[fx.Node], Any], observe: Callable[[fx.Node, Any], None]) -> None:

@@ -1,4 +1,4 @@
-"""Cut a graph into stages, and say who sends which value to whom."""
+"""Graph partition: cut a graph into pipeline stages, and determine which stage sends which value to which stages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ from numpy.typing import NDArray
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, Node
 
-# How far above the best possible slowest stage a cut may go to save bytes.
+# How far above the fastest possible slowest stage a cut may go in order to send fewer bytes.
 SLACK = 0.03
 
 
 @dataclass(frozen=True)
 class StageCrossing:
-    """A value that travels: from the stage that makes it straight to each stage that needs it."""
+    """A value that crosses stages: sent from the stage that makes it directly to each stage that needs it.
+
+    Attributes:
+        value: name of the node whose value is sent.
+        producer: index of the stage that makes the value.
+        consumers: indices of the stages that read the value, ascending.
+        bytes: size of the value on the example batch.
+        requires_grad: whether a gradient is sent back.
+    """
 
     value: str
     producer: int
@@ -35,10 +43,10 @@ class Partition:
     """A graph cut into pieces, which make up the stages.
 
     Attributes:
-        graph: what was cut.
+        graph: the graph that is partitioned.
         cuts: position of the first node of every piece but the first, ascending.
-        stage_of_piece: the stage of every piece; none given: each piece is a stage of its own. Every stage owns at
-            least one; pieces, and so stages, may be empty.
+        stage_of_piece: the stage of every piece; if empty, each piece is a stage of its own. Every stage has at least
+            one piece; pieces, and so stages, may be empty.
     """
 
     graph: Graph
@@ -54,23 +62,23 @@ class Partition:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """Number of pipeline stages."""
         return max(self.stage_of_piece) + 1 if self.stage_of_piece else len(self.cuts) + 1
 
     @property
     def loss_stage(self) -> int:
-        """The stage that has the end of the graph, and gives the loss."""
+        """Index of the stage that has the end of the graph, and computes the loss."""
         return self.pieces[-1][2]
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
-        """The stage of every node, by name; free ones belong where they stand, and are computed anew elsewhere."""
+        """The stage of every node, by name; recomputable nodes are assigned by position, and recomputed elsewhere."""
         nodes = self.graph.nodes
         return {nodes[i].name: stage for first, end, stage in self.pieces for i in range(first, end)}
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Which stage's values which other stage reads, sorted."""
+        """Pairs (producer stage, consumer stage) between which values are sent, sorted."""
         return tuple(sorted({(c.producer, consumer) for c in self.crossings for consumer in c.consumers}))
 
     @cached_property
@@ -82,6 +90,7 @@ class Partition:
         position, nodes = self.graph.positions, self.graph.nodes
         result = []
         for stage in range(self.stages):
+            # Start from the stage's own work, and add the recomputable nodes that it reads, transitively.
             needed = {i for i, n in enumerate(nodes) if not n.recomputable and self.stage_of[n.name] == stage}
             reads = [name for i in needed for name in nodes[i].inputs]
             reads += self._outputs if stage == self.loss_stage else ()
@@ -94,12 +103,12 @@ class Partition:
         return tuple(result)
 
     def nodes(self, stage: int) -> tuple[Node, ...]:
-        """The nodes a stage runs, in order, with the free ones it needs; without free ones that only others need."""
+        """Return the nodes a stage runs, in order, including the recomputable ones it needs and no others."""
         return self._nodes[stage]
 
     @cached_property
     def crossings(self) -> tuple[StageCrossing, ...]:
-        """Every value that crosses between stages, in graph order; what gives the loss goes where the graph ends."""
+        """Every value that crosses between stages, in graph order; the loss's inputs go to the loss stage."""
         free = {n.name for n in self.graph.nodes if n.recomputable}
         reads = [(stage, name) for stage in range(self.stages) for n in self.nodes(stage) for name in n.inputs]
         reads += [(self.loss_stage, name) for name in self._outputs]
@@ -114,23 +123,27 @@ class Partition:
         )
 
     def parameters(self, stage: int) -> tuple[str, ...]:
-        """Canonical names of the parameters that a stage reads, in the model's order."""
+        """Return canonical names of the parameters that a stage reads, in the model's order."""
         used = {name for node in self.nodes(stage) for name in node.parameters}
         return tuple(name for name in self.graph.parameters if name in used)
 
     def buffers(self, stage: int) -> tuple[str, ...]:
-        """Names of the buffers that a stage reads or writes."""
+        """Return names of the buffers that a stage reads or writes."""
         used = {name for node in self.nodes(stage) for name in node.buffers}
         return tuple(name for name in self.graph.buffers if name in used)
 
 
 def cut_positions(graph: Graph, staying: Collection[str] = ()) -> list[int]:
-    """Where a graph may be cut: before which nodes.
+    """Return the positions of nodes before which a graph may be cut.
 
-    Never inside a group that shares written memory, never where a value would have to travel whose size depends on
-    data, or one of those that are to stay on their stage, and only before nodes that do work of their own.
+    Never inside a group that shares written memory; never where a value would cross whose size depends on data, or one
+    of ``staying``; and only before nodes that do work of their own.
+
+    Args:
+        graph: the graph to be cut.
+        staying: names of values that must not cross stages.
     """
-    closed = np.zeros(len(graph.nodes) + 1, dtype=np.int64)  # changes from one position to the next
+    closed = np.zeros(len(graph.nodes) + 1, dtype=np.int64)  # differences; the cumulative sum counts open spans
     last = last_uses(graph)
     spans = [*graph.unsplittable_ranges]
     stuck = {n.name for n in graph.nodes if not n.can_cross_stages} | set(staying)
@@ -140,17 +153,17 @@ def cut_positions(graph: Graph, staying: Collection[str] = ()) -> list[int]:
         closed[end + 1] -= 1
     inside = np.cumsum(closed)
     work = [p for p, node in enumerate(graph.nodes) if not node.recomputable]
-    return [p for p in work[1:] if not inside[p]]  # a stage of nothing but free nodes would be none
+    return [p for p in work[1:] if not inside[p]]  # a stage of recomputable nodes alone would be none
 
 
 def last_uses(graph: Graph) -> dict[str, int]:
-    """Position of the last node that reads each value; what gives the loss is read at the very end."""
+    """Return the position of the last node that reads each value; the loss is read at the very end."""
     last = {name: position for position, node in enumerate(graph.nodes) for name in node.inputs}
     return last | dict.fromkeys(graph.outputs, len(graph.nodes) - 1)
 
 
 def _live_bytes(graph: Graph) -> NDArray[np.float64]:
-    """For every position, the bytes that a cut there makes travel: values still needed, tied weights in use after."""
+    """Return for every position the bytes that a cut there sends: values still needed, and tied weights used later."""
     delta = np.zeros(len(graph.nodes) + 1)
     for name, end in last_uses(graph).items():
         start = graph.positions[name]
@@ -159,6 +172,7 @@ def _live_bytes(graph: Graph) -> NDArray[np.float64]:
             moved = node.bytes * (2 if node.requires_grad else 1)  # there, and its gradient back
             delta[start + 1] += moved
             delta[end + 1] -= moved
+    # A tied weight on both sides of a cut: its gradient is summed over the stages, about twice its size in each step.
     first, final = dict[str, int](), dict[str, int]()
     for position, node in enumerate(graph.nodes):
         for name in node.parameters:
@@ -178,23 +192,24 @@ def balance_stages(
     workers: Sequence[int] | None = None,
     staying: Collection[str] = (),
 ) -> Partition:
-    """Cut into ``stages`` so that the slowest is as fast as can be, and then (within 3% of it) as few bytes cross.
+    """Cut into ``stages`` so that the slowest is as fast as possible, and then (within 3%) with fewest bytes sent.
 
     Args:
-        graph: what to cut.
-        stages: into how many.
+        graph: the graph to be partitioned.
+        stages: number of pipeline stages.
         seconds: time of every node, forward and backward (any unit).
-        workers: of every stage, how many share its work; default: as many on each.
-        staying: values that must not cross.
+        workers: number of workers that share each stage's work; default: equally many.
+        staying: names of values that must not cross stages.
 
     Raises:
-        PolylaneError: the graph cannot be cut into so many.
+        PolylaneError: the graph cannot be cut into that many stages.
     """
     if stages == 1:
         return Partition(graph, ())
     positions = cut_positions(graph, staying)
     if stages > len(positions) + 1:
         raise PolylaneError(_too_many_stages(graph, stages, len(positions) + 1))
+    # From here on indices count positions that may be cut, not nodes: work done before each, and bytes sent at each.
     ends = np.array([0, *positions, len(graph.nodes)])
     work = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])[ends]
     live = _live_bytes(graph)[ends]
@@ -202,11 +217,12 @@ def balance_stages(
 
 
 def _best_cuts(work: NDArray[np.float64], live: NDArray[np.float64], workers: Sequence[int]) -> list[int]:
-    """The cuts with the fewest bytes that the slack allows; among those the ones with the fastest slowest stage."""
+    """Return cuts with the fewest bytes within the slack; of those, ones with a slowest stage as fast as possible."""
     low = _min_slowest(work, workers)
     high = low * (1 + SLACK)
     cuts = _min_bytes_cuts(work, live, workers, high)
     fewest = live[cuts].sum()
+    # Bisect the limit: a lower one that costs no more bytes is kept.
     for _ in range(6):
         middle = (low + high) / 2
         tighter = _min_bytes_cuts(work, live, workers, middle)
@@ -226,7 +242,7 @@ def _too_many_stages(graph: Graph, stages: int, most: int) -> str:
 
 
 def _min_slowest(work: NDArray[np.float64], workers: Sequence[int]) -> float:
-    """The smallest possible time of the slowest stage, by halving."""
+    """Return the smallest possible time of the slowest stage, by bisection."""
     low, high = work[-1] / sum(workers), work[-1] / min(workers)
     for _ in range(64):
         middle = (low + high) / 2
@@ -235,17 +251,19 @@ def _min_slowest(work: NDArray[np.float64], workers: Sequence[int]) -> float:
 
 
 def _is_feasible(work: NDArray[np.float64], workers: Sequence[int], limit: float) -> bool:
-    """Whether there are cuts with which every stage has something to do and stays within ``limit``."""
+    """Return whether cuts exist with which every stage has some work and stays within ``limit``."""
     reached = np.zeros(len(work), dtype=bool)
     reached[0] = True
     for own in workers:
         before = np.concatenate([[0], np.cumsum(reached)])  # how many of the first positions can be reached
+        # A position can end this stage if any reachable start lies in [earliest, position).
         reached = before[np.arange(len(work))] > before[_earliest_starts(work, limit * own)]
     return bool(reached[-1])
 
 
 def _earliest_starts(work: NDArray[np.float64], limit: float) -> NDArray[np.int64]:
-    """For every end of a stage the first start with which it stays within ``limit``."""
+    """Return for every end of a stage the first start with which it stays within ``limit``."""
+    # The tolerance makes equal sums of seconds compare as equal.
     starts: NDArray[np.int64] = np.searchsorted(work, work - limit - 1e-12 * work[-1], side="left")
     return starts
 
@@ -253,9 +271,9 @@ def _earliest_starts(work: NDArray[np.float64], limit: float) -> NDArray[np.int6
 def _min_bytes_cuts(
     work: NDArray[np.float64], live: NDArray[np.float64], workers: Sequence[int], limit: float
 ) -> list[int]:
-    """Indices of the cuts with the fewest bytes among those whose stages all stay within ``limit``.
+    """Return indices of the cuts with the fewest bytes among those whose stages all stay within ``limit``.
 
-    Dynamic programming over stages; the best start of a stage that ends at j is a minimum over a window that slides.
+    Dynamic programming over stages; the best start of a stage that ends at j is a minimum over a sliding window.
     """
     count = len(work)
     earliest = _earliest_starts(work, limit * workers[0])
@@ -267,6 +285,7 @@ def _min_bytes_cuts(
         previous, cost = cost + live, np.full(count, np.inf)
         choice = np.zeros(count, dtype=np.int64)
         window: deque[int] = deque()
+        # Monotonic queue: starts in ascending order of position and of cost, so that its first element is the minimum.
         for j in range(1, count):
             while window and previous[window[-1]] > previous[j - 1]:
                 window.pop()
@@ -278,6 +297,7 @@ def _min_bytes_cuts(
             if window:
                 choice[j], cost[j] = window[0], previous[window[0]]
         choices.append(choice)
+    # Follow the choices back from the end of the graph.
     cuts, at = [], count - 1
     for choice in reversed(choices):
         at = int(choice[at])
@@ -288,8 +308,13 @@ def _min_bytes_cuts(
 def align_partition(reference: Partition, graph: Graph) -> Partition:
     """Cut another graph of the same model (evaluation, another loss, other shapes) where ``reference`` was cut.
 
-    Nodes correspond by module path, operator and number; a parameter is worth a thousand other nodes, so that it stays
-    on the stage that holds it. A stage of which the graph has nothing (a head that only training has) is left empty.
+    Nodes correspond by module path, operator and number; a parameter weighs as much as a thousand other nodes, so that
+    it stays on the stage that has it. A stage of which the graph has nothing (a head only used in training) is left
+    empty.
+
+    Args:
+        reference: the training graph's partition.
+        graph: the graph to be cut in the same way.
 
     Raises:
         PolylaneError: the graph cannot be cut, or its stages would wait for each other.
@@ -298,7 +323,7 @@ def align_partition(reference: Partition, graph: Graph) -> Partition:
         return Partition(graph, ())
     if graph.is_opaque:
         raise PolylaneError(_too_many_stages(graph, reference.stages, 1))
-    cut = Partition(reference.graph, reference.cuts)  # each piece for itself
+    cut = Partition(reference.graph, reference.cuts)  # one stage per piece
     piece_of = cut.stage_of
     known = {node.name: node for node in reference.graph.nodes}
     holder: dict[str, int] = {}
@@ -307,6 +332,7 @@ def align_partition(reference: Partition, graph: Graph) -> Partition:
         modules.setdefault(node.module, piece_of[node.name])
         for parameter in node.parameters:
             holder.setdefault(parameter, piece_of[node.name])
+    # For every node the piece that its parameters, its namesake or at least its module belong to.
     guesses: list[int | None] = []
     weights = []
     for node in graph.nodes:
@@ -325,17 +351,19 @@ def align_partition(reference: Partition, graph: Graph) -> Partition:
 def _majority_cuts(
     graph: Graph, guesses: Sequence[int | None], weights: Sequence[float], pieces: int
 ) -> tuple[int, ...]:
-    """Where to cut into so many pieces, some of which may be empty, so that most nodes are on the piece they belong to.
+    """Return cuts into ``pieces`` pieces, possibly empty, so that most nodes are on the piece they belong to.
 
     Args:
-        guesses: of every node, the piece that it belongs to, where that is known.
-        weights: of every node, how much that counts.
+        graph: the graph to be cut.
+        guesses: for every node, the piece that it belongs to, or None if unknown.
+        weights: for every node, how much its guess counts.
+        pieces: number of pieces to cut into.
     """
     places = [0, *cut_positions(graph), len(graph.nodes)]
     cuts: list[int] = []
     pairs = list(zip(weights, guesses, strict=True))
     for piece in range(1, pieces):
-        # Disagreement of a cut at p: nodes before it that belong later, and nodes after it that belong earlier.
+        # Disagreement of a cut at p: weight of nodes before it that belong later, and after it that belong earlier.
         late = np.cumsum([0.0] + [w if g is not None and g >= piece else 0.0 for w, g in pairs])
         early = np.cumsum([0.0] + [w if g is not None and g < piece else 0.0 for w, g in pairs])
         room = [p for p in places if not cuts or p >= cuts[-1]]
@@ -344,10 +372,10 @@ def _majority_cuts(
 
 
 def _require_order(partition: Partition) -> None:
-    """See that no two stages wait for each other.
+    """Check that no two stages wait for each other.
 
     Raises:
-        PolylaneError: they do, with the values they wait for.
+        PolylaneError: stages form a cycle; the message names the values they wait for.
     """
     needs: dict[int, set[int]] = {stage: set() for stage in range(partition.stages)}
     for start, end in partition.edges:

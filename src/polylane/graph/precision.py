@@ -1,4 +1,4 @@
-"""Floating types inside a graph: the user's autocast regions, and everything in float64 for a proof."""
+"""Floating-point precision inside a graph: the user's autocast regions, and promotion to float64 for verification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from polylane.graph.capture.inline import op_name
 
-# What each lower type becomes in a proof; whole numbers and what is in double precision already stay.
+# What each lower dtype becomes for verification; integers and double precision are unchanged.
 PROMOTED = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
     **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
@@ -21,7 +21,7 @@ LOWER = tuple(PROMOTED)
 
 
 class UnderSetting:
-    """An operator that runs under a setting of its own."""
+    """An operator that runs under a setting of its own (autocast, float64, joint gradients)."""
 
     __module__ = "polylane"
 
@@ -31,14 +31,14 @@ class UnderSetting:
 
 
 def unwrap_settings(target: Any) -> Any:
-    """An operator without the settings that it runs under."""
+    """Return an operator without the settings that it runs under."""
     while isinstance(target, UnderSetting):
         target = target.target
     return target
 
 
 class InAutocast(UnderSetting):
-    """An operator of a region that the user put under (or out of) autocast."""
+    """An operator of a region that the user put under autocast, or out of it."""
 
     def __init__(self, target: Callable[..., Any], setting: Sequence[Any]) -> None:
         super().__init__(target)
@@ -50,7 +50,7 @@ class InAutocast(UnderSetting):
 
 
 class InFloat64(UnderSetting):
-    """The user's own Python with all its casts to lower floating types promoted."""
+    """The user's own Python with all its casts to lower floating dtypes promoted."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with Promoted():
@@ -58,7 +58,7 @@ class InFloat64(UnderSetting):
 
 
 class Promoted(TorchFunctionMode):
-    """Casts to, and new tensors of, a lower floating type keep float64."""
+    """Mode in which casts to, and new tensors of, a lower floating dtype are float64."""
 
     _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
@@ -66,12 +66,13 @@ class Promoted(TorchFunctionMode):
         if func in self._CASTS:
             return Tensor.double(*args)
         result = func(*_promote_value(args), **_promote_value(kwargs or {}))
+        # A new tensor without a tensor among its arguments has the default dtype.
         made = isinstance(result, Tensor) and result.dtype in LOWER and not any(isinstance(a, Tensor) for a in args)
         return result.to(PROMOTED[result.dtype]) if made else result
 
 
 def wrap_autocast(graph: fx.Graph) -> None:
-    """Give operators captured under autocast their setting back."""
+    """Put operators captured under autocast under their setting again."""
     for node in graph.nodes:
         if (
             node.op == "call_function"
@@ -90,7 +91,7 @@ def unwrap_autocast(graph: fx.Graph) -> None:
 
 
 def promote_to_float64(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
-    """Let all that a graph captured in float32 computes be float64, so that a proof in float64 is one throughout."""
+    """Make a graph captured in float32 compute in float64 throughout, for verification."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.args = _promote_value(node.args)
@@ -109,21 +110,21 @@ def promote_to_float64(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
 
 
 def _exact_constant(value: Tensor) -> Tensor:
-    """A captured constant as the user wrote it: 0.1, not the nearest float32 to it."""
+    """Return a captured constant as the user wrote it: 0.1, not the nearest float32 to it."""
     if value.dim() > 0 or value.is_complex():
         return value.to(PROMOTED[value.dtype])
     return torch.tensor(float(str(value.float().numpy())), dtype=torch.float64)  # the shortest decimal that gives it
 
 
 def to_float64(module: nn.Module) -> nn.Module:
-    """Let all parameters and buffers of a module be in double precision, the complex ones too."""
+    """Cast all parameters and buffers of a module to double precision, complex ones too."""
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.to(PROMOTED.get(tensor.dtype, tensor.dtype))
     return module
 
 
 def _makes_lower(node: fx.Node) -> bool:
-    """Whether an operator makes a new tensor of the default floating type."""
+    """Return whether an operator makes a new tensor of the default floating dtype."""
     val = node.meta.get("val")
     made = isinstance(val, Tensor) and val.dtype in LOWER and not any(_is_tensor(n) for n in node.all_input_nodes)
     schema = getattr(node.target, "_schema", None)
@@ -149,9 +150,9 @@ def _to_double(val: Any) -> Any:
 def _promote_value(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return PROMOTED.get(value, value)
-    if isinstance(value, list):  # fx has lists and dictionaries of its own
+    if isinstance(value, list):  # fx's immutable lists and dictionaries become plain ones
         return [_promote_value(v) for v in value]
-    if type(value) is tuple:
+    if type(value) is tuple:  # not torch.Size and named tuples
         return tuple(_promote_value(v) for v in value)
     if isinstance(value, dict):
         return {k: _promote_value(v) for k, v in value.items()}
@@ -164,11 +165,9 @@ def _promoted_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """For the while, let all floating parameters and buffers of a module be of another precision, the complex ones too.
+    """Context manager: cast all floating and complex parameters and buffers of a module to another precision inside.
 
-    The objects stay the same.
-
-    What is written to buffers inside is forgotten.
+    The tensor objects stay the same. What is written to buffers inside is lost.
     """
     inexact = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() or t.is_complex()]
     tensors = [t for t in inexact if t.dtype != _promoted_dtype(t, dtype)]

@@ -1,4 +1,4 @@
-"""Part: the samples that a worker has in hand, and all that an operator may need to know of them."""
+"""Sample slices: one replica's local samples of a microbatch, and what operators may need to know of them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorRegion:
-    """Which elements of a value are in hand, where others hold the rest.
+    """The part of a value that is local, where other ranks have the rest.
 
     Attributes:
-        cuts: for every dimension that is cut: its number, its whole size, and what is in hand of it as (start, stop)
-            in ascending order. Of the dimension of the samples the whole are this worker's samples. All other
-            dimensions are in hand as a whole.
+        cuts: for every sharded dimension its index, its whole length, and the local positions as (start, stop) in
+            ascending order. Along the samples, the whole length is that of this worker's samples. Other dimensions are
+            whole.
     """
 
     cuts: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
 
     def whole(self, shape: Sequence[int]) -> list[int]:
-        """The shape of the whole value, of which a piece of ``shape`` is in hand.
+        """Return the shape of the whole value, from the shape of its local part.
 
         Raises:
-            ValueError: the piece is not what this region is of a value.
+            ValueError: the local shape does not match this region.
         """
         result = list(shape)
         for dim, size, ranges in self.cuts:
@@ -40,19 +40,19 @@ class SampleSlice:
     """One replica's share of one microbatch of one step.
 
     Attributes:
-        samples: how many samples are in hand.
-        first: position of the first of them in the whole batch.
-        batch: samples in the whole batch.
-        microbatch: which microbatch they belong to.
-        step: which step, from 0.
-        seed: of all random numbers.
-        weight: 1, or 0 for a stand-in: a replica without samples of its own computes on another's and counts for
+        samples: number of local samples.
+        first: position of the first local sample in the whole batch.
+        batch: number of samples in the whole batch.
+        microbatch: index of the microbatch in the step, from 0.
+        step: index of the step, from 0.
+        seed: seed of all random numbers.
+        weight: 1, or 0 for padding samples: a replica without samples of its own computes on another's, and counts for
             nothing, so that every collective inside a forward or backward pass finds all its members.
         sum_replicas: sums a tensor over the replicas of this microbatch, in place; None when there is only one.
-        region: of a random value that is cut over ranks: which of its numbers are drawn here; None: all of them.
-        loss_samples: samples over which the loss is a mean; 0: all of the batch.
-        whole: the value of a statistic over all those samples, by its node's name, given the one of these samples;
-            None where these are all.
+        region: the local part of a random value that is sharded over ranks; None: all of it.
+        loss_samples: number of samples over which the loss is a mean; 0: all of the batch.
+        whole: returns a statistic over all those samples, from its node's name and the local value; None where the
+            local samples are all.
     """
 
     samples: int
@@ -69,5 +69,5 @@ class SampleSlice:
 
     @property
     def count_loss_samples(self) -> int:
-        """Samples over which the loss is a mean."""
+        """Number of samples over which the loss is a mean."""
         return self.loss_samples or self.batch or self.samples

@@ -1,4 +1,4 @@
-"""Sizes that follow the number of samples: as functions, as nodes, and the batch sizes for which a graph holds."""
+"""Symbolic sizes that follow the number of samples: as functions, as nodes, and the batch sizes that a graph allows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from polylane.graph.batch import is_sampled, sample_count
 
 
 def size_function(expression: Any, ragged: bool = False) -> Callable[[int], Any]:
-    """A size of the graph (an expression of the batch's symbols) as a function of the number of samples.
+    """Return a size of the graph (an expression of the batch's symbols) as a function of the number of samples.
 
     Args:
-        ragged: let a size that depends on data (how many rows a mask selects) stand for as many rows.
+        expression: torch's symbolic size, or a number.
+        ragged: let a size that depends on data (rows that a mask selects) be as many rows as samples.
 
     Raises:
-        ValueError: the size depends on data.
+        ValueError: the size depends on data, and ``ragged`` is False.
     """
     if isinstance(expression, (int, float)):
         return lambda samples: expression
@@ -33,6 +34,7 @@ def size_function(expression: Any, ragged: bool = False) -> Callable[[int], Any]
         return lambda samples: fixed
     if free_unbacked_symbols(expr) and not ragged:
         raise ValueError(f"{expr} is known at run time only")
+    # Free symbols are lengths of the batch dimension, or with ``ragged`` rows of data: all become the samples.
     samples = sympy.Symbol("samples", integer=True)
     single = expr.subs(dict.fromkeys(expr.free_symbols, samples))
     if single == samples:
@@ -41,6 +43,7 @@ def size_function(expression: Any, ragged: bool = False) -> Callable[[int], Any]
     return function
 
 
+# torch's symbolic functions, in the form that lambdify needs.
 _FUNCTIONS: dict[str, Any] = {
     "FloorDiv": operator.floordiv,
     "CleanDiv": operator.floordiv,
@@ -58,12 +61,13 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 class SymbolicSize:
-    """A size as a node of the graph: reads the number of samples off the part in hand."""
+    """A size as a node of the graph: computed from the number of local samples."""
 
     __name__ = "size"
     __module__ = "polylane"
 
     def __init__(self, of: Callable[[int], Any], like: Any) -> None:
+        # A symbolic comparison or ratio keeps its type: sympy would return its own numbers.
         self.of = of
         truth, real = (bool, torch.SymBool), (float, torch.SymFloat)
         self.convert = bool if isinstance(like, truth) else float if isinstance(like, real) else int
@@ -76,20 +80,20 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 
 
 def compute_sizes_locally(graph: fx.Graph, part: fx.Node) -> None:
-    """Let sizes that follow from the batch's be computed from the part in hand, so that no cut has to carry them."""
+    """Replace sizes that follow from the batch by nodes computed from the sample slice, so that no stage sends them."""
     for node in list(graph.nodes):
         val = node.meta.get("val")
         if node.op != "call_function" or not isinstance(val, _NUMBERS):
             continue
         try:
             of = size_function(val)
-        except ValueError:
+        except ValueError:  # depends on data: stays an operator
             continue
         node.target, node.args, node.kwargs = SymbolicSize(of, val), (part,), {}
 
 
 def symbolic_inputs(leaves: Sequence[Any]) -> list[Any]:
-    """Tensors without data in the form of a batch's, whose first size is the number of samples where they are split."""
+    """Return fake tensors like a batch's leaves, whose first size is symbolic where they are divided by samples."""
     samples, mode = sample_count(leaves), FakeTensorMode(shape_env=ShapeEnv())
 
     def opened(leaf: Tensor) -> Tensor:
@@ -103,23 +107,23 @@ def symbolic_inputs(leaves: Sequence[Any]) -> list[Any]:
 
 
 def batch_dimension(val: Any) -> int | None:
-    """The first dimension that grows with the samples."""
+    """Return the first dimension that grows with the samples, or None."""
     if not isinstance(val, Tensor):
         return None
     return next((i for i, size in enumerate(val.shape) if is_dynamic(size)), None)
 
 
 def is_dynamic(size: Any) -> bool:
-    """Whether a size is not fixed: it follows the samples, or the data."""
+    """Return whether a size is not fixed: it follows the samples, or the data."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
-# Beyond so many samples nothing is tried out.
+# Largest number of samples for which anything is tried.
 MOST = 1024
 
 
 def allowed_sizes(program: torch.export.ExportedProgram) -> tuple[int, int]:
-    """The fewest and the most samples that an exported program holds for, as capture found out; at most MOST."""
+    """Return the fewest and the most samples that an exported program allows, as export found; at most MOST."""
     symbols = {
         symbol
         for node in program.graph.nodes
@@ -135,12 +139,12 @@ def allowed_sizes(program: torch.export.ExportedProgram) -> tuple[int, int]:
 
 
 def refused_sizes(graph: fx.Graph, lowest: int, highest: int, most: int) -> list[int]:
-    """Numbers of samples from 1 to ``most``, and the first above all that hold, for which captured code does not hold.
+    """Return numbers of samples for which captured code does not hold: from 1 to ``most``, and the first too large one.
 
     Args:
-        graph: the code, with its checks.
-        lowest, highest: what :func:`allowed_sizes` says.
-        most: how far to look.
+        graph: the code, with the checks that export inserted.
+        lowest, highest: the range that :func:`allowed_sizes` returned.
+        most: largest number of samples to try.
     """
     refused = {n for n in range(1, most + 1) if not lowest <= n <= highest}
     if highest < MOST:
@@ -152,7 +156,7 @@ def refused_sizes(graph: fx.Graph, lowest: int, highest: int, most: int) -> list
         val = condition.meta.get("val") if isinstance(condition, fx.Node) else condition
         try:
             holds = size_function(val)
-        except ValueError:  # about sizes that depend on data
+        except ValueError:  # a condition on sizes that depend on data
             continue
         refused |= {samples for samples in range(1, most + 1) if not holds(samples)}
     return sorted(refused)
@@ -162,8 +166,8 @@ class ConcreteSizes:
     """Sizes of a graph as numbers, at one number of samples; one that depends on data as in the example.
 
     Args:
-        samples: in hand.
-        ragged: take a size that depends on data for as many rows as there are samples.
+        samples: number of samples per worker.
+        ragged: let a size that depends on data be as many rows as samples.
     """
 
     def __init__(self, samples: int, ragged: bool = False) -> None:
@@ -171,7 +175,7 @@ class ConcreteSizes:
         self._known: dict[object, int] = {}
 
     def __call__(self, size: Any) -> int:
-        """A size as a number."""
+        """Return a size as a number."""
         if isinstance(size, int):
             return size
         expression = size.node.expr

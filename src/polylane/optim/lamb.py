@@ -1,4 +1,7 @@
-"""LAMB: Adam with steps as long as each layer's weights, for batches of tens of thousands of sequences."""
+"""LAMB (layer-wise adaptive moments): Adam with every layer's step scaled to its weights, for very large batches.
+
+You et al., ICLR 2020, arXiv 1904.00962.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,18 @@ class LAMB(TrustRatioOptimizer):
 
     Args:
         params: whole parameters, (name, parameter) pairs, or groups of them, with options of their own.
-        lr: η, the learning rate.
-        betas: (β1, β2), each in [0, 1).
+        lr: η, the learning rate, a number or a scalar tensor.
+        betas: (β1, β2), the decay rates of the moments, each in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: λ, decoupled as in AdamW, inside of the norm.
-        bounds: (low, high) of φ.
+        bounds: (low, high), the limits of φ.
         adapt: False for groups that take plain steps, as AdamW does; see :func:`polylane.optim.split_decay_groups`.
 
-    A step needs temporary memory for as many elements as the worker holds, for no update is made before all norms are
-    known.
+    A step needs temporary memory for as many elements as the worker holds, because no update is applied before all
+    norms are known.
 
     Raises:
-        PolylaneError: an option has a value that it cannot have.
+        PolylaneError: an option is out of its range.
     """
 
     def __init__(
@@ -64,7 +67,6 @@ class LAMB(TrustRatioOptimizer):
         super().__init__(params, defaults)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse what cannot be in a group with all its options."""
         super().check_group(group)
         betas, bounds = group["betas"], group["bounds"]
         if not _is_pair(betas) or not all(0 <= beta < 1 for beta in betas):
@@ -73,12 +75,12 @@ class LAMB(TrustRatioOptimizer):
             raise PolylaneError(f"LAMB: bounds={bounds!r} must be two numbers, 0 <= low <= high")
 
     def compute_directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
-        """r of every parameter, after its moments are brought up to date."""
         states = [self._get_state(p) for p in parameters]
         gradients = _view_as_real([p.grad for p in parameters if p.grad is not None])
         first = _view_as_real([state["exp_avg"] for state in states])
         second = _view_as_real([state["exp_avg_sq"] for state in states])
-        # Adam's own kernel subtracts lr · m̂ / (√v̂ + ε) from what it is given: with lr = -1 it adds that to the decay.
+        # Adam's own kernel subtracts lr · m̂ / (√v̂ + ε) from its parameters. Given the decay term as parameters and
+        # lr = -1 it computes r: decay plus direction. The moments are updated in place.
         found = list(torch._foreach_mul(_view_as_real(parameters), group["weight_decay"]))
         fused = _can_fuse(found, gradients, first, second)
         beta1, beta2 = group["betas"]
@@ -102,11 +104,9 @@ class LAMB(TrustRatioOptimizer):
         return found
 
     def ratios(self, group: Mapping[str, Any], weights: Tensor, directions: Tensor) -> Tensor:
-        """φ(‖w‖) / ‖r‖ of every parameter."""
         return compute_trust_ratio(weights.clamp(*group["bounds"]), directions)
 
     def apply_update(self, update: GroupUpdate, rates: list[Tensor]) -> None:
-        """Move the parameters."""
         torch._foreach_addcmul_(_view_as_real(update.parameters), update.directions, rates, value=-1)
 
     def _get_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -119,15 +119,15 @@ class LAMB(TrustRatioOptimizer):
 
 
 def _view_as_real(tensors: list[Tensor]) -> list[Tensor]:
-    """Views of complex tensors as pairs of real numbers; the moments and norms are those of the pairs."""
+    """View complex tensors as pairs of real numbers; the moments and norms are those of the pairs."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
 def _can_fuse(*lists: list[Tensor]) -> bool:
-    """Whether the fused kernel does for these tensors, parameter by parameter.
+    """Return whether Adam's fused kernel can be used for these lists of tensors, parameter by parameter.
 
-    On a CPU it walks through memory, and is wrong without a word where tensors have other strides than their
-    gradients; elsewhere it wants the numbers of steps on the device.
+    On a CPU it iterates over memory, and is silently wrong where tensors have other strides than their gradients; on
+    other devices it needs the step counts on the device.
     """
     same = (len({each.stride() for each in tensors}) == 1 for tensors in zip(*lists, strict=True))
     return all(t.device.type == "cpu" for t in lists[0]) and all(same)

@@ -1,4 +1,7 @@
-"""LARS: momentum SGD with a learning rate for every layer, for batches of thousands of images."""
+"""LARS (layer-wise adaptive rate scaling): momentum SGD with a learning rate for every layer, for batches of thousands.
+
+You, Gitman and Ginsburg, arXiv 1708.03888.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,26 @@ class LARS(TrustRatioOptimizer):
 
         λ = trust · ‖w‖ / (‖g‖ + weight_decay · ‖w‖ + eps)        1 where ‖w‖ or ‖g‖ is zero
         v = momentum · v + lr · λ · (g + weight_decay · w)
-        w = w - v                                                 with nesterov: w - (momentum · v + the last summand)
+        w = w - v                                                 with nesterov: w - (momentum · v + the last term of v)
 
-    As in the paper the learning rate is inside of the momentum: a change of rate reaches the steps as the momentum
+    As in the paper the learning rate is inside the momentum: a change of rate reaches the steps as the momentum
     decays. (torch's SGD has it outside; at a constant rate both are the same.)
 
     Args:
         params: whole parameters, (name, parameter) pairs, or groups of them, with options of their own.
         lr: γ, the global learning rate.
-        momentum: m, in [0, 1).
-        weight_decay: β.
+        momentum: m, the factor of the last velocity, in [0, 1).
+        weight_decay: β, the coefficient of the L2 penalty, added to the gradient.
         trust: η, the trust coefficient: how long a layer's step may be, compared with its weights, at ``lr`` = 1.
         eps: added to the denominator of λ.
         nesterov: look ahead by the momentum.
         adapt: False for groups that take plain steps, λ = 1, at their own ``lr``; see
             :func:`polylane.optim.split_decay_groups`.
 
-    With weight decay a step needs temporary memory for as many elements as this worker has of a group.
+    With weight decay a step needs temporary memory for as many elements as this worker holds of a group.
 
     Raises:
-        PolylaneError: an option has a value that it cannot have.
+        PolylaneError: an option is out of its range.
     """
 
     def __init__(
@@ -66,7 +69,6 @@ class LARS(TrustRatioOptimizer):
         super().__init__(params, defaults)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse what cannot be in a group with all its options."""
         super().check_group(group)
         check_option(self, group, "momentum", 0, 1)
         check_option(self, group, "trust", 0, float("inf"))
@@ -74,22 +76,23 @@ class LARS(TrustRatioOptimizer):
             raise PolylaneError("LARS: nesterov=True looks ahead by the momentum: give a momentum above 0")
 
     def compute_directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
-        """The gradients themselves: it is their norm that counts, and weight decay comes later."""
+        # The gradients themselves: the trust ratio is of their norm, and weight decay is added in apply_update.
         return [p.grad for p in parameters if p.grad is not None]
 
     def ratios(self, group: Mapping[str, Any], weights: Tensor, directions: Tensor) -> Tensor:
-        """λ of every parameter."""
+        # λ is 1 where either norm is zero. The denominator alone does not show that: decay and eps make it positive.
         known = compute_trust_ratio(
             weights, directions + group["weight_decay"] * weights + group["eps"], group["trust"]
         )
         return torch.where(directions > 0, known, 1.0)
 
     def apply_update(self, update: GroupUpdate, rates: list[Tensor]) -> None:
-        """Add to the momentum, and move by it."""
         group, parameters, directions = update.group, update.parameters, update.directions
         momentum, nesterov = group["momentum"], group["nesterov"]
         if group["weight_decay"]:
             directions = list(torch._foreach_add(directions, parameters, alpha=group["weight_decay"]))
+        # ``rates`` are lr · λ, so that the learning rate is inside the velocity. With nesterov the new velocity counts
+        # times momentum, and the new term is added once more below; without momentum only that term is there.
         if momentum:
             velocities = [self._get_velocity(p) for p in parameters]
             torch._foreach_mul_(velocities, momentum)

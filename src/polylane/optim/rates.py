@@ -1,4 +1,4 @@
-"""Learning rates that follow the batch: what is asked for, and nothing behind anybody's back."""
+"""Learning-rate scaling: linear and square-root rules for large batches, applied only where the user asks for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rule = Literal["linear", "sqrt"]
 
 
 def scaled(lr: float, batch: int, base_batch: int, rule: Rule = "linear") -> float:
-    """The learning rate for a batch, given the one that was tuned for another batch.
+    """Return the learning rate for a batch size, given the one that was tuned for another batch size.
 
     * ``"linear"``: lr · batch / base_batch. k times fewer steps, each k times as long (Goyal et al., arXiv 1706.02677,
       section 2.1; it holds for SGD up to some thousands of images, and wants a warm-up, section 2.2).
@@ -23,10 +23,10 @@ def scaled(lr: float, batch: int, base_batch: int, rule: Rule = "linear") -> flo
       5; Hoffer et al., arXiv 1705.08741). The rule that goes with LAMB (You et al., arXiv 1904.00962, section 4).
 
     Args:
-        lr: tuned for ``base_batch``.
+        lr: learning rate that was tuned for ``base_batch`` samples.
         batch: samples of a step, over all workers.
-        base_batch: samples of a step that ``lr`` is meant for.
-        rule: how the rate grows with the batch.
+        base_batch: samples of a step that ``lr`` was tuned for.
+        rule: how the rate grows with the batch size.
 
     Raises:
         PolylaneError: an unknown rule, or a batch without samples.
@@ -54,11 +54,12 @@ def scale_rates(optimizer: torch.optim.Optimizer, batch: int, base_batch: int, r
 def scaled_optimizer(
     factory: Callable[[Any], torch.optim.Optimizer], batch: int, base_batch: int, rule: Rule = "linear"
 ) -> Callable[[Any], torch.optim.Optimizer]:
-    """An ``optimizer(parameters)`` as a recipe has it, with its rates scaled for the batch.
+    """Wrap a recipe's ``optimizer(parameters)`` so that its rates are scaled for the batch.
 
     Raises:
-        PolylaneError: as :func:`scaled`, here and not when it is called.
+        PolylaneError: as :func:`scaled`; raised here, and not when the factory is called.
     """
+    # The rule is checked now, while the user's own call is on the stack. A partial of module-level functions pickles.
     _scaling_factor(batch, base_batch, rule)
     return partial(_build_scaled_optimizer, factory, batch, base_batch, rule)
 
@@ -67,7 +68,7 @@ def _build_scaled_optimizer(
     factory: Callable[[Any], torch.optim.Optimizer], batch: int, base_batch: int, rule: Rule, parameters: Any
 ) -> torch.optim.Optimizer:
     optimizer = factory(parameters)
-    if isinstance(optimizer, torch.optim.Optimizer):  # anything else is refused by who asked for an optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):  # anything else is refused by the caller, with a better message
         scale_rates(optimizer, batch, base_batch, rule)
     return optimizer
 

@@ -1,4 +1,4 @@
-"""Trust ratios: a layer's step as long as its weights say, also where a worker holds only a part of the layer."""
+"""Trust ratios: steps scaled by the norm of a layer's weights, also where a worker holds only a shard of the layer."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from polylane.errors import PolylaneError
 
 
 class SumOverHolders(Protocol):
-    """Makes sums over the parts of parameters sums over the whole ones.
+    """All-reduce of per-parameter sums over the workers that hold shards of the same parameter.
 
-    What a runtime gives to an optimizer that has an attribute ``sum_over_holders``, where workers hold parts. Each
-    tensor in the optimizer's groups is then a part of one parameter (a slice, a flat piece, or all of it). Whoever cuts
-    parameters binds the function, for only they know who holds what; the optimizer knows nothing of other workers.
+    The runtime sets it as ``sum_over_holders`` on an optimizer that has this attribute, where workers hold shards. Each
+    tensor in the optimizer's groups is then a shard of one parameter (a slice, a flat range, or all of it). The part of
+    the runtime that shards parameters provides the function, because it knows which worker holds what; the optimizer
+    knows nothing of other workers.
 
-    It is collective: every worker calls it exactly once in every step, be it with no parameters at all. Workers may
-    call it with different parameters, in any order.
+    It is collective: every worker calls it exactly once in every step, even with no parameters. Workers may call it
+    with different parameters, in any order.
     """
 
     def __call__(self, parameters: Sequence[Tensor], values: Tensor) -> Tensor:
-        """Sums over all parts.
+        """Sum over all shards.
 
         Args:
-            parameters: tensors out of the optimizer's groups, each at most once. All who hold a part of a parameter
-                name their part, or none of them does; a worker without any element of a parameter may leave it out.
-            values: float64, (parameters, 2): sums over the elements of this worker's part. On any device.
+            parameters: tensors out of the optimizer's groups, each at most once. All workers with a shard of a
+                parameter pass theirs, or none does; a worker without any element of a parameter may leave it out.
+            values: float64, shape (parameters, 2), on any device: sums over the elements of this worker's shards.
 
         Returns:
-            float64, (parameters, 2): the same sums over the elements of the whole parameter, in the given order, on the
-            device of the workers. Parts that several workers hold alike count once, and every holder gets equal bits.
+            float64, shape (parameters, 2), on the workers' device: the same sums over the elements of the whole
+            parameters, in the given order. Replicated shards count once, and all holders get bitwise equal sums.
         """
         ...
 
 
 def set_sum_over_holders(optimizer: torch.optim.Optimizer, sums: SumOverHolders) -> None:
-    """Give an optimizer that takes it the sums over all who hold parts; others are left as they are."""
+    """Set the sums over all shards on an optimizer that takes them; leave others unchanged."""
     if hasattr(optimizer, "sum_over_holders"):
         optimizer.sum_over_holders = sums
 
@@ -52,9 +53,9 @@ class GroupUpdate:
     """What a step does to one group of parameters.
 
     Attributes:
-        group: the optimizer's, for its options.
-        parameters: those that have a gradient.
-        directions: a tensor for each of them, which the trust ratio scales.
+        group: the optimizer's parameter group, for its options.
+        parameters: the group's parameters that have a gradient.
+        directions: for each of these, the tensor that the trust ratio scales.
     """
 
     group: Mapping[str, Any]
@@ -63,10 +64,10 @@ class GroupUpdate:
 
 
 class TrustRatioOptimizer(torch.optim.Optimizer):
-    """An optimizer that scales the step of every parameter by norms of the whole of it.
+    """An optimizer that scales the step of every parameter by norms of the whole parameter.
 
-    A step goes three ways: directions element by element, then the norms of them and of the parameters, from all who
-    hold a part, then the parameters element by element.
+    A step has three passes: compute directions (elementwise), then the norms of directions and parameters (summed over
+    all shards), then update the parameters (elementwise). Only the second one is collective.
 
     Attributes:
         sum_over_holders: None where this worker holds parameters whole; else see :class:`SumOverHolders`.
@@ -75,40 +76,36 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
     sum_over_holders: SumOverHolders | None = None
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse what cannot be in a group with all its options."""
+        """Refuse a group, complete with defaults, that has an option out of its range."""
         for key in ("lr", "weight_decay", "eps"):
             check_option(self, group, key, 0, math.inf)
         if not isinstance(group["adapt"], bool):
             raise PolylaneError(f"{type(self).__name__}: adapt={group['adapt']!r} must be True or False")
 
     def compute_directions(self, group: Mapping[str, Any], parameters: list[Tensor]) -> list[Tensor]:
-        """What is scaled, for parameters that have a gradient; states are brought up to date here."""
+        """Return the tensors to be scaled, for parameters that have a gradient; updates the optimizer states."""
         raise NotImplementedError
 
     def ratios(self, group: Mapping[str, Any], weights: Tensor, directions: Tensor) -> Tensor:
-        """The trust ratio of every parameter, of the norms of the whole parameters and directions, all float64."""
+        """Return every parameter's trust ratio, given norms of the whole parameters and directions, all float64."""
         raise NotImplementedError
 
     def apply_update(self, update: GroupUpdate, rates: list[Tensor]) -> None:
-        """Move parameters; ``rates`` are learning rates times ratios, a scalar for each."""
+        """Update parameters in place; ``rates`` are learning rates times trust ratios, a scalar tensor for each."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as to every optimizer of torch.
-
-        Raises:
-            PolylaneError: an option of the group has a value that it cannot have.
-        """
+        # Also called by the constructor for each of its groups: this is where every option is checked.
         self.check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what ``closure``, which may compute the gradients, returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # All groups' directions first, so that one collective gives the norms of all of them.
         updates = [self._prepare_update(group) for group in self.param_groups]
         for update, norms in zip(updates, self._compute_norms(updates), strict=True):
             if update.parameters:
@@ -124,14 +121,14 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
         return GroupUpdate(group, parameters, self.compute_directions(group, parameters) if parameters else [])
 
     def _compute_norms(self, updates: Sequence[GroupUpdate]) -> list[tuple[Tensor, Tensor] | None]:
-        """For every group the norms of its whole parameters and of their whole directions; None if it does not adapt.
+        """Return the norms of each group's whole parameters and directions; None for a group that does not adapt.
 
-        One collective for all groups, where there are other holders.
+        One collective for all groups, where parameters are sharded; it runs even if this worker has nothing to sum.
         """
         adapting = [update for update in updates if update.group["adapt"]]
         parameters = [p for update in adapting for p in update.parameters]
         directions = [d for update in adapting for d in update.directions]
-        # Squared in float64, and the root taken there, a norm of single precision comes back as it was.
+        # Norms are squared so that shards can be added. In float64 square and root return a float32 norm unchanged.
         squares = torch.stack([compute_norms(parameters), compute_norms(directions)], 1).square()
         if self.sum_over_holders is not None:
             squares = self.sum_over_holders(parameters, squares)
@@ -151,10 +148,11 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
 
 
 def compute_norms(tensors: list[Tensor]) -> Tensor:
-    """2-norms, each taken in at least single precision, as a vector in float64 on the device of the first."""
+    """Return 2-norms, computed in at least float32, as a float64 vector on the device of the first tensor."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
     dtypes = {t.dtype for t in tensors}
+    # The multi-tensor kernel takes one accumulation dtype for all.
     if len(dtypes) == 1:
         wide = reduce(torch.promote_types, dtypes, torch.float32)
         found = list(torch._foreach_norm(tensors, 2.0, dtype=wide))
@@ -164,7 +162,7 @@ def compute_norms(tensors: list[Tensor]) -> Tensor:
 
 
 def compute_trust_ratio(numerator: Tensor, denominator: Tensor, coefficient: float = 1.0) -> Tensor:
-    """``coefficient`` · numerator / denominator; 1 where either is zero, for there is nothing to compare then."""
+    """Return ``coefficient`` · numerator / denominator; 1 where either is zero (a layer that is still all zeros)."""
     known = (numerator > 0) & (denominator > 0)
     return torch.where(known, coefficient * numerator / denominator, 1.0)
 
@@ -179,18 +177,18 @@ def check_option(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], key
 
 
 def split_decay_groups(parameters: ParamsT, **others: Any) -> list[dict[str, Any]]:
-    """Two groups: weights, which adapt, and vectors and scalars, which do not and are not decayed.
+    """Split parameters into two groups: weights, which adapt, and vectors and scalars, which do not and have no decay.
 
     Biases and the scales of norms are few, small and often zero at first. Large-batch recipes leave them out of weight
-    decay (Goyal et al., arXiv 1706.02677, section 5.1) and out of trust ratios. A whole parameter's number of
-    dimensions decides, so call this on whole parameters: in ``optimizer(parameters)``.
+    decay (Goyal et al., arXiv 1706.02677, section 5.1) and out of trust ratios. The number of dimensions of the whole
+    parameter decides, so call this on whole parameters: in ``optimizer(parameters)``.
 
     Args:
-        parameters: as an optimizer of torch takes them, without groups: tensors, or (name, tensor) pairs.
+        parameters: tensors, or (name, tensor) pairs, as an optimizer of torch takes them without groups.
         others: further options of the second group, such as ``lr``, the rate of plain steps.
 
     Returns:
-        Groups for :class:`LARS`, :class:`LAMB` and others that know ``adapt``, without one that would be empty.
+        Groups for :class:`LARS`, :class:`LAMB` and other optimizers with the option ``adapt``; no empty group.
     """
     given: list[Any] = list(_flatten_parameters(parameters))
     weights = [each for each in given if _get_tensor(each).dim() > 1]

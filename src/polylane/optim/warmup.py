@@ -1,4 +1,7 @@
-"""Gradual warm-up: the first steps of a large batch are short ones."""
+"""Learning-rate warm-up: rates rise linearly over the first steps, in front of any scheduler.
+
+Goyal et al., arXiv 1706.02677, section 2.2.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,40 @@ from polylane.errors import PolylaneError
 
 
 class Warmup(LRScheduler):
-    """Rates that rise from a fraction of the schedule's to the schedule's own; see :func:`warmup`."""
+    """A scheduler whose rates rise from a fraction of another schedule's to that schedule's own; see :func:`warmup`."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, steps: int, start: float | None = None, after: LRScheduler | None = None
     ) -> None:
         self.steps, self.start, self._after = steps, _check_start(steps, start), after
         _check_after(optimizer, after)
-        self._schedule = _get_rates(optimizer)  # what the scheduler behind would have now, without the warm-up
+        self._schedule = _get_rates(optimizer)  # rates that the wrapped scheduler would have set, without the warm-up
         super().__init__(optimizer)
 
     def factor(self, step: int) -> float:
-        """What the rate of a step (0, 1, ...) is, as a fraction of the schedule's."""
+        """Return the rate of a step (0, 1, ...) as a fraction of the schedule's."""
         return 1.0 if step >= self.steps else self.start + (1 - self.start) * step / self.steps
 
     def get_lr(self) -> list[float | Tensor]:
-        """Rates of the step ``last_epoch``; at all steps but the first it moves the scheduler behind on."""
+        # Called by LRScheduler once at construction (step 0) and once for each step after: the wrapped scheduler is
+        # stepped along from step 1 on.
         step, schedule = self.last_epoch, self.base_lrs
         if self._after is not None:
-            if 0 < step <= self.steps:  # many schedulers go on from the rates that they find
+            if 0 < step <= self.steps:  # many schedulers compute the next rates from the optimizer's current ones
                 _set_rates(self.optimizer, self._schedule)
             if step > 0:
                 self._after.step()
                 self._schedule = _get_rates(self.optimizer)
             schedule = self._schedule
         elif step > self.steps:
-            schedule = _get_rates(self.optimizer)  # constant: whatever they are now
+            schedule = _get_rates(self.optimizer)  # after the warm-up rates stay what the user makes them
         return [rate * self.factor(step) for rate in schedule]
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` takes, with that of the schedule behind the warm-up."""
         state = {key: value for key, value in super().state_dict().items() if key != "_after"}
         return {**state, "after": None if self._after is None else self._after.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another one with the same schedule was."""
         after = state_dict["after"]
         if (after is None) != (self._after is None):
             raise PolylaneError("warmup: what is loaded was saved with another schedule behind the warm-up: give it")
@@ -60,7 +62,7 @@ class Warmup(LRScheduler):
 def warmup(
     optimizer: torch.optim.Optimizer, steps: int, start: float | None = None, after: LRScheduler | None = None
 ) -> Warmup:
-    """Gradual warm-up (Goyal et al., arXiv 1706.02677, section 2.2): the rates rise linearly for the first steps.
+    """Build a gradual warm-up (Goyal et al., arXiv 1706.02677, section 2.2): rates rise linearly over the first steps.
 
     Step t = 0, 1, ... has ``start`` + (1 - ``start``) · t / ``steps`` times the rate of the schedule; from step
     ``steps`` on it has the schedule's own. The schedule's clock runs from the first step, as in the paper: whatever is
@@ -68,12 +70,12 @@ def warmup(
     to begin only when the warm-up is over goes with this one into torch's SequentialLR, with the milestone ``steps``.)
 
     Args:
-        optimizer: with the rates that are to be reached.
-        steps: of the optimizer, in which the rate is below the schedule's; 0 for none.
+        optimizer: optimizer with the rates that the warm-up ends at.
+        steps: number of optimizer steps with a rate below the schedule's; 0 for none.
         start: fraction of the rate at the first step, in [0, 1]; the paper's is base_batch / batch. Default:
-            1 / (steps + 1), so that the first step is as long as what every further one adds.
-        after: a scheduler of the same optimizer, not yet stepped and from now on stepped by this one; default: constant
-            rates.
+            1 / (steps + 1), so that the first rate equals the increment of every later step.
+        after: a scheduler of the same optimizer, not yet stepped, which the warm-up steps from now on; default:
+            constant rates.
 
     Raises:
         PolylaneError: a number is out of its range; or ``after`` is another optimizer's, steps on a metric, or sets
@@ -85,10 +87,10 @@ def warmup(
 def warmed_scheduler(
     factory: Callable[[torch.optim.Optimizer], Any] | None, steps: int, start: float | None = None
 ) -> Callable[[torch.optim.Optimizer], Warmup]:
-    """A ``scheduler(optimizer)`` as a recipe has it, or None, with a warm-up in front.
+    """Wrap a recipe's ``scheduler(optimizer)``, or None, in a warm-up.
 
     Raises:
-        PolylaneError: a number is out of its range, here and not when it is called.
+        PolylaneError: a number is out of its range; raised here, and not when the factory is called.
     """
     _check_start(steps, start)
     return partial(_build_warmed_scheduler, factory, steps, start)

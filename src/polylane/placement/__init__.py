@@ -1,1 +1,1 @@
-"""Operator parallelism, one operator: placements (Replicate, Shard, Partial), strategies, redistribution, rewriting."""
+"""Tensor parallelism of one operator: placements (Replicate, Shard, Partial), strategies, redistribution, rewriting."""

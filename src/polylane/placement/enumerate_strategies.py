@@ -1,4 +1,4 @@
-"""All strategies of all operators of a graph: rules and the cuts that neighbours ask for, until nothing new appears."""
+"""Strategy enumeration: what the rules offer, with cuts propagated between neighbours until nothing new appears."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Cuts
 from polylane.placement.rules.registry import strategies
 from polylane.placement.strategy import OperatorCall, Place, Strategy
 
-# Ways to cut one dimension that are looked at: the even one, and those that heads, groups and fused matrices ask for.
+# Limit on the cuts of one dimension: the even one, and those that heads, groups and fused matrices ask for.
 MOST_CUTS = 8
 
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """What may be chosen from.
+    """The alternatives among which placements are chosen.
 
     Attributes:
-        strategies: of every operator, by name.
-        source_placements: of every placeholder, by key.
+        strategies: all strategies of every operator, by node name.
+        source_placements: all placements of every graph input, by key.
     """
 
     strategies: Mapping[str, tuple[Strategy, ...]]
@@ -29,21 +29,24 @@ class StrategyOptions:
 
 
 def enumerate_strategies(view: OperatorView, degree: int) -> StrategyOptions:
-    """Everything that the rules offer for a view."""
+    """Return all strategies and placements that the rules offer for a view, on an axis of ``degree`` ranks."""
     search = _StrategySearch(view, degree)
     search.run()
     return StrategyOptions(search.found, {key: search.placements(source) for key, source in view.sources.items()})
 
 
 class _StrategySearch:
-    """Cuts spread from tensor to tensor: a head asks that a projection be cut between heads."""
+    """Fixed-point search: cuts spread from tensor to tensor (attention asks that a projection be cut between heads)."""
 
     def __init__(self, view: OperatorView, degree: int) -> None:
         self.view, self.degree = view, degree
+        # Insertion-ordered sets: the order decides ties in the solver, and must be the same on every rank.
         self.cuts: dict[tuple[TensorKey, int], dict[Cuts, None]] = {}
         self.found: dict[str, tuple[Strategy, ...]] = {}
         self._cache: dict[object, tuple[Strategy, ...]] = {}
-        self._asked: dict[int, Sequence[_Cut]] = {}  # by the identity of what is in the cache
+        self._asked: dict[int, Sequence[_Cut]] = {}  # by identity of the tuples in _cache, which keeps them alive
+        # Operators with equal calls have equal strategies: number them, so that repeated blocks are looked up, not
+        # computed.
         forms: dict[object, int] = {}
         self._forms = {step.name: forms.setdefault(_strategy_key(step.call), len(forms)) for step in view.operators}
         self._users: dict[TensorKey, list[OperatorNode]] = {}
@@ -51,6 +54,7 @@ class _StrategySearch:
             for key in {*step.input_keys, *step.output_keys}:
                 self._users.setdefault(key, []).append(step)
 
+    # Worklist: an operator is looked at again whenever one of its tensors has got a new way to be cut.
     def run(self) -> None:
         waiting = deque(self.view.operators)
         queued = {step.name for step in waiting}
@@ -77,13 +81,14 @@ class _StrategySearch:
                     known = self.cuts.get((key, dim))
                     if known:
                         candidates[part, index, dim] = tuple(known)
+        # The rule's result depends only on the call and on the cuts that neighbours ask for.
         signature = self._forms[step.name], tuple(candidates.items())
         if signature not in self._cache:
             self._cache[signature] = strategies(with_neighbour_cuts(call, candidates))
         return self._cache[signature]
 
     def _spread_cuts(self, step: OperatorNode, found: Sequence[Strategy]) -> list[TensorKey]:
-        """Tell the neighbours which cuts are of use here. Returns the tensors that got new ones."""
+        """Record this operator's cuts on its tensors, and return the tensors that got new ones."""
         changed: dict[TensorKey, None] = {}
         if id(found) not in self._asked:
             self._asked[id(found)] = _distinct_cuts(found)
@@ -98,7 +103,7 @@ class _StrategySearch:
         return list(changed)
 
     def placements(self, source: GraphInput) -> tuple[Placement, ...]:
-        """Of a placeholder: a parameter or buffer may lie in any way that an operator asks for; an input is whole."""
+        """Return the placements of a graph input: parameters and buffers as any operator asks, inputs replicated."""
         kind = source.role[0]
         whole: tuple[Placement, ...] = (REPLICATE,)
         if kind == "parameter" and source.value.gradient:
@@ -110,17 +115,17 @@ class _StrategySearch:
 
 
 def _strategy_key(call: OperatorCall) -> object:
-    """What must be equal for two calls to have the same strategies, where neighbours ask for the same cuts."""
+    """Return what must be equal for two calls to have the same strategies, given the same neighbours' cuts."""
     arguments = tuple((name, repr(value)) for name, value in call.arguments.items())
     return call.op, arguments, call.inputs, call.outputs, call.written_inputs
 
 
-# Which tensor ("in" or "out", and its number), its dimension, the size of that, and how it is cut.
+# One cut of one tensor: side ("in" or "out"), index of the tensor, its dimension, that dimension's size, the cuts.
 _Cut = tuple[str, int, int, int, Cuts]
 
 
 def _distinct_cuts(strategies: Sequence[Strategy]) -> Sequence[_Cut]:
-    """All cuts that strategies have, each once, in their order."""
+    """Return all cuts that strategies have, each once, in their order."""
     found: dict[_Cut, None] = {}
     for strategy in strategies:
         for part, placements in (("in", strategy.inputs), ("out", strategy.outputs)):

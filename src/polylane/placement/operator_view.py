@@ -1,4 +1,4 @@
-"""A graph's operators as calls with concrete shapes, for one number of samples and the ranks of one axis."""
+"""Operators with concrete shapes: a symbolic graph at one number of samples, for the ranks of one mesh axis."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize
 from polylane.placement.placement import Cuts
 from polylane.placement.strategy import OperatorCall, Place, TensorValue
 
-# Operators that give all that they take in another form, and the argument that says in which.
+# Operators that change only a tensor's shape, and the argument that gives the new shape.
 _REFORMS = {"_unsafe_view": "size", "reshape": "shape", "view": "size"}
 
-# Of torch's numbers of dtypes (c10/core/ScalarType.h) the one that is a default: whole numbers of 64 bits.
+# A schema's default dtype is torch's own number of it (c10/core/ScalarType.h); the only default in use is int64.
 _DTYPES = {4: torch.int64}
 
-# A tensor of the graph: the name of its node (a placeholder or an operator) and which of the tensors that it gives.
+# A tensor of the graph: the name of its node (a placeholder or an operator), and its index among the node's tensors.
 TensorKey = tuple[str, int]
 
 
@@ -38,13 +38,13 @@ class OperatorNode:
     """One operator of the graph.
 
     Attributes:
-        name: of its node, as users see it.
-        module: the user's module path.
-        call: what it computes.
-        input_keys: where each of the call's inputs comes from.
-        is_pinned: it must run whole on every rank: it shares memory that is written in place, or is the user's own
-            Python.
-        flops: of the forward pass, whole.
+        name: the node's name as users see it.
+        module: path of the user's module that the operator belongs to.
+        call: the operator's arguments and results with concrete shapes.
+        input_keys: the tensor that each of the call's inputs is.
+        is_pinned: True if it must run whole on every rank: it shares memory that is written in place, or is the user's
+            own Python.
+        flops: operations of the forward pass on the captured batch, of the whole operator.
     """
 
     name: str
@@ -56,13 +56,19 @@ class OperatorNode:
 
     @cached_property
     def output_keys(self) -> tuple[TensorKey, ...]:
-        """The tensors that it gives."""
+        """The tensors that the operator returns."""
         return tuple((self.name, i) for i in range(len(self.call.outputs)))
 
 
 @dataclass(frozen=True)
 class GraphInput:
-    """A placeholder: a parameter, a buffer, a constant or an input."""
+    """A placeholder of the graph: a parameter, a buffer, a constant or an input.
+
+    Attributes:
+        key: the tensor's key in the view.
+        role: the kind ("parameter", "buffer", "input", ...) and its name or index.
+        value: shape and dtype at the view's number of samples.
+    """
 
     key: TensorKey
     role: tuple[str, Any]
@@ -71,15 +77,15 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class OperatorView:
-    """All of a graph, concrete.
+    """All of a graph with concrete shapes.
 
     Attributes:
-        graph: what it shows.
-        samples: in hand.
-        sources: by key.
-        operators: in order.
-        output_keys: what gives the loss.
-        aliases: nodes that only name one of several tensors that an operator gives -> that tensor.
+        graph: the captured graph that the view describes.
+        samples: number of samples per worker that the shapes are for.
+        sources: the graph's placeholders that are tensors, by key.
+        operators: the graph's operators, in execution order.
+        output_keys: the tensors that the graph returns: the loss, or its numerator and count.
+        aliases: for nodes that only name one of an operator's several tensors: node name -> that tensor.
     """
 
     graph: Graph
@@ -91,7 +97,7 @@ class OperatorView:
 
 
 def node_name(node: fx.Node) -> str:
-    """What a node is called in a view: its user-facing name, or a placeholder's role."""
+    """Return a node's name in a view: its user-facing name, or a placeholder's role."""
     if node.op == "placeholder":
         kind, key = node.meta["role"]
         return str(key) if kind == "value" else f"{kind}:{key}"
@@ -99,7 +105,7 @@ def node_name(node: fx.Node) -> str:
 
 
 def tensor_key(node: fx.Node) -> TensorKey:
-    """The tensor that a node stands for; taking one of several is no operator."""
+    """Return the tensor that a node stands for; getitem of a node with several tensors is no operator of its own."""
     if node.op == "call_function" and node.target is operator.getitem and _gives_several(node.args[0]):
         return tensor_key(node.args[0])[0], int(node.args[1])  # type: ignore[arg-type]
     return node_name(node), 0
@@ -110,7 +116,7 @@ def _gives_several(node: Any) -> bool:
 
 
 def is_alias(node: fx.Node) -> bool:
-    """Whether a node only names what another gives, or is a number: nothing that an axis splits."""
+    """Return whether a node only names another's tensor, or is a number: nothing that an axis splits."""
     if node.op != "call_function":
         return False
     return (node.target is operator.getitem and _gives_several(node.args[0])) or isinstance(node.target, SymbolicSize)
@@ -120,8 +126,9 @@ class ViewSizes(ConcreteSizes):
     """Shapes and numbers of a graph at one number of samples.
 
     Args:
-        samples, ragged: as in :class:`ConcreteSizes`.
-        batch: samples of the whole batch; default: those in hand.
+        samples: number of samples per worker that shapes are for.
+        ragged: as in :class:`ConcreteSizes`, whether data-dependent sizes get a number.
+        batch: number of samples of the whole batch; default: ``samples``.
     """
 
     def __init__(self, samples: int, ragged: bool = False, batch: int | None = None) -> None:
@@ -129,15 +136,17 @@ class ViewSizes(ConcreteSizes):
         self.batch = samples if batch is None else batch
 
     def shape(self, val: Tensor) -> tuple[int, ...]:
+        # Data-dependent sizes are those of the example unless ``ragged``; see ConcreteSizes.
         return tuple(self(size) for size in val.shape)
 
     def number(self, node: fx.Node) -> Any:
-        """What a node that is a size amounts to."""
+        """Return the value of a node that is a size."""
         target: Any = node.target
+        # Counts over the whole batch are the same on every replica; other sizes follow from the local samples.
         return target.convert(target.of(self.batch if isinstance(target, WholeSize) else self.samples))
 
     def data_dependent_number(self, node: fx.Node) -> Any:
-        """A number that depends on data: how many rows it stands for, if that is asked for; else the node itself."""
+        """Return the number that stands for a data-dependent size if ``ragged``; otherwise the node itself."""
         size = node.meta.get("val")
         return self(size) if self.ragged and isinstance(size, torch.SymInt) else node
 
@@ -145,11 +154,17 @@ class ViewSizes(ConcreteSizes):
 def view_operators(
     graph: Graph, samples: int, degree: int, *, ragged: bool = False, batch: int | None = None
 ) -> OperatorView:
-    """``graph`` at so many samples, for an axis of ``degree`` ranks.
+    """Return ``graph`` at a number of samples, for an axis of ``degree`` ranks.
 
     Args:
-        ragged: let sizes that depend on data be as many rows as samples.
-        batch: samples of the whole batch, where these are a part of it.
+        graph: the captured graph with symbolic sizes.
+        samples: number of samples per worker.
+        degree: number of ranks along the axis.
+        ragged: let data-dependent sizes be as many rows as samples.
+        batch: number of samples of the whole batch, where ``samples`` are a part of it.
+
+    Raises:
+        PolylaneError: the model has another number of samples written into it.
     """
     sizes, code = ViewSizes(samples, ragged, batch), graph.code.fx
     described = {node.id: node for node in graph.nodes}
@@ -175,6 +190,7 @@ def view_operators(
             own = described[node.name]
             call, reads = make_call(node, sizes, degree, flows)
             _require_samples(node, call, samples)
+            # Only torch's own operators have rules: leaves and the user's functions run whole on every rank.
             fixed = own.name in pinned or not call.op.startswith("aten.")
             steps.append(OperatorNode(own.name, own.module, call, reads, fixed, own.flops))
     aliases = {
@@ -184,13 +200,14 @@ def view_operators(
 
 
 def _require_samples(node: fx.Node, call: OperatorCall, samples: int) -> None:
-    """A model with a number of samples written into it fails with another; let no split of it seem to work.
+    """Check that an operator gives as many elements as it takes: a model may have a number of samples written into it.
 
     Raises:
-        PolylaneError: an operator would give more, or fewer, elements than it takes.
+        PolylaneError: an operator that only reshapes would give another number of elements.
     """
     form = call.arguments.get(_REFORMS.get(call.base, ""))
     vals = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    # A view to [-1, ...] adapts, and data-dependent sizes are not known before the step.
     if not isinstance(form, list) or -1 in form or any(free_unbacked_symbols(val) for val in vals if val is not None):
         return
     if math.prod(form) != math.prod(call.inputs[0].shape):
@@ -201,23 +218,24 @@ def _require_samples(node: fx.Node, call: OperatorCall, samples: int) -> None:
 
 
 def _pinned_nodes(graph: Graph) -> set[str]:
-    """Nodes that share memory that somebody writes in place."""
+    """Return the nodes that share memory which some operator writes in place."""
     return {node.name for first, last in graph.unsplittable_ranges for node in graph.nodes[first : last + 1]}
 
 
 def bind_arguments(
     node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any], list[str]]:
-    """A node's arguments by the name in torch's schema.
+    """Bind a node's arguments to the names in torch's schema.
 
     Returns:
-        How many leading arguments are none of torch's, all others by name, and which of them are positional.
+        The number of leading arguments that are not torch's, all others by name, and the names that are positional.
     """
     schema = _schema(operator_name(node))
     if schema is None:
         return 0, {**{f"#{i}": a for i, a in enumerate(args)}, **kwargs}, [f"#{i}" for i in range(len(args))]
     # Keyed operators take no generator: torch lets some of its own have one by position.
     names = [a.name for a in schema if not a.kwarg_only and a.name != "generator"]
+    # Polylane's stand-ins for torch's operators take arguments of their own first; torch's operators do not.
     prefix = 0 if isinstance(unwrap_settings(node.target), torch._ops.OpOverload) else _count_leading_arguments(node)
     given = dict(zip(names, args[prefix:], strict=False))
     result = {a.name: given.get(a.name, kwargs.get(a.name, _default_value(a))) for a in schema}
@@ -225,19 +243,19 @@ def bind_arguments(
 
 
 def _default_value(argument: Any) -> Any:
-    """What an argument is by default: a schema has torch's own number of a dtype, which Python does not know."""
+    """Return an argument's default; a schema has torch's own number for a dtype, which Python does not know."""
     is_dtype = argument.name == "dtype" and isinstance(argument.default_value, int)
     return _DTYPES[argument.default_value] if is_dtype else argument.default_value
 
 
 def _count_leading_arguments(node: fx.Node) -> int:
-    """The part in hand, and for keyed operators the salt and the dimension of the samples."""
+    """Return the number of leading arguments: the sample slice, for keyed operators also salt and batch dimension."""
     target = unwrap_settings(node.target)
     return 1 if getattr(target, "__name__", "") == "batch_norm" else 3
 
 
 def operator_name(node: fx.Node) -> str:
-    """ "aten.linear.default"; the name that capture saw, where an operator of our own stands in for it."""
+    """Return "aten.linear.default"; for a stand-in of polylane's own, the name of the operator that capture saw."""
     return str(node.meta.get("op") or op_name(node))
 
 
@@ -252,10 +270,11 @@ def _schema(op: str) -> Any:
 def make_call(
     node: fx.Node, sizes: ViewSizes, degree: int, has_gradient: Callable[[fx.Node], bool]
 ) -> tuple[OperatorCall, tuple[TensorKey, ...]]:
-    """A node as a call, and where its inputs come from."""
+    """Return a node as a call, and the tensors that are its inputs."""
     prefix, arguments, _ = bind_arguments(node, node.args, node.kwargs)
     inputs, reads, nodes = list[TensorValue](), list[TensorKey](), list[fx.Node]()
 
+    # Walk nested arguments in the schema's order: the same order numbers the inputs again in rewrite.py.
     def settle(value: Any) -> Any:
         if isinstance(value, fx.Node):
             if isinstance(value.target, SymbolicSize):
@@ -281,6 +300,7 @@ def make_call(
         for i, v in enumerate(vals)
         if isinstance(v, Tensor)
     )
+    # The schema of batch_norm does not mark the running statistics as written.
     written = {id(w) for w in written_arguments(node)} | _running_statistics(node, arguments)
     call = OperatorCall(
         op=operator_name(node),
@@ -295,12 +315,12 @@ def make_call(
 
 
 def _running_statistics(node: fx.Node, arguments: Mapping[str, Any]) -> set[int]:
-    """The running statistics that a batch normalization in training writes."""
+    """Return the identities of the running statistics that a batch normalization in training mode writes."""
     if not operator_name(node).startswith("aten.batch_norm") or not arguments.get("training"):
         return set()
     return {id(arguments[k]) for k in ("running_mean", "running_var") if isinstance(arguments.get(k), fx.Node)}
 
 
 def with_neighbour_cuts(call: OperatorCall, candidates: Mapping[Place, tuple[Cuts, ...]]) -> OperatorCall:
-    """A call that knows how its neighbours may be cut."""
+    """Return the call with the cuts that its neighbours may have."""
     return replace(call, neighbour_cuts=dict(candidates))

@@ -1,12 +1,12 @@
-"""Let what travels travel while the rank computes: a move begins as soon as it can, and ends where it is needed.
+"""Overlapping communication with computation: redistributions start as early as possible and are waited for late.
 
-In a backward pass autograd runs what is ready in the reverse order of the forward pass, so the order in which the
-forward pass makes things is the order in which gradients are waited for, read backwards:
+In a backward pass autograd runs ready nodes in the reverse order of the forward pass, so that the order in which the
+forward pass creates nodes, read backwards, is the order in which gradients are waited for:
 
     forward:   begin(x)  ...  hold(w)  finish(x)  linear(x, w)
-    backward:  linear: gradient of x  |  finish: its sum begins to travel  |  hold: gradient of w  |  begin: wait
+    backward:  linear: gradient of x  |  finish: its all-reduce starts  |  hold: gradient of w  |  begin: wait
 
-The gradient of a weight is computed while that of the input travels (Megatron-LM does so in its column-parallel linear
+The gradient of a weight is computed while that of the input is all-reduced (as in Megatron-LM's column-parallel linear
 layer; Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, section 4).
 """
 
@@ -25,7 +25,7 @@ from polylane.placement.redistribute import Axis, Redistribute, begin_redistribu
 
 
 class BeginRedistribute:
-    """The first half of a move: ``begin(axis, x)`` gives a token, for :class:`FinishRedistribute`."""
+    """The first half of a redistribution: ``begin(axis, x)`` returns a token for :class:`FinishRedistribute`."""
 
     __module__ = "polylane"
 
@@ -41,7 +41,7 @@ class BeginRedistribute:
 
 
 class FinishRedistribute:
-    """The second half: ``finish(token)`` is the value in its new placement."""
+    """The second half of a redistribution: ``finish(token)`` waits, and returns the value in its new placement."""
 
     __module__ = "polylane"
     __name__ = "finish"
@@ -51,7 +51,7 @@ class FinishRedistribute:
 
 
 class _PendingRedistribute:
-    """What is on its way, there and back."""
+    """A redistribution's collectives in flight, forward and backward, shared by its begin and finish nodes."""
 
     def __init__(self, axis: Axis, source: Placement, target: Placement) -> None:
         self.axis, self.source, self.target = axis, source, target
@@ -68,6 +68,7 @@ class _BeginFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        # finish's backward has started the gradient's collective; wait here, as late as possible.
         back, ctx.flight.back = ctx.flight.back, None
         return (grads[0] if back is None else back()), None
 
@@ -79,6 +80,7 @@ class _FinishFunction(torch.autograd.Function):
         assert flight.there is not None
         there, flight.there = flight.there, None
         out = there()
+        # A view, so that autograd sees a new tensor where the redistribution returned the token's own memory.
         return out.view_as(out) if out.data_ptr() == token.data_ptr() else out
 
     @staticmethod
@@ -87,28 +89,29 @@ class _FinishFunction(torch.autograd.Function):
         flight.back = begin_redistribute(
             flight.axis, grads[0], gradient_placement(flight.target), gradient_placement(flight.source)
         )
+        # begin must get a gradient of the token's shape for its backward to run; the true one comes by ``flight.back``.
         return _placeholder_gradient(grads[0], ctx.shape), None
 
 
 def _placeholder_gradient(like: Tensor, shape: torch.Size) -> Tensor:
-    """A gradient that takes no memory, on its way to where the true one is."""
+    """Return a gradient of zeros that takes no memory, in place of one that arrives by another way."""
     return like.new_zeros(()).expand(shape)
 
 
 class HeldLinear:
-    """A linear layer whose weight's gradient may wait: the weight is what a :class:`HoldWeight` gave."""
+    """A linear layer whose weight gradient is computed later: the weight comes from a :class:`HoldWeight`."""
 
     __module__ = "polylane"
     __name__ = "linear"
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dim() < 2 or torch.is_autocast_enabled(x.device.type):  # which casts in a backward pass of its own
+        if x.dim() < 2 or torch.is_autocast_enabled(x.device.type):  # autocast casts in a backward pass of its own
             return torch.nn.functional.linear(x, weight, bias)
         return _HeldLinearFunction.apply(x, weight, bias, weight.later)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
 
 
 class HoldWeight:
-    """A weight whose gradient is computed when this node's turn comes in the backward pass."""
+    """A weight whose gradient is computed when this node's backward runs, not when the linear layer's does."""
 
     __module__ = "polylane"
     __name__ = "hold"
@@ -128,6 +131,7 @@ class _HoldWeightFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        # The layer ran without HeldLinear (autocast): its gradient is already the true one.
         if not ctx.later:
             return grads[0], None
         x, grad = ctx.later.pop()
@@ -146,6 +150,7 @@ class _HeldLinearFunction(torch.autograd.Function):
         (x, weight), grad = ctx.saved_tensors, grads[0]
         wanted = ctx.needs_input_grad
         if wanted[1]:
+            # Only input and output gradient are kept; HoldWeight's backward multiplies them.
             ctx.later.append((x, grad))
         return (
             grad @ weight if wanted[0] else None,
@@ -156,11 +161,14 @@ class _HeldLinearFunction(torch.autograd.Function):
 
 
 def overlap_redistributions(graph: fx.Graph) -> None:
-    """Take the moves of a rank's graph apart, in place, wherever something else can be computed meanwhile.
+    """Split the redistributions of a rank's graph, in place, wherever something can be computed in the meantime.
 
-    All ranks must ask for what travels in the same order, and what a rank computes in an operator's turn depends on its
-    part: where that is empty, or cut through, there may be more steps or fewer. So nothing here looks at them: only at
-    turns and moves, of which all ranks have the same.
+    All ranks must start collectives in the same order, but the nodes that a rank runs for an operator depend on its
+        part: an empty or segmented part takes more nodes or fewer. Decisions here therefore use only operators'
+        positions in the whole graph ("turn") and the redistributions, both of which are the same on all ranks.
+
+    Args:
+        graph: one rank's graph, as :func:`polylane.placement.rewrite.rewrite` returns it.
     """
     turns = _OperatorOrder(graph)
     for node in [n for n in graph.nodes if isinstance(n.target, Redistribute)]:
@@ -171,13 +179,15 @@ def overlap_redistributions(graph: fx.Graph) -> None:
         after, computes = turns.source_node(value, node)
         layers = _linear_readers(node)
         if computes or layers:
+            # Without computation in between, two nodes would only add overhead; a linear layer's weight gradient is
+            # computation.
             _split_redistribute(graph, node, axis, value, after, turns.needed_before(node), layers)
 
 
 class _OperatorOrder:
-    """Which operators of the whole graph come one after another, whatever a rank computes in the turn of each.
+    """The operators of the whole graph by position ("turn"), whatever nodes a rank runs for each of them.
 
-    A move is in the turn of the operator that first asks for it, before all that is computed there.
+    A redistribution has the turn of the operator that first needs it, and precedes all that is computed there.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -198,34 +208,37 @@ class _OperatorOrder:
                 self.computing.append(turn)
 
     def source_node(self, value: fx.Node, move: fx.Node) -> tuple[fx.Node, bool]:
-        """The node after which a value is what a move moves: its own, or the last one that wrote in place.
+        """Return the node after which a value can be redistributed, and whether anything is computed in between.
 
-        And whether anything is computed from then on until it is needed.
+        That is the node itself, or the last one that writes in place before the redistribution.
         """
         since, until = value.meta["turn"], move.meta["turn"]
+        # A value made by a redistribution is ready before its turn's operator runs, any other only after its own turn.
         if not isinstance(value.target, (Redistribute, FinishRedistribute)):
             since += 1
         written = self.writing[bisect_left(self.writing, since) : bisect_left(self.writing, until)]
+        # In-place writes may change the value through an alias: start after the last of them.
         if written:
             value, since = self.last[written[-1]], written[-1] + 1
         return value, bisect_left(self.computing, since) < bisect_left(self.computing, until)
 
     def needed_before(self, move: fx.Node) -> fx.Node:
-        """The node before which what moves has to be there: the next move of the same value, or the operator."""
+        """Return the node before which a redistribution must finish: the value's next one, or the operator."""
         turn = move.meta["turn"]
         following = (user for user in move.users if isinstance(user.target, Redistribute) and user.meta["turn"] == turn)
         return next(following, self.first[turn])
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Parameters stay in parts until they are needed: all of them whole at once might not fit."""
+    """Return whether a node is a parameter: gathering all of them early might not fit into memory."""
     return node.op == "placeholder" and node.meta.get("role", ("",))[0] in ("parameter", "buffer")
 
 
 def _linear_readers(move: fx.Node) -> list[fx.Node]:
-    """The linear layers that read a moved value whose gradient has to be summed: their weights' gradients may wait.
+    """Return the linear layers that read a redistributed value whose gradient needs a collective.
 
-    A linear layer runs as it is on every rank's part, also an empty one.
+    Their weight gradients can wait. A linear layer runs unchanged on every rank's part, also an empty one, so that all
+    ranks find the same layers.
     """
     target: Any = move.target
     if not collective_name(gradient_placement(target.target), gradient_placement(target.source)):
@@ -251,10 +264,12 @@ def _split_redistribute(
     layers: list[fx.Node],
 ) -> None:
     target: Any = move.target
+    # Keep the order of several redistributions that start at the same node.
     while after.next.op == "placeholder" or isinstance(after.next.target, BeginRedistribute):
         after = after.next
     with graph.inserting_after(after):
         token = graph.call_function(BeginRedistribute(target.source, target.target), (axis, value))
+    # hold before finish: in the backward pass the weight gradient then comes after the start of the all-reduce.
     with graph.inserting_before(needed):
         held = {layer: graph.call_function(HoldWeight(), (layer.args[1],)) for layer in layers}
         finished = graph.call_function(FinishRedistribute(), (token,))

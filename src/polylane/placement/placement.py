@@ -1,4 +1,4 @@
-"""Replicate, Shard, Partial: how one value lies on the ranks of one mesh axis, and so does its gradient."""
+"""Placements: how a value, and its gradient, is laid out over the ranks of one mesh axis (as DTensor's, torch 2)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from polylane.graph.batch import split_bounds
 
-# Where a dimension is cut: for each of its segments one position more than there are ranks. A plain dimension is one
-# segment; three projections in one matrix (q, k and v) are three, each cut for itself.
+# Positions at which a dimension is cut: for each segment, one more than there are ranks. A plain dimension is one
+# segment; three projections in one matrix (q, k and v) are three, each cut separately. With ((0, 2, 4), (4, 6, 8)),
+# rank 0 has the positions 0, 1, 4 and 5, and rank 1 has 2, 3, 6 and 7.
 Cuts = tuple[tuple[int, ...], ...]
 
 
@@ -19,8 +20,8 @@ class Replicate:
     """Every rank has the whole value.
 
     Attributes:
-        partial_gradient: whether the gradient that each rank computes is only a summand (it feeds operators of which
-            the rank computes a part), or the whole gradient.
+        partial_gradient: True if each rank computes a partial sum of the gradient, because the value feeds operators of
+            which the rank computes a part; False if each rank computes the whole gradient.
     """
 
     partial_gradient: bool = False
@@ -31,11 +32,11 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Every rank has a part along one dimension, possibly an empty one; its gradient lies alike.
+    """Every rank has a part along one dimension, possibly an empty one; the gradient is sharded in the same way.
 
     Attributes:
-        dim: which dimension, from 0.
-        cuts: where it is cut.
+        dim: index of the sharded dimension, from 0.
+        cuts: positions at which the dimension is cut, see :data:`Cuts`.
     """
 
     dim: int
@@ -46,20 +47,20 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Of the whole dimension."""
+        """Length of the whole dimension."""
         return self.cuts[-1][-1]
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """What rank ``index`` has of the dimension, as (start, stop), in ascending order; without empty ones."""
+        """Return the ranges of rank ``index`` as (start, stop), ascending, without empty ones."""
         return tuple((c[index], c[index + 1]) for c in self.cuts if c[index] < c[index + 1])
 
     def local_length(self, index: int) -> int:
-        """How much rank ``index`` has of the dimension."""
+        """Return the length of rank ``index``'s part of the dimension."""
         return sum(stop - start for start, stop in self.ranges(index))
 
     @property
     def largest_share(self) -> float:
-        """The largest part, as a share of the whole."""
+        """Length of the largest part over the length of the whole."""
         return _largest_share(self.cuts)
 
 
@@ -71,7 +72,7 @@ def _largest_share(cuts: Cuts) -> float:
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank has a summand of the value, in the whole shape; the gradient of each summand is that of the value."""
+    """Every rank has a partial sum of the value, in its whole shape; each rank's gradient is the whole value's."""
 
     def __str__(self) -> str:
         return "partial"
@@ -85,25 +86,27 @@ PARTIAL = Partial()
 
 
 def gradient_placement(placement: Placement) -> Placement:
-    """How the gradient of a value lies that lies so."""
+    """Return the placement of a value's gradient: Partial becomes Replicate and the reverse, Shard stays."""
     if isinstance(placement, Shard):
         return placement
+    # Duality: every rank's partial sum has the gradient of the sum itself, so that a Partial's gradient is replicated.
     return PARTIAL if placement == REPLICATE_PARTIAL_GRAD else REPLICATE
 
 
 @lru_cache(maxsize=1 << 16)
 def even_cuts(size: int, degree: int, unit: int = 1) -> Cuts:
-    """One segment, cut as evenly as whole units allow; the first ranks get more.
+    """Return cuts of one segment, as even as whole units allow; the first ranks get the longer parts.
 
     Args:
-        size: of the dimension, a multiple of ``unit``.
-        unit: what must stay together (a head's features, say).
+        size: length of the dimension, a multiple of ``unit``.
+        degree: number of ranks along the axis.
+        unit: number of neighbouring positions that must stay on one rank (a head's features, say).
     """
     return ((0, *(stop * unit for _, stop in split_bounds(size // unit, degree))),)
 
 
 def join_cuts(pieces: Sequence[Cuts]) -> Cuts:
-    """Dimensions laid one behind the other, each with its own cuts, as one."""
+    """Return the cuts of a dimension that consists of ``pieces``, one after the other, each with its own cuts."""
     result: list[tuple[int, ...]] = []
     for cuts in pieces:
         offset = result[-1][-1] if result else 0
@@ -112,17 +115,20 @@ def join_cuts(pieces: Sequence[Cuts]) -> Cuts:
 
 
 def simplify_cuts(cuts: Cuts) -> Cuts:
-    """The same parts in as few segments as there can be: where the ranks only ascend, two segments are one.
+    """Return the same parts in as few segments as possible: neighbouring segments merge while the ranks ascend.
 
-    Parts that are equal have equal shortest forms, however they came about.
+    Equal parts have equal simplified cuts, so that cuts can be compared by ``==``.
     """
     result: list[tuple[int, ...]] = []
     last = -1
     for segment in cuts:
+        # The ranks that have something of this segment, ascending; it can be joined if none of them precedes the last
+        # owner.
         owners = [i for i in range(len(segment) - 1) if segment[i] < segment[i + 1]]
         if not owners:
             continue
         if result and owners[0] >= last:
+            # Positions up to the first owner's start come from the segment before, the others from this one.
             before = result.pop()
             segment = (*before[: owners[0] + 1], *segment[owners[0] + 1 :])
         result.append(segment)
@@ -131,45 +137,46 @@ def simplify_cuts(cuts: Cuts) -> Cuts:
 
 
 def scale_cuts(cuts: Cuts, unit: int) -> Cuts:
-    """Cuts of a dimension whose every element becomes ``unit`` elements."""
+    """Return the cuts after every element of the dimension becomes ``unit`` elements."""
     return tuple(tuple(position * unit for position in segment) for segment in cuts)
 
 
 def divide_cuts(cuts: Cuts, unit: int) -> Cuts | None:
-    """Cuts of a dimension of which ``unit`` elements become one, or None if a unit is cut through."""
+    """Return the cuts after each ``unit`` elements become one, or None if a cut goes through such a unit."""
     if any(position % unit for segment in cuts for position in segment):
         return None
     return tuple(tuple(position // unit for position in segment) for segment in cuts)
 
 
 def repeat_cuts(cuts: Cuts, size: int, times: int) -> Cuts:
-    """Cuts of ``times`` copies of a dimension of ``size``, one behind the other."""
+    """Return the cuts of ``times`` copies of a dimension of length ``size``, one after the other."""
     return join_cuts([cuts] * times) if size else cuts
 
 
 def slice_cuts(cuts: Cuts, start: int, stop: int) -> Cuts:
-    """Cuts of the piece from ``start`` to ``stop`` of a dimension; ranks that have nothing of it get empty parts."""
+    """Return the cuts of the slice [start, stop) of a dimension; ranks that have nothing of it get empty parts."""
     clipped = [tuple(min(max(p, start), stop) - start for p in segment) for segment in cuts]
     return simplify_cuts(tuple(clipped))
 
 
 def shard_same_dim(a: Placement, b: Placement) -> bool:
-    """Whether both cut the same dimension: two axes cannot at a time."""
+    """Return whether both shard the same dimension: two mesh axes must not do so at the same time."""
     return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
 
 
 def local_shape(shape: Sequence[int], placement: Placement, index: int) -> tuple[int, ...]:
-    """The shape that rank ``index`` has of a value."""
+    """Return the shape of rank ``index``'s part of a value."""
     if not isinstance(placement, Shard):
         return tuple(shape)
     return tuple(placement.local_length(index) if d == placement.dim else n for d, n in enumerate(shape))
 
 
 def is_valid_placement(placement: Placement, shape: Sequence[int], degree: int) -> bool:
-    """Whether a placement fits a value of this shape on so many ranks."""
+    """Return whether a placement fits a value of this shape on an axis of ``degree`` ranks."""
     if not isinstance(placement, Shard):
         return True
     if not 0 <= placement.dim < len(shape) or placement.size != shape[placement.dim] or placement.cuts[0][0] != 0:
         return False
+    # Segments join without gaps, and no rank has a negative length.
     ends = all(a[-1] == b[0] for a, b in pairwise(placement.cuts))
     return ends and all(len(s) == degree + 1 and list(s) == sorted(s) for s in placement.cuts)

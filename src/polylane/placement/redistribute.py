@@ -1,4 +1,12 @@
-"""From one placement to another: one collective forward, and the one that duality asks for backward."""
+"""Redistribution: a value from one placement to another, by one collective forward and its dual backward.
+
+from / to       Replicate         Shard             Partial
+Replicate       -                 local slice       rank 0 keeps it, zeros elsewhere
+Shard           all-gather        all-to-all        padded with zeros
+Partial         all-reduce        reduce-scatter    -
+
+The gradient goes from the dual of the target to the dual of the source (:func:`gradient_placement`).
+"""
 
 from __future__ import annotations
 
@@ -14,43 +22,47 @@ from polylane.placement.placement import PARTIAL, Partial, Placement, Replicate,
 class Axis(Protocol):
     """The ranks along one axis of a mesh, as one of them sees them.
 
-    All ranks of an axis ask for the same operations in the same order.
+    All ranks of an axis call the same methods in the same order, as for any collective.
+
+    Attributes:
+        index: this rank's position on the axis, from 0.
+        degree: number of ranks along the axis.
     """
 
     index: int
     degree: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, the same bits everywhere; ``tensor`` stays as it is."""
+        """Return the sum over all ranks, bitwise equal everywhere; ``tensor`` is not changed."""
         ...
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """The elementwise maximum over all ranks; ``tensor`` may be overwritten."""
+        """Return the elementwise maximum over all ranks; ``tensor`` may be overwritten."""
         ...
 
     def exchange(self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
-        """Send ``pieces[i]`` to rank i and receive from each what it has for this one.
+        """Send ``pieces[i]`` to rank i and return what each rank sent to this one (all-to-all with unequal sizes).
 
         Args:
-            pieces: contiguous, all of one dtype; None where rank i gets nothing. This rank's own comes back as it is,
-                and is always there: it tells the dtype.
-            shapes: of what comes from each rank, None where nothing does.
+            pieces: contiguous tensors of one dtype, one per rank; None where rank i gets nothing. This rank's own comes
+                back unchanged and must be present: it gives the dtype.
+            shapes: shape of the piece from each rank, None where none comes.
         """
         ...
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """As :meth:`all_reduce`; what it gives is waited for by a call of the result."""
+        """Start :meth:`all_reduce`; calling the result waits for it and returns its value."""
         ...
 
     def begin_exchange(
         self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
     ) -> Callable[[], list[Tensor | None]]:
-        """As :meth:`exchange`; what it gives is waited for by a call of the result."""
+        """Start :meth:`exchange`; calling the result waits for it and returns its value."""
         ...
 
 
 def collective_name(source: Placement, target: Placement) -> str:
-    """The collective that brings a value from one placement to another, or "" where nothing travels (forward)."""
+    """Return the collective that takes a value from one placement to another (forward), or "" if none is needed."""
     if isinstance(source, Partial):
         return "all_reduce" if isinstance(target, Replicate) else "reduce_scatter" if isinstance(target, Shard) else ""
     if isinstance(source, Shard):
@@ -63,7 +75,7 @@ def _collective_from_shard(source: Shard, target: Placement) -> str:
 
 
 class Redistribute:
-    """A value from one placement to another along an axis, as an operator of a graph: ``move(axis, x)``."""
+    """A redistribution along an axis, as an operator of a rank's graph: ``move(axis, x)``."""
 
     __module__ = "polylane"
 
@@ -82,6 +94,7 @@ class _RedistributeFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, source: Placement, target: Placement) -> Tensor:
         ctx.axis, ctx.source, ctx.target = axis, source, target
         out = redistribute(axis, x, source, target)
+        # autograd forbids to return an input as it is: give a view of it.
         return out.view_as(x) if out is x else out
 
     @staticmethod
@@ -95,12 +108,12 @@ class _RedistributeFunction(torch.autograd.Function):
 
 
 def redistribute(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Tensor:
-    """Bring a value from one placement to another, without a thought of gradients."""
+    """Return a value in another placement; not differentiable, see :class:`Redistribute`."""
     return begin_redistribute(axis, x, source, target)()
 
 
 def begin_redistribute(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Callable[[], Tensor]:
-    """As :func:`redistribute`; what travels is waited for by a call of the result."""
+    """Start :func:`redistribute`; calling the result waits for the collective and returns the value."""
     if isinstance(source, Replicate):
         return _finished(_from_replicated(axis, x, target))
     if isinstance(source, Partial):
@@ -120,6 +133,7 @@ def _finished(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor
 
 
+# Of a replicated value exactly one rank may keep a non-zero partial sum.
 def _from_replicated(axis: Axis, x: Tensor, target: Placement) -> Tensor:
     if isinstance(target, Partial):
         return x if axis.index == 0 else torch.zeros_like(x)
@@ -127,7 +141,8 @@ def _from_replicated(axis: Axis, x: Tensor, target: Placement) -> Tensor:
 
 
 def local_shard(x: Tensor, shard: Shard, index: int) -> Tensor:
-    """What rank ``index`` has of a whole value; contiguous, of memory of its own."""
+    """Return rank ``index``'s part of a whole value; contiguous, in its own memory."""
+    # A view would keep the whole tensor alive as long as its part.
     parts = [x.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges(index)]
     if len(parts) == 1:
         return parts[0].clone(memory_format=torch.contiguous_format)
@@ -160,6 +175,7 @@ def _all_gather(axis: Axis, x: Tensor, source: Shard) -> Callable[[], Tensor]:
 
     def finish() -> Tensor:
         parts = exchange()
+        # One segment: the parts in the order of ranks are the whole; otherwise ranks interleave.
         if len(source.cuts) == 1:
             return torch.cat([part for part in parts if part is not None], source.dim)
         return _assemble_shards(parts, source)
@@ -177,6 +193,7 @@ def _assemble_shards(parts: Sequence[Tensor | None], shard: Shard) -> Tensor:
     return out
 
 
+# Reduce-scatter as an all-to-all and local sums: parts may have unequal lengths, and the order of the sum is fixed.
 def _reduce_scatter(axis: Axis, x: Tensor, target: Shard) -> Callable[[], Tensor]:
     pieces = [local_shard(x, target, i) for i in range(axis.degree)]
     own = tuple(pieces[axis.index].shape)
@@ -185,7 +202,7 @@ def _reduce_scatter(axis: Axis, x: Tensor, target: Shard) -> Callable[[], Tensor
     def finish() -> Tensor:
         out, *rest = exchange()
         assert out is not None
-        for part in rest:  # in the order of ranks, whoever sums
+        for part in rest:  # in the order of ranks, so that the result does not depend on which rank sums
             assert part is not None
             out = out + part
         return out
@@ -193,6 +210,7 @@ def _reduce_scatter(axis: Axis, x: Tensor, target: Shard) -> Callable[[], Tensor
     return finish
 
 
+# Two dimensions: cut the local part along the target, and join what comes along the source.
 def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable[[], Tensor]:
     if source.dim == target.dim:
         return _recut_dimension(axis, x, source, target)
@@ -207,11 +225,12 @@ def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable
 
 
 def _recut_dimension(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable[[], Tensor]:
-    """The same dimension, cut elsewhere: every rank sends what lies in another's part."""
+    """Shard the same dimension at other positions: every rank sends the overlap of its part with the target's parts."""
     dim, me = source.dim, axis.index
     pieces = [_overlapping_part(x, source.ranges(me), target.ranges(i), dim) for i in range(axis.degree)]
     lengths = [_overlap_length(source.ranges(i), target.ranges(me)) for i in range(axis.degree)]
     exchange = axis.begin_exchange(pieces, [_shape_with_length(x.shape, dim, n) for n in lengths])
+    # The ranges to receive, ascending in the whole dimension, each with the rank that has it.
     wanted = sorted(
         (max(a, c), min(b, d), i)
         for i in range(axis.degree)
@@ -220,6 +239,7 @@ def _recut_dimension(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Cal
         if max(a, c) < min(b, d)
     )
 
+    # Each rank's message holds its ranges in ascending order: ``taken`` is the read position in each message.
     def finish() -> Tensor:
         parts, taken, out = exchange(), [0] * axis.degree, []
         for start, stop, i in wanted:
@@ -239,6 +259,7 @@ def _overlapping_part(x: Tensor, own: Sequence[tuple[int, int]], wanted: Sequenc
             start, stop = max(a, c), min(b, d)
             if start < stop:
                 parts.append(x.narrow(dim, at + start - a, stop - start))
+        # ``at`` is the position in the local part at which the range [a, b) begins.
         at += b - a
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
 
@@ -248,5 +269,5 @@ def _overlap_length(own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, 
 
 
 def all_reduce_differentiable(axis: Axis, x: Tensor) -> Tensor:
-    """The sum over all ranks of what each has, differentiable: every rank's gradient is that of the sum."""
+    """Return the sum over all ranks; differentiable: every rank's gradient is that of the sum."""
     return _RedistributeFunction.apply(x, axis, PARTIAL, Replicate())  # type: ignore[no-any-return, no-untyped-call]

@@ -1,4 +1,4 @@
-"""Graph + placements -> the graph that one rank runs, with its collectives."""
+"""Graph rewriting: from a captured graph and its placements to the graph that one rank runs, with collectives."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ State = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class AxisSplit:
-    """How all of a graph lies on one axis.
+    """The placements of a graph on one axis.
 
     Attributes:
-        degree: ranks along the axis.
-        strategies: the chosen strategy of every operator, by its node's name.
-        source_placements: the placement of every placeholder.
+        degree: number of ranks along the axis.
+        strategies: the chosen strategy of every operator, by node name.
+        source_placements: the chosen placement of every placeholder, by key.
     """
 
     degree: int
@@ -47,7 +47,7 @@ class AxisSplit:
     source_placements: Mapping[TensorKey, Placement]
 
     def placement(self, key: TensorKey) -> Placement:
-        """How a tensor lies where it is made."""
+        """Return the placement in which a tensor is made."""
         if key in self.source_placements:
             return self.source_placements[key]
         strategy = self.strategies.get(key[0])
@@ -70,33 +70,35 @@ class _RankWriter:
     redistributed: dict[tuple[fx.Node, State], fx.Node] = field(default_factory=dict)
 
     def placements_of(self, node: fx.Node) -> State:
-        """How a node's value lies where it is made."""
+        """Return the placements, one per axis, in which a node's value is made."""
         key = tensor_key(node)
         key = self.aliases.get(key[0], key)
         return tuple(split.placement(key) for split in self.splits.values())
 
     def redistribute_to(self, node: fx.Node, needed: State) -> Any:
-        """A node's value as a consumer needs it; moved once for all consumers that need it so."""
+        """Return a node's value as a consumer needs it, redistributed once for all consumers with the same need."""
         have, value = self.placements_of(node), self.values[node]
         for i, placement in rewrite_by_axis(have, needed):
             after = (*have[:i], placement, *have[i + 1 :])
+            # Keyed by the rewritten node: partial redistributions on the way are shared between consumers too.
             known = self.redistributed.get((value, after))
             if known is None:
                 axis = self.axes[list(self.splits)[i]]
                 known = self.graph.call_function(Redistribute(have[i], placement), (axis, value))
                 known.meta["stands"] = False
-                if node.op != "placeholder":  # one of those belongs to who asks for it first
+                if node.op != "placeholder":  # a placeholder's move is named by its first reader
                     known.meta["name"] = node.meta["name"]
                 self.redistributed[value, after] = known
             value, have = known, after
         return value
 
     def write_operator(self, node: fx.Node) -> fx.Node:
-        """One operator, with the moves before it."""
+        """Write one operator, with the redistributions before it."""
         name, before = node_name(node), _last_node(self.graph)
         call = self.calls[name]
         chosen = {axis: split.strategies[name] for axis, split in self.splits.items()}
         prefix, given, positional = bind_arguments(node, node.args, node.kwargs)
+        # Tensors are numbered in the order in which view_operators numbered them: bind_arguments gives the same order.
         number = iter(range(len(call.inputs)))
 
         def local(value: Any) -> Any:
@@ -114,7 +116,7 @@ class _RankWriter:
         arguments = {key: local(value) for key, value in given.items()}
         several = (
             _count_gradient_collectives(arguments) > 1
-        )  # before a rank's own changes: all ranks must find the same
+        )  # counted before strategies insert nodes of this rank's own: all ranks must decide the same
         edit = RankCall(
             call, self.graph, node.target,
             fx.map_arg(node.args[:prefix], self.values.__getitem__), arguments, positional,
@@ -122,13 +124,14 @@ class _RankWriter:
             self.coordinates,
         )  # fmt: skip
         for axis, strategy in chosen.items():
+            # Strategies of several axes change the same call in turn; each sees the axis and the rank's position on it.
             if strategy.local is not None:
                 edit.axis, edit.index, edit.strategy = self.axes[axis], self.coordinates[axis], strategy
                 edit.call = replace(call, degree=self.splits[axis].degree)
                 strategy.local(edit)
         if any(s.local is not None for s in chosen.values()) and name in self.dtypes:
-            edit.append(CastTo(self.dtypes[name]))  # what stands in for the operator does as autocast lets that do
-        if several:  # in the same order on all ranks
+            edit.append(CastTo(self.dtypes[name]))  # a rewritten operator does not get autocast's cast of the result
+        if several:  # gradients that go through collectives must arrive in one order on all ranks
             edit.target = joint_gradients(edit.target)
         result = edit.emit()
         _label_nodes(self.graph, before, node)
@@ -137,7 +140,7 @@ class _RankWriter:
 
 
 class CastTo:
-    """A value in a dtype: ``as_(x)``."""
+    """An operator that casts a value to a dtype: ``as_(x)``."""
 
     __module__, __name__ = "polylane", "as_"
 
@@ -149,7 +152,7 @@ class CastTo:
 
 
 def _count_gradient_collectives(arguments: Mapping[str, Any]) -> int:
-    """How many of a call's arguments send their gradients through a collective of their own."""
+    """Return how many of a call's arguments send their gradients through a collective of their own."""
     moves = [value.target for value in arguments.values() if isinstance(value, fx.Node)]
     return sum(
         isinstance(m, Redistribute) and bool(collective(gradient_placement(m.target), gradient_placement(m.source)))
@@ -158,7 +161,7 @@ def _count_gradient_collectives(arguments: Mapping[str, Any]) -> int:
 
 
 def _is_known_size(node: fx.Node) -> bool:
-    """Whether a node is a size that follows from the samples in hand alone."""
+    """Return whether a node is a size that follows from the number of local samples alone."""
     return isinstance(node.target, SymbolicSize) and not isinstance(node.target, BatchSize)
 
 
@@ -171,25 +174,28 @@ def _last_node(graph: fx.Graph) -> fx.Node | None:
 
 
 def _nodes_since(graph: fx.Graph, before: fx.Node | None) -> Iterator[fx.Node]:
-    """What has been written since a node was the last one."""
+    """Return the nodes written since ``before`` was the last one, newest first."""
     return takewhile(lambda node: node is not before, reversed(graph.nodes))
 
 
 def _label_nodes(graph: fx.Graph, before: fx.Node | None, node: fx.Node) -> None:
-    """Everything new belongs to the user's node."""
+    """Give all new nodes the user-facing name and source location of the node that they are written for."""
     for made in _nodes_since(graph, before):
         made.meta.setdefault("name", node.meta["name"])
-        made.meta.setdefault("stands", False)  # for the node itself: only the last one does
+        made.meta.setdefault("stands", False)  # True only for the node that returns the operator's value
         for key in ("stack_trace", "nn_module_stack", "module", "op"):
             if key in node.meta:
                 made.meta.setdefault(key, node.meta[key])
 
 
 def rewrite_by_axis(have: State, needed: State) -> Iterator[tuple[int, Placement]]:
-    """The moves from one state to another, an axis at a time, such that no two axes ever cut the same dimension.
+    """Yield the redistributions from one state to another, one axis at a time.
 
-    Axes that wait for each other in a circle (two that swap their dimensions, say) cannot all go straight: one of them
-    gathers first, and cuts again when its dimension is free.
+    No two axes shard the same dimension in between. Axes that wait for each other in a cycle (two that swap their
+    dimensions, say) cannot all go directly: one of them gathers first, and shards again when its dimension is free.
+
+    Yields:
+        The index of an axis, and its next placement.
     """
     now, waiting = list(have), [i for i, p in enumerate(needed) if have[i] != p]
 
@@ -203,7 +209,7 @@ def rewrite_by_axis(have: State, needed: State) -> Iterator[tuple[int, Placement
             now[i] = needed[i]
         else:
             i = waiting[0]
-            for _ in waiting:  # after so many, in the circle
+            for _ in waiting:  # after as many steps along "blocked by", surely on the cycle
                 i = in_the_way(i)
                 assert i is not None
             now[i] = REPLICATE
@@ -220,27 +226,29 @@ def rewrite(
     leaving: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> fx.Graph:
-    """What one rank runs of a graph.
+    """Return the graph that one rank runs.
 
     Args:
-        code: whole, as captured, or a stage of it; a placeholder's role ("value", name) is what another stage sends.
-        calls: every operator as a call, by name.
-        splits: by axis, in the order of the mesh.
-        samples: in hand.
-        coordinates: this rank's index on each axis.
-        aliases: as in :class:`~polylane.placement.operator_view.OperatorView`.
-        leaving: names of results that stay as they lie where they are made: they go to another stage. All others are
-            whole on every rank.
+        code: the captured graph or one stage of it; a placeholder's role ("value", name) is what another stage sends.
+        calls: every operator as a call, by node name.
+        splits: the chosen strategies by axis, in the order of the mesh.
+        samples: number of samples of this worker.
+        coordinates: this rank's index on each axis, by axis name.
+        aliases: nodes that name one of several tensors, as in :class:`~polylane.placement.operator_view.OperatorView`.
+        leaving: names of results that keep the placement in which they are made, because they go to another stage; all
+            others are replicated.
+        dtypes: dtype of each node's value under autocast, by node name.
         dtypes: of what nodes give under autocast, by name.
 
     Returns:
-        The code for this rank. Its first placeholders have the roles ("axis", name), the others are those of ``code``.
-        Every node knows its "turn", the number of the one of ``code`` that it is written for, and whether that "writes"
-        in place: both are the same on all ranks.
+        The rank's graph. Its first placeholders have the roles ("axis", name), the others are those of ``code``. Every
+        node has the meta entries "turn", the index of the node of ``code`` that it is written for, and "writes",
+        whether that node writes in place: both are equal on all ranks.
     """
     writer = _RankWriter(splits, coordinates, calls, ViewSizes(samples), aliases or {}, dtypes or {})
     for name in splits:
         writer.axes[name] = axis = writer.graph.placeholder(f"axis_{name}")
+        # Turn -1: axes are ready before all operators, see overlap.py.
         axis.meta |= {"role": ("axis", name), "turn": -1, "writes": False}
     needed = tuple(REPLICATE for _ in splits)
     for turn, node in enumerate(code.nodes):
@@ -256,6 +264,7 @@ def rewrite(
             writer.graph.output(tuple(out))
         elif not is_alias(node):
             writer.values[node] = writer.write_operator(node)
+        # Known sizes became constants of the arguments; only data-dependent ones and getitem nodes are copied.
         elif not _is_known_size(node):
             writer.values[node] = copied = writer.graph.node_copy(node, writer.values.__getitem__)
             copied.meta = dict(node.meta)
@@ -265,7 +274,8 @@ def rewrite(
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether the user's operator writes in place, also where it runs under a setting of its own."""
+    """Return whether the user's operator writes in place, also where it runs under a setting of its own."""
     name = operator_name(node).removeprefix("aten.").partition(".")[0]
+    # "add_" writes in place, "__and__" does not.
     in_place = name.endswith("_") and not name.endswith("__")
     return node.op == "call_function" and (in_place or bool(written_arguments(node)))

@@ -1,4 +1,4 @@
-"""Call: one operator with concrete shapes, as a rule sees it; Strategy: one way to split it; Edit: what a rank runs."""
+"""Strategies: one operator with concrete shapes (OperatorCall), one way to split it, and the call that a rank makes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from polylane.placement.placement import (
     local_shape,
 )
 
-# A dimension of one of a call's tensors: ("in", which input, dim) or ("out", which output, dim).
+# A dimension of one of a call's tensors: (side, index of the tensor, dim), with side "in" or "out".
 Place = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class TensorValue:
-    """A tensor that a call reads or gives.
+    """A tensor that a call reads or returns.
 
     Attributes:
-        shape: whole, at the number of samples in question.
-        dtype: of its elements.
-        gradient: whether a gradient flows back through it.
-        index: its number among the call's inputs, or outputs; the same tensor read twice is two inputs.
-        side: "in" or "out".
+        shape: the whole tensor's shape at the view's number of samples.
+        dtype: dtype of the tensor's elements.
+        gradient: whether a gradient flows back through the tensor.
+        index: position among the call's inputs, or outputs; the same tensor read twice is two inputs.
+        side: "in" for an input of the call, "out" for an output.
     """
 
     shape: tuple[int, ...]
@@ -55,23 +55,23 @@ class TensorValue:
         return math.prod(self.shape)
 
     def at(self, dim: int) -> Place:
-        """A dimension of it, counted from either end."""
+        """Return one of the tensor's dimensions as a place; ``dim`` counts from either end."""
         return self.side, self.index, dim % max(self.dim, 1)
 
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One operator of the graph.
+    """One operator of the graph with concrete shapes, as a rule sees it.
 
     Attributes:
         op: "aten.linear.default"; "leaf", "function" or another name for what is no operator of torch's.
         arguments: by the name in torch's schema, defaults included; tensors as :class:`TensorValue`, sizes as numbers.
-        inputs: all tensors that it reads, in the order of ``arguments``.
-        outputs: the tensors that it gives.
-        degree: ranks along the axis in question.
-        written_inputs: numbers of the inputs that it writes in place.
-        neighbour_cuts: cuts that its neighbours may have, by dimension.
-        prefix: how many leading positional arguments are not torch's (the part in hand, a key).
+        inputs: all tensors that the operator reads, in the order of ``arguments``.
+        outputs: the tensors that the operator returns.
+        degree: number of ranks along the axis in question.
+        written_inputs: indices of the inputs that the operator writes in place.
+        neighbour_cuts: cuts that neighbouring operators ask for, by dimension.
+        prefix: number of leading positional arguments that are not torch's (the sample slice, a random key).
     """
 
     op: str
@@ -85,14 +85,14 @@ class OperatorCall:
 
     @cached_property
     def base(self) -> str:
-        """The operator without its library and its overload: "linear"."""
+        """The operator's name without library and overload: "linear"."""
         return self.op.split(".")[1] if self.op.startswith("aten.") else self.op
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
     def common_cuts(self, *places: Place) -> list[Cuts]:
-        """The ways to cut a dimension that all these places have in common: even ones, and those neighbours ask for."""
+        """Return the cuts to offer for dimensions that are cut alike: the even one, and those neighbours ask for."""
         found: dict[Cuts, None] = {}
         size = self._size(places[0])
         if size > 1:
@@ -113,8 +113,10 @@ class OperatorCall:
         default: Placement = REPLICATE_PARTIAL_GRAD,
         **more: Any,
     ) -> Strategy:
-        """A strategy in which inputs that are not named (by their number) are placed like ``default``."""
+        """Return a strategy in which inputs that are not named (by their index) are placed like ``default``."""
         every = outputs if isinstance(outputs, (list, tuple)) else [outputs] * len(self.outputs)
+        # Rules may write REPLICATE_PARTIAL_GRAD for integers and frozen tensors too: those have no gradient to be
+        # partial.
         placed = [_without_partial_gradient(inputs.get(v.index, default), v) for v in self.inputs]
         return Strategy(
             name,
@@ -125,7 +127,7 @@ class OperatorCall:
 
 
 def _without_partial_gradient(placement: Placement, value: TensorValue) -> Placement:
-    """What has no gradient has no partial one either."""
+    """Return plain Replicate for a value without gradient, any other placement unchanged."""
     return REPLICATE if isinstance(placement, Replicate) and not value.gradient else placement
 
 
@@ -134,13 +136,13 @@ class Strategy:
     """One way to compute an operator on the ranks of an axis.
 
     Attributes:
-        name: in words, for people: "columns", "rows", "heads", "replicate".
-        inputs: how every input must lie.
-        outputs: how every output then lies.
-        local: what must change in the call that each rank makes; None where the operator runs as it is on its parts.
-        work: the share of the operator's work that the busiest rank does; None: 1/degree where anything is sharded.
+        name: description for users: "columns", "rows", "heads", "replicate".
+        inputs: the placement that every input must have.
+        outputs: the placement that every output then has.
+        local: changes the call that each rank makes; None where the operator runs unchanged on its parts.
+        work: share of the operator's work on the busiest rank; None: the largest share of any sharded tensor.
         sent: bytes that each rank sends inside the operator, forward and backward together (halos, rings).
-        messages: how often it does so.
+        messages: number of exchanges inside the operator, forward and backward together.
     """
 
     name: str
@@ -153,7 +155,7 @@ class Strategy:
 
     @property
     def share(self) -> float:
-        """The share of the work that the busiest rank does."""
+        """The share of the operator's work on the busiest rank."""
         if self.work is not None:
             return self.work
         return max((p.largest_share for p in (*self.inputs, *self.outputs) if isinstance(p, Shard)), default=1.0)
@@ -163,13 +165,13 @@ class RankCall:
     """The call that one rank makes, while the strategies of all axes change it one after another.
 
     Attributes:
-        call: the whole call.
-        index: this rank on the axis in question.
-        axis: the axis as a value of the graph: the first argument of what communicates.
-        arguments: by the name in torch's schema, of the local call: values of the graph where the whole call has
-            tensors. Change them freely.
-        target: what is called; see :meth:`replace`.
-        strategy: the one in question.
+        call: the whole call, before any axis splits it.
+        index: this rank's position on the axis in question.
+        axis: the axis as a node of the graph: the first argument of operators that communicate.
+        arguments: the local call's arguments by the name in torch's schema: nodes of the graph where the whole call has
+            tensors. Strategies change them freely.
+        target: the function that is called; see :meth:`replace`.
+        strategy: the axis's strategy, whose ``local`` is changing the call.
     """
 
     def __init__(
@@ -185,8 +187,11 @@ class RankCall:
     ) -> None:
         """
         Args:
-            given: of every output: its placement on each axis.
-            coordinates: this rank's index on each axis.
+            call, target, prefix, arguments: the whole call and the local one, before strategies change the latter.
+            graph: one rank's graph, to which the call is written.
+            positional: names of the arguments that are passed by position.
+            given: placements of every output, by axis.
+            coordinates: this rank's index on each axis, by axis name.
         """
         self.call, self.graph = call, graph
         self.target, self.prefix, self.arguments, self._positional = target, list(prefix), arguments, positional
@@ -204,7 +209,7 @@ class RankCall:
         self.arguments[name] = value
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape that this rank has of an output, with the splits of all axes."""
+        """Return the shape of this rank's part of an output, with the splits of all axes."""
         return self._local(self.call.outputs[index].shape, self._given[index])
 
     def _local(self, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> tuple[int, ...]:
@@ -213,19 +218,19 @@ class RankCall:
         return shape
 
     def insert(self, function: Callable[..., Any], *args: Any) -> fx.Node:
-        """A computation before the call; its value may take the place of an argument."""
+        """Write a computation before the call; its value may take the place of an argument."""
         return self.graph.call_function(function, args)
 
     def append(self, function: Callable[..., Any], *args: Any) -> None:
-        """A computation on what the call gives: ``function(*args, value)`` takes its place."""
+        """Apply a function to the call's result: ``function(*args, value)`` takes its place."""
         self._after.append((function, args))
 
     def replace(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call something else: ``function(*args)``, instead of the operator with its arguments."""
+        """Call ``function(*args)`` instead of the operator with its arguments."""
         self._final = (function, *args)
 
     def emit(self) -> fx.Node:
-        """The call, as changed, as a node of the graph."""
+        """Write the call, as changed, and return its node."""
         if self._final is not None:
             node = self.graph.call_function(self._final[0], tuple(self._final[1:]))
         else:

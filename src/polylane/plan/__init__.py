@@ -1,1 +1,1 @@
-"""Plans: what a user can choose of stages, meshes, schedule and synchronization, as a file or one line."""
+"""Plans: the stages, meshes, schedule and synchronization that a user can choose, as a file or one line."""

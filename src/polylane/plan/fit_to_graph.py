@@ -1,4 +1,4 @@
-"""Fit a plan to a graph: which nodes each stage has; and the plan that cuts already made amount to."""
+"""Fitting a plan to a graph: from the plan's node names to a partition, and from a partition to a complete plan."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from polylane.schedule.stage_graph import CyclicStages, StageGraph
 
 
 def fingerprint(graph: Graph) -> Fingerprint:
-    """What a plan for ``graph`` carries of it."""
+    """Return the fingerprint that a plan for ``graph`` carries."""
     return Fingerprint(id=graph.fingerprint, nodes=len(graph.nodes), parameters=len(graph.parameters))
 
 
 def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> Plan:
-    """The plan that puts each stage of ``partition`` on a mesh of data x sequence x tensor ranks: see
-    :func:`assign_ranks`.
+    """Build the plan that puts each stage of a partition on a mesh of data x sequence x tensor ranks.
+
+    Args:
+        partition: the graph and its cuts into stages.
+        spec: meshes, schedule, precision and sync; see :func:`assign_ranks` for the ranks.
+        microbatches: number of microbatches of a step.
     """
     nodes = partition.graph.nodes
     pieces: list[list[str]] = [[] for _ in spec.meshes]
@@ -51,7 +55,7 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
 
 
 def with_fingerprint(plan: Plan, graph: Graph) -> Plan:
-    """The plan with what it carries of its graph: whoever writes it down says what it is for."""
+    """Return the plan with its graph's fingerprint, so that a file written from it says which model it is for."""
     return plan if plan.graph is not None else plan.model_copy(update={"graph": fingerprint(graph)})
 
 
@@ -60,14 +64,15 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
 
     Raises:
         PolylaneError: the plan contradicts itself, is for another model (with the difference), its stages do not cover
-        the graph, or they wait for each other.
+            the graph, or they wait for each other.
     """
-    check(plan)  # a copy with changes has not been looked at yet
+    check(plan)  # pydantic does not validate a copy with changes
     own = fingerprint(graph)
     if plan.graph is not None and plan.graph.id != own.id:
         which = plan.title if plan.title != "plan" else "the plan"
         raise PolylaneError(f"{which} is for another model: {_difference(plan, plan.graph, graph, own)}")
     pieces = _stage_pieces(plan, graph)
+    # A piece may begin with recomputable nodes, which belong to no stage: the cut is before the first node that does.
     allowed = set(cut_positions(graph))
     for cut, _, index in pieces[1:]:
         while graph.nodes[cut].recomputable:
@@ -85,10 +90,13 @@ def partition_for(plan: Plan, graph: Graph) -> Partition:
 
 
 def _stage_pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
-    """The pieces of all stages as (first position, last position, stage), in the graph's order: they cover it.
+    """Find the pieces of all stages as (first position, last position, stage), in the graph's order; they cover it.
+
+    Nodes between two pieces belong to the earlier one if they are of its last source line, to the later one if they
+    are of its first source line or are recomputable.
 
     Raises:
-        PolylaneError: they do not, or two have the same node.
+        PolylaneError: they do not cover the graph, or two have the same node.
     """
     nodes, found = graph.nodes, list[tuple[int, int, int]]()
     for index, stage in enumerate(plan.stages):
@@ -114,7 +122,7 @@ def _stage_pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
                 f"{plan.title}: stages.{index}.nodes: {nodes[first].name} is on stage {other} already: every node has "
                 "one stage"
             )
-        result.append((begin, last, index))  # with free nodes before it, which every stage computes for itself
+        result.append((begin, last, index))  # with recomputable nodes before it, which each stage computes for itself
         begin = last + 1
     begin = _extend_to_line_end(nodes, begin - 1, len(nodes)) + 1
     if not all(node.recomputable for node in nodes[begin:]):
@@ -123,9 +131,9 @@ def _stage_pieces(plan: Plan, graph: Graph) -> list[tuple[int, int, int]]:
 
 
 def _extend_to_line_end(nodes: Sequence[Node], last: int, end: int) -> int:
-    """The last of the nodes before ``end`` that follow the one at ``last`` and are of the same line of the user's.
+    """Return the last node before ``end`` that follows the one at ``last`` and is of the same line of the user's code.
 
-    A mean over a count is written as several nodes, of which a plan may name the one that torch has.
+    A mean over a count is captured as several nodes, of which a plan may name the one that torch has.
     """
     while last + 1 < end and _same_source_line(nodes[last], nodes[last + 1]):
         last += 1
@@ -137,7 +145,7 @@ def _same_source_line(one: Node, other: Node) -> bool:
 
 
 def _describe_left_out(graph: Graph, missing: Sequence[int], pieces: Sequence[tuple[int, int, int]]) -> str:
-    """What no stage computes, and who needs it."""
+    """Describe a node that no stage computes, and the stage that needs it."""
     names = {graph.nodes[i].name for i in missing}
     for first, last, stage in pieces:
         for i in range(first, last + 1):
@@ -151,7 +159,7 @@ def _check_order(plan: Plan, partition: Partition) -> None:
     try:
         StageGraph.of_partition(partition)
     except CyclicStages:
-        # Between two pieces of one stage lies what other stages make of the first for the second.
+        # A stage of two pieces: another stage reads values of the first one, and the second one reads that stage's.
         crossing, stage = _find_backward_crossing(partition)
         raise PolylaneError(
             f"{plan.title}: stages wait for each other: stage {stage} needs {crossing.value} of stage "
@@ -161,7 +169,7 @@ def _check_order(plan: Plan, partition: Partition) -> None:
 
 
 def _find_backward_crossing(partition: Partition) -> tuple[StageCrossing, int]:
-    """A value that a stage reads, of a stage that cannot do without it."""
+    """Find a value that a stage reads from a stage which depends on it in turn: an edge of a cycle."""
     waits = nx.DiGraph(partition.edges)
     return next(
         (crossing, stage)
@@ -181,7 +189,7 @@ def _find_nodes(plan: Plan, nodes: tuple[Node, ...], name: str, index: int) -> l
 
 
 def _hint(plan: Plan, nodes: tuple[Node, ...], name: str) -> str:
-    """What may be meant by a name that the graph does not have; and where the graph ends, if that is asked for."""
+    """Suggest a name for one that the graph does not have; and the graph's first or last node, if it was for that."""
     hints = []
     if close := difflib.get_close_matches(name, [*(n.name for n in nodes), *(n.module for n in nodes)], 1):
         hints.append(f"did you mean {close[0]}?")

@@ -1,4 +1,4 @@
-"""The placements that a plan fixes: their form, and whether the graph has what they name."""
+"""Pinned placements: placements of tensors that a plan file fixes; checks their form, and that the graph has them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FORM = re.compile(r"replicate|partial|shard\((?P<dim>0|[1-9][0-9]*)\)")
 
 
 def read_pattern(given: Any) -> str:
-    """A placement as a plan file writes it.
+    """Validate a placement as written in a plan file.
 
     Raises:
-        PydanticCustomError: it is none.
+        PydanticCustomError: the value is not replicate, shard(<dim>) or partial.
     """
     if not isinstance(given, str) or not _FORM.fullmatch(given):
         raise PydanticCustomError(
@@ -34,15 +34,15 @@ _Placements = Sequence[Mapping[str, Mapping[Any, str]]]
 
 
 def check_axes(stages: _Placements, axes: Sequence[Collection[str]], title: str) -> None:
-    """Refuse placements on axes along which nothing is split: nobody would look at them.
+    """Refuse placements on axes along which the stage shards nothing: they would be ignored.
 
     Args:
-        stages: the placements of every stage.
-        axes: of every stage, along which its operators are split.
-        title: of the plan.
+        stages: the pinned placements of every stage.
+        axes: for every stage, the axes along which its operators are sharded.
+        title: what errors call the plan.
 
     Raises:
-        PolylaneError: naming the plan's key.
+        PolylaneError: a placement on such an axis; naming the plan's key.
     """
     for index, placements in enumerate(stages):
         for name, on_axes in placements.items():
@@ -55,15 +55,16 @@ def check_axes(stages: _Placements, axes: Sequence[Collection[str]], title: str)
 
 
 def check_pins(stages: _Placements, partition: Partition, title: str) -> None:
-    """Refuse placements, by stage, of what the stage does not have, or that contradict each other.
+    """Refuse placements of tensors that the stage does not have, or that contradict each other.
 
     Args:
-        stages: the placements of every stage.
-        partition: the model, cut.
-        title: of the plan.
+        stages: the pinned placements of every stage.
+        partition: the model's graph and its cuts.
+        title: what errors call the plan.
 
     Raises:
-        PolylaneError: naming the plan's key.
+        PolylaneError: an unknown tensor, one of another stage, a dimension that it does not have, or two different
+            placements for a tensor on several stages; naming the plan's key.
     """
     said: dict[tuple[str, str], tuple[int, str]] = {}
     for index, placements in enumerate(stages):
@@ -84,7 +85,7 @@ def _numbered(dims: int) -> str:
 
 
 def _count_dims(partition: Partition, stage: int, name: str, key: str) -> int:
-    """How many dimensions the named tensor has."""
+    """Return the number of dimensions of the tensor of that name: a parameter, or what a node returns."""
     graph = partition.graph
     if name in graph.parameters:
         holders = [s for s in range(partition.stages) if name in partition.parameters(s)]

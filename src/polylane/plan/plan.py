@@ -1,4 +1,4 @@
-"""Plan: stages, devices, schedule and synchronization as a YAML file that a person can read, edit and commit."""
+"""Plan: a complete parallelization strategy (stages, meshes, schedule, sync) as a YAML file to read and edit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ _OPERATOR_AXES = ("sequence", "tensor")
 
 
 class Fingerprint(StrictMapping):
-    """Which graph a plan is for, with enough of it to say what differs from another."""
+    """Which graph a plan is for, with enough of it to say what differs from another graph.
+
+    Attributes:
+        id: hash of the graph's nodes, shapes and edges.
+        nodes: number of nodes of the graph.
+        parameters: number of parameter tensors of the graph.
+    """
 
     id: str
     nodes: pydantic.StrictInt
@@ -41,12 +47,15 @@ def _in_pairs(nodes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Stage(StrictMapping):
-    """Some of the graph on some of the devices.
+    """One pipeline stage: a part of the graph on a mesh of devices.
 
-    ``nodes`` are the first and the last node, by the user's module path ("layer2.3": all of that module) or by a node's
-    own name ("layer2.3.conv1/conv2d"); a stage of several pieces names the first and the last of each. ``devices`` are
-    ranks: the mesh of data x sequence x tensor in row-major order. ``placements`` fixes how a parameter, or what a node
-    gives, lies along an axis ("replicate", "shard(1)", "partial"); what it does not name is chosen.
+    Attributes:
+        nodes: the first and the last node, by the user's module path ("layer2.3": all of that module) or by a node's
+            own name ("layer2.3.conv1/conv2d"); a stage of several pieces names the first and the last of each.
+        devices: ranks of the mesh of data x sequence x tensor, in row-major order.
+        mesh: number of ranks along each axis; 1 for an axis that is left out.
+        placements: by name of a parameter or node, its placement along an axis ("replicate", "shard(1)", "partial");
+            placements of all other tensors are chosen.
     """
 
     nodes: Annotated[tuple[str, ...], pydantic.AfterValidator(_in_pairs)]
@@ -62,17 +71,25 @@ class Stage(StrictMapping):
         return tuple(zip(self.nodes[::2], self.nodes[1::2], strict=True))
 
     def degree(self, axis: str) -> int:
-        """How many ranks there are along an axis of the mesh."""
+        """Return the number of ranks along an axis of the mesh."""
         return next((degree for name, degree in self.mesh.items() if name == axis), 1)
 
 
 class Plan(StrictMapping):
-    """A way to split the training of one graph, refused with a PolylaneError where it contradicts itself.
+    """How the training of one graph is parallelized; refused with a PolylaneError where it contradicts itself.
 
-    ``graph`` says which one; a plan that a person writes may leave it out. Names of nodes and parameters that the model
-    does not have are refused either way. ``slow`` makes ranks stragglers, to see what that does to the others.
-    ``per_sample`` names modules that run the user's own Python and, the user says, treat each sample by itself;
-    "model" is all of it.
+    Attributes:
+        polylane: version of the file format.
+        graph: fingerprint of the graph that it is for; a plan written by hand may leave it out. Names of nodes and
+            parameters that the model does not have are refused either way.
+        stages: the pipeline stages, in the order of their numbers.
+        schedule: name of a synchronous pipeline schedule.
+        microbatches: number of microbatches of a step.
+        sync: how replicas synchronize gradients or weights.
+        precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
+        slow: by rank, how it is made a straggler, to see the effect on the others.
+        per_sample: modules that run the user's own Python and, by the user's word, treat each sample by itself; "model"
+            is all of it.
     """
 
     polylane: Literal[1] = 1
@@ -85,7 +102,7 @@ class Plan(StrictMapping):
     slow: Slowness = pydantic.Field(default={})
     per_sample: tuple[str, ...] = ()
     _file: str = pydantic.PrivateAttr("")
-    # Where every rank stands, and for which stages that was looked up: plans may have very many ranks.
+    # Stage and position of every rank, with the stages that they were computed for: plans may have a million ranks.
     _found: tuple[tuple[Stage, ...], dict[int, tuple[int, int]]] = pydantic.PrivateAttr(((), {}))
 
     @pydantic.model_validator(mode="after")
@@ -95,27 +112,27 @@ class Plan(StrictMapping):
         return self
 
     def __eq__(self, other: object) -> bool:
-        """Whether two plans say the same, wherever they were read."""
+        # Where two plans were read from does not matter.
         return isinstance(other, Plan) and self.model_dump() == other.model_dump()
 
     @property
     def title(self) -> str:
-        """What errors call it: "plan run/plan.yaml", or "plan" for one that is in no file."""
+        """What errors call the plan: "plan run/plan.yaml", or "plan" for one that is in no file."""
         return f"plan {self._file}" if self._file else "plan"
 
     @property
     def data(self) -> int:
-        """Replicas of every stage; the most that one has."""
+        """Number of replicas: the most that a stage has."""
         return self.degree("data")
 
     @property
     def sequence(self) -> int:
-        """Ranks over which the operators are split while each holds all parameters."""
+        """Ranks that shard activations along the sequence, each with all parameters: the most that a stage has."""
         return self.degree("sequence")
 
     @property
     def tensor(self) -> int:
-        """Ranks over which the operators are split so that each holds a part of the parameters."""
+        """Ranks that shard operators together with their parameters: the most that a stage has."""
         return self.degree("tensor")
 
     @property
@@ -125,31 +142,31 @@ class Plan(StrictMapping):
 
     @property
     def workers(self) -> int:
-        """How many workers train."""
+        """Number of workers that train."""
         return sum(len(stage.devices) for stage in self.stages)
 
     @property
     def processes(self) -> int:
-        """How many workers the plan takes: those that train, and behind them those that only serve parameters."""
+        """Number of processes: workers that train, and behind them those that only serve parameters."""
         return self.workers + (self.sync.server_count if self.sync.dedicated else 0)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which operators are split: "sequence", "tensor", as far as they have more than one rank."""
+        """The axes along which operators are sharded: of "sequence" and "tensor" those with more than one rank."""
         return tuple(axis for axis in _OPERATOR_AXES if self.degree(axis) > 1)
 
     def axes_of(self, stage: int) -> tuple[str, ...]:
-        """As :attr:`axes`, of one stage."""
+        """Return the axes along which the operators of one stage are sharded; see :attr:`axes`."""
         return tuple(axis for axis in _OPERATOR_AXES if self.degree(axis, stage) > 1)
 
     def degree(self, axis: str, stage: int | None = None) -> int:
-        """How many ranks there are along an axis of a stage's mesh ("data", "sequence", "tensor"); or the most."""
+        """Return the number of ranks along an axis ("data", "sequence", "tensor") of a stage; None: of the largest."""
         if stage is not None:
             return self.stages[stage].degree(axis)
         return max((each.degree(axis) for each in self.stages), default=1)
 
     def degrees(self, stage: int) -> Degrees:
-        """The mesh of a stage."""
+        """Return the mesh of a stage."""
         return Degrees(*(self.degree(axis, stage) for axis in MESH))
 
     @property
@@ -164,53 +181,53 @@ class Plan(StrictMapping):
 
     @property
     def resplits_batch(self) -> bool:
-        """Whether stages have different numbers of replicas, so that samples are divided anew between them."""
+        """Whether stages have different numbers of replicas, so that batches are resplit between them."""
         return len({degrees.data for degrees in self.meshes}) > 1
 
     def have_same_mesh(self, a: int, b: int) -> bool:
-        """Whether two stages have the same mesh: each rank of the one then has its counterpart on the other."""
+        """Return whether two stages have the same mesh: each rank of the one then has a counterpart on the other."""
         return tuple(self.degrees(a)) == tuple(self.degrees(b))
 
     def stage_and_replica(self, rank: int) -> tuple[int, int]:
-        """Stage and replica of a rank."""
+        """Return stage and replica of a rank."""
         stage, at = self._stage_and_indices(rank)
         return stage, at["data"]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's index on each of its stage's axes (:meth:`axes_of`)."""
+        """Return a rank's index on each of its stage's axes (:meth:`axes_of`)."""
         stage, at = self._stage_and_indices(rank)
         return {axis: at[axis] for axis in self.axes_of(stage)}
 
     def indices(self, rank: int) -> dict[str, int]:
-        """A rank's index on every axis of the mesh, "data" among them."""
+        """Return a rank's index on every axis of the mesh, "data" among them."""
         return self._stage_and_indices(rank)[1]
 
     def rank_at(self, stage: int, replica: int, coordinates: Mapping[str, int]) -> int:
-        """The rank of a replica of a stage with an index on each of its axes."""
-        position = replica
+        """Return the rank at a replica of a stage and an index on each of its axes."""
+        position = replica  # row-major: data outermost, tensor innermost
         for axis in _OPERATOR_AXES:
             degree = self.degree(axis, stage)
             position = position * degree + (coordinates[axis] if degree > 1 else 0)
         return self.stages[stage].devices[position]
 
     def group(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """The ranks of the same stage that differ from ``rank`` only along these axes of the mesh, ascending."""
+        """Return the process group of a rank along axes: ranks of its stage that differ only along these, ascending."""
         stage, at = self._stage_and_indices(rank)
         ways = [range(self.degree(axis, stage)) if axis in axes else (at[axis],) for axis in MESH]
         every = (dict(zip(MESH, indices, strict=True)) for indices in itertools.product(*ways))
         return tuple(sorted(self.rank_at(stage, each["data"], each) for each in every))
 
     def ranks_along(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks of the same stage that differ from ``rank`` only on one axis of the mesh, by their index on it."""
+        """Return the ranks of the same stage that differ from ``rank`` only on one axis, by their index on it."""
         stage, here = self._stage_and_indices(rank)
         every = ({**here, axis: index} for index in range(self.degree(axis, stage)))
         return tuple(self.rank_at(stage, at["data"], at) for at in every)
 
     def peers(self, rank: int, stage: int) -> tuple[int, ...]:
-        """The ranks of another stage with which this one may exchange values.
+        """Return the ranks of another stage with which this one may exchange values.
 
-        Of a stage with the same mesh that is its counterpart there; else all of the same replica if there are as many
-        replicas, or else all of the stage.
+        On a stage with the same mesh it is the counterpart alone; with as many replicas, all ranks of the same replica;
+        else all ranks of the stage.
         """
         own, (_, replica) = self._stage_and_indices(rank)[0], self.stage_and_replica(rank)
         devices = self.stages[stage].devices
@@ -218,11 +235,12 @@ class Plan(StrictMapping):
             return (devices[self._found[1][rank][1]],)
         if self.degree("data", own) != self.degree("data", stage):
             return devices
+        # Data is the outermost axis of the mesh, so a replica's ranks are consecutive in the list of devices.
         size = len(devices) // self.degree("data", stage)
         return devices[replica * size : (replica + 1) * size]
 
     def pins(self, axis: str, stages: Collection[int] | None = None) -> dict[str, str]:
-        """The placements that stages (default: all) ask for on one axis, by the name of a parameter or node."""
+        """Return the placements that stages (default: all) pin on one axis, by name of a parameter or node."""
         return {
             name: pattern
             for stage in (self.stages if stages is None else [self.stages[s] for s in stages])
@@ -232,7 +250,8 @@ class Plan(StrictMapping):
         }
 
     def _stage_and_indices(self, rank: int) -> tuple[int, dict[str, int]]:
-        """The stage of a rank, and its index along each axis of the mesh."""
+        """Return the stage of a rank, and its index along each axis of the mesh."""
+        # A copy of the plan with other stages takes this table along: compare whose it is.
         if self._found[0] is not self.stages:
             places = {r: (s, i) for s, stage in enumerate(self.stages) for i, r in enumerate(stage.devices)}
             self._found = (self.stages, places)
@@ -251,14 +270,15 @@ class Plan(StrictMapping):
 
 
 def default_microbatches(spec: Spec, batch: int) -> int:
-    """Four for every stage, as GPipe advises (Huang et al., section 2.3), as far as the batch has samples for them."""
+    """Return the spec's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples."""
     if spec.microbatches is not None:
         return spec.microbatches
     return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
 
 
 def dump(plan: Plan) -> str:
-    """The plan as YAML."""
+    """Format a plan as YAML."""
+    # Keys at their defaults are left out where most plans have no use for them; sync always shows its kind.
     data = plan.model_dump(mode="json")
     if plan.graph is None:
         del data["graph"]
@@ -294,7 +314,7 @@ def load(path: str | Path) -> Plan:
 
 
 def _keys(place: Sequence[int | str]) -> list[str]:
-    """The keys of a mapping in a plan file."""
+    """Return the keys that a mapping at a place of a plan file may have, for suggestions in errors."""
     models: dict[str, type[StrictMapping]] = {"graph": Fingerprint, "stages": Stage, "sync": SyncOptions}
     return list((models[str(place[0])] if place else Plan).model_fields)
 
@@ -303,11 +323,11 @@ _FORM = FileForm("a plan", _keys)
 
 
 def check(plan: Plan) -> None:
-    """Refuse a plan whose stages do not go together, whatever the model.
+    """Refuse a plan that contradicts itself, whatever the model.
 
     Raises:
-        PolylaneError: a stage's devices are not as many as its mesh has, a device is there twice or left out, or a
-        placement is for an axis that there is not.
+        PolylaneError: a stage's devices do not fill its mesh, a device is named twice or left out, a placement is for
+            an axis that the stage does not have, or sync does not fit the meshes.
     """
     _check_meshes(plan)
     _check_devices(plan)
@@ -326,7 +346,7 @@ def _check_meshes(plan: Plan) -> None:
 
 
 def _check_devices(plan: Plan) -> None:
-    """Every worker has one place, and none is left out."""
+    """Refuse ranks that are named twice, or that are not all of 0 to the number of workers."""
     seen: dict[int, int] = {}
     for index, stage in enumerate(plan.stages):
         for device in stage.devices:
@@ -338,6 +358,7 @@ def _check_devices(plan: Plan) -> None:
                 )
                 raise PolylaneError(f"{plan.title}: {where}: every worker has one place")
             seen[device] = index
+    # All different, so they are 0 to most if and only if none of these is missing.
     most = len(seen) - 1
     missing = next((device for device in range(len(seen)) if device not in seen), None)
     if missing is not None:
@@ -348,8 +369,9 @@ def _check_devices(plan: Plan) -> None:
 
 
 def _check_sync(plan: Plan) -> None:
-    """Replicas that go their own ways, or that servers know by number, are whole ones: every stage has as many."""
+    """Refuse sync options that the meshes do not allow."""
     sync = plan.sync
+    # A replica that takes steps of its own, or that servers count, must be one replica of every stage.
     if plan.resplits_batch and (sync.is_replica_local or sync.has_servers):
         key = "kind: parameter_server" if sync.has_servers else f"every: {sync.every}"
         raise PolylaneError(f"{plan.title}: sync.{key} needs as many replicas of every stage: give all the same data")

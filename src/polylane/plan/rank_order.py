@@ -1,4 +1,4 @@
-"""Ranks: which workers each stage has, where nobody says it: those that talk the most are neighbours."""
+"""Rank order: the default ranks of every stage; those that communicate the most are neighbours, so on one host."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from polylane.plan.spec import Degrees
 
-# One replica of a stage, whose ranks split its operators: (which part of all samples it begins with, stage, replica).
+# One replica of a stage, whose ranks shard its operators: (first sample as a fraction of the batch, stage, replica).
 _Group = tuple[float, int, int]
 
 
 def assign_ranks(meshes: Sequence[Degrees]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of every stage, in the order of its mesh.
+    """Assign ranks to every stage, in the order of its mesh.
 
-    Ranks are numbered host by host. Those that split an operator follow each other, and where their number is a power
-    of two they begin at a multiple of it: a host with a power of two of ranks that could hold them does. Replicas are
-    outermost, and stages between: of stages with as many replicas each, rank = (replica * stages + stage) * ranks of a
-    replica + index. Of others, what computes on the first samples comes first, as far as it stays on its hosts.
+    Ranks are numbered host by host. Those that shard an operator are consecutive, and where their number is a power of
+    two they begin at a multiple of it, so that they never straddle two hosts whose size is a multiple of that power.
+    Stages come next, replicas are outermost: where all stages have equally many replicas, rank = (replica * stages +
+    stage) * ranks of a replica + index. Else groups are ordered by their first sample, as far as alignment allows.
     """
     groups = sorted((r / mesh.data, s, r) for s, mesh in enumerate(meshes) for r in range(mesh.data))
     sizes = [mesh.sequence * mesh.tensor for mesh in meshes]
@@ -29,10 +29,11 @@ def assign_ranks(meshes: Sequence[Degrees]) -> tuple[tuple[int, ...], ...]:
 
 
 def _align_groups(groups: Sequence[_Group], sizes: Sequence[int]) -> list[_Group]:
-    """Groups one behind the other, so that each whose size is a power of two begins at a multiple of its size.
+    """Order groups so that each whose size is a power of two begins at a multiple of its size.
 
-    Two neighbours of one size go together as one of twice the size, up to the largest size. What is left over, one of
-    each smaller size at most, ends the line, the largest first; then come groups of other sizes.
+    As in a buddy allocator: two neighbours of one size are merged into one of twice the size, up to the largest size.
+    What is left over, at most one bundle of each smaller size, comes last, the largest first; then groups of other
+    sizes.
     """
     #   1  2  1  1  2   ->   1 1  2  2  1      (1, 2: groups of so many ranks)
     powers = [size for size in sizes if size & (size - 1) == 0]

@@ -1,4 +1,4 @@
-"""A plan in one line: ``data=2,pipeline=2,schedule=1f1b,microbatches=8``, or ``[data=2 | tensor=2 | 1],...``."""
+"""Spec: a plan in one line, before the graph is known: ``data=2,pipeline=2,microbatches=8``, ``[data=2 | 1],...``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polylane.plan.sync import SUM, SyncOptions
 from polylane.schedule.synchronous import SCHEDULES
 from polylane.settings import split_pairs
 
-# What stands for the best plan, wherever a plan is asked for.
+# Written in place of a plan, it asks for the best one that the planner finds.
 AUTO = "auto"
 
 PRECISIONS = ("float32", "bfloat16")
@@ -22,12 +22,18 @@ DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches")
 _KEYS = (*_COUNTS, "schedule", "precision", *syncs.KEYS, "slow", "per_sample")
 
-# As many workers as a plan may have, and as many microbatches: ten times the largest machines.
+# Most workers that a plan may have, and most microbatches: ten times the largest machines.
 MOST = 2**20
 
 
 class Degrees(NamedTuple):
-    """The mesh of one stage."""
+    """The mesh of one stage: the number of ranks along each axis.
+
+    Attributes:
+        data: number of replicas, each on its own samples.
+        sequence: ranks that shard activations along the sequence.
+        tensor: ranks that shard operators together with their parameters.
+    """
 
     data: int = 1
     sequence: int = 1
@@ -35,7 +41,7 @@ class Degrees(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """How many ranks there are in the mesh."""
+        """Number of ranks in the mesh."""
         return self.data * self.sequence * self.tensor
 
     def __str__(self) -> str:
@@ -47,19 +53,20 @@ class Spec:
     """Degrees and schedule, before the graph is known.
 
     Attributes:
-        data: replicas of every stage.
-        pipeline: number of stages.
+        data: number of replicas of every stage.
+        pipeline: number of pipeline stages, at least 1.
         schedule: a key of :data:`polylane.schedule.synchronous.SCHEDULES`.
-        microbatches: into how many the batch is divided; None leaves the choice to the planner.
-        precision: "float32" (whatever the model has), or "bfloat16" for autocast.
-        tensor: ranks over which the operators of a stage are split so that each holds a part of the parameters.
-        sequence: ranks over which they are split so that each holds a part of the activations, and all parameters.
+        microbatches: number of microbatches of a step; None leaves the choice to the planner.
+        precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
+        tensor: ranks that shard the operators of a stage, so that each holds a shard of the parameters.
+        sequence: ranks that shard them along the sequence, so that each holds a shard of the activations, and all
+            parameters.
         stages: the mesh of every stage, where they differ; the degrees above then follow from them: their number, and
-            the largest degrees. Meshes that are all the same are degrees and nothing else.
-        sync: how replicas agree.
-        slow: ranks that are made stragglers.
-        per_sample: module paths of what runs the user's own Python and, the user says, treats each sample by itself;
-            "model" for all of it.
+            the largest degrees. Empty where all meshes are equal: then the degrees say it all.
+        sync: how replicas synchronize gradients or weights.
+        slow: pairs (rank, straggler) of ranks that are slowed down.
+        per_sample: paths of modules that run the user's own Python and, by the user's word, treat each sample by
+            itself; "model" for all of it.
 
     Raises:
         PolylaneError: degrees are given beside stages that have others, or there are too many workers.
@@ -89,6 +96,8 @@ class Spec:
         check_workers(self.workers, said)
 
     def _follow_stages(self) -> None:
+        # A degree beside meshes must be 1, the default, or the one that follows; the dataclass is frozen, so it is set
+        # through object.
         most = {axis: max(getattr(mesh, axis) for mesh in self.stages) for axis in Degrees._fields}
         for axis, n in {**most, "pipeline": len(self.stages)}.items():
             given = getattr(self, axis)
@@ -96,6 +105,7 @@ class Spec:
                 others = f"{n} stages" if axis == "pipeline" else f"stages of which the most have {axis}={n}"
                 raise PolylaneError(f"{axis}={given} is given beside {others}: say it in the stages alone")
             object.__setattr__(self, axis, n)
+        # Equal meshes are the same plan as plain degrees: one form, so that equal plans compare equal.
         if len(set(self.stages)) == 1:
             object.__setattr__(self, "stages", ())
 
@@ -110,7 +120,7 @@ class Spec:
         slow: tuple[tuple[int, Straggler], ...] = (),
         per_sample: tuple[str, ...] = (),
     ) -> Spec:
-        """Stages with a mesh each."""
+        """Build a spec of stages with a mesh each."""
         return cls(
             schedule=schedule,
             microbatches=microbatches,
@@ -128,26 +138,26 @@ class Spec:
 
     @property
     def resplits_batch(self) -> bool:
-        """Whether stages have different numbers of replicas, so that samples are divided anew between them."""
+        """Whether stages have different numbers of replicas, so that batches are resplit between them."""
         return len({degrees.data for degrees in self.meshes}) > 1
 
     @property
     def workers(self) -> int:
-        """How many workers train."""
+        """Number of workers that train."""
         if self.stages:
             return sum(degrees.workers for degrees in self.stages)
         return self.data * self.pipeline * self.sequence * self.tensor
 
     @property
     def processes(self) -> int:
-        """How many workers the plan takes: those that train, and behind them those that only serve parameters."""
+        """Number of processes: workers that train, and behind them those that only serve parameters."""
         return self.workers + (self.sync.server_count if self.sync.dedicated else 0)
 
 
 def format_degrees(meshes: Sequence[Degrees]) -> list[str]:
-    """What a plan's workers are for: ``data=2``, ``pipeline=1``, and ``tensor=4`` where there is such a split.
+    """Format degrees as words: ``data=2``, ``pipeline=1``, and ``tensor=4`` where it is more than 1.
 
-    Where stages have meshes of their own, these: ``[data=2 | 1]``.
+    Stages with different meshes are one word: ``[data=2 | 1]``.
     """
     if len(set(meshes)) > 1:
         return [f"[{' | '.join(map(str, meshes))}]"]
@@ -165,7 +175,7 @@ def format_line(
     slow: Mapping[int, Straggler],
     per_sample: Sequence[str] = (),
 ) -> str:
-    """A plan in one line."""
+    """Format a plan in one line, the inverse of :func:`parse`."""
     words = [*format_degrees(meshes), f"schedule={schedule}", f"microbatches={microbatches}"]
     words += [] if precision == "float32" else [f"precision={precision}"]
     words += [*sync.to_words(), *stragglers.straggler_words(dict(slow))]
@@ -177,7 +187,7 @@ def check_workers(workers: int, degrees: Sequence[str]) -> None:
     """Refuse more workers than any machine has, before anything is computed for each of them.
 
     Raises:
-        PolylaneError: with the degrees that make them so many.
+        PolylaneError: there are more than :data:`MOST`; it names the degrees that they are the product of.
     """
     if workers > MOST:
         raise PolylaneError(
@@ -236,7 +246,7 @@ def _parse_line(text: str) -> Spec:
 
 
 def _parse_paths(text: str) -> tuple[str, ...]:
-    """Module paths: "experts.0+experts.1"."""
+    """Parse module paths, joined by +: "experts.0+experts.1"."""
     paths = tuple(path.strip() for path in text.split("+"))
     if not all(paths):
         raise PolylaneError(
@@ -246,7 +256,7 @@ def _parse_paths(text: str) -> tuple[str, ...]:
 
 
 def _parse_mesh(text: str, stage: int) -> Degrees:
-    """The mesh of one stage: "data=2,tensor=2", or "1" for one worker."""
+    """Parse the mesh of one stage: "data=2,tensor=2", or "1" for one worker."""
     if not text.strip():
         raise PolylaneError(f"stage {stage} has no mesh: write 1 for one worker")
     try:
@@ -257,11 +267,12 @@ def _parse_mesh(text: str, stage: int) -> Degrees:
 
 
 def _pieces(text: str) -> list[str]:
-    """What commas separate; nothing between two of them says nothing."""
+    """Split at commas; empty pieces are ignored."""
     return [piece for piece in text.split(",") if piece.strip()]
 
 
 def _parse_count(key: str, value: str) -> int:
+    # The length is checked before int(), which takes quadratic time, and raises ValueError above 4300 digits.
     if not (value.isascii() and value.isdecimal()) or not value.strip("0"):
         raise PolylaneError(f"{key}={_shorten(value)} must be a whole number of at least 1")
     if len(value.lstrip("0")) > len(str(MOST)) or int(value) > MOST:
@@ -270,6 +281,6 @@ def _parse_count(key: str, value: str) -> int:
 
 
 def _shorten(given: str | int, most: int = 80) -> str:
-    """What was given, as far as it can be read in a sentence."""
+    """Shorten what the user gave, for a sentence."""
     text = str(given)
     return text if len(text) <= most else f"{text[:most]}…"

@@ -1,4 +1,4 @@
-"""Stragglers that a plan asks for, to see what they do to the others: in a plan file, and in one line."""
+"""Stragglers: ranks that a plan slows down on purpose, to see the effect on the others; in a file, and in one line."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from polylane.plan.strict_mapping import Count, StrictMapping
 
 
 class Straggler(StrictMapping):
-    """One rank's passes take ``times`` as long as they do; in one of ``every`` steps, for each rank in another one."""
+    """Slows one rank down: its passes take ``times`` as long, in one of ``every`` steps.
+
+    Attributes:
+        times: factor of the duration of a forward or backward pass, at least 1.
+        every: one of so many steps is slow; which one depends on the rank, so that stragglers take turns.
+    """
 
     times: Annotated[float, pydantic.Field(ge=1, allow_inf_nan=False)]
     every: Count = 1
 
     def factor_at(self, step: int, rank: int) -> float:
-        """How many times as long the passes of a step take."""
+        """Return the factor by which the passes of a step take longer."""
         return self.times if step % self.every == rank % self.every else 1.0
 
 
 def _read_straggler(value: Any) -> Any:
-    """A number alone is how many times as long, in every step."""
+    """Read the short form: a number alone is ``times``, in every step."""
     return {"times": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -30,10 +35,10 @@ Slowness = dict[pydantic.StrictInt, Annotated[Straggler, pydantic.BeforeValidato
 
 
 def parse_stragglers(text: str) -> dict[int, Straggler]:
-    """Ranks and how slow they are made: "1:2" or "1:2@4", or several with + in between.
+    """Parse ranks and how slow they are made: "1:2" or "1:2@4", or several joined by +.
 
     Raises:
-        PolylaneError: it is not of that form.
+        PolylaneError: the text is not of that form, or names a rank twice.
     """
     found = dict[int, Straggler]()
     for each in text.split("+"):
@@ -54,6 +59,6 @@ def parse_stragglers(text: str) -> dict[int, Straggler]:
 
 
 def straggler_words(slow: dict[int, Straggler]) -> list[str]:
-    """It as a word of a plan in one line; none where nobody is slow."""
+    """Format stragglers as a word of a plan in one line; no word if there are none."""
     each = [f"{rank}:{s.times:g}" + (f"@{s.every}" if s.every > 1 else "") for rank, s in slow.items()]
     return ["slow=" + "+".join(each)] if each else []

@@ -1,4 +1,4 @@
-"""What every mapping of a plan file is: frozen, and without keys that nobody knows."""
+"""Strict mappings: the pydantic base of every mapping of a plan file; frozen, unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class StrictMapping(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
 
-# What counts something; true is no number here, nor is "2".
+# A positive integer. Strict: neither true nor "2" is accepted for a number.
 Count = Annotated[int, pydantic.Field(strict=True, gt=0)]

@@ -1,4 +1,4 @@
-"""Sync: how replicas agree, as a part of a plan: a mapping of a plan file, and words of a plan in one line."""
+"""Sync options: how replicas synchronize gradients or weights; a mapping in a plan file, words in a one-line plan."""
 
 from __future__ import annotations
 
@@ -20,15 +20,26 @@ ANY = "any"
 
 
 class OuterOptimizer(StrictMapping):
-    """An optimizer of its own for what replicas agree on: SGD with Nesterov momentum on the mean change of their
-    weights (DiLoCo: Douillard et al., arXiv 2311.08105, algorithm 1). Rate 1 and momentum 0 is plain averaging."""
+    """Outer optimizer of local SGD: SGD with Nesterov momentum on the mean change of the replicas' weights (DiLoCo:
+    Douillard et al., arXiv 2311.08105, algorithm 1). Rate 1 and momentum 0 is plain averaging.
+
+    Attributes:
+        rate: learning rate of the outer step.
+        momentum: Nesterov momentum of the outer step, in [0, 1).
+    """
 
     rate: _Rate = 0.7
     momentum: _Momentum = 0.9
 
 
 class PowerSGDOptions(StrictMapping):
-    """Gradient matrices as products of two thin ones (Vogels et al., NeurIPS 2019); plain before step ``start``."""
+    """PowerSGD: gradient matrices are sent as products of two thin ones (Vogels et al., NeurIPS 2019).
+
+    Attributes:
+        kind: tag that selects this compressor.
+        rank: rank of the approximation, the width of the thin matrices.
+        start: first step with compression; gradients are summed whole before it.
+    """
 
     kind: Literal["powersgd"]
     rank: Count = 4
@@ -36,7 +47,12 @@ class PowerSGDOptions(StrictMapping):
 
 
 class TopKOptions(StrictMapping):
-    """Only the largest entries of a gradient, what is left is added to the next one (Stich et al., NeurIPS 2018)."""
+    """Top-k: only the largest entries are sent, with error feedback (Stich et al., NeurIPS 2018).
+
+    Attributes:
+        kind: tag that selects this compressor.
+        fraction: share of a gradient's entries that is sent, in (0, 1].
+    """
 
     kind: Literal["top_k"]
     fraction: _Share = 0.01
@@ -51,24 +67,24 @@ def _staleness(value: Any) -> Any:
 
 
 class SyncOptions(StrictMapping):
-    """How replicas agree.
+    """How replicas synchronize.
 
     Attributes:
         kind: "all_reduce": they sum gradients, or average weights; "parameter_server": servers hold weights and
             optimizer, and update them with the gradients that replicas send.
-        every: steps from one agreement to the next. 1: gradients are summed in each step; n: replicas train alone for n
-            steps, then average their weights (local SGD: Stich, ICLR 2019).
+        every: steps from one synchronization to the next. 1: gradients are summed in each step; n: replicas train alone
+            for n steps, then average their weights (local SGD: Stich, ICLR 2019).
         warmup: steps at the start with gradients summed in each (post-local SGD: Lin et al., ICLR 2020).
-        outer: what is done with the average; None: it is taken.
-        shard: what replicas hold a part of only: optimizer states, gradients as well, parameters as well (ZeRO-1, -2,
+        outer: optimizer that is applied to the averaged change of the weights; None: the average is taken as it is.
+        shard: what is sharded over the replicas: optimizer states, gradients as well, parameters as well (ZeRO-1, -2,
             -3: Rajbhandari et al., SC 2020).
-        within: replicas that hold one whole between them, where that is not all of them (hybrid sharding).
-        wire: the type in which gradients travel: "same" as they are, or a shorter one.
-        compress: how gradients are made smaller before they travel; None: not at all.
-        servers: how many, parameters are shared out among them by their bytes.
-        dedicated: whether servers are further workers; else they share those that train.
-        staleness: how many steps a replica may be ahead of the slowest one; 0: all go together, and their gradients
-            make one update; "any": each goes at its own pace.
+        within: number of replicas in a sharding group, where that is not all of them (hybrid sharding).
+        wire: dtype in which gradients are sent: "same" as they are computed, or a shorter one.
+        compress: how gradients are compressed before they are sent; None: not at all.
+        servers: number of parameter servers; parameters are assigned to them by bytes.
+        dedicated: whether servers are further processes; else they run in those that train.
+        staleness: most steps that a replica may be ahead of the slowest one; 0: synchronous, all gradients make one
+            update; "any": each replica goes at its own pace.
     """
 
     kind: Literal["all_reduce", "parameter_server"] = "all_reduce"
@@ -92,12 +108,12 @@ class SyncOptions(StrictMapping):
 
     @property
     def has_servers(self) -> bool:
-        """Whether servers hold the weights."""
+        """Whether parameter servers hold the weights."""
         return self.kind == "parameter_server"
 
     @property
     def server_count(self) -> int:
-        """How many servers there are."""
+        """Number of parameter servers; 0 where replicas synchronize by all-reduce."""
         return (self.servers or 1) if self.has_servers else 0
 
     @property
@@ -107,16 +123,16 @@ class SyncOptions(StrictMapping):
 
     @property
     def is_plain_sum(self) -> bool:
-        """Whether gradients are summed whole, as they are, in every step."""
+        """Whether gradients are all-reduced in every step, neither compressed nor sharded."""
         return self == SUM
 
     @property
     def is_exact(self) -> bool:
-        """Whether the numbers are those of one device."""
+        """Whether the training computes the same numbers as one device, up to rounding."""
         return not self.is_replica_local and self.wire == "same" and self.compress is None
 
     def to_words(self) -> list[str]:
-        """It as words of a plan in one line; none where it is the plain sum of gradients."""
+        """Format the options as words of a plan in one line; no words for the plain sum of gradients."""
         found = []
         for key, value in self:
             if value == type(self).model_fields[key].default or key in ("kind", "servers"):
@@ -136,13 +152,13 @@ def _format_word(value: Any) -> str:
 
 
 def _format_number(value: float) -> str:
-    """A number in few digits, if these say it all."""
+    """Format a number in six digits, if these are exact; else in full."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 
 
 def _find_contradiction(sync: SyncOptions) -> str | None:
-    """What two of its values that exclude each other are, and what to do."""
+    """Describe two options that exclude each other, and what to do; None if there are none."""
     if sync.has_servers:
         return _find_server_contradiction(sync)
     for key in ("servers", "dedicated", "staleness"):
@@ -180,17 +196,18 @@ def _find_server_contradiction(sync: SyncOptions) -> str | None:
 # The plain sum of gradients in every step.
 SUM = SyncOptions()
 
-# Keys of a plan in one line that are about how replicas agree.
+# Keys of a plan in one line that belong to the sync options.
 KEYS = ("every", "warmup", "outer", "shard", "within", "wire", "compress", "servers", "dedicated", "staleness")
 
 
 def parse_sync(given: Mapping[str, str]) -> SyncOptions:
-    """What the words of a plan in one line say, by key.
+    """Parse the words of a plan in one line that belong to sync, given by key.
 
     Raises:
         PolylaneError: a value is not one that its key takes, or two keys exclude each other.
     """
     values: dict[str, Any] = {key: _parse_value(key, text) for key, text in given.items()}
+    # In one line the word servers alone selects parameter servers; there is no word kind.
     if "servers" in values:
         values["kind"] = "parameter_server"
     try:
@@ -218,7 +235,7 @@ _WANTED = {
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """A value as a plan file would have it; what it cannot be stays as it is, and is refused."""
+    """Parse a value into what a plan file would have; text that fits nothing is returned as is, and refused later."""
     if key == "outer":
         rate, _, momentum = text.partition(":")
         return (
@@ -238,7 +255,8 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _parse_number(text: str) -> Any:
-    """A number where the text is one in plain digits."""
+    """Parse a number in plain notation; other text is returned as it is."""
+    # int() and float() would also accept other scripts' digits, signs and underscores.
     if text.isascii() and text.isdecimal():
         return int(text)
     try:

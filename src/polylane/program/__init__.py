@@ -1,1 +1,1 @@
-"""Programs: the actions of every worker in one step, lowered from a plan, the same for simulator and runtime."""
+"""Programs: the actions of every worker in one step, lowered from a plan; simulator and runtime run the same ones."""

@@ -1,7 +1,22 @@
-"""Relay: what travels between two sets of ranks that each have a value in pieces of their own, and nothing twice.
+"""Resharding: which part of a value goes from which rank to which, between two sets of ranks that shard it differently.
 
-Pieces are boxes of index ranges. Where a box of a sender meets a box of a receiver, that is what the one has and the
-other needs; several ranks that have the same share the work.
+Shards are boxes of index ranges. The intersection of a sender's box and a receiver's box is what the one has and the
+other needs; ranks with the same box split the work. No element is sent twice to the same rank. A value of 4 rows and 6
+columns, sharded by columns over ranks 0 and 1, then by rows over ranks 2 and 3:
+
+    held by                  needed by                transfers
+         0 1 2 3 4 5              0 1 2 3 4 5
+    0    0 0 0 1 1 1         0    2 2 2 2 2 2         0 -> 2    rows 0:2, columns 0:3
+    1    0 0 0 1 1 1         1    2 2 2 2 2 2         1 -> 2    rows 0:2, columns 3:6
+    2    0 0 0 1 1 1         2    3 3 3 3 3 3         0 -> 3    rows 2:4, columns 0:3
+    3    0 0 0 1 1 1         3    3 3 3 3 3 3         1 -> 3    rows 2:4, columns 3:6
+
+The box of rank 1 is (((0, 4),), ((3, 6),)): one range in each dimension. A dimension may have several ranges; in the
+tensor that holds such a box they are side by side:
+
+    index of the whole value     0 1 2 3 4 5 6 7 8 9
+    ((2, 5), (8, 10))                2 3 4       8 9
+    position in the tensor           0 1 2       3 4
 """
 
 from __future__ import annotations
@@ -11,13 +26,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-Ranges = tuple[tuple[int, int], ...]  # (start, stop), ascending, apart from each other
-IndexBox = tuple[Ranges, ...]  # of every dimension what is there of it; of a number without dimensions nothing: ()
+Ranges = tuple[tuple[int, int], ...]  # (start, stop), ascending, neither overlapping nor adjacent
+IndexBox = tuple[Ranges, ...]  # for every dimension the indices that are in the box; () for a scalar
 
 
 @dataclass(frozen=True, slots=True)
 class BoxTransfer:
-    """A box that goes from a rank to another, or stays where it is."""
+    """A box that is sent from one rank to another, or kept where sender and receiver are the same rank."""
 
     sender: int
     receiver: int
@@ -25,18 +40,19 @@ class BoxTransfer:
 
 
 def plan_reshard(holders: Mapping[int, IndexBox], needs: Mapping[int, IndexBox]) -> tuple[BoxTransfer, ...]:
-    """Who sends what to whom, so that every receiver gets each element that it needs exactly once.
+    """Plan the transfers by which every receiver gets each element that it needs exactly once.
 
-    Of what it has itself a receiver gets nothing from others. Where several ranks have the same box, they send equal
-    parts of what is asked of it, and as few pieces as that takes.
+    A receiver gets nothing from others that it has itself. Where several ranks have the same box, they send equal parts
+    of what is needed of it, in as few messages as possible.
 
     Args:
-        holders: what each rank has; boxes are equal or do not meet.
-        needs: what each rank is to have.
+        holders: by rank, the box that it has; boxes must be identical or disjoint.
+        needs: by rank, the box that it shall have; these may overlap.
 
     Raises:
-        ValueError: somebody needs what nobody has, or holders' boxes meet without being equal.
+        ValueError: a rank needs elements that no rank has, or holders' boxes overlap without being identical.
     """
+    # Ranks with equal boxes are replicas of a shard: each pair of boxes is planned for once.
     having, asking = _group_equal_boxes(holders), _group_equal_boxes(needs)
     transfers: list[BoxTransfer] = []
     for need, receivers in asking.items():
@@ -48,6 +64,7 @@ def plan_reshard(holders: Mapping[int, IndexBox], needs: Mapping[int, IndexBox])
                 own = [rank for rank in receivers if rank in senders]
                 transfers += [BoxTransfer(rank, rank, atom) for rank in own]
                 transfers += _spread_box(atom, senders, [rank for rank in receivers if rank not in senders])
+        # The holders' boxes are disjoint if the parts of a need add up to it; more than that means that they overlap.
         if found != box_volume(need):
             what = "has" if found < box_volume(need) else "has exactly once"
             raise ValueError(f"nobody {what} {need}, which ranks {receivers} need")
@@ -63,13 +80,19 @@ def _group_equal_boxes(boxes: Mapping[int, IndexBox]) -> dict[IndexBox, list[int
 
 
 def _spread_box(atom: IndexBox, senders: Sequence[int], receivers: Sequence[int]) -> list[BoxTransfer]:
-    """Send a box to every receiver, each sender an equal part of the sum of it all.
+    """Send a box to every receiver, with equal shares of the total volume for the senders.
 
-    The receivers' copies are laid end to end and the line is cut into equal parts, one for each sender (McNaughton's
-    wrap-around rule): with as many senders as receivers each pair exchanges one box.
+    The receivers' copies are put end to end and cut into equal parts, one for each sender (McNaughton's wrap-around
+    rule). With as many senders as receivers each pair exchanges one whole box. Two senders, three receivers, a box of
+    length 4:
+
+        receiver     0             1             2
+        position     0  1  2  3    0  1  2  3    0  1  2  3
+        sender       0  0  0  0    0  0  1  1    1  1  1  1
     """
     if not receivers:
         return []
+    # Cut along the first dimension that is long enough for all senders, or along the longest.
     along = max(range(len(atom)), key=lambda d: (min(ranges_length(atom[d]), len(senders)), -d), default=-1)
     size = ranges_length(atom[along]) if along >= 0 else 1
     ends = [round(size * len(receivers) * i / len(senders)) for i in range(len(senders) + 1)]
@@ -84,41 +107,42 @@ def _spread_box(atom: IndexBox, senders: Sequence[int], receivers: Sequence[int]
 
 
 def whole_box(shape: Iterable[int]) -> IndexBox:
-    """All of a value."""
+    """Return the box of all elements of a value of that shape."""
     return tuple(((0, n),) if n else () for n in shape)
 
 
 def cut_box(box: IndexBox, dim: int, ranges: Iterable[tuple[int, int]]) -> IndexBox:
-    """What is left of a box when only some of a dimension is kept, by positions inside the box."""
+    """Return a box with only some of one dimension kept; ``ranges`` are positions inside the box."""
     return (*box[:dim], _to_global(box[dim], ranges), *box[dim + 1 :])
 
 
 def intersect(a: IndexBox, b: IndexBox) -> IndexBox:
-    """What two boxes have in common."""
+    """Return the intersection of two boxes."""
     return tuple(_intersect_ranges(x, y) for x, y in zip(a, b, strict=True))
 
 
 def box_volume(box: IndexBox) -> int:
-    """How many elements there are in a box."""
+    """Return the number of elements in a box."""
     return math.prod(ranges_length(ranges) for ranges in box)
 
 
 def box_shape(box: IndexBox) -> tuple[int, ...]:
-    """The shape of the tensor that holds a box."""
+    """Return the shape of the tensor that holds a box."""
     return tuple(ranges_length(ranges) for ranges in box)
 
 
 def ranges_length(ranges: Ranges) -> int:
-    """How many positions there are in ranges."""
+    """Return the number of indices in ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def relative_box(outer: IndexBox, inner: IndexBox) -> IndexBox:
-    """Where a box lies inside another one, by positions in the tensor that holds that."""
+    """Return the positions of a box in the tensor that holds an outer box; it must be inside of that."""
     return tuple(_to_local(a, b) for a, b in zip(outer, inner, strict=True))
 
 
 def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Join adjacent ranges and drop empty ones: equal sets of indices then compare equal, and hash equal."""
     result: list[tuple[int, int]] = []
     for start, stop in ranges:
         if result and result[-1][1] == start:
@@ -134,7 +158,10 @@ def _intersect_ranges(a: Ranges, b: Ranges) -> Ranges:
 
 
 def _to_global(ranges: Ranges, positions: Iterable[tuple[int, int]]) -> Ranges:
-    """Positions inside ranges as positions of the whole."""
+    """Convert positions in the tensor that holds ranges to indices of the whole value.
+
+    ((2, 5), (8, 10)) and position range (1, 4) give ((3, 5), (8, 9)).
+    """
     result, wanted = list[tuple[int, int]](), list(positions)
     at = 0
     for start, stop in ranges:
@@ -147,7 +174,7 @@ def _to_global(ranges: Ranges, positions: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _to_local(outer: Ranges, inner: Ranges) -> Ranges:
-    """Positions of the whole as positions inside ranges that contain them."""
+    """Convert indices of the whole value to positions in the tensor that holds ``outer``: the inverse of the above."""
     result = list[tuple[int, int]]()
     at = 0
     for start, stop in outer:

@@ -1,4 +1,4 @@
-"""Proof before the run: every message has its receiver, in order, and nobody waits in a circle."""
+"""Deadlock check: proves before the run that sends and receives match, in order, and that no ranks wait in a cycle."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Place = tuple[int, int]  # rank, position in its program
 
 
 def list_channels(programs: Sequence[Program]) -> list[tuple[int, int]]:
-    """Directed pairs (sender, receiver) that some message takes, sorted."""
+    """Return the directed pairs (sender, receiver) between which messages are sent, sorted."""
     return sorted(
         {(p.rank, a.peer) for p in programs for a in p.actions if a.kind is ActionKind.SEND and a.peer is not None}
     )
 
 
 def match_messages(programs: Sequence[Program]) -> list[tuple[Place, Place]]:
-    """Every send with its receive: the n-th on a directed pair of ranks meets the n-th.
+    """Match every send with its receive: the n-th with the n-th on each directed pair of ranks, as NCCL and gloo do.
 
     Raises:
-        RuntimeError: a message without a partner, or partners that disagree about what travels.
+        RuntimeError: a message without a partner, or partners that name different values.
     """
     sends: dict[tuple[int, int], list[tuple[Place, Action]]] = {}
     receives: dict[tuple[int, int], list[tuple[Place, Action]]] = {}
@@ -49,7 +49,7 @@ def check(programs: Sequence[Program]) -> None:
     """Raise RuntimeError unless the programs can run to their end, whatever the timing.
 
     Sends do not wait for their receiver, so an action waits only for the one before it and, if it receives, for its
-    send; the programs can be run if and only if that relation has no circle.
+    send; the programs can be run if and only if that relation has no cycle.
     """
     waits = nx.DiGraph()
     for program in programs:

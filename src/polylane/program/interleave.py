@@ -1,4 +1,4 @@
-"""Programs of workers that have several stages each, interleaved: for predictions; the runtime runs one stage each."""
+"""Interleaved programs: workers with several virtual stages each, for predictions; the runtime runs one stage each."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from polylane.schedule.interleaved import interleaved
 
 
 def deal_stages(partition: Partition, workers: int) -> Partition:
-    """The same cuts with the stages dealt out in turn: worker w has those numbered c * workers + w."""
+    """Return the same cuts with the stages assigned round-robin: worker w has those numbered c * workers + w."""
     return Partition(partition.graph, partition.cuts, tuple(s % workers for s in range(partition.stages)))
 
 
 def lower_interleaved(
     partition: Partition, plan: Plan, partial: Partials = (), only: Collection[int] | None = None
 ) -> tuple[Program, ...]:
-    """Programs, by rank, of workers that have several virtual stages each.
+    """Lower a partition to the programs, by rank, of workers that have several virtual stages each.
 
-    Their actions name the virtual stage; gradients are summed, and the step is taken, for all stages of a worker
-    together. A value goes once to every other worker that needs it, to the first of its stages that does, and its
-    gradient comes back from there; what stays on a worker does not travel.
+    Actions name the virtual stage; the gradient sums and the optimizer step are once for all stages of a worker. A
+    value is sent once to every other worker that needs it, to the first of its stages that does, and its gradient comes
+    back from there; what stays on a worker is not sent.
 
     Args:
         partition: the graph cut into virtual stages, a multiple of the plan's stages.
-        plan: of the workers, whose stages have the same mesh.
-        partial, only: as of :func:`polylane.program.lower.lower`.
+        plan: the plan of the workers, whose stages all have the same mesh.
+        partial, only: the same arguments as of :func:`polylane.program.lower.lower`.
     """
     workers = plan.pipeline
     chunks = partition.stages // workers
     lanes = interleaved(workers, chunks, plan.microbatches)
+    # Buckets are per worker, not per virtual stage: a worker's parameters are those of all its chunks.
     wanted = frozenset(range(plan.workers) if only is None else only)
     summed = build_buckets(deal_stages(partition, workers), plan, {}, partial or ({},) * workers, wanted)
     crossings = [each for c in partition.crossings if (each := _crossing_of_workers(c, workers)) is not None]
@@ -54,7 +55,7 @@ def lower_interleaved(
 
 
 def _crossing_of_workers(crossing: StageCrossing, workers: int) -> StageCrossing | None:
-    """What travels of a value: to the first stage that needs it of every other worker; None if nobody else does."""
+    """Return a crossing with, of every other worker, the first stage that needs it; None if no other worker does."""
     first: dict[int, int] = {}
     for stage in crossing.consumers:
         first.setdefault(stage % workers, stage)

@@ -1,4 +1,4 @@
-"""Graph + Plan -> every rank's Program, communication included."""
+"""Lowering: graph + plan -> every rank's program, with sends, receives and gradient buckets in one global order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from polylane.schedule.synchronous import SCHEDULES
 
 Partials = Sequence[Mapping[str, Collection[str]]]
 
-# Small gradients travel together up to this size; larger ones alone, and without being copied. gloo's all-reduce
-# costs its latency (half a millisecond and more) up to about 1 MB, and its bytes above that.
+# Gradients are flattened into buckets up to this size; larger ones have a bucket alone, and are not copied. gloo's
+# all-reduce costs its latency (half a millisecond and more) up to about 1 MB, and its bytes above that.
 BUCKET_BYTES = 4 << 20
 
 
@@ -27,19 +27,19 @@ def lower(
     partial: Partials = (),
     only: Collection[int] | None = None,
 ) -> tuple[Program, ...]:
-    """Every worker's program, by rank.
+    """Lower a partition to every worker's program, by rank.
+
+    A value is sent directly from the ranks that compute it to those of every stage that needs it; its gradient comes
+    back the same way. On each directed pair of ranks, sends and receives are in the same order.
 
     Args:
-        partition: the graph and its cuts.
+        partition: the graph and its cuts into stages.
         plan: what runs where, in which order.
         holders: stages that must keep a parameter up to date although they do not use it here (another objective of the
             same training does).
-        partial: of every stage, parameter -> the operator axes along which every rank has only a summand of its
+        partial: for every stage, parameter -> the operator axes along which every rank has only a partial sum of its
             gradient.
         only: ranks whose programs are wanted; default: all. One of each stage is enough to know a plan's time.
-
-    A value goes straight from the ranks that make it to those of every stage that need it; its gradient comes back the
-    same way. On each directed pair of ranks, sends and receives are in the same order.
     """
     lanes = SCHEDULES[plan.schedule](StageGraph.of_partition(partition), plan.microbatches)
     wanted = frozenset(range(plan.workers) if only is None else only)
@@ -63,9 +63,11 @@ def assemble_program(
     sends: tuple[StageCrossing, ...],
     summed: Sequence[GradientBucket],
 ) -> Program:
-    """A worker's program: its passes with their messages, the sums of its gradients, its step."""
+    """Assemble a worker's program: passes with their messages, then its gradient sums, then the optimizer step."""
     stage, replica = plan.stage_and_replica(rank)
     own = tuple(bucket for bucket in summed if rank in bucket.ranks)
+    # All reduces come behind the passes here. The runtime starts each one as soon as its gradients are complete, during
+    # the last backward pass; a REDUCE action waits for the result.
     reduces = [Action(ActionKind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
     return Program(
         rank=rank,
@@ -82,7 +84,7 @@ def assemble_program(
 
 
 def lower_evaluation(partition: Partition, plan: Plan) -> tuple[Program, ...]:
-    """Every worker's program for a forward pass only, one microbatch after another."""
+    """Lower a partition to every worker's program for evaluation: forward passes and their messages only."""
     programs = []
     for program in lower(partition, plan):
         kept = tuple(
@@ -98,7 +100,7 @@ _TRAVEL = (ActionKind.SEND, ActionKind.RECEIVE)
 def with_communication(
     action: Action, peers: Sequence[Sequence[int]], receives: Sequence[StageCrossing], sends: Sequence[StageCrossing]
 ) -> list[Action]:
-    """A compute action between the receives it needs and the sends it makes possible; ``peers``: ranks by stage."""
+    """Put a compute action between the receives that it needs and the sends that follow; ``peers``: ranks by stage."""
     stage, microbatch = action.stage, action.microbatch
 
     def travel(kind: ActionKind, crossing: StageCrossing, stages: Sequence[int], gradient: bool) -> list[Action]:
@@ -120,15 +122,23 @@ def build_buckets(
     partial: Partials,
     wanted: frozenset[int],
 ) -> tuple[GradientBucket, ...]:
-    """Gradients grouped by who sums them, in reverse order of first use, as a backward pass finishes them.
+    """Group gradients into buckets by the ranks that sum them, in reverse order of first use.
 
-    All ranks have their buckets in one global order: by stages, then by axes. So no two of them ever wait for each
-    other in two groups that overlap.
+    A backward pass finishes gradients in about this order. All ranks have their buckets in one global order: by stages,
+    then by axes. So no two ranks ever wait for each other in two groups that overlap.
+
+    Args:
+        partition: the graph and its cuts into stages.
+        plan: the plan, for meshes and ranks.
+        others: by parameter, further stages that keep it up to date though they do not use it in this graph.
+        partial: for every stage, parameter -> the axes along which ranks have partial sums of its gradient.
+        wanted: ranks whose programs are wanted; groups without any of them are left out.
     """
     graph = partition.graph
     trained = differentiable_parameters(graph)
     held = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
     order = {name: i for i, name in reversed(list(enumerate(p for node in graph.nodes for p in node.parameters)))}
+    # Parameters that the same stages sum along the same axes may share a bucket.
     alike: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...]], list[str]] = {}
     for name in sorted(order, key=order.__getitem__, reverse=True):
         if name in trained:
@@ -138,6 +148,7 @@ def build_buckets(
             axes = tuple(tuple(a for a in plan.axes_of(s) if a in partial[s].get(name, ())) for s in holders)
             alike.setdefault((holders, axes), []).append(name)
     found = list[GradientBucket]()
+    # Parameters of one stage first, tied ones last: the sum of a tied one waits for the slowest of its stages.
     for holders, axes in sorted(alike, key=lambda key: (len(key[0]), key)):
         label = f"stage{holders[0]}" if len(holders) == 1 else "tied" + "-".join(map(str, holders))
         groups, silent = _reduction_groups(plan, holders, axes, wanted)
@@ -150,10 +161,11 @@ def build_buckets(
 def _reduction_groups(
     plan: Plan, stages: Sequence[int], axes: Sequence[Collection[str]], wanted: Collection[int]
 ) -> tuple[list[tuple[int, ...]], frozenset[int]]:
-    """Groups of ranks of these stages that sum gradients, and those of them whose gradient is another one's too.
+    """Return the groups of ranks that sum gradients of these stages, and the ranks that must contribute zeros.
 
-    Of stages with the same mesh those sum who are alike but for replica, stage and indices on ``axes``. Else all do.
-    Only groups with a rank that is wanted.
+    On stages with the same mesh a group are the ranks that differ only in replica, stage and indices on ``axes``. With
+    different meshes it is all ranks: several of them then have the same gradient, and all but one of these add zeros.
+    Groups without any wanted rank are left out.
     """
     if len(stages) == 1:
         return _stage_groups(plan, stages[0], axes[0], wanted), frozenset()
@@ -163,7 +175,7 @@ def _reduction_groups(
     for stage, summed in zip(stages, axes, strict=True):
         for rank in plan.stages[stage].devices:
             at = plan.coordinates(rank)
-            rest = tuple(index for axis, index in at.items() if axis not in summed)
+            rest = tuple(index for axis, index in at.items() if axis not in summed)  # axes along which it is replicated
             groups.setdefault(rest if aligned else (), []).append(rank)
             if not aligned and any(rest):
                 silent.add(rank)
@@ -172,7 +184,7 @@ def _reduction_groups(
 
 
 def _stage_groups(plan: Plan, stage: int, axes: Collection[str], wanted: Collection[int]) -> list[tuple[int, ...]]:
-    """The groups of one stage, as far as they are wanted: of thousands of ranks a few may be."""
+    """Return the groups of one stage with a wanted rank: of thousands of ranks only a few may be wanted."""
     found, seen = list[tuple[int, ...]](), set[int]()
     for rank in plan.stages[stage].devices:
         if rank in wanted and rank not in seen:
@@ -182,10 +194,10 @@ def _stage_groups(plan: Plan, stage: int, axes: Collection[str], wanted: Collect
 
 
 def differentiable_parameters(graph: Graph) -> set[str]:
-    """Trainable parameters from which a gradient's path leads to the loss.
+    """Return the trainable parameters that the loss depends on through differentiable operators.
 
-    The others (behind a ``detach``, say) have no gradient on one device and must not get zeros here: weight decay and
-    momentum would move them.
+    The others (behind a ``detach``, for example) have no gradient on one device and must not get zeros here: weight
+    decay and momentum would change them.
     """
     read = {name for node in graph.nodes for name in node.inputs}
     reached = {node.name for node in graph.nodes if node.name not in read}
@@ -198,7 +210,7 @@ def differentiable_parameters(graph: Graph) -> set[str]:
 
 
 def _fill_buckets(parameters: Mapping[str, TensorInfo], names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Names in order, as many together as stay below :data:`BUCKET_BYTES` with one dtype."""
+    """Fill buckets with names in order: each of one dtype, and at most :data:`BUCKET_BYTES` unless it has one name."""
     groups: list[list[str]] = []
     size, dtype = 0, ""
     for name in names:

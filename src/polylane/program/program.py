@@ -1,4 +1,4 @@
-"""Program: all that one worker does in a step, and which parts of the graph and the gradients are its own."""
+"""Program: the actions of one worker in one step, in order, with its gradient buckets and crossing values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from polylane.schedule.action import Action
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Gradients that are summed together.
+    """Gradients that are summed in one all-reduce.
 
     Attributes:
-        name: "stage0.2"; "stage0.tensor.0" where the ranks of an operator axis each have a summand; "tied0-2.0" for
+        name: "stage0.2"; "stage0.tensor.0" where the ranks of an operator axis each have a partial sum; "tied0-2.0" for
             weights that several stages hold. The same for all of ``ranks``, and each of them has it once; ranks with
             other coordinates sum other gradients under the same name.
-        ranks: who sums: the replicas of a stage, or of all stages that hold the tied weights; with them those along the
-            operator axes on which the gradients are summands.
+        ranks: the group of the all-reduce: the replicas of a stage, or of all stages that hold the tied weights; with
+            the ranks along those operator axes on which the gradients are partial sums.
         parameters: canonical names, in the order in which a backward pass finishes them.
-        zero_contributors: those of the ranks whose gradients another one of them has as well: they add zeros.
+        zero_contributors: ranks whose gradients another rank of the group has as well; they contribute zeros.
     """
 
     name: str
@@ -34,14 +34,14 @@ class Program:
     """What one worker runs in a step.
 
     Attributes:
-        rank, stage, replica: who it is.
-        replicas: ranks that hold the same parts of the same stage, ascending.
-        actions: in order; receives stand where their value is needed (a worker may post them earlier).
-        receives: values that come in for each microbatch, with their stage of origin.
-        sends: values that go out for each microbatch.
-        buckets: what it reduces, in the order of reduction.
-        partition: the graph and its cuts.
-        coordinates: its index on each axis along which operators are split.
+        rank, stage, replica: the worker's rank, its stage and its replica, each from 0.
+        replicas: ranks that hold the same shards of the same stage, ascending, this one among them.
+        actions: all actions in order; receives are where their value is needed (a worker may post them earlier).
+        receives: values that come in for each microbatch, with the stage that computes them.
+        sends: values that go out for each microbatch, with the stages that need them.
+        buckets: gradients that it reduces, in the order of reduction.
+        partition: the graph and its cuts into stages.
+        coordinates: the worker's index on each axis along which operators are sharded.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Programs of replicas that go their own ways: what they sum with each other is left out."""
+"""Replica-local programs: steps without gradient sums between replicas, for local SGD and parameter servers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from polylane.schedule.action import ActionKind
 
 
 def without_replica_sync(program: Program, plan: Plan) -> Program:
-    """The program of a step in which no replica sums gradients with another one.
+    """Return the program without the gradient sums between replicas.
 
-    Ranks of one replica still do: those along operator axes, and those of stages that hold the same weights.
+    Ranks of one replica still sum: those along operator axes, and those of stages that hold the same (tied) weights.
     """
-    groups = {bucket.ranks for bucket in program.buckets}  # few, each of many buckets
+    groups = {bucket.ranks for bucket in program.buckets}  # few groups, each shared by many buckets
     within = {ranks: tuple(r for r in ranks if plan.stage_and_replica(r)[1] == program.replica) for ranks in groups}
     own = tuple(replace(bucket, ranks=within[bucket.ranks]) for bucket in program.buckets)
     summed = {bucket.name for bucket in own if len(bucket.ranks) > 1}

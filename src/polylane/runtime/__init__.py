@@ -1,1 +1,1 @@
-"""Running a training on torch.distributed: the job, and what its workers do."""
+"""Runtime: runs a compiled training on torch.distributed; the job, and the roles of its workers."""

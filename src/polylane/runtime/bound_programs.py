@@ -1,4 +1,4 @@
-"""Binding: the slow path of a worker's compile cache: capture a further form, lower it, bind it, fit it to a size."""
+"""Program binder: the slow path of a worker's compile cache; captures a further form, lowers, binds and fits it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class BoundProgram:
     """One graph's programs, bound to one worker; once it is fitted, ready for batches of one size.
 
     Attributes:
-        partition: the graph and its cuts.
-        programs: of every worker, by rank.
-        executor: runs this worker's program.
-        buffers: of every buffer that the graph uses, the stages that do.
-        passes: microbatches of a batch that have samples.
-        counted: samples of a batch that count at each replica, where replicas may go their own ways.
+        partition: the graph and its cuts into stages.
+        programs: programs of every worker, by rank.
+        executor: runs this worker's program on its tensors.
+        buffers: for every buffer that the graph uses, the stages that use it.
+        passes: number of microbatches of a batch that have samples.
+        counted: samples of a batch that each replica computes, by replica; empty where replicas always sum gradients.
     """
 
     partition: Partition
@@ -48,14 +48,14 @@ class BoundProgram:
 
 
 class ProgramBinder:
-    """Makes graphs ready on this worker: see :class:`polylane.compile.cache.Compiler`.
+    """Compiles and binds graphs on this worker; implements :class:`polylane.compile.cache.Compiler`.
 
     Args:
-        holding: what this worker holds.
-        connections: what it reaches the others by.
-        programs: of all workers, for every objective's graph that was compiled ahead for training.
-        replica_local: likewise, for steps in which replicas go their own ways; empty where they never do.
-        codecs: how replicas sum the gradients of each objective, whatever the form of its batches.
+        holding: this worker's part of the model.
+        connections: transports and mesh of this worker.
+        programs: by objective, all workers' programs of the graph that was compiled ahead for training.
+        replica_local: the same for steps without gradient sums between replicas; empty where there are none.
+        codecs: by objective, the compressor of its gradients, shared by all forms of batches (error feedback).
     """
 
     def __init__(
@@ -72,16 +72,9 @@ class ProgramBinder:
         self._losses = [objective.loss for objective in self._prepared.objectives.values()]
 
     def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
-        """Capture an objective anew from a small batch, and see that the plan can run what is found.
-
-        Args:
-            objective: name of the loss.
-            training: whether in training mode.
-            batch: a few samples of the form that came.
-            which: what batch it is, for the user.
-        """
         prepared = self._prepared
         main, about = prepared.graphs[objective].partition, prepared.objectives[objective]
+        # Capture runs the user's model: it needs parameters of full shape, and must leave Python state as it was.
         with (
             self._local_model.full_tensors.installed_in_model(self._local_model.was_on_meta),
             python_kept(prepared.model, *self._losses),
@@ -91,10 +84,9 @@ class ProgramBinder:
         return prepared.compile_further(partition)
 
     def lower(self, key: CacheKey, graph: CompiledGraph, replica_local: bool) -> tuple[Program, ...]:
-        """Every worker's program for a graph."""
-        if graph is self._prepared.graphs[key.objective]:
+        if graph is self._prepared.graphs[key.objective]:  # lowered before the first step, for its connections
             return self._ahead[replica_local][key.objective]
-        if graph is self._prepared.evaluations.get(key.objective):
+        if graph is self._prepared.evaluations.get(key.objective):  # compiled ahead, not checked by capture() here
             self._refuse(graph.partition, key.training)
         programs = lower_programs(
             graph.partition, self._plan, self._local_model.owning_stages, key.training, graph.layouts, replica_local
@@ -104,14 +96,12 @@ class ProgramBinder:
     def bind(
         self, key: CacheKey, graph: CompiledGraph, programs: tuple[Program, ...], microbatches: int, replica_local: bool
     ) -> BoundProgram:
-        """The programs of the first microbatches, bound to this worker's tensors and connections."""
         if microbatches < self._plan.microbatches:
             programs = tuple(truncate_program(program, microbatches) for program in programs)
         codec = self._codecs[key.objective] if key.training and not replica_local else None
         return self.bind_graph(graph, programs, replica_local, codec)
 
     def fit_to_samples(self, bound: BoundProgram, samples: int) -> BoundProgram:
-        """A lane for batches of one size."""
         plan, parts = self._plan, bound.executor.microbatches
         own = tuple(count_replica_samples(samples, parts, plan.data)) if plan.sync.is_replica_local else ()
         return replace(bound, executor=bound.executor.fit_to_samples(samples), passes=min(parts, samples), counted=own)
@@ -123,18 +113,21 @@ class ProgramBinder:
         replica_local: bool = False,
         codec: GradientCompressor | None = None,
     ) -> BoundProgram:
-        """One of the model's graphs, with every worker's program, bound to this worker.
+        """Bind one of the model's graphs, with every worker's program, to this worker; collective where checks need it.
 
         Args:
-            graph: as the plan runs it.
-            programs: of all workers.
-            replica_local: replicas do not sum gradients with each other.
-            codec: how replicas sum gradients, the same for all lanes of an objective; None: plainly, or not at all.
+            graph: the graph as compiled for the plan.
+            programs: programs of all workers, by rank.
+            replica_local: whether replicas do not sum gradients with each other.
+            codec: compressor of the gradients, the same for all bound programs of an objective; None: uncompressed, or
+                not summed at all.
         """
         partition, stage = graph.partition, self._local_model.stage
         counts = batch_statistics_of(partition, stage).buffers
         self._local_model.tensors.move_to_device({*partition.parameters(stage), *partition.buffers(stage), *counts})
         transport = self._connections.transport
+        # Every worker solved for placements on its own. Different results would exchange shards of wrong shapes, so
+        # their hashes are compared before the first message.
         if graph.layouts.distinct and len(set(transport.all_gather_object(graph.layouts.placement_hash))) > 1:
             raise PolylaneError(
                 "workers chose different splits of the operators: are their models, batches and library versions the "
@@ -163,12 +156,13 @@ class ProgramBinder:
         return BoundProgram(partition, tuple(programs), worker, stages_of_buffers(partition))
 
     def restoring_python_state(self, partition: Partition) -> AbstractContextManager[None]:
-        """While a graph is evaluated: what the user's own Python in it keeps is afterwards as it was."""
+        """Return a context manager that restores the state of the user's own Python after an evaluation."""
         if not collect_effects(partition.graph):
             return nullcontext()
         return python_kept(self._prepared.model, *self._losses)
 
     def _refuse(self, partition: Partition, training: bool) -> None:
+        # The plan was made for the first graph of the objective; another form or mode may need what it does not give.
         self._refuse_moved_use(partition)
         self._refuse_coupled_samples(partition)
         if training:
@@ -187,7 +181,7 @@ class ProgramBinder:
             )
 
     def _refuse_coupled_samples(self, partition: Partition) -> None:
-        """A batch of another form, or another mode, may have another loss: it must be divisible as the first one is."""
+        """Refuse a form or mode whose loss couples samples, if that of the first one does not."""
         if not self._prepared.batch_is_sharded:
             refuse_coupled_samples(partition.graph, self._plan.microbatches, self._plan.data, self._plan.per_sample)
 
@@ -203,6 +197,6 @@ class ProgramBinder:
 
 
 def truncate_program(program: Program, microbatches: int) -> Program:
-    """A program of the first microbatches only: what a worker does where the others have no samples."""
+    """Return a program of the first microbatches only, for a batch that is too short for all of them."""
     actions = tuple(a for a in program.actions if a.microbatch is None or a.microbatch < microbatches)
     return replace(program, actions=actions)

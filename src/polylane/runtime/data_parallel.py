@@ -1,4 +1,4 @@
-"""Data parallelism for training loops that own their steps: several optimizers, several backward passes, any order."""
+"""Data parallelism for the user's own training loop: several optimizers, several backward passes, in any order."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from polylane.runtime.workers.world import World
 
 
 class DataParallel:
-    """A model of which every worker trains a copy, each on its own samples of every batch.
+    """Models replicated on every worker, each of which trains on its own samples of every batch (as torch's DDP).
 
     Made by :func:`polylane.data_parallel`. Inside the loop over :meth:`batches` the user's code is that of one device:
     after each ``loss.backward()`` the gradients are those of the whole batch's mean, batch normalization sees the whole
     batch, and dropout and ``torch.randn`` draw the numbers that one device would.
 
     Attributes:
-        world: which worker this is.
-        models: the user's modules, as they were given.
+        world: this worker's rank, device and backend.
+        models: the user's modules, the same objects as were given.
     """
 
     def __init__(self, models: tuple[nn.Module, ...], seed: int) -> None:
@@ -38,6 +38,8 @@ class DataParallel:
         self.models = models
         self._seed = seed
         everyone = tuple(range(self.world.size))
+        # Batch statistics have a group of their own: their collectives come inside passes, and would get in between
+        # those of the gradients in another order on each worker.
         connect = choose_transport(self.world)
         self._transport = connect(self.world, [], [everyone])
         self._statistics = connect(self.world, [], [everyone], tag=1, own_groups=True)
@@ -48,6 +50,7 @@ class DataParallel:
         self._earlier_gradients: dict[int, Tensor | None] = {}
         self._seeded = False
         if self.world.size > 1:
+            # Rank 0's weights count: replicas must begin equal, since only gradients are summed from then on.
             named = {
                 f"{i}.{name}": t
                 for i, m in enumerate(models)
@@ -70,16 +73,16 @@ class DataParallel:
         collate: data.Collate | None = None,
         workers: int = 0,
     ) -> Iterator[Any]:
-        """This worker's samples of every batch, in the dataset's own form; see :meth:`polylane.Job.batches`.
+        """Yield this worker's samples of every batch, in the dataset's own form; see :meth:`polylane.Job.batches`.
 
         Args:
-            dataset: map-style, iterable, or a list of samples.
+            dataset: map-style or iterable dataset, or a list of samples.
             batch_size: samples in a batch, over all workers.
-            epochs: how many times through it.
-            shuffle: in a new order each epoch.
+            epochs: number of passes over the dataset.
+            shuffle: whether samples come in a new order each epoch.
             drop_last: leave out a last batch that is shorter than the others.
-            collate: samples -> batch, default torch's.
-            workers: processes that load ahead.
+            collate: function from samples to a batch; default: torch's own.
+            workers: number of processes that load ahead.
         """
         step = 0
         join = collate or torch.utils.data.default_collate
@@ -99,6 +102,8 @@ class DataParallel:
                     weight=share.weight,
                     sum_replicas=self._sum_replicas if self.world.size > 1 else None,
                 )
+                # While the user's loop body runs, random operators and batch normalization know which samples of the
+                # whole batch these are.
                 with running_as_slice(self._part, "loop"), _ScaledBackward(self):
                     yield rebuild(to_device(leaves, self.world.device))
                 step += 1
@@ -110,35 +115,41 @@ class DataParallel:
         return self._statistics.all_reduce(tensor, range(self.world.size)).wait()
 
     def mean(self, loss: Tensor | float) -> float:
-        """The whole batch's mean of a number of which this worker has the mean over its own samples; all must ask."""
+        """Return the mean over the whole batch of a number that is a mean over this worker's samples; collective."""
         own = float(torch.as_tensor(loss).detach()) * self._part.weight * self._part.samples / self._part.batch
         total = torch.tensor([own], dtype=torch.float64, device=self.world.device)
         return float(self._transport.all_reduce(total, range(self.world.size)).wait())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The first model's weights, the same on every worker."""
+        """Return the first model's weights, the same on every worker."""
         return self.models[0].state_dict()
 
     def close(self) -> None:
-        """Leave the other workers, if this joined them."""
+        """Close the connections and leave the other workers, if this joined them; collective."""
         self._transport.barrier()
         self._transport.close()
         self._statistics.close()
         self.world.leave()
 
-    # Backward. The gradient of the whole batch's mean begins with this worker's share of the samples, before it meets
-    # any batch normalization that sees all of them. A hook sees each gradient before it is accumulated; what had been
-    # accumulated by earlier passes is set aside, so that only this pass's contribution is summed over the replicas.
+    # Backward. The gradient of the whole batch's mean begins with this worker's share of the samples as its seed: the
+    # scaling must come before any batch normalization that sums over all replicas. A hook sees each gradient before it
+    # is accumulated; what earlier passes accumulated is set aside, so that only this pass's contribution is summed.
 
     def backward(self, loss: Tensor, gradient: Tensor | None, *args: Any, **kwargs: Any) -> None:
-        """What ``loss.backward()`` does inside the loop."""
+        """Run ``loss.backward()`` with this replica's share of the samples as seed, and sum the gradients.
+
+        Args:
+            loss: the tensor that backward was called on.
+            gradient: the user's own seed; None for a scalar loss.
+            args, kwargs: further arguments of ``Tensor.backward``.
+        """
         share = self._part.weight * self._part.samples / self._part.batch
         start = torch.ones_like(loss) if gradient is None else gradient
         self._seeded = True
         try:
             loss.backward(start * share, *args, **kwargs)
         except BaseException:
-            for index, before in self._earlier_gradients.items():  # nothing was summed: as if it had not begun
+            for index, before in self._earlier_gradients.items():  # nothing was summed: restore what was set aside
                 self._parameters[index].grad = before
             self._earlier_gradients = {}
             raise
@@ -147,8 +158,9 @@ class DataParallel:
 
     def _make_grad_hook(self, index: int) -> Any:
         def note(grad: Tensor) -> None:
-            if not self._seeded:  # torch.autograd.grad: the user's own business
+            if not self._seeded:  # from torch.autograd.grad, whose results are not summed
                 return
+            # The engine calls it once, at the end of this backward pass, when all gradients are accumulated.
             if not self._earlier_gradients:
                 torch.autograd.Variable._execution_engine.queue_callback(self._reduce_gradients)
             parameter = self._parameters[index]
@@ -165,7 +177,7 @@ class DataParallel:
             )
 
     def _reduce_gradients(self) -> None:
-        """At the end of a backward pass: sum what it gave over all replicas."""
+        """Sum this backward pass's gradients over all replicas, at its end."""
         earlier, self._earlier_gradients = self._earlier_gradients, {}
         # Which parameters got a gradient may differ: the user's Python decides on each replica's own samples.
         reached = torch.zeros(len(self._parameters), dtype=torch.int32, device=self.world.device)
@@ -174,6 +186,7 @@ class DataParallel:
         self._transport.all_reduce(reached, everyone).wait()
         which = reached.nonzero().flatten().tolist()
         pending = []
+        # One flat all-reduce for each dtype, in the same order on every worker; all are under way at once.
         for dtype in sorted({str(self._parameters[i].dtype) for i in which}):
             own = [i for i in which if str(self._parameters[i].dtype) == dtype]
             grads = [self._parameters[i].grad if i in earlier else None for i in own]
@@ -194,7 +207,7 @@ class DataParallel:
 
 
 class _ScaledBackward(TorchFunctionMode):
-    """Lets ``loss.backward()`` begin with the replica's share of the batch."""
+    """Redirects ``loss.backward()`` to :meth:`DataParallel.backward`."""
 
     def __init__(self, replicas: DataParallel) -> None:
         super().__init__()
@@ -209,23 +222,23 @@ class _ScaledBackward(TorchFunctionMode):
 
 
 class _CollatedBatch:
-    """A collated batch as one leaf, so that it keeps its form."""
+    """A collated batch as one pytree leaf, so that the loader passes it through as it is."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
 
 
 def data_parallel(*models: nn.Module, seed: int = 0) -> DataParallel:
-    """Make models replicas of those of the other workers that torchrun started, for a loop that owns its steps.
+    """Replicate models over the workers that torchrun started, for the user's own training loop.
 
-    Alone, without torchrun, the same loop runs on one worker.
+    Without torchrun the same loop runs on one worker.
 
     Args:
-        models: ordinary modules, changed in nothing but hooks on their parameters; weights of rank 0 count.
-        seed: of the order of samples and of all random numbers.
+        models: ordinary modules, only changed by hooks on their parameters; rank 0's weights are broadcast.
+        seed: seed for the order of samples and for all random numbers.
 
     Raises:
-        PolylaneError: no model is given, or one is no ``nn.Module``.
+        PolylaneError: no model is given, or one is not an ``nn.Module``.
     """
     if not models or not all(isinstance(model, nn.Module) for model in models):
         raise PolylaneError("data_parallel takes one nn.Module or several")

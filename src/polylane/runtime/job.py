@@ -1,7 +1,7 @@
-"""Job: the user's handle on a training that is split over workers. Its work is done by the role of its worker.
+"""Job: the user's handle on a distributed training. Its methods are those of the worker's role.
 
 A worker that computes a part of the model has the training role; a worker that a plan dedicates to parameter servers
-has the serving role. One script runs on both: it calls the same methods on every worker.
+has the serving role. The same script runs on both (SPMD): it calls the same methods on every worker.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Job:
     Made by :func:`polylane.parallelize`.
 
     Attributes:
-        plan: how the training is split.
-        world: which worker this is.
-        model: the user's model, of which this worker's own part is up to date. Where that is not all of it a call of
-            the model is refused, until the whole weights of :meth:`state_dict` are loaded into it.
-        anomalies: looks at the forward passes of this worker, for where a value stops being finite; None: nobody does.
+        plan: the plan that the training was compiled for.
+        world: this worker's rank, device and backend.
+        model: the user's model, of which this worker's own part is up to date. Where that is not all of it, a call of
+            the model is refused until the whole weights of :meth:`state_dict` are loaded into it.
+        anomalies: detector of values that are not finite in this worker's forward passes; None: off.
     """
 
     def __init__(
@@ -54,22 +54,23 @@ class Job:
         same_weights: bool = True,
         connect: Connect | None = None,
     ) -> None:
-        """Bind a prepared training to this worker; see :func:`polylane.parallelize` for the usual way.
+        """Bind a compiled training to this worker; see :func:`polylane.parallelize` for the usual way.
 
         Args:
-            prepared: the same on every worker.
-            world: this worker among all.
-            example: a batch, for its form.
+            prepared: the compiled training, the same on every worker.
+            world: this worker's rank, device and backend.
+            example: an example batch, for its form.
             clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes, or None.
-            seed: of the order of samples and of all random numbers.
+            seed: seed for the order of samples and for all random numbers.
             same_weights: every worker's model has the same weights already (workers forked from one process do).
-            connect: makes the transports; default: what suits where the workers are (shared memory on one host).
+            connect: makes the transports; default: chosen by where the workers are (shared memory on one host).
         """
         check_world_size(prepared.plan, world)
         self.plan, self.model = prepared.plan, prepared.model
         self._objectives, self._is_closed = tuple(prepared.partitions), False
         self.anomalies: AnomalyDetector | None = None
         self._role: TrainingRole | ServingRole
+        # Dedicated servers have the ranks behind those that train.
         if world.rank < prepared.plan.workers:
             self._role = TrainingRole(
                 prepared,
@@ -97,33 +98,33 @@ class Job:
 
     @property
     def slack(self) -> int:
-        """Most steps that this worker may have under way: the loss of an earlier step is there without a wait."""
+        """Most steps in flight on this worker: the losses of earlier steps can be read without waiting."""
         return self._role.slack
 
     def step(self, batch: Any, objective: str | None = None) -> StepResult:
-        """One optimizer step on one batch: forward, backward, reduction, clipping, optimizer, scheduler.
+        """Take one optimizer step on one batch: forward, backward, reduction, clipping, optimizer, scheduler.
 
         A dedicated parameter server returns at once, with a loss of nan.
 
         Args:
-            batch: from :meth:`batches`; or a whole batch, the same on every worker, of which each takes its own
-            samples.
-            objective: which of several losses; default: the first.
+            batch: a batch of :meth:`batches`; or a whole batch, the same on every worker, of which each takes its own
+                samples.
+            objective: name of one of several losses; default: the first.
 
         Raises:
-            ActionFailed: from what an operator raised, saying where.
-            PolylaneError: an unknown objective; or a batch with fewer samples than the model needs in training, be it a
-            later one of the same epoch.
+            ActionFailed: an operator raised; it says where, with the original error as cause.
+            PolylaneError: an unknown objective; or this batch, or a later one of the same epoch, has fewer samples than
+                the model needs in training.
         """
         return self._role.step(batch, self._resolve_objective(objective), self.anomalies)
 
     def evaluate(self, batch: Any, objective: str | None = None) -> float:
-        """The loss of a batch in evaluation mode, forward only, through the same stages. Changes nothing."""
+        """Return the loss of a batch in evaluation mode, forward only, through the same stages; changes nothing."""
         total, count = self.evaluate_sums(batch, objective)
         return total / count if count else float("nan")
 
     def evaluate_sums(self, batch: Any, objective: str | None = None) -> tuple[float, float]:
-        """As :meth:`evaluate`, the loss as (total, count): to add up over a data set."""
+        """Return the loss of :meth:`evaluate` as (total, count), to be added up over a dataset."""
         return self._role.evaluate_sums(batch, self._resolve_objective(objective))
 
     def batches(
@@ -138,21 +139,21 @@ class Job:
         workers: int = 0,
         first_epoch: int = 0,
     ) -> Iterator[Batch]:
-        """Batches of a dataset, in an order that depends on the job's seed and the epoch alone.
+        """Yield batches of a dataset, in an order that depends on the job's seed and the epoch alone.
 
-        Every sample comes once an epoch, the last batch has what is left. Each worker loads only the samples that it
-        computes on. What the model cannot be trained on (of a single sample BatchNorm has no variance) :meth:`step`
-        refuses with the first batch, where the dataset has a length.
+        Every sample comes once an epoch, the last batch has the rest. Each worker loads only the samples that it
+        computes on. If some batch is too small for the model (of a single sample BatchNorm has no variance),
+        :meth:`step` refuses already the first batch of the epoch, where the dataset has a length.
 
         Args:
-            dataset: map-style, iterable, or a list of samples.
+            dataset: map-style or iterable dataset, or a list of samples.
             batch_size: samples in a batch, over all workers.
-            epochs: how many times through it.
-            shuffle: in a new order each epoch (iterable datasets keep their own).
+            epochs: number of passes over the dataset.
+            shuffle: whether samples come in a new order each epoch (iterable datasets keep their own).
             drop_last: leave out a last batch that is shorter than the others.
-            collate: samples -> batch, default torch's.
-            workers: processes that load ahead.
-            first_epoch: number of the first epoch, for the order.
+            collate: function from samples to a batch; default: torch's own.
+            workers: number of processes that load ahead.
+            first_epoch: number of the first epoch, which determines the order.
 
         Raises:
             PolylaneError: the batch is smaller than the number of microbatches, or the dataset has no samples, or too
@@ -173,20 +174,19 @@ class Job:
         return self._role.optimizer_of(self._resolve_objective(None))
 
     def optimizer_of(self, objective: str) -> torch.optim.Optimizer:
-        """The optimizer of one of several objectives."""
+        """Return the optimizer of one of several objectives."""
         return self._role.optimizer_of(self._resolve_objective(objective))
 
     def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
-        """Gradients of the last step, of the parameters that this worker holds, after reduction and clipping.
+        """Return the gradients of the last step of the parameters that this worker holds, after reduction and clipping.
 
-        Where operators are split, or replicas hold parts, a gradient is that of this worker's part; see
-        :meth:`whole_gradients`. Where each replica's gradients make an update of their own, they are those of this
-        worker's replica.
+        Where parameters are sharded, a gradient is that of this worker's shard; see :meth:`whole_gradients`. Where each
+        replica's gradients make an update of their own, they are those of this worker's replica.
         """
         return self._role.gradients(self._resolve_objective(objective))
 
     def whole_gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
-        """Gradients of the last step, of all parameters that the objective trains; all workers must call it.
+        """Return the gradients of the last step of all parameters that the objective trains; collective.
 
         They are whole, after reduction and clipping, by the model's own names and in its order, on every worker's CPU:
         what ``parameter.grad`` is on one device. None where a parameter got no gradient.
@@ -194,100 +194,99 @@ class Job:
         return self._role.whole_gradients(self._resolve_objective(objective))
 
     def held(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this worker keeps up to date, by the model's own names.
+        """Return the parameters and buffers that this worker keeps up to date, by the model's own names.
 
-        Where operators are split, or replicas hold parts, what it holds may be a part. A dedicated parameter server
-        holds whole parameters.
+        Sharded ones are this worker's shards. A dedicated parameter server holds whole parameters.
         """
         return self._role.held()
 
     def part_of(self, name: str) -> str:
-        """Which part of a parameter or buffer this worker holds, in words that are equal for equal parts."""
+        """Return a label of the shard of a parameter or buffer that this worker holds; equal for equal shards."""
         return self._role.part_of(name)
 
     def shard_of(self, name: str, tensor: Tensor) -> Tensor | None:
-        """The part of a tensor in a parameter's shape that goes with :meth:`gradients`; None where it has none of it.
+        """Return the shard of a tensor that corresponds to :meth:`gradients`; None where this worker has none of it.
 
         Args:
-            name: canonical name of the parameter.
-            tensor: in the shape that this worker's operators have.
+            name: canonical name of the parameter that the tensor belongs to.
+            tensor: tensor of the shape that the parameter has in this worker's operators.
         """
         return self._role.shard_of(name, tensor)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's weights and buffers, with its own names, on every worker's CPU; all must call it.
+        """Return the whole model's weights and buffers, by its own names, on every worker's CPU; collective.
 
-        Where replicas differ, the weights that they agree on: their mean.
+        Where replicas differ (local SGD), the weights are the mean over replicas.
         """
         return self._role.state_dict()
 
     def save(self, path: str | Path) -> None:
-        """Write the whole model's weights as safetensors, loadable into the plain model; all workers must call it.
+        """Write the whole model's weights as safetensors, loadable into the plain model; collective.
 
-        A file that is there is replaced once the new one is whole.
+        An existing file is replaced once the new one is complete.
 
         Raises:
-            NotFinite: on every worker alike, where a weight is NaN or infinite; a file that is there stays.
-            PolylaneError: on rank 0, where the file cannot be written.
+            NotFinite: on every worker, if a weight is NaN or infinite; an existing file is left as it is.
+            PolylaneError: on rank 0, if the file cannot be written.
         """
         self._role.save(Path(path))
 
     # ---- telemetry ---------------------------------------------------------------------------------------------------
 
     def stepping(self) -> list[LocalOptimizer]:
-        """The first objective's optimizers that step in this process: this worker's, or those of parameter servers."""
+        """Return the first objective's optimizers that step in this process: this worker's, or its servers'."""
         return self._role.stepping()
 
     @property
     def staleness(self) -> int:
-        """Of this worker's last step, updates by others between reading the weights and its own (parameter servers)."""
+        """Staleness of this worker's last step: updates by others between its read of the weights and its update."""
         return self._role.staleness
 
     @property
     def apart(self) -> bool:
-        """Whether replicas go at their own pace: each worker knows the losses of its own replica only."""
+        """Whether replicas are asynchronous (parameter servers): a worker knows the losses of its own replica only."""
         return self.plan.sync.has_servers and self.plan.sync.is_replica_local
 
     @property
     def counters(self) -> tuple[TransportCounters, ...]:
-        """Of every transport of this process: what was handed over, and what left, since the job was made."""
+        """Byte counters of every transport of this process, since the job was made."""
         return self._role.counters
 
     def updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
-        """What every parameter server did, update by update, in its order; all workers must call it."""
+        """Return the updates of every parameter server, in the order in which it made them; collective."""
         return self._role.updates()
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every worker's value, by rank; all must call it.
+        """Gather every worker's value, by rank; collective.
 
         Args:
-            value: plain: numbers, text, tensors, None, and lists, tuples, sets, dicts of these.
+            value: this worker's plain value: numbers, text, tensors, None, and lists, tuples, sets, dicts of these.
         """
         return self._role.gather(lambda: value)
 
     def traffic(self) -> list[dict[str, float]]:
-        """Bytes that every worker sent in a step, the mean over all steps; all workers must call it.
+        """Return the bytes that every worker sent in a step, the mean over all steps; collective.
 
-        Of each worker, by rank: for ``"agreement"`` between replicas (gradients, weights), values between
-        ``"stages"``, inside split ``"operators"``, ``"statistics"`` of batches; and as ``"theory"`` what the closed
-        forms of :mod:`polylane.cost.network.sync_volume` give for agreement. Counted where tensors leave, without
-        headers.
+        For each worker, by rank: ``"agreement"`` is synchronization between replicas (gradients, weights), ``"stages"``
+        values between stages, ``"operators"`` collectives inside sharded operators, ``"statistics"`` batch statistics;
+        ``"theory"`` is what the closed forms of :mod:`polylane.cost.network.sync_volume` give for the first. Counted
+        where tensors are sent, without headers.
         """
         return self._role.gather(self._role.sent_bytes)
 
     def timeline(self, steps: int = 1) -> Timeline:
-        """What every worker did in its last steps, on one clock; all must call it.
+        """Return the timeline of every worker's last steps, on one clock; collective.
 
-        Unlike :attr:`StepResult.timeline` it shows replicas beside each other that go at their own pace, and the
-        updates that dedicated parameter servers made meanwhile.
+        Unlike :attr:`StepResult.timeline` it also shows asynchronous replicas beside each other, and the updates that
+        dedicated parameter servers made meanwhile.
 
         Args:
-            steps: how many; the last :data:`polylane.runtime.pipeline.step_result.STEPS_KEPT` are there.
+            steps: number of steps, at most :data:`polylane.runtime.pipeline.step_result.STEPS_KEPT`.
         """
         return merge_timelines(self._role.gather(lambda: self._role.spans(steps)), self.plan.workers)
 
     def close(self) -> None:
-        """Wait for all messages and leave the other workers, if this job joined them. Once is enough."""
+        """Wait for all messages and leave the other workers, if this job joined them; further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -297,5 +296,6 @@ class Job:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
+        # After an error the other workers may never come to the collective close: do not wait for them.
         if kind is None:
             self.close()

@@ -1,13 +1,13 @@
-"""Serving role of a job: what a worker that a plan dedicates to parameter servers does in the methods of its job.
+"""Serving role of a job: a worker that a plan dedicates to parameter servers, and trains nothing.
 
-Its servers run in threads of their own, whatever the script does meanwhile. What all workers find out together
-(evaluations, weights) a serving worker is told by rank 0, call by call:
+Its servers run in threads of their own, whatever the script does meanwhile. A serving worker receives the result of
+each collective call (evaluations, weights) from rank 0:
 
     script calls      training workers               serving worker
     step              compute, push, pull            nothing; the threads of its servers make the updates
     state_dict, ...   compute; rank 0 sends          receives (call, result); another call than its own is an error
                       (call, result)
-    gathered          rank 0 sends (call, None)      receives that, then takes part in the gathering
+    gathered          rank 0 sends (call, None)      receives that, then takes part in the all-gather
     close             rank 0 sends (close, None)     receives that, waits for its servers, leaves
 """
 
@@ -43,11 +43,11 @@ class ServingRole:
     """Serves parameters; its methods are those of :class:`polylane.runtime.training_role.TrainingRole`.
 
     Batches have no samples in them and are not loaded, steps do nothing and their loss is nan. Once the training
-    workers have closed the job, collective calls return at once, with nothing.
+    workers have closed the job, collective calls return at once, with empty results.
 
     Args:
-        prepared: the training, equal on every worker.
-        world: of all processes, of which this one comes after those that train.
+        prepared: the compiled training, equal on every worker.
+        world: all processes; the rank of this one is behind those that train.
         clip_norm: bound on the 2-norm of summed gradients, or None.
     """
 
@@ -62,14 +62,15 @@ class ServingRole:
         self._host = open_server_host(world, prepared, owning_stages(prepared), clip_norm)
         self._stale = track_server_weights(prepared, world.rank)
         self._server = self._host.servers[0]
-        _ = self._server.weights  # waits for the first weights: what is wrong with an optimizer is raised here
+        _ = self._server.weights  # waits for the initial weights: an error in the user's optimizer is raised here
 
     # ---- collective calls --------------------------------------------------------------------------------------------
 
     def _receive_result(self, call: CollectiveCall, otherwise: Any = None) -> Any:
-        """The result of a collective call; ``otherwise`` where the training workers have closed the job instead."""
+        """Receive the result of a collective call; ``otherwise`` if the training workers have closed the job."""
         if self._closed:
             return otherwise
+        # If the training workers are lost because a server here failed, its error is the one to raise.
         with self._host.watch():
             called, value = self._host.receive_result()
             if called is CollectiveCall.CLOSE:
@@ -102,7 +103,7 @@ class ServingRole:
         return () if self._closed else self._host.gather_updates()
 
     def gather(self, make: Callable[[], Any]) -> list[Any]:
-        # The value is made only when all workers ask for it: until then the servers go on, and their counts too.
+        # The value is made only when all workers ask for it: until then the servers make updates, and count bytes.
         self._receive_result(CollectiveCall.GATHERED)
         return [] if self._closed else self._host.transport.all_gather_object(make())
 
@@ -120,7 +121,7 @@ class ServingRole:
         return StepResult(self._step - 1, samples, StepReport(None, nothing, (), ()))
 
     def epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
-        """As many batches as the training workers have, of the same sizes, with no samples in them."""
+        """Yield as many batches as the training workers have, of the same sizes, with no samples in them."""
         return (Batch(samples, []) for samples in data.count_batch_sizes(dataset, batch_size, drop_last))
 
     def optimizer_of(self, name: str) -> torch.optim.Optimizer:
@@ -146,12 +147,12 @@ class ServingRole:
         return self._host.counters
 
     def sent_bytes(self) -> dict[str, float]:
-        """Mean bytes sent in a step; by theory its weights once to each replica. The first weights count with them."""
+        """Return the mean bytes sent in a step, the initial weights included; in theory its weights to each replica."""
         weights = sum(tensor.nbytes for tensor in self.held().values())
         sent = sum(counters.sent for counters in self.counters) / max(self._step, 1)
         none = dict.fromkeys((STAGES, OPERATORS, STATISTICS), 0.0)
         return {AGREEMENT: sent, **none, "theory": float(weights * self._plan.data)}
 
     def spans(self, steps: int) -> list[Span]:
-        """The latest updates of its server, however many steps are asked for, in seconds on the clock of rank 0."""
+        """Return the latest updates of its server, however many steps are asked for, in seconds on rank 0's clock."""
         return align_clocks([self._server.spans], self._host.clock_offset)

@@ -1,11 +1,16 @@
-"""Stale weights: a call of the user's model, in a process where some of its weights are not those of the training.
+"""Stale weights: refuses a call of the user's model in a process where its weights are not those of the training.
 
-A worker keeps up to date what its stage holds, and under some plans a part of that only. Nothing in the model says so:
-its forward would compute with the first weights of other stages, with parts, or with those of one replica. Such a call
-is refused, until whole weights are loaded into the model.
+A worker keeps up to date what its stage holds, and under some plans only a shard of that. Nothing in the model shows
+it: its forward would compute with the initial weights of other stages, with shards, or with one replica's weights. Such
+a call is refused until whole weights are loaded into the model.
 
-The refusal is one hook on all modules of the process, which looks its module up in a table. It is not in the modules
-themselves: captures, copies and pickles of a model are what they were, and a copy is its owner's own.
+    weights of a module                  stale                            until
+    trained by other stages              from the first step on           they are written
+    sharded over ranks                   always                           the parameters are replaced
+    of one replica (local SGD, servers)  while replicas differ            they are written after close
+
+The refusal is one global forward pre-hook, which looks the module up in a table. It is not in the modules themselves:
+captures, copies and pickles of a model do not have it.
 """
 
 from __future__ import annotations
@@ -25,18 +30,18 @@ from polylane.runtime.parameters.local_model import LocalModel
 
 
 class StaleWeights(PolylaneError):
-    """The user called a model whose weights, in this process, are not those of the training."""
+    """A call of the user's model in a process where its weights are not those of the training."""
 
 
 class StaleTensors:
     """Which weights of a model are not up to date in this process; made once the process holds its part.
 
     Args:
-        model: the user's.
-        elsewhere: parameters that other workers train and this one does not, with why, by the model's own names.
-        parts: parameters of which this worker holds a part only, with why.
-        trained: names of all that are trained, for replicas that are apart from each other for some steps.
-        apart: why they are; "" where they never are.
+        model: the user's model, held by a weak reference.
+        elsewhere: by the model's own names, parameters that only other workers train, with the reason.
+        parts: by name, parameters of which this worker holds a shard only, with the reason.
+        trained: names of all trained parameters, for replicas that differ for some steps.
+        apart: reason why replicas differ for some steps; "" where they never do.
     """
 
     def __init__(
@@ -60,33 +65,35 @@ class StaleTensors:
             _watch_modules(self, model, concerned)
 
     def record_step(self, apart: bool = False) -> None:
-        """After an optimizer step.
+        """Record that an optimizer step was taken.
 
         Args:
-            apart: whether replicas have other weights than each other now.
+            apart: whether the replicas' weights differ after this step.
         """
         self._steps += 1
         self._replicas_differ = apart
         name, reference = self._first_elsewhere or ("", None)
         first, model = None if reference is None else reference(), self._model()
         if first is not None and model is not None and _version_mark(first) != self._version_marks[name]:
-            # The user has loaded whole weights, which are those of an earlier step from now on.
+            # The user has loaded whole weights since the last step. They are outdated by this step: mark them again.
+            # One parameter stands for all, so that a step costs nothing.
             self._version_marks |= _version_marks(_named_parameters(model), self._elsewhere)
 
     def close(self) -> None:
-        """The training is over: what is written into the model from now on stays."""
+        """End the training: weights that are written into the model from now on do not become stale again."""
         self._is_closed, model = True, self._model()
         if self._replicas_differ and model is not None:
             self._version_marks |= _version_marks(_named_parameters(model), self._trained)
 
     def why_stale(self, path: str) -> str:
-        """Why the weights of the module at a path are not those of the training; "" where they are."""
+        """Return why the weights of the module at a path are not those of the training; "" where they are."""
         model = self._model()
         named = (
             {}
             if model is None
             else {n: p for n, p in _named_parameters(model).items() if not path or n.startswith(f"{path}.")}
         )
+        # In the order of the table above: shards, other stages' weights, weights of one replica.
         for name in named:
             if name in self._parts and self._object_ids[name] == id(named[name]):
                 return self._parts[name]
@@ -102,7 +109,7 @@ class StaleTensors:
 
 
 def track_stale_weights(holding: LocalModel) -> StaleTensors:
-    """What is not up to date on a worker that trains."""
+    """Track the weights that are not up to date on a worker that trains."""
     prepared, plan, rank = holding.prepared, holding.prepared.plan, holding.world.rank
     graphs = [partition.graph for partition in prepared.partitions.values()]
     trained = {name for graph in graphs for name, info in graph.parameters.items() if info.trainable}
@@ -132,9 +139,7 @@ def track_stale_weights(holding: LocalModel) -> StaleTensors:
 
 
 def track_server_weights(prepared: CompiledTraining, rank: int) -> StaleTensors:
-    """As :func:`track_stale_weights`, on a worker that only serves parameters: it has weights of its own, not in the
-    model.
-    """
+    """Track stale weights on a worker that only serves parameters: none of the model's own are ever up to date."""
     why = f"this worker (rank {rank}) only serves parameters, and trains no model"
     return StaleTensors(prepared.model, dict.fromkeys(_named_parameters(prepared.model), why), {})
 
@@ -148,13 +153,13 @@ def _version_marks(named: Mapping[str, nn.Parameter], names: Collection[str]) ->
 
 
 def _version_mark(tensor: Tensor) -> tuple[int, int, int]:
-    """What changes when somebody writes to a tensor, or puts another one in its place."""
+    """Return a mark that changes when a tensor is written in place, replaced, or given other storage."""
     return id(tensor), tensor._version, tensor.data_ptr()
 
 
 # The hook ------------------------------------------------------------------------------------------------------------
 
-# Modules with stale weights inside, with their path in the model; the hook is there as long as there are any.
+# Modules with stale weights inside, with their path in the model. The hook is registered as long as there are any.
 _TABLE: weakref.WeakKeyDictionary[nn.Module, tuple[StaleTensors, str]] = weakref.WeakKeyDictionary()
 _HOOK: list[RemovableHandle] = []
 _OWN = [0]
@@ -162,7 +167,7 @@ _OWN = [0]
 
 @contextmanager
 def allow_own_calls() -> Iterator[None]:
-    """For the while, whoever calls a user's module is the runtime, which knows what its weights are."""
+    """Context manager for the runtime's own calls of the user's modules, which are never refused; it may be nested."""
     _OWN[0] += 1
     try:
         yield
@@ -171,6 +176,7 @@ def allow_own_calls() -> Iterator[None]:
 
 
 def _watch_modules(stale: StaleTensors, model: nn.Module, names: set[str]) -> None:
+    # A module is watched if it has such a weight, or a submodule of it has: all prefixes of the names.
     paths = {""}
     for name in names:
         while name:

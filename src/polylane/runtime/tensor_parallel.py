@@ -1,4 +1,4 @@
-"""Mesh: the axes along which a stage's operators are split, as one worker sees them, over the transport."""
+"""Worker mesh: the axes along which a stage's operators are sharded, and their collectives over the transport."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from polylane.runtime.transport.protocol import Transport
 
 T = TypeVar("T")
 
-# Up to so many bytes two ranks swap what they have and add: over gloo a sum of 1 kB takes 0.2 ms so and 0.4 ms as a
-# collective, one of 512 kB 0.6 and 1.2, one of 2 MB 3.2 and 2.1.
+# Up to this size two ranks all-reduce by exchanging their tensors and adding: over gloo a sum of 1 kB takes 0.2 ms that
+# way and 0.4 ms as a collective, one of 512 kB 0.6 and 1.2, one of 2 MB 3.2 and 2.1.
 SWAPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class WorkerMesh:
-    """Where a worker is, and whom it reaches.
+    """One worker's coordinates in its stage's mesh, and the collectives along each axis.
 
     Attributes:
-        axes: by name, in the order of the plan; empty where no operator is split.
-        coordinates: this worker's index on each.
-        waits: what the action under way spends on communication.
+        axes: collectives by name of the axis, in the order of the plan; empty where no operator is sharded.
+        coordinates: this worker's index on each axis.
+        waits: seconds and bytes that the current action spends on communication.
     """
 
     axes: Mapping[str, Axis] = field(default_factory=dict)
@@ -36,14 +36,18 @@ class WorkerMesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker speaks for all that compute the same whole values."""
+        """Whether this worker reports what all ranks of the mesh compute alike, such as the loss."""
         return not any(self.coordinates.values())
 
 
 @dataclass
 class CollectiveWaits:
-    """What an action spends on communication: seconds in the collectives inside it, which are not work, and bytes that
-    are handed to the transport, or got from it."""
+    """What one action spends on communication; the executor resets it before each action.
+
+    Attributes:
+        seconds: seconds spent waiting for collectives inside the action, which are not computation.
+        bytes: bytes handed to the transport, or received from it.
+    """
 
     seconds: float = 0.0
     bytes: int = 0
@@ -53,9 +57,9 @@ class TransportAxis:
     """The ranks along one axis; see :class:`polylane.placement.redistribute.Axis`.
 
     Args:
-        ranks: of the axis, in order.
-        transport: with a channel between each two of them, and a group of all.
-        waits: counts the seconds spent in collectives, and the bytes sent.
+        ranks: ranks along the axis, by their index on it.
+        transport: transport with a channel between each two of these ranks, and a group of all.
+        waits: counter of the seconds spent in collectives, and of the bytes sent.
     """
 
     def __init__(self, ranks: Sequence[int], transport: Transport, waits: CollectiveWaits) -> None:
@@ -63,16 +67,15 @@ class TransportAxis:
         self.index, self.degree = self._ranks.index(transport.rank), len(self._ranks)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks."""
         return self.begin_all_reduce(tensor)()
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """The sum over all ranks, to be waited for."""
+        # Two addends: the sum is the same bit for bit in either order, so both ranks get the same.
         if self.degree == 2 and tensor.numel() * tensor.element_size() <= SWAPPED_BYTES:
             pieces: list[Tensor | None] = [tensor, tensor]
             swap = self.begin_exchange(pieces, [tensor.shape] * 2)
             return lambda: torch.add(*(part for part in swap() if part is not None))
-        own = tensor.clone(memory_format=torch.contiguous_format)
+        own = tensor.clone(memory_format=torch.contiguous_format)  # the transport sums in place
         pending = self._transport.all_reduce(own, sorted(self._ranks))
         self._waits.bytes += own.nbytes
         return self._timed(pending.wait)
@@ -87,23 +90,22 @@ class TransportAxis:
         return finish
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """The elementwise maximum over all ranks."""
+        # By exchange, since the transport's all-reduce only sums.
         for other in self.exchange([tensor] * self.degree, [tensor.shape] * self.degree):
             assert other is not None
             tensor = torch.maximum(tensor, other)
         return tensor
 
     def exchange(self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
-        """Send a piece to each rank and receive one from each."""
         return self.begin_exchange(pieces, shapes)()
 
     def begin_exchange(
         self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None]
     ) -> Callable[[], list[Tensor | None]]:
-        """Send a piece to each rank and receive one from each, to be waited for."""
         own = pieces[self.index]
         assert own is not None
         dtype = own.dtype
+        # Receives first: gloo moves a message only once its receive is posted.
         receives = [
             None if shape is None or i == self.index else self._transport.receive(tuple(shape), dtype, self._ranks[i])
             for i, shape in enumerate(shapes)

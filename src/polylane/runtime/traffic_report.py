@@ -1,4 +1,4 @@
-"""What is counted of a job's traffic, and what theory says of it."""
+"""Traffic report: which bytes of a worker are counted for which purpose, and the closed forms to compare them with."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from polylane.runtime.transport.protocol import TransportCounters
 def count_traffic(
     connections: Connections, rule: GradientSync, holding: LocalModel, programs: Mapping[str, Sequence[Program]]
 ) -> ByteCounters:
-    """A worker's traffic, from now on.
+    """Count a worker's traffic from now on.
 
     Args:
-        connections: what it talks by.
-        rule: by which replicas agree.
-        holding: what it holds.
-        programs: by objective, of all workers.
+        connections: this worker's transports and mesh.
+        rule: how replicas synchronize gradients or weights.
+        holding: this worker's part of the model.
+        programs: by objective, the programs of all workers.
     """
     hosts, rank = _server_ranks(holding), holding.world.rank
-    within = rank in hosts.values()  # of this process
+    within = rank in hosts.values()  # whether a parameter server lives in this process
+    # A server in this process answers other workers at any time, between steps as well: its channels are then counted
+    # as a whole, not step by step.
     others: dict[str, list[TransportCounters]] = {AGREEMENT: [] if within else list(rule.server_counters())}
     for purpose, transport in connections.extra_groups.items():
         others.setdefault(purpose, []).append(transport.counters)
@@ -37,6 +39,7 @@ def count_traffic(
     answers = {name: _server_answer_bytes(holding, each, hosts) if within else 0.0 for name, each in programs.items()}
     plan = holding.prepared.plan
 
+    # Counters stay plain numbers, independent of plans: what should be sent is passed in as a function.
     def theory(name: str, step: int, microbatches: int) -> float:
         return agreement.compute_sync_bytes(plan.sync, held[name], step, microbatches, answers[name])
 
@@ -50,7 +53,7 @@ def count_traffic(
 
 
 def _server_ranks(holding: LocalModel) -> dict[str, int]:
-    """By parameter, the rank in whose process its server lives; nothing where there are no servers."""
+    """Return, by parameter, the rank whose process runs its server; empty where there are no servers."""
     prepared = holding.prepared
     if not prepared.plan.sync.has_servers:
         return {}
@@ -61,13 +64,13 @@ def _server_ranks(holding: LocalModel) -> dict[str, int]:
 def _trained_tensors(
     holding: LocalModel, program: Program, hosts: Mapping[str, int], sender: int
 ) -> list[TrainedTensor]:
-    """The trained parameters of a worker, or its parts of them, with how many workers sum each gradient.
+    """List the trained parameters of a worker, or its shards of them, with how many workers sum each gradient.
 
     Args:
-        holding: of this worker.
-        program: the worker's.
-        hosts: by parameter, the rank in whose process its server lives.
-        sender: the rank from where bytes leave.
+        holding: this worker's part of the model.
+        program: program of the worker whose parameters are listed.
+        hosts: by parameter, the rank whose process runs its server.
+        sender: rank whose sent bytes are counted.
     """
     plan, parameters = holding.prepared.plan, holding.tensors.parameters()
     stage, replicas, found = plan.stage_and_replica(program.rank)[0], set(program.replicas), list[TrainedTensor]()
@@ -75,6 +78,8 @@ def _trained_tensors(
     for bucket in program.buckets:
         for name in bucket.parameters:
             shape = pieces.local_shape(name)
+            # A tied or replicated parameter is sent by one of the ranks that have it. Bytes to a server in the sender's
+            # own process do not leave it.
             speaks = stage == min(holding.owning_stages[name]) and pieces.is_counted("parameter", name)
             leaves = hosts.get(name) != sender and speaks
             alike = set(bucket.ranks) == replicas
@@ -83,7 +88,7 @@ def _trained_tensors(
 
 
 def _server_answer_bytes(holding: LocalModel, programs: Sequence[Program], hosts: Mapping[str, int]) -> float:
-    """Bytes of the weights that servers in this process send to all other workers."""
+    """Return the bytes of weights that servers in this process send to all other workers in a step."""
     rank, total = holding.world.rank, 0
     mine = {name for name, host in hosts.items() if host == rank}
     for program in programs:

@@ -1,8 +1,8 @@
-"""Training role of a job: what a worker that computes a part of the model does in every method of its job.
+"""Training role of a job: a worker that computes a part of the model; its methods are those of the job.
 
-The parts are made elsewhere: the programs that a step runs (:mod:`polylane.runtime.bound_programs`), the tensors that
+Its parts are made elsewhere: the programs that a step runs (:mod:`polylane.runtime.bound_programs`), the tensors that
 this worker holds (:mod:`polylane.runtime.parameters.local_model`), the optimizers
-(:mod:`polylane.runtime.parameters.update`), and how replicas agree (:mod:`polylane.runtime.sync.gradient_sync`).
+(:mod:`polylane.runtime.parameters.update`), and gradient sync (:mod:`polylane.runtime.sync.gradient_sync`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from polylane.runtime.workers.world import World
 
 
 class TrainingRole:
-    """One worker's part in a training. Its methods do on such a worker what those of the job with their names promise.
+    """One worker's part in a training; its methods implement those of :class:`polylane.runtime.job.Job`.
 
     Attributes:
-        world: this worker among those that train.
+        world: this worker's rank among those that train, with device and backend.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class TrainingRole:
         same_weights: bool = True,
         connect: Connect | None = None,
     ) -> None:
-        """Bind a prepared training to this worker; all workers, dedicated servers too, make their roles at once.
+        """Bind a compiled training to this worker; arguments as of :class:`polylane.runtime.job.Job`.
 
-        Args: as of :class:`polylane.runtime.job.Job`.
+        Collective: all workers, dedicated servers too, construct their roles at the same time.
         """
         if world.device.type == "cpu":
             allocator.retain_freed_memory()
@@ -71,6 +71,7 @@ class TrainingRole:
         self.plan, self.world = prepared.plan, world
         self._prepared, self._seed, self._step = prepared, seed, 0
         self._compared = False
+        # Programs first: their channels and groups are what connections are opened for.
         holders = owning_stages(prepared)
         lowered = lower_ahead(prepared, holders)
         layout = plan_shard_units(prepared, lowered)
@@ -93,6 +94,7 @@ class TrainingRole:
         codecs = {name: trainer.compressor for name, trainer in self._trainers.items()}
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, codecs)
         self._cache = CompileCache[BoundProgram](prepared, self._binding, example)
+        # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if local else [False])
         self._rule = choose_sync(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
         self._stale = track_stale_weights(self._holding)
@@ -104,12 +106,12 @@ class TrainingRole:
         return self._rule.max_steps_in_flight
 
     def lane(self, partition: Partition, programs: Sequence[Program], samples: int) -> BoundProgram:
-        """A partition of one of the training's graphs, with every worker's program, bound to this worker's tensors.
+        """Bind a partition of a graph that was compiled ahead, with every worker's program, to this worker's tensors.
 
         Args:
-            partition: of a graph that was compiled ahead.
-            programs: of all workers.
-            samples: in the batches that it is for.
+            partition: partition of a graph that was compiled ahead.
+            programs: programs of all workers, by rank.
+            samples: number of samples of the batches that it is for.
         """
         return self._binding.fit_to_samples(
             self._binding.bind_graph(self._prepared.graph_of(partition), programs), samples
@@ -123,6 +125,7 @@ class TrainingRole:
         self._refuse_short(own)
         with allow_own_calls(), self._rule.blame_local_server():
             lane = self._cache.compiled_for(name, own, replica_local=self._rule.is_replica_local(name))
+            # The host may run ahead of the all-reduce of earlier losses, but not without bound.
             self._reports.limit_in_flight(self._rule.max_steps_in_flight)
             trainer.zero_grad()
             if lane.buffers:
@@ -144,7 +147,7 @@ class TrainingRole:
         return StepResult(self._step - 1, own.samples, report)
 
     def _own(self, batch: Any) -> Batch:
-        """A batch as this worker has it, on its device."""
+        """Return a batch as this worker has it, on its device."""
         own: Batch = batch if isinstance(batch, Batch) else Batch.whole(batch)
         if not isinstance(batch, Batch):
             self._refuse_different(own)
@@ -153,9 +156,9 @@ class TrainingRole:
         return own.to_device(self._cache.sampled, self.world.device)
 
     def _refuse_different(self, batch: Batch) -> None:
-        """See once, at the first whole batch, that it is the same on every worker.
+        """Refuse a whole batch that is not the same on every worker; collective, once, at the first such batch.
 
-        Elsewhere the habit is a batch of its own for each; here they would take their parts out of different wholes.
+        With other libraries each worker loads a batch of its own; here workers would take samples of different batches.
         """
         if self._compared or self.world.size == 1:
             return
@@ -168,7 +171,7 @@ class TrainingRole:
             )
 
     def _refuse_short(self, batch: Batch) -> None:
-        """See that the model can be trained on a batch and, before any step, on all others of its epoch."""
+        """Refuse a batch if it, or a later one of its epoch, has fewer samples than the model can be trained on."""
         fewest = self._prepared.min_samples
         if batch.shortest >= fewest.samples:
             return
@@ -204,11 +207,12 @@ class TrainingRole:
         ):
             state = lane.executor.run(own, 0, self._seed, lambda state: None)
         sums = self._summed(state, range(self.world.size))
+        # Dedicated servers take part in no pass: they receive the result of every collective call from rank 0.
         self._rule.broadcast_result(CollectiveCall.EVALUATE, sums)
         return sums
 
     def _summed(self, state: StepState, ranks: Sequence[int]) -> tuple[float, float]:
-        """The loss over some workers, as (total, count)."""
+        """Sum the loss over some workers, as (total, count); collective among them."""
         sums = torch.tensor(state.sums(), dtype=torch.float64, device=self.world.device)
         total, count = self._transport.all_reduce(sums, ranks).wait().tolist()
         return total, count
@@ -216,18 +220,18 @@ class TrainingRole:
     # ---- data and weights --------------------------------------------------------------------------------------------
 
     def epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
-        """The batches of one epoch, with this worker's samples.
+        """Yield the batches of one epoch, with this worker's samples.
 
         Args:
-            dataset, batch_size, drop_last, how: as for :meth:`polylane.runtime.job.Job.batches`.
-            epoch: its number, which decides the order of samples.
+            dataset, batch_size, drop_last, how: the same arguments as of :meth:`polylane.runtime.job.Job.batches`.
+            epoch: number of the epoch, which determines the order of samples.
         """
         return data.load_batches(
             dataset, batch_size, shares=self.shares, epoch=epoch, seed=self._seed, drop_last=drop_last, **how
         )
 
     def shares(self, samples: int) -> tuple[SampleShare, ...]:
-        """Which samples of a batch of ``samples`` samples this worker computes."""
+        """Return this worker's shares of a batch of ``samples`` samples."""
         program = next(iter(self._programs.values()))[self.world.rank]
         return compute_shares(samples, self._prepared.microbatches_of(samples), len(program.replicas), program.replica)
 
@@ -271,15 +275,15 @@ class TrainingRole:
     # ---- telemetry ---------------------------------------------------------------------------------------------------
 
     def gather(self, make: Callable[[], Any]) -> list[Any]:
-        """Every worker's plain value by rank, dedicated servers last; ``make`` gives this worker's."""
+        """Gather every worker's plain value by rank, dedicated servers last; ``make`` returns this worker's."""
         return self._rule.all_gather_object(make())
 
     def sent_bytes(self) -> dict[str, float]:
-        """Mean bytes that this worker sent in a step, by purpose; see :meth:`polylane.runtime.job.Job.traffic`."""
+        """Return the mean bytes that this worker sent in a step, see :meth:`polylane.runtime.job.Job.traffic`."""
         return self._traffic.mean_bytes()
 
     def spans(self, steps: int) -> list[Span]:
-        """What this worker did in its last ``steps`` steps, in seconds on the clock of rank 0."""
+        """Return the spans of this worker's last ``steps`` steps, in seconds on the clock of rank 0."""
         return align_clocks([*self._spans][-steps:], self._ahead)
 
     def stepping(self) -> list[LocalOptimizer]:

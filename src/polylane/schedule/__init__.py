@@ -1,1 +1,1 @@
-"""Pipeline schedules: in which order every stage runs its forward and backward passes."""
+"""Pipeline schedules: the order in which every stage runs its forward and backward passes."""

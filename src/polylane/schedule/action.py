@@ -1,4 +1,4 @@
-"""What a worker can do: one action is one cell, or one arrow, of a swimlane."""
+"""Action: one forward, backward, send, receive, reduce or step of a worker; a cell, or an arrow, of a swimlane."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class ActionKind(StrEnum):
     STEP = "step"  # clip, apply the optimizer, step the scheduler
 
 
+# Compute keeps a device busy; communication keeps links busy, and may overlap with it.
 PASSES = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
 COMPUTE = PASSES | {ActionKind.STEP}
 COMMUNICATION = frozenset({ActionKind.SEND, ActionKind.RECEIVE, ActionKind.REDUCE})
@@ -27,12 +28,12 @@ class Action:
     """One action of one worker.
 
     Attributes:
-        kind: what is done.
+        kind: what the worker does, see :class:`ActionKind`.
         stage: the stage it is done for, from 0.
-        microbatch: which microbatch, from 0; None for what is done once a step (reduce, step).
-        value: the value that travels (its node's name), or the bucket that is reduced.
+        microbatch: number of the microbatch, from 0; None for what is done once a step (reduce, step).
+        value: name of the node whose value is sent or received, or of the bucket that is reduced.
         peer: the rank at the other end of a send or a receive.
-        gradient: whether the gradient of ``value`` travels rather than the value itself.
+        gradient: whether the gradient of ``value`` is sent rather than the value itself.
     """
 
     kind: ActionKind

@@ -1,4 +1,7 @@
-"""Interleaved 1F1B: every rank has several virtual stages, so that the pipeline fills and drains in smaller steps."""
+"""Interleaved 1F1B: every rank has several virtual stages, so that the pipeline fills and drains in smaller steps.
+
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from polylane.schedule.synchronous import Lanes
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Lanes:
-    """Of a chain of ``ranks * chunks`` virtual stages, rank r runs those numbered c * ranks + r.
+    """Build the lanes of a chain of ``ranks * chunks`` virtual stages, where rank r runs those numbered c * ranks + r.
 
-    Microbatches go through a rank in rounds of as many as there are ranks: all of a round through its first virtual
-    stage, then through the next one; backwards go the other way. A rank runs ahead by the forwards of (chunks - 1)
-    rounds and two for every rank after it, then one forward and one backward in turn, then the backwards that are left.
+    Microbatches go through a rank in rounds, each of as many microbatches as there are ranks: all of a round through
+    the first virtual stage, then through the next one; backwards go the other way. A rank warms up with the forwards of
+    (chunks - 1) rounds and two for every rank after it, then alternates one forward and one backward, then runs the
+    backwards that are left.
 
     With F and B the ticks of all of a rank's chunks, and no ticks for a hop, N microbatches on k ranks take
     (vN + k - 1)(F + B)/v: the bubble is 1/v of that of 1F1B, for v times as many messages. Where N is no multiple of k,
@@ -26,9 +30,9 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Lanes:
     section 2.2.2 (there N must be a multiple of k, and the rounds are the same).
 
     Args:
-        ranks: how many lanes.
-        chunks: virtual stages of each rank; 1 is 1F1B.
-        microbatches: how many.
+        ranks: number of ranks, k, each of which has a lane.
+        chunks: virtual stages of each rank, v; 1 is 1F1B.
+        microbatches: number of microbatches of a step, N.
 
     Returns:
         A lane for each rank; ``stage`` of its actions is the virtual stage.
@@ -45,7 +49,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Lanes:
 
 
 def _rounds(ranks: int, chunks: int, microbatches: int) -> list[range]:
-    """Microbatches that go through a virtual stage one after another: at least as many as ranks, if there are."""
+    """Divide the microbatches into rounds of at least as many as there are ranks, if there are enough."""
     for name, value in (("ranks", ranks), ("chunks", chunks), ("microbatches", microbatches)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
@@ -56,12 +60,15 @@ def _rounds(ranks: int, chunks: int, microbatches: int) -> list[range]:
 
 
 def _warm_up_forwards(rank: int, ranks: int, chunks: int, rounds: Sequence[range]) -> int:
-    """Forwards before the first backward, if there are as many."""
+    """Return the number of forwards before the first backward, if there are that many."""
+    # Two for every rank after it: with chunks a microbatch needs that much longer to get there and back. Megatron-LM
+    # has the same count.
     after = ranks - rank - 1
     return after if chunks == 1 else (chunks - 1) * len(rounds[0]) + 2 * after
 
 
 def _lane(rank: int, ranks: int, chunks: int, rounds: Sequence[range]) -> tuple[Action, ...]:
+    # Forwards and backwards each have a fixed order; the schedule only decides how they are merged.
     forwards = list(_passes(ActionKind.FORWARD, rounds, range(rank, ranks * chunks, ranks)))
     backwards = list(_passes(ActionKind.BACKWARD, rounds, range(rank, ranks * chunks, ranks)[::-1]))
     ahead = min(len(forwards), _warm_up_forwards(rank, ranks, chunks, rounds))

@@ -1,4 +1,4 @@
-"""Which stages feed which: a chain, or any graph without circles, whose branches run at the same time."""
+"""Stage graph: which stages feed which; a chain, or any directed acyclic graph, whose branches run at the same time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class CyclicStages(ValueError):
-    """Stages wait for each other.
+    """Stages wait for each other in a cycle.
 
     Attributes:
-        stages: each waits for the one before; the first one stands at the end again.
+        stages: stages of the cycle, each waiting for the one before; the first one is repeated at the end.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
@@ -32,8 +32,12 @@ class StageGraph:
     """The stages and what each one waits for.
 
     Attributes:
-        predecessors: of every stage, those whose values its forward pass reads; ascending, each once. Its backward pass
-            reads gradients of the stages that read its values.
+        predecessors: for every stage, those whose values its forward pass reads; ascending, each once. Its backward
+            pass reads gradients of the stages that read its values.
+
+    Raises:
+        ValueError: a predecessor that does not exist.
+        CyclicStages: stages wait for each other.
     """
 
     predecessors: tuple[tuple[int, ...], ...]
@@ -48,7 +52,7 @@ class StageGraph:
 
     @classmethod
     def chain(cls, stages: int) -> StageGraph:
-        """Every stage after the one before.
+        """Build a chain: every stage reads values of the one before.
 
         Raises:
             ValueError: fewer than one stage.
@@ -59,11 +63,15 @@ class StageGraph:
 
     @classmethod
     def of_edges(cls, stages: int, edges: Iterable[tuple[int, int]]) -> StageGraph:
-        """From pairs (from, to).
+        """Build a stage graph from its edges.
+
+        Args:
+            stages: number of stages in the graph.
+            edges: pairs (producer, consumer) of stages, in any order.
 
         Raises:
-            ValueError: an edge from or to a stage that is not there.
-            Circle: stages wait for each other.
+            ValueError: an edge from or to a stage that does not exist.
+            CyclicStages: stages wait for each other.
         """
         before: list[set[int]] = [set() for _ in range(stages)]
         for start, end in edges:
@@ -74,21 +82,21 @@ class StageGraph:
 
     @classmethod
     def of_partition(cls, partition: Partition) -> StageGraph:
-        """Of the stages of a cut graph: each waits for those whose values it reads.
+        """Build the stage graph of a partition: each stage waits for those whose values it reads.
 
         Raises:
-            Circle: stages wait for each other.
+            CyclicStages: stages wait for each other.
         """
         return cls.of_edges(partition.stages, partition.edges)
 
     @property
     def stages(self) -> int:
-        """How many."""
+        """Number of stages."""
         return len(self.predecessors)
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Of every stage, those that read its values, ascending."""
+        """For every stage, those that read its values, ascending."""
         found: list[list[int]] = [[] for _ in self.predecessors]
         for stage, others in enumerate(self.predecessors):
             for other in others:
@@ -97,7 +105,9 @@ class StageGraph:
 
     @cached_property
     def topological_order(self) -> tuple[int, ...]:
-        """The stages so that each comes after those it waits for; of several that may come next the lowest number."""
+        """The stages in topological order; of several that may come next, the lowest number first."""
+        # Kahn's algorithm. In a graph with a cycle the stages of the cycle, and those behind it, are left out, which is
+        # how _find_cycle finds them.
         waits = [len(others) for others in self.predecessors]
         ready = [stage for stage, count in enumerate(waits) if not count]
         done: list[int] = []
@@ -112,17 +122,18 @@ class StageGraph:
 
     @cached_property
     def depth_to_end(self) -> tuple[int, ...]:
-        """Of every stage, how many stages lie on the longest way from it to the end, itself included."""
+        """For every stage, the number of stages on the longest path from it to the end, itself included."""
         found: dict[int, int] = {}
         for stage in reversed(self.topological_order):
             found[stage] = 1 + max((found[other] for other in self.successors[stage]), default=0)
         return tuple(found[stage] for stage in range(self.stages))
 
     def _find_cycle(self) -> list[int] | None:
-        """Some stages that wait for each other, the first one again at the end."""
+        """Return the stages of one cycle, the first one again at the end; None if there is none."""
         left = set(range(self.stages)) - set(self.topological_order)
         if not left:
             return None
+        # Each of these has a predecessor among them, so walking backwards must come to a stage for the second time.
         way, seen = [min(left)], set[int]()
         while way[-1] not in seen:
             seen.add(way[-1])
@@ -131,5 +142,5 @@ class StageGraph:
 
 
 def as_stage_graph(stages: int | StageGraph) -> StageGraph:
-    """A stage graph from what may stand for one: a number means a chain."""
+    """Return a stage graph as it is; a number of stages as a chain."""
     return stages if isinstance(stages, StageGraph) else StageGraph.chain(stages)

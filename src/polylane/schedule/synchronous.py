@@ -1,10 +1,9 @@
 """Synchronous pipeline schedules: the order in which every stage runs its forwards and backwards.
 
 A schedule is a function ``(stages, microbatches) -> lanes``; ``lanes[s]`` is what stage s does, first to last. Stages
-are a number, of a chain, or a `StageGraph`, whose branches run at the same time. It says nothing of time:
-`polylane.cost.simulator.schedule_tasks.simulate_schedule` adds the durations. In the tables below a row is a stage, a
-column is one tick,
-a forward takes one tick and so does a backward; ``0`` is the forward of microbatch 0, ``<0`` its backward.
+are a number, of a chain, or a `StageGraph`, whose branches run at the same time. A schedule has no durations:
+`polylane.cost.simulator.schedule_tasks.simulate_schedule` adds them. In the tables below a row is a stage, a column is
+one tick, a forward takes one tick and so does a backward; ``0`` is the forward of microbatch 0, ``<0`` its backward.
 Every schedule here runs backwards in ascending order of microbatch, so gradients accumulate as on one device.
 """
 
@@ -19,7 +18,7 @@ Lanes = tuple[tuple[Action, ...], ...]
 
 
 def naive(stages: int | StageGraph, microbatches: int) -> Lanes:
-    """One microbatch passes forward and backward through all stages before the next one starts.
+    """Build the naive schedule: a microbatch passes forward and backward through all stages before the next one starts.
 
     Raises:
         ValueError: fewer than one stage or microbatch.
@@ -35,7 +34,7 @@ def naive(stages: int | StageGraph, microbatches: int) -> Lanes:
 
 
 def all_forward_all_backward(stages: int | StageGraph, microbatches: int) -> Lanes:
-    """Every forward, then every backward, first in first out; all microbatches are live at the turn.
+    """Build the GPipe schedule: every forward, then every backward; all microbatches are live in between.
 
     Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019 (there
     the backwards run last in first out; ascending order costs no tick and keeps one device's order of accumulation).
@@ -55,11 +54,12 @@ def all_forward_all_backward(stages: int | StageGraph, microbatches: int) -> Lan
 
 
 def one_forward_one_backward(stages: int | StageGraph, microbatches: int) -> Lanes:
-    """A warm-up of k-1-s forwards on stage s, then one forward and one backward in turn, then the backwards left.
+    """Build the 1F1B schedule: k-1-s forwards to warm up on stage s, then one forward and one backward in turn.
 
-    As long as all forward, all backward where a hop costs nothing, with min(m, k-s) live microbatches instead of m.
-    Among branches the stages on the longest way from stage s to the end stand for k-s: a stage has started as many
-    microbatches as the way ahead can hold, and every stage before it at least one more: no two wait for each other.
+    It takes as long as all forward, all backward where a hop costs nothing, with min(m, k-s) live microbatches instead
+    of m. In a graph with branches k-s is the number of stages on the longest path from stage s to the end: a stage has
+    started as many microbatches as the path ahead can hold, and every stage before it at least one more, so that no two
+    wait for each other.
 
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021, and "Efficient
     Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
@@ -76,7 +76,7 @@ def one_forward_one_backward(stages: int | StageGraph, microbatches: int) -> Lan
 
 
 def _alternate(stage: int, warm_up: int, microbatches: int) -> tuple[Action, ...]:
-    """``warm_up`` forwards ahead, then forwards and backwards in turn, then the backwards that are left."""
+    """Build the lane of one stage: ``warm_up`` forwards, then forwards and backwards in turn, then what is left."""
     steady = microbatches - warm_up
     return (
         *(_forward(stage, m) for m in range(warm_up)),
@@ -91,7 +91,7 @@ SCHEDULES: dict[str, Callable[[int | StageGraph, int], Lanes]] = {
     "1f1b": one_forward_one_backward,
 }
 
-# (microbatches, depth of the stage) -> the most microbatches that it ever holds between forward and backward
+# (microbatches, depth of the stage) -> the most microbatches that are live: between their forward and their backward
 _LIVE: dict[str, Callable[[int, int], int]] = {
     "naive": lambda microbatches, depth: 1,
     "afab": lambda microbatches, depth: microbatches,
@@ -100,7 +100,7 @@ _LIVE: dict[str, Callable[[int, int], int]] = {
 
 
 def schedule_lanes(schedule: str, stages: int | StageGraph, microbatches: int) -> Lanes:
-    """The lanes of the schedule of that name.
+    """Return the lanes of the schedule of that name.
 
     Raises:
         ValueError: a name that is not in `SCHEDULES`, or fewer than one stage or microbatch.
@@ -110,10 +110,10 @@ def schedule_lanes(schedule: str, stages: int | StageGraph, microbatches: int) -
 
 
 def live_bound(schedule: str, stages: int | StageGraph, microbatches: int, stage: int) -> int:
-    """How many microbatches ``stage`` holds at most between the start of their forward and the end of their backward.
+    """Return the most microbatches that a stage has between the start of their forward and the end of their backward.
 
     Raises:
-        ValueError: an unknown schedule, fewer than one stage or microbatch, or a stage that is not there.
+        ValueError: an unknown schedule, fewer than one stage or microbatch, or a stage that does not exist.
     """
     _check_name(schedule)
     graph = _graph(stages, microbatches)

@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism, planned: the placement of every operator by an integer program (intra-operator)."""
+"""Intra-operator parallelism, planned: the placement of every operator on one mesh axis, by an integer program."""

@@ -1,4 +1,4 @@
-"""What may be chosen on an axis: the options less what its purpose, pins and the other axes forbid."""
+"""Admissible strategies: those that the rules offer on an axis, less what its purpose, pins and other axes forbid."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SplitDemands:
-    """What a split must keep to.
+    """The conditions that a split along one axis must meet.
 
     Attributes:
         purpose: "tensor" splits parameters, "sequence" activations, "data" samples.
         pins: name of a parameter, buffer, source or node -> "replicate", "shard(<dim>)" or "partial".
-        other_axes: how the graph lies on other axes, by axis; a dimension that is cut there is not cut here.
-        fixed_placements: placements of sources that are decided already.
+        other_axes: splits already chosen along other axes, by axis; a dimension that one of them shards is not sharded
+            here.
+        fixed_placements: placements of graph inputs that are decided already, by key; pins do not apply to them.
     """
 
     purpose: str
@@ -41,18 +42,27 @@ class SplitDemands:
 def admissible_options(
     view: OperatorView, options: StrategyOptions, degree: int, demands: SplitDemands
 ) -> StrategyOptions:
-    """The options that meet all demands.
+    """Return the strategies and placements of graph inputs that meet all demands.
+
+    Args:
+        view: the graph's operators at one number of samples.
+        options: every strategy and placement that the rules offer.
+        degree: number of ranks along the axis.
+        demands: the axis's purpose, pins and earlier splits.
 
     Raises:
-        PolylaneError: a pin that nothing meets, naming the plan's key and what is possible.
-        ValueError: an unknown purpose.
+        PolylaneError: no strategy meets a pin; the message names the plan's key and the possible placements.
+        ValueError: ``demands.purpose`` is not in :data:`PURPOSES`.
     """
     if demands.purpose not in PURPOSES:
         raise ValueError(f"{demands.purpose} is no purpose of an axis")
+    # Only the data axis may give different samples to different ranks; the other axes must leave each rank all samples.
     dims = sample_dims(view) if demands.purpose != "data" else {}
     steps, known = dict[str, tuple[Strategy, ...]](), dict[Hashable, tuple[Strategy, ...]]()
     for step in view.operators:
         offered = options.strategies[step.name]
+        # Operators of repeated blocks share one tuple of offered strategies, so that filtering is cached by its
+        # identity; the splits of the other axes are compared by identity for the same reason.
         samples = tuple(dims.get(key, frozenset()) for key in (*step.input_keys, *step.output_keys))
         others = tuple(id(split.strategies[step.name]) for split in demands.other_axes.values())
         kind = (id(offered), step.call.base, samples, others)
@@ -87,23 +97,28 @@ def _operator_strategies(
 
 
 def axes_collide(one: Strategy, other: Strategy, together: bool) -> bool:
-    """Whether two axes cannot split an operator so at a time.
+    """Return whether two axes cannot both split one operator with these strategies.
 
     Args:
-        one, other: strategies of one operator, each for an axis.
-        together: whether what communicates inside goes together with what another axis changes in the call.
+        one, other: strategies of the same operator, one for each axis.
+        together: whether the operator's own communication works on the local call that another axis has made smaller.
     """
     mine, theirs = (*one.inputs, *one.outputs), (*other.inputs, *other.outputs)
+    # Each axis would need the other's shards to cut the same dimension a second time.
     if any(_same_dim(a, b) for a, b in zip(mine, theirs, strict=True)):
         return True
+    # Composable operators communicate correctly on a sharded call, provided that no rank skips the collective: a rank
+    # with an empty shard does not run the call (see kernels/empty_shards.py).
     if together and _covers_all_ranks(mine) and _covers_all_ranks(theirs):
         return False
+    # Otherwise an operator that communicates inside is not combined with another axis that changes the local call too:
+    # its rule does not say that the two changes work together (composes=True).
     talks = (one.sent or one.messages) or (other.sent or other.messages)
     return bool(talks and one.local and other.local and _is_sharded(mine) and _is_sharded(theirs))
 
 
 def _covers_all_ranks(placements: Iterable[Placement]) -> bool:
-    """Whether every rank has a part of whatever is cut: one that has none of it skips what others wait for."""
+    """Return whether every rank has a non-empty part of each sharded tensor, so that all call the collective."""
     return all(p.local_length(i) for p in placements if isinstance(p, Shard) for i in range(len(p.cuts[0]) - 1))
 
 
@@ -121,6 +136,7 @@ def _source_placements(
     if source.key in demands.fixed_placements:
         return (demands.fixed_placements[source.key],)
     kind = source.role[0]
+    # Along "sequence" and "data" axes parameters are replicated: those axes divide activations and samples.
     if kind == "parameter" and demands.purpose != "tensor":
         placements = tuple(p for p in placements if isinstance(p, Replicate))
     elif kind not in ("parameter", "buffer"):
@@ -134,7 +150,7 @@ def _source_placements(
 
 
 def _pinned_input_cuts(source: GraphInput, degree: int, demands: SplitDemands) -> list[Placement]:
-    """An input comes whole, unless somebody says how it is cut."""
+    """Return the shards that pins allow for a graph input, which is replicated by default."""
     pattern = demands.pins.get(source.key[0], "")
     every = [Shard(dim, even_cuts(size, degree)) for dim, size in enumerate(source.value.shape)]
     return [shard for shard in every if str(shard) == pattern]
@@ -147,6 +163,8 @@ def _apply_pins(view: OperatorView, options: StrategyOptions, demands: SplitDema
     steps, sources = dict(options.strategies), dict(options.source_placements)
     for name, pattern in demands.pins.items():
         where = f"placements.{name}.{demands.purpose}: {pattern}"
+        # A pin may name a graph input or a node; an alias (getitem of a node with several results) pins one output
+        # only.
         source = next((k for k in _source_keys(name) if k in sources), None)
         step, index = view.aliases.get(name, (name, None))
         if source is not None and source not in demands.fixed_placements:
@@ -165,11 +183,12 @@ def _outputs(strategy: Strategy, index: int | None) -> tuple[Placement, ...]:
 
 
 def matches_pattern(placement: Placement, pattern: str) -> bool:
-    """Whether a placement is of a pattern: "replicate", "shard(1)", "partial"."""
+    """Return whether a placement matches a plan's pattern: "replicate", "shard(1)" or "partial"."""
     return _pattern_of(placement) == pattern
 
 
 def _pattern_of(placement: Placement) -> str:
+    # Whether the gradient of a replicated tensor is partial is chosen by the solver, not by the plan's pin.
     return "replicate" if isinstance(placement, Replicate) else str(placement)
 
 

@@ -1,4 +1,4 @@
-"""The same split for another number of samples: what was chosen once holds for every microbatch and the last batch."""
+"""Carrying a split over to another number of samples: the strategies chosen once hold for all microbatch sizes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from polylane.sharding.sample_dims import cuts_each_sample_alike
 def carry_over_split(
     split: AxisSplit, before: OperatorView, after: OperatorView, options: StrategyOptions
 ) -> AxisSplit:
-    """``split`` for the same graph with other sizes.
+    """Return the split of the same graph at another number of samples.
 
-    A step's new strategy has the pattern of the old one (the same kinds of placements and the same dimensions), and the
-    same cuts where a dimension has the same size. Of several, the one that needs what its producers give; without any,
-    the step runs whole on every rank. Sources lie as they did.
+    An operator's new strategy has the pattern of the old one (the same kinds of placements and the same dimensions),
+    and the same cuts where a dimension has the same size. Of several, the nearest by :class:`_StrategyDistance`;
+    without any, the operator runs whole on every rank. Graph inputs keep their placements.
 
     Args:
-        split: chosen for ``before``.
+        split: the strategies that were chosen for ``before``.
         before, after: the graph at both numbers of samples.
-        options: of ``after``.
+        options: all strategies offered for the operators of ``after``.
     """
     old = {step.name: step for step in before.operators}
     steps: dict[str, Strategy] = {}
+    # ``steps`` is filled below while ``result`` is read: placements of producers must be known before their readers'.
     result = AxisSplit(
         split.degree, steps, {key: _resize_placement(split, key, s.value) for key, s in after.sources.items()}
     )
@@ -61,6 +62,7 @@ def _same_strategy(new: Strategy, old: Strategy, call: OperatorCall, before: Ope
 def _same_placements(
     new: Sequence[Placement], old: Sequence[Placement], values: Sequence[TensorValue], before: Sequence[TensorValue]
 ) -> bool:
+    # A dimension whose size has changed (it grows with the samples) may have any cuts; all others keep theirs.
     for a, b, value, other in zip(new, old, values, before, strict=True):
         if not (isinstance(a, Shard) and isinstance(b, Shard)):
             if a != b:
@@ -72,7 +74,7 @@ def _same_placements(
 
 @dataclass(frozen=True)
 class _StrategyDistance:
-    """How far a strategy of a step is from the one that it had at another number of samples."""
+    """Orders candidate strategies of an operator by their distance from the one chosen at another number of samples."""
 
     setting: CostSetting
     split: AxisSplit
@@ -81,9 +83,10 @@ class _StrategyDistance:
     samples: int
 
     def distance(self, strategy: Strategy) -> tuple[int, float, float]:
-        """Cuts that are not the same in every sample, the price of the moves before it, the bytes of those."""
+        """Return (shards that split samples differently, seconds and bytes of redistributions before the operator)."""
         moved, size = 0.0, 0.0
         for key, placement in zip(self.step.input_keys, strategy.inputs, strict=True):
+            # The producers of inputs have their new placements already; any difference costs a redistribution.
             if key in self.setting.values and (source := self.split.placement(key)) != placement:
                 moved += price_redistribution(self.setting, key, source, placement).seconds
                 size += value_bytes(self.setting.values[key])
@@ -91,9 +94,10 @@ class _StrategyDistance:
         return sum(self._breaks_samples(a, b) for a, b in pairs), moved, size
 
     def _breaks_samples(self, new: Placement, old: Placement) -> bool:
-        """Whether a dimension that was cut alike in every sample would no longer be so."""
+        """Return whether a dimension that was cut equally in every sample would no longer be."""
         if not (isinstance(new, Shard) and isinstance(old, Shard)) or new.size == old.size:
             return False
+        # E.g. heads of [samples * heads]: each sample's heads are cut alike, so that every rank keeps all samples.
         if self.samples < 1 or not cuts_each_sample_alike(old.cuts, self.samples):
             return False
         first = old.cuts[: len(old.cuts) // self.samples]
@@ -101,7 +105,10 @@ class _StrategyDistance:
 
 
 def _replicated_strategy(strategies: Sequence[Strategy]) -> Strategy:
-    """Whole on every rank; with partial gradients where possible, which suits readers that do a part of the work."""
+    """Return the strategy that is whole on every rank, with partial gradients where that is offered.
+
+    Partial gradients suit readers that compute only a part: without them each would all-reduce the gradient at once.
+    """
 
     def whole(strategy: Strategy) -> bool:
         return all(isinstance(p, Replicate) for p in (*strategy.inputs, *strategy.outputs))

@@ -1,4 +1,36 @@
-"""The integer program of a choice: what is chosen, what flows, what is limited; see solve.py."""
+"""The integer linear program of one mesh axis: variables, objective and constraints, built class by class.
+
+Indices: c, a class of equivalent operators or graph inputs, n[c] members; i, a choice of a class (a strategy, or a
+placement of a graph input); v, a tensor, n[v] alike; u, a reader of v; p and q, placements; k, a kind of source
+placement (all Shards are one kind: moves from any of them to q cost the same; every other placement is its own kind).
+
+Variables
+    x[c,i] in {0, 1}       class c takes choice i
+    s[u,p] in [0, 1]       v is made in p and reader u reads it in p: no redistribution
+    f[u,k,q] in [0, 1]     v is made in a placement of kind k and redistributed to q for reader u
+    y[v,k,q] in [0, 1]     the redistribution k -> q of v is paid for; where at most one reader can ask for q, f itself
+
+Abbreviations: placements of producer and reader as sums of choices
+    made[v,p]  =  sum of x[c,i] over the choices i of v's producer c that give v in p
+    read[u,q]  =  sum of x[c,i] over the choices i of reader u's class c that need v in q; a graph output: Replicate
+
+Objective: minimise  T + w B,  w = 0, a price of bytes, or infinite (solve.py searches it)
+    T [s]    =  sum n[c] seconds[c,i] x[c,i]  +  sum n[v] seconds[v,k,q] y[v,k,q]
+    B [byte] =  sum n[c] bytes[c,i] x[c,i]    +  sum n[v] bytes[v,k,q] y[v,k,q]
+                (parameters on an axis "tensor", activations on the others)
+
+Constraints
+    sum over i of x[c,i]  =  1                                                  for every c: one choice
+    sum over p in k of made[v,p]  =  sum over p in k of s[u,p]  +  sum over q of f[u,k,q]      for every u, k: leaving
+    read[u,q]  =  s[u,q]  +  sum over k of f[u,k,q]                             for every u, q: arriving
+    s[u,p]  <=  made[v,p]                                                       where p's kind has several placements
+    f[u,k,q]  <=  y[v,k,q]                                                      paid once for all readers
+    made[v,p]  =  read[u,p]                                                     where u writes v in place
+    made[v, Shard(b)]  +  read[u, Shard(a)]  <=  1                              where another axis takes v from a to b
+
+The flows s and f make the linear relaxation tight: given whole x, whole values of s, f and y are optimal, so that only
+x is declared integer.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +59,7 @@ from polylane.sharding.integer_program import IntegerProgram, Term
 
 
 def choice_labels(setting: CostSetting, choices: StrategyOptions) -> dict[str, Hashable]:
-    """What must be equal for two nodes to be chosen for together: what may be chosen, and what it costs."""
+    """Return what must be equal for two nodes to share one choice: their alternatives, and what these cost."""
     labels: dict[str, Hashable] = {}
     numbers: dict[Hashable, int] = {}
     known: dict[int, int] = {}  # by identity: operators that are alike mostly have the same object
@@ -48,22 +80,22 @@ def choice_labels(setting: CostSetting, choices: StrategyOptions) -> dict[str, H
     return labels
 
 
-# How one reader of a tensor chooses: placement -> the variables of which one is 1 where the tensor is needed so.
+# How one reader needs, or a producer makes, a tensor: placement -> the variables x that sum to made[v,p] or read[u,p].
 Marginal = Mapping[Placement, Sequence[int]]
-# The variable that bears the price of a move from a kind of placement to a placement.
+# The variable that bears the price of a redistribution from a kind of placement to a placement: y in the header.
 Paid = dict[tuple[Hashable, Placement], int]
 
 
 @dataclass
 class ProgramBuilder:
-    """Writes the program, class by class, and reads its solution.
+    """Writes the integer program, class by class, and reads its solution.
 
     Attributes:
-        setting, choices, demands: what is asked.
-        classes: the class of every step and source by name.
-        program: what is written.
-        variables: of every class, one for each of its choices.
-        limited_terms: the bytes that the purpose makes small, as a sum over variables.
+        setting, choices, demands: the graph with its prices, the admissible strategies, the axis's conditions.
+        classes: the number of every operator's and graph input's class, by node name.
+        program: the integer program that :meth:`build` fills.
+        variables: indices into the program's variables by class, one for each choice of that class.
+        limited_terms: the bytes B that the purpose makes small, as (variable, bytes) terms.
     """
 
     setting: CostSetting
@@ -75,18 +107,20 @@ class ProgramBuilder:
     limited_terms: list[Term] = field(default_factory=list)
 
     def build(self) -> None:
-        """All variables and rows."""
+        """Add all variables and constraints to the program."""
         members = Counter(self.classes.values())
         for step in self.setting.view.operators:
             self._add_operator(step.name, members)
         for key in self.setting.view.sources:
             self._add_source(key, members)
+        # A variable fixed at 1 stands for the placement of graph outputs, which are always whole.
         one = self.program.add_variable(whole=True, lowest=1.0)
         for key, uses, times in self._distinct_values():
             self._add_value(key, uses, times, one)
 
     def read_solution(self, values: Sequence[float]) -> AxisSplit:
-        """The split that a solution says."""
+        """Return the split that a solution describes."""
+        # The solver's values are whole only within its tolerance: take the largest of each class.
         best = {
             colour: max(range(len(own)), key=lambda i, own=own: values[own[i]])  # type: ignore[misc]
             for colour, own in self.variables.items()
@@ -107,6 +141,7 @@ class ProgramBuilder:
             cost = price_operator(self.setting, step, strategy).seconds
             own.append(self.program.add_variable(cost * times, whole=True))
             bytes_each.append(activation_bytes(self.setting, step, strategy.outputs) * times)
+        # Along "tensor" the bytes of parameters are made small, elsewhere those of activations.
         self._add_choice(colour, own, None if self.demands.purpose == "tensor" else bytes_each)
 
     def _add_source(self, key: TensorKey, members: Counter[int]) -> None:
@@ -134,10 +169,11 @@ class ProgramBuilder:
     # ---- what flows --------------------------------------------------------------------------------------------------
 
     def _distinct_values(self) -> list[tuple[TensorKey, list[TensorUse], int]]:
-        """One tensor of every kind, its readers (one of every kind), and how many tensors are alike."""
+        """Return one tensor of every kind, its readers (one of every kind), and how many tensors are alike."""
         kinds: dict[Hashable, tuple[TensorKey, list[TensorUse], int]] = {}
         for key, uses in self.setting.uses.items():
             distinct = {(self._class_of(use), use.index, use.is_write): use for use in uses}
+            # Readers of one class that read at the same index choose alike: one flow stands for all of them.
             kind = (self.classes[key[0]], key[1], frozenset(distinct))
             first, readers, times = kinds.get(kind, (key, list(distinct.values()), 0))
             kinds[kind] = first, readers, times + 1
@@ -151,10 +187,12 @@ class ProgramBuilder:
         reads = [self._read_marginal(use, one) for use in uses]
         for use, read in zip(uses, reads, strict=True):
             self._forbid_swaps(key, use, made, read)
+        # How many readers could ask for each placement: from two on, a redistribution is shared and paid for once.
         users = Counter(target for use, read in zip(uses, reads, strict=True) if not use.is_write for target in read)
         paid: Paid = {}
         for use, read in zip(uses, reads, strict=True):
             if use.is_write:
+                # A write needs the tensor itself, not a redistributed copy: both ends have the same placement.
                 for placement in {**made, **read}:
                     here = [(v, 1.0) for v in made.get(placement, ())]
                     self.program.add_row([*here, *((v, -1.0) for v in read.get(placement, ()))], 0.0, 0.0)
@@ -184,9 +222,10 @@ class ProgramBuilder:
         users: Counter[Placement],
         paid: Paid,
     ) -> None:
-        """One tensor to one reader: as much flows out of every placement as is made in it, and in as is needed.
+        """Add the flow of one tensor to one reader: from the placements it may be made in to those needed.
 
-        All moves of one kind (from any Shard, say) to a placement cost alike, so they are one flow.
+        All redistributions of one kind (from any Shard, say) to a placement cost the same, so that they are one
+        variable.
         """
         kinds: dict[Hashable, list[Placement]] = {}
         for placement in made:
@@ -196,6 +235,8 @@ class ProgramBuilder:
         for kind, placements in kinds.items():
             leaving = [straight[p] for p in placements if p in straight]
             for target in read:
+                # Every member of the kind but the target itself costs the same; a kind with the target alone needs no
+                # move.
                 start = next((p for p in placements if p != target), None)
                 if start is not None:
                     cost = price_redistribution(self.setting, key, start, target).seconds * times
@@ -205,6 +246,8 @@ class ProgramBuilder:
                     arriving[target].append(flow)
             out = [(v, 1.0) for p in placements for v in made[p]]
             self.program.add_row([*out, *((v, -1.0) for v in leaving)], 0.0, 0.0)
+            # Within a kind of several placements only what is made in p can be read in p without a redistribution;
+            # where the kind has one member, the row above says it already.
             if len(placements) > 1:
                 for p in placements:
                     if p in straight:
@@ -213,7 +256,7 @@ class ProgramBuilder:
             self.program.add_row([*((v, 1.0) for v in read[target]), *((v, -1.0) for v in flows)], 0.0, 0.0)
 
     def _is_limited(self, key: TensorKey) -> bool:
-        """Whether what moves make of a tensor is among what the purpose makes small."""
+        """Return whether redistributed copies of a tensor count into the bytes that the purpose makes small."""
         if self.demands.purpose == "tensor":
             return is_parameter(self.setting, key)
         return self.setting.values[key].gradient and not is_parameter(self.setting, key)
@@ -221,7 +264,7 @@ class ProgramBuilder:
     def _add_redistribution(
         self, cost: float, size: float, users: int, kind: Hashable, target: Placement, paid: Paid
     ) -> int:
-        """The flow of a move to one reader; where several readers may need it, they pay once."""
+        """Return the variable of a redistribution to one reader; its cost is shared if others may need it too."""
         flow = self.program.add_variable(cost if users < 2 else 0.0)
         payer = flow
         if users > 1 and (cost or size):
@@ -229,16 +272,18 @@ class ProgramBuilder:
             if payer < 0:
                 payer = paid[kind, target] = self.program.add_variable(cost)
                 self.limited_terms += [(payer, size)] if size else []
+            # flow <= payer: the price is paid as soon as one of the readers uses the redistribution.
             self.program.add_row([(flow, 1.0), (payer, -1.0)], -1.0, 0.0)
         elif size:
             self.limited_terms.append((flow, size))
         return flow
 
     def _forbid_swaps(self, key: TensorKey, use: TensorUse, made: Marginal, read: Marginal) -> None:
-        """Two axes cannot swap their dimensions of a tensor: neither could go first."""
+        """Exclude that two axes swap their dimensions of a tensor: neither redistribution could go first."""
         for split in self.demands.other_axes.values():
             have = split.placement(key)
             then = REPLICATE if use.step is None else split.strategies[use.step.name].inputs[use.index]
+            # The other axis takes the tensor from dimension have.dim to then.dim: this axis must not do the opposite.
             if have != then and isinstance(have, Shard) and isinstance(then, Shard):
                 sources = [v for p in made if isinstance(p, Shard) and p.dim == then.dim for v in made[p]]
                 targets = [v for p in read if isinstance(p, Shard) and p.dim == have.dim for v in read[p]]

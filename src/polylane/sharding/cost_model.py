@@ -1,4 +1,4 @@
-"""What a choice costs: seconds and bytes of every operator, of every move between placements, and of a whole split."""
+"""The cost model of the integer program: seconds and bytes of operators, redistributions and whole splits."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Plac
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import Strategy, TensorValue
 
-# What computes nothing gives another view of the same memory; it is not quite free, so that of two splits with equal
-# collectives the one that makes less whole wins.
+# An operator without arithmetic gives another view of the same memory. It is not quite free, so that of two splits with
+# equal collectives the one that makes less data whole wins.
 VIEWING = 0.01
-# A backward pass computes two products for each one of the forward pass.
+# A backward pass computes two products for each one of the forward pass: gradients of the input and of the weight.
 BACKWARD = 2
 
 
 @dataclass(frozen=True)
 class TensorUse:
-    """One reader of a tensor: an input of an operator, or what the graph gives (step None).
+    """One reader of a tensor: an input of an operator, or an output of the graph.
 
     Attributes:
-        step: that reads.
-        index: which of its inputs.
+        step: the operator that reads the tensor; None for an output of the graph.
+        index: position among the operator's input tensors, or among the graph's outputs.
     """
 
     step: OperatorNode | None
@@ -36,19 +36,19 @@ class TensorUse:
 
     @property
     def is_write(self) -> bool:
-        """Whether the tensor itself is written, so that nothing may stand in for it."""
+        """Whether the operator writes the tensor in place, so that a redistributed copy cannot take its place."""
         return self.step is not None and self.index in self.step.call.written_inputs
 
 
 @dataclass(frozen=True)
 class CostSetting:
-    """What prices depend on.
+    """What prices depend on: the graph, the axis's ranks and their speeds.
 
     Attributes:
-        view: the graph.
-        degree: ranks along the axis in question.
-        rates: of every rank.
-        other_axes: how the graph lies on other axes, by axis.
+        view: the graph's operators at one number of samples.
+        degree: number of ranks along the axis in question.
+        rates: operations, bytes and messages a second of every rank.
+        other_axes: splits already chosen along other axes, by axis.
     """
 
     view: OperatorView
@@ -58,7 +58,7 @@ class CostSetting:
 
     @cached_property
     def values(self) -> Mapping[TensorKey, TensorValue]:
-        """Every tensor of the graph."""
+        """Every tensor of the graph, by key: graph inputs and results of operators."""
         made = {
             key: value
             for step in self.view.operators
@@ -68,7 +68,7 @@ class CostSetting:
 
     @cached_property
     def uses(self) -> Mapping[TensorKey, tuple[TensorUse, ...]]:
-        """Who reads every tensor."""
+        """The readers of every tensor, in the order of the graph."""
         found: dict[TensorKey, list[TensorUse]] = {key: [] for key in self.values}
         for step in self.view.operators:
             for index, key in enumerate(step.input_keys):
@@ -80,7 +80,7 @@ class CostSetting:
         return {key: tuple(uses) for key, uses in found.items()}
 
     def tensor_bytes(self, key: TensorKey) -> float:
-        """Bytes of a tensor, with the splits of the other axes."""
+        """Return the bytes of a tensor on the busiest rank of the other axes."""
         return value_bytes(self.values[key]) * _busiest_share(
             tuple(split.placement(key) for split in self.other_axes.values())
         )
@@ -88,7 +88,7 @@ class CostSetting:
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds, and the bytes that every rank sends meanwhile."""
+    """Seconds, and the bytes that every rank sends in them."""
 
     seconds: float = 0.0
     sent: float = 0.0
@@ -104,20 +104,22 @@ FREE = Price()
 
 
 def value_bytes(value: TensorValue) -> int:
-    """Of a whole tensor."""
+    """Return the bytes of a whole tensor."""
     return math.prod(value.shape) * value.dtype.itemsize
 
 
 def _busiest_share(placements: tuple[Placement, ...]) -> float:
+    # Shards are as long as the longest: the busiest rank decides how long the others wait.
     return math.prod(largest_share(p) for p in placements)
 
 
 def price_redistribution(setting: CostSetting, key: TensorKey, source: Placement, target: Placement) -> Price:
-    """A tensor from one placement to another, and its gradient back."""
+    """Return the price of taking a tensor from one placement to another, and its gradient back."""
     total = FREE
     if source == target:
         return total
     size = setting.tensor_bytes(key)
+    # One entry for the forward pass and one for the gradient; without a collective it is a local copy or slice.
     for collective, copied in redistribute(size, source, target, setting.values[key].gradient):
         if collective:
             taken = communicate.collective_seconds(collective, size, setting.degree, setting.rates)
@@ -128,8 +130,9 @@ def price_redistribution(setting: CostSetting, key: TensorKey, source: Placement
 
 
 def price_operator(setting: CostSetting, step: OperatorNode, strategy: Strategy) -> Price:
-    """An operator, forward and backward, by the roofline: operations or bytes, whichever takes longer."""
+    """Return the price of an operator, forward and backward, by the roofline: arithmetic or memory traffic."""
     chosen = [split.strategies[step.name] for split in setting.other_axes.values()]
+    # ``step.flops`` was counted on the batch that the graph was captured with.
     flops = step.flops * (setting.view.samples / setting.view.graph.samples)
     flops *= strategy.share * math.prod(other.share for other in chosen)
     read = sum(
@@ -142,13 +145,14 @@ def price_operator(setting: CostSetting, step: OperatorNode, strategy: Strategy)
     )
     moved = read + written
     once = setting.rates.roofline(flops, moved) if flops else VIEWING * (moved / setting.rates.bytes)
+    # Backward runs only if some output carries a gradient; the communication inside is priced for both directions.
     times = 1 + BACKWARD if any(v.gradient for v in step.call.outputs) else 1
     inside = communicate.exchange_seconds(strategy.sent, strategy.messages, setting.rates)
     return Price(once * times + inside, strategy.sent)
 
 
 def price_source(setting: CostSetting, source: GraphInput, placement: Placement) -> Price:
-    """A parameter's gradient that every rank has a summand of: summed once a step, in buckets, while others compute."""
+    # Partial gradients of a parameter are all-reduced once a step, in buckets that overlap with the backward pass.
     if placement != REPLICATE_PARTIAL_GRAD or not source.value.gradient:
         return FREE
     size = setting.tensor_bytes(source.key)
@@ -157,7 +161,7 @@ def price_source(setting: CostSetting, source: GraphInput, placement: Placement)
 
 
 def activation_bytes(setting: CostSetting, step: OperatorNode, outputs: tuple[Placement, ...]) -> float:
-    """Bytes of what an operator gives that a backward pass may need, on the busiest rank."""
+    """Return the bytes of an operator's outputs that a backward pass may need, on the busiest rank."""
     return sum(
         setting.tensor_bytes(key) * largest_share(placement)
         for key, value, placement in zip(step.output_keys, step.call.outputs, outputs, strict=True)
@@ -166,31 +170,32 @@ def activation_bytes(setting: CostSetting, step: OperatorNode, outputs: tuple[Pl
 
 
 def parameter_bytes(setting: CostSetting, source: GraphInput, placement: Placement) -> float:
-    """Bytes of a parameter on the busiest rank; 0 for any other source."""
+    """Return the bytes of a parameter on the busiest rank; 0 for any other graph input."""
     return setting.tensor_bytes(source.key) * largest_share(placement) if source.role[0] == "parameter" else 0.0
 
 
 def copied_bytes(setting: CostSetting, key: TensorKey, source: Placement, target: Placement) -> float:
-    """Bytes of what a move makes, on the busiest rank: operators that need it so keep it for their backward pass."""
+    """Return the bytes of the copy that a redistribution makes, on the busiest rank; readers save it for backward."""
+    # Replicate and Replicate with a partial gradient share the same memory: nothing is copied.
     if source == target or (isinstance(source, Replicate) and isinstance(target, Replicate)):
         return 0.0
     return setting.tensor_bytes(key) * largest_share(target)
 
 
 def is_parameter(setting: CostSetting, key: TensorKey) -> bool:
-    """Whether a tensor is a parameter."""
+    """Return whether a tensor is a parameter."""
     source = setting.view.sources.get(key)
     return source is not None and source.role[0] == "parameter"
 
 
 @dataclass(frozen=True)
 class PricedMove:
-    """A tensor that some readers need otherwise than it is made.
+    """A redistribution: a tensor that some readers need in another placement than it is made in.
 
     Attributes:
-        key: of the tensor.
-        source, target: placements.
-        uses: who needs it so.
+        key: key of the redistributed tensor.
+        source, target: placements before and after.
+        uses: the readers that need the target placement.
     """
 
     key: TensorKey
@@ -200,12 +205,12 @@ class PricedMove:
 
 
 def needed_placement(split: AxisSplit, use: TensorUse) -> Placement:
-    """How a reader needs a tensor; results are whole on every rank."""
+    """Return the placement in which a reader needs a tensor; graph outputs are whole on every rank."""
     return REPLICATE if use.step is None else split.strategies[use.step.name].inputs[use.index]
 
 
 def list_redistributions(setting: CostSetting, split: AxisSplit) -> Iterator[PricedMove]:
-    """Every move that a split asks for: of one tensor to one placement once, however many need it so."""
+    """Yield every redistribution of a split: one per tensor and target placement, however many readers share it."""
     for key, uses in setting.uses.items():
         source = split.placement(key)
         targets: dict[Placement, list[TensorUse]] = {}
@@ -221,11 +226,11 @@ class LayoutPrediction:
     """What a split costs by the model.
 
     Attributes:
-        seconds: of one forward and backward pass on the busiest rank.
-        sent: bytes that every rank sends.
-        moves: how many of them there are (forward).
-        parameters: bytes of them on the busiest rank, and of what moves make of them.
-        activations: bytes, on the busiest rank, of what operators and moves give and a backward pass may need.
+        seconds: duration of one forward and backward pass on the busiest rank.
+        sent: bytes that every rank sends in one forward and backward pass.
+        moves: number of redistributions of the forward pass.
+        parameters: bytes of parameters and of their redistributed copies on the busiest rank.
+        activations: bytes of outputs and redistributed copies that a backward pass may need, on the busiest rank.
     """
 
     seconds: float
@@ -236,7 +241,7 @@ class LayoutPrediction:
 
 
 def predict_split(setting: CostSetting, split: AxisSplit) -> LayoutPrediction:
-    """The price of a whole split."""
+    """Return the predicted cost of a whole split."""
     total, moved, parameters, activations = FREE, 0, 0.0, 0.0
     for moving in list_redistributions(setting, split):
         key, ends = moving.key, (moving.source, moving.target)

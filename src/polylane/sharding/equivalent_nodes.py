@@ -1,7 +1,7 @@
-"""Parts of a graph that are alike are chosen for once: classes of nodes with the same surroundings.
+"""Equivalence classes of nodes: blocks that are repeated in a graph are chosen for once.
 
-Colour refinement (Weisfeiler and Leman, 1968), for a few rounds: after k of them two nodes have the same colour if
-their surroundings look alike as far as k edges away.
+Colour refinement (Weisfeiler and Leman, 1968) for a few rounds: after k of them two nodes have the same colour if their
+neighbourhoods are equal up to k edges away.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Hashable, Iterable, Mapping
 
 from polylane.placement.operator_view import OperatorView, TensorKey
 
-# How far alike. Enough to tell the two halves of a block apart; blocks in the middle of a deep model remain alike.
+# Rounds of refinement. Enough to tell the two halves of a block apart; middle blocks of a deep model remain equal.
 HOPS = 3
 
 
 def equivalence_classes(view: OperatorView, labels: Mapping[str, Hashable], hops: int = HOPS) -> Mapping[str, int]:
-    """The class of every step and source by name.
+    """Return the class of every operator and graph input, by node name.
 
     Args:
-        view: the graph.
-        labels: of every step (by its name) and source (by its key's name): what must be equal within a class.
-        hops: how far the surroundings must be alike.
+        view: the graph's operators and their edges.
+        labels: what must be equal within a class, by node name (the name in a graph input's key).
+        hops: number of edges up to which the neighbourhoods must be equal.
     """
     reads: dict[str, tuple[TensorKey, ...]] = {key[0]: () for key in view.sources}
     reads.update({step.name: step.input_keys for step in view.operators})
@@ -29,10 +29,12 @@ def equivalence_classes(view: OperatorView, labels: Mapping[str, Hashable], hops
         for index, (name, output) in enumerate(step.input_keys):
             if name in users:
                 users[name].append((step.name, index, output))
+    # A node whose value is an output of the graph differs from its equals inside: outputs must be whole.
     results = {name: sorted(i for n, i in view.output_keys if n == name) for name, _ in view.output_keys}
     colours = _number_labels((name, (labels[name], tuple(results.get(name, ())))) for name in reads)
     for _ in range(hops):
         colours = _number_labels(
+            # Order matters among inputs (argument positions), not among users, which are sorted.
             (
                 name,
                 (

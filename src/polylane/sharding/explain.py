@@ -1,4 +1,4 @@
-"""A split in words: how every module is computed, what travels after it, and which parameters stay whole, and why."""
+"""Explanation of a split in words: how modules are computed, their collectives, and why parameters stay replicated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.cost_model import CostSetting, PricedMove, list_redistributions, parameter_bytes, value_bytes
 from polylane.sharding.solve import OPTIMAL, SolvedSplit, SolveReport
 
-# An operator with so many operations for each element that it gives is worth a word, even without parameters.
+# An operator with this many operations for each output element is reported even if it has no parameters.
 HEAVY = 16
 
 T = TypeVar("T")
@@ -25,13 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ExplainedCollective:
-    """What travels.
+    """A collective as the report names it.
 
     Attributes:
-        name: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "exchange": what an operator does inside.
-        backward: whether it carries a gradient.
+        name: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "exchange": communication inside an
+            operator.
+        backward: whether the collective carries a gradient.
         sent: bytes that every rank sends.
-        what: "" for what the module gives, a parameter's name, or an operator.
+        what: the parameter's name or the operator; "" for the module's output.
     """
 
     name: str
@@ -45,9 +46,9 @@ class ModuleSplit:
     """One module, or several that are split alike.
 
     Attributes:
-        module: the user's path; "blocks.0-47.mlp" for many.
-        operators: (operator, strategy in words) of those with parameters or much work.
-        collectives: that its parameters, its operators and what it gives need.
+        module: the module's path in the user's model; "blocks.0-47.mlp" for many.
+        operators: (operator, strategy's name) of those with parameters or much arithmetic.
+        collectives: the communication of the module's parameters, operators and output.
     """
 
     module: str
@@ -57,12 +58,12 @@ class ModuleSplit:
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """A parameter, or several alike, that every rank has whole.
+    """A parameter, or several alike, that every rank holds whole.
 
     Attributes:
-        parameter: its name; "blocks.0-47.norm.weight" for many.
-        bytes: of each.
-        reason: why it is not cut.
+        parameter: the parameter's name; "blocks.0-47.norm.weight" for many.
+        bytes: size of each such parameter.
+        reason: why it is not sharded, as a clause.
     """
 
     parameter: str
@@ -72,15 +73,15 @@ class WholeParameter:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All of a split.
+    """The explanation of one axis's split.
 
     Attributes:
-        degree: ranks.
-        modules: in the order of the graph.
-        parameters, whole: bytes of the parameters on the busiest rank, and altogether.
-        summed: bytes of the parameters whose gradients are summed over the ranks once a step.
-        kept: the parameters that every rank has whole although the axis is there to cut them.
-        report: how the split was found; None for one that was not searched for.
+        degree: number of ranks along the axis.
+        modules: the modules in the order of the graph.
+        parameters, whole: bytes of the parameters on the busiest rank, and of all of them.
+        summed: bytes of the parameters whose gradients are all-reduced once a step.
+        kept: parameters that every rank holds whole although the axis shards parameters.
+        report: how the split was found; None for a split that was not searched for.
     """
 
     degree: int
@@ -102,15 +103,15 @@ def explain(
     whole: Mapping[str, str] | None = None,
     only: Collection[str] | None = None,
 ) -> Explanation:
-    """Tell what was chosen.
+    """Explain a split module by module.
 
     Args:
-        setting: what the split was chosen for.
-        split: the choice.
-        options: all that the rules offered.
-        purpose, pins: as for :func:`~polylane.sharding.solve.solve`.
-        whole: parameters that every rank has whole for their optimizer's sake, and why.
-        only: tell of these nodes and parameters, by name; default: of all.
+        setting: the graph and prices that the split was chosen with.
+        split: the chosen strategies and placements.
+        options: all strategies that the rules offered.
+        purpose, pins: with the same meaning as for :func:`~polylane.sharding.solve.solve`.
+        whole: parameters that their optimizer needs whole on every rank, and the reason.
+        only: node and parameter names to restrict the report to; default: all of them.
     """
     reasons = {**dict.fromkeys(pins or {}, "pinned"), **(whole or {})}
     parameters = {
@@ -135,7 +136,7 @@ def explain(
 
 
 def format_explanation(explanation: Explanation) -> list[str]:
-    """An explanation as lines of text."""
+    """Return an explanation as lines of text."""
     found = [_format_module(module) for module in explanation.modules]
     share = 100 * explanation.parameters / max(explanation.whole, 1)
     found.append(
@@ -151,7 +152,7 @@ def format_explanation(explanation: Explanation) -> list[str]:
 
 
 def _describe_gap(report: SolveReport) -> str:
-    """What is known of a split that need not be the best."""
+    """Return what is known of a split that need not be the best."""
     if report.gap < 1:
         known = f"by the model it is within {100 * report.gap:.2g} % of it"
     else:
@@ -172,7 +173,7 @@ def _format_module(split: ModuleSplit) -> str:
 
 
 def describe_strategy(strategy: str) -> str:
-    """A strategy's name as people read it."""
+    """Return a strategy's name as users read it."""
     if strategy.startswith("dim "):
         return f"cut along {strategy}"
     return _WHOLE.get(strategy, strategy)
@@ -216,6 +217,7 @@ def _explain_modules(setting: CostSetting, split: AxisSplit, only: Collection[st
             )
     for moving in list_redistributions(setting, split):
         reader = next((use.step.module for use in moving.uses if use.step is not None), "")
+        # A redistribution belongs to the module that makes the tensor; that of a parameter, to its first reader.
         module = owner.get(moving.key[0], reader)
         if only is None or any(use.step is not None and use.step.name in only for use in moving.uses):
             collectives.setdefault(module, []).extend(_explain_redistribution(setting, moving))
@@ -273,6 +275,7 @@ def _why_whole(
         return reasons[name]
     key = (f"parameter:{name}", 0)
     readers = [use for use in setting.uses[key] if use.step is not None]
+    # Reasons from the most to the least binding: no rule shards it, another axis does, or a cut would cost more.
     cuts = [p for p in offered if isinstance(p, Shard)]
     if not cuts:
         if any(use.step.is_pinned for use in readers if use.step is not None):
@@ -295,9 +298,10 @@ def _why_whole(
 
 
 def _merge_alike(entries: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
-    """Names that differ in their first number only, and say the same, as one: "blocks.0-47.mlp"."""
+    """Merge entries that differ only in the first number of their names: "blocks.0-47.mlp"."""
     groups: dict[object, tuple[list[int], T, str]] = {}
     for name, content in entries:
+        # A number that is a whole path component, as in "blocks.3.mlp", not the 2 of "conv2".
         match = re.search(r"(?<![^.])\d+(?![^.])", name)
         pattern = f"{name[: match.start()]}*{name[match.end() :]}" if match else name
         numbers, _, _ = groups.setdefault((pattern, content), ([], content, pattern))
@@ -311,6 +315,7 @@ def _merge_alike(entries: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
 
 def _format_ranges(numbers: Sequence[int]) -> str:
     ordered = sorted(set(numbers))
+    # Consecutive numbers have a constant difference from their position.
     runs = [list(run) for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])]
     ends = [(run[0][1], run[-1][1]) for run in runs]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)

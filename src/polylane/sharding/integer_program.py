@@ -1,4 +1,4 @@
-"""An integer program, row by row: minimise a sum of costs; solved by branch and bound (HiGHS)."""
+"""A mixed-integer linear program in sparse rows, solved by branch and cut (HiGHS through scipy)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-# The solver's tolerances are absolute: what costs are handed over for the dearest variable.
+# The solver's tolerances are absolute, so that costs are scaled to this value for the dearest variable.
 DEAREST = 1e6
 
-# How many branches are looked at, at most; mostly the first one is whole.
+# Limit on the nodes of the branch-and-bound tree; mostly the relaxation at the root is integral.
 NODES = 10_000
 STATUS = {0: "optimal", 1: "stopped early", 2: "impossible"}
 
@@ -23,14 +23,14 @@ Term = tuple[int, float]
 
 @dataclass(frozen=True)
 class IntegerSolution:
-    """What the solver found.
+    """The solver's result.
 
     Attributes:
-        values: of the variables; empty where nothing was found.
-        cost: of it.
-        secondary_cost: the sum of what else was to be small.
-        gap: how far it may be from the best, relatively.
-        status: in words: "optimal", "stopped early", "impossible".
+        values: one number per variable; empty where nothing was found.
+        cost: sum of costs at ``values``; infinite without a solution.
+        secondary_cost: sum of the second objective's terms (bytes) at ``values``.
+        gap: relative distance from the best bound; infinite where no solution was found.
+        status: one of :data:`STATUS`: "optimal", "stopped early" or "impossible".
     """
 
     values: Sequence[float]
@@ -42,7 +42,7 @@ class IntegerSolution:
 
 @dataclass
 class IntegerProgram:
-    """Variables from 0 to 1 with costs, and rows that bound sums of them."""
+    """Variables between 0 and 1 with costs, and rows that bound linear sums of them."""
 
     costs: list[float] = field(default_factory=list)
     is_integer: list[int] = field(default_factory=list)
@@ -51,14 +51,15 @@ class IntegerProgram:
     _bounds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
     def add_variable(self, cost: float = 0.0, whole: bool = False, lowest: float = 0.0) -> int:
-        """A new variable between ``lowest`` and 1, its number; ``whole``: it is 0 or 1."""
+        """Add a variable between ``lowest`` and 1 and return its index; ``whole``: it must be 0 or 1."""
         self.costs.append(cost)
         self.is_integer.append(int(whole))
         self.lower_bounds.append(lowest)
         return len(self.costs) - 1
 
     def add_row(self, terms: Iterable[Term], lower: float, upper: float) -> None:
-        """lower <= sum of coefficient * variable <= upper."""
+        """Add the constraint lower <= sum of coefficient * variable <= upper."""
+        # Coordinates of a sparse matrix: row, column, value.
         rows, columns, values = self._at
         for variable, coefficient in terms:
             rows.append(len(self._bounds[0]))
@@ -68,14 +69,14 @@ class IntegerProgram:
         self._bounds[1].append(upper)
 
     def solve(self, gap: float, more: Sequence[Term] = (), weight: float = 0.0) -> IntegerSolution:
-        """The values of all variables for which the costs, and ``weight`` times the sum of ``more``, are least.
+        """Minimise the costs plus ``weight`` times the sum of ``more``.
 
-        The search depends on nothing but the program, the time of day neither: all who search find the same.
+        The search is bounded in nodes, not in seconds: it is deterministic, and all ranks that run it find the same.
 
         Args:
-            gap: relative distance from the best at which to stop.
-            more: what else is to be small.
-            weight: of that; infinite: only that counts.
+            gap: relative distance from the best bound at which to stop.
+            more: terms of a second objective, as (variable, coefficient).
+            weight: factor of the second objective; infinite: only that counts.
         """
         costs = np.array(self.costs)
         extra = np.zeros(len(costs))

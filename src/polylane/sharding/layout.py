@@ -1,4 +1,4 @@
-"""Layout: how one graph lies on all axes of the mesh, for whatever number of samples a worker has in hand."""
+"""Layout: the placements of one graph on all axes of a mesh, at any number of samples per worker."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from polylane.placement.strategy import OperatorCall
 from polylane.sharding.carry_over import carry_over_split
 from polylane.sharding.solve import carry_over, solve
 
-_CARRIED = 64  # numbers of samples for which a layout is kept at once, beside that for which it was chosen
+_CARRIED = 64  # sample counts for which carried-over splits are cached, beside the one that was chosen for
 
 
 class Layout:
     """The placements of a graph.
 
     Args:
-        graph: what is split.
-        samples: for which the splits were chosen.
-        splits: by axis, in the order of the mesh.
-        whole: parameters that every rank must hold whole, and why.
-        plain: values of which no rank may have a summand only, nor of their gradients.
-        views: of the graph by axis, where they are known.
+        graph: the captured graph whose operators are split.
+        samples: number of samples per worker that the splits were chosen for.
+        splits: the chosen strategies by axis, in the order of the mesh.
+        whole: parameters that every rank must hold whole, and the reason.
+        plain: names of values that must not be Partial on any rank, nor their gradients.
+        views: the graph's operators by axis, where they have been made already.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Layout:
         self.whole, self.never_partial = dict(whole or {}), frozenset(plain)
         self._views = views or {axis: view_operators(graph, samples, split.degree) for axis, split in splits.items()}
         self._chosen = _calls_by_axes(self._views), self.splits
-        # What was last carried over to other numbers of samples: whoever fits a program to one asks for it many times.
+        # Carried-over splits by number of samples: programs and the simulator ask for the same few numbers many times.
         self._carried: dict[int, tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]] = {}
 
     @property
     def view(self) -> OperatorView:
-        """The graph as it was when the splits were chosen."""
+        """The graph's operators at the number of samples that the splits were chosen for."""
         return next(iter(self._views.values()))
 
     def at(self, samples: int) -> tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]:
-        """Every operator as a call, and the splits by axis, for so many samples in hand."""
+        """Return every operator as a call, and the splits by axis, for a number of samples per worker."""
         if samples == self.samples:
             return self._chosen
         if samples not in self._carried:
@@ -79,13 +79,14 @@ class Layout:
                 choice = _axis_options(views[axis], split.degree, axis, sampled, self.never_partial)
                 splits[axis] = carry_over_split(split, self._views[axis], views[axis], choice)
             self._carried[samples] = _calls_by_axes(views), splits
+            # Dictionaries keep insertion order: drop the oldest entry.
             if len(self._carried) > _CARRIED:
                 del self._carried[next(iter(self._carried))]
         return self._carried[samples]
 
     @cached_property
     def placement_hash(self) -> str:
-        """A number of all that was chosen: workers that chose apart must have chosen alike."""
+        """Hash of the chosen placements; must be equal on all ranks, which choose independently."""
         chosen = []
         for axis, split in self.splits.items():
             steps = sorted((name, repr(s.inputs), repr(s.outputs)) for name, s in split.strategies.items())
@@ -95,26 +96,26 @@ class Layout:
         return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
 
     def source_placements(self, kind: str, name: str) -> dict[str, Placement]:
-        """How a parameter or buffer lies, by axis."""
+        """Return the placements of a parameter or buffer, by axis."""
         return {
             axis: split.source_placements.get((f"{kind}:{name}", 0), REPLICATE) for axis, split in self.splits.items()
         }
 
     def state(self, value: str, samples: int) -> State:
-        """How a node's value lies where it is made."""
+        """Return the placements, one per axis, in which a node's value is made."""
         key = self.view.aliases.get(value, (value, 0))
         return tuple(split.placement(key) for split in self.at(samples)[1].values())
 
     def local_shape(
         self, value: str, shape: tuple[int, ...], samples: int, coordinates: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """The shape that the worker at ``coordinates`` has of a node's value."""
+        """Return the shape of a node's value on the worker at ``coordinates``."""
         for axis, placement in zip(self.splits, self.state(value, samples), strict=True):
             shape = local_shape(shape, placement, coordinates[axis])
         return shape
 
     def partial_gradient_axes(self) -> dict[str, tuple[str, ...]]:
-        """Parameters whose gradients are summands on the ranks of an axis, and the axes."""
+        """Return the parameters whose gradients are Partial on the ranks of an axis, and those axes."""
         found = {}
         for key, source in self.view.sources.items():
             axes = tuple(
@@ -139,37 +140,40 @@ def choose_layout(
     rates: RankSpeed | None = None,
     offer: LayoutOffer | None = None,
 ) -> Layout:
-    """Choose how the operators of a graph lie on the axes of a mesh.
+    """Choose the placements of a graph on the axes of a mesh, one axis after the other.
 
     Args:
+        graph: the captured graph whose operators are split.
         degrees: ranks along each axis that splits operators, in the order of the mesh.
-        samples: that a worker has in hand; where replicas split the operators, that they have together.
-        pins: placements asked for, by axis.
-        whole: parameters that every rank must hold whole, and why.
-        sampled: which leaves of the batch are divided over the replicas, if those split the operators ("data" is one of
-            the axes): samples meet in this graph (a loss with in-batch negatives), so that it is not enough to average
-            over replicas.
-        plain: values of which no rank may have a summand only, nor of their gradients.
-        rates: of every rank; default: nominal ones.
-        offer: of the graph for so many samples, where several layouts are chosen.
+        samples: samples per worker; where replicas split the operators too, of all replicas.
+        pins: placements that the plan asks for, by axis and then by name.
+        whole: parameters that every rank must hold whole, and the reason.
+        sampled: for each leaf of the batch, whether it is divided over the replicas; needed only if "data" is one of
+            the axes: then the loss couples samples (in-batch negatives), so that averaging over replicas would be
+            wrong.
+        plain: names of values that must not be Partial on any rank, nor their gradients.
+        rates: speeds of every rank; default: nominal ones.
+        offer: the graph's strategies at ``samples``, shared where several layouts are chosen.
     """
     splits: dict[str, AxisSplit] = {}
     views: dict[str, OperatorView] = {}
     offer = offer or LayoutOffer(graph, samples)
+    # Each axis sees the splits of those before it, so that no two shard the same dimension.
     for axis, degree in degrees.items():
         shown = views[axis] = offer.view(degree)
         choice = _axis_options(shown, degree, axis, sampled, plain, offer)
+        # Replicas hold all parameters: a plan's pins and whole parameters concern the other axes.
         asked = {} if axis == "data" else _merge_pins((pins or {}).get(axis, {}), whole or {})
         splits[axis] = solve(shown, choice, degree, purpose=axis, rates=rates, pins=asked, taken=splits)
     return Layout(graph, samples, splits, whole, plain, views)
 
 
 class LayoutOffer:
-    """What a graph's operators offer for each number of ranks, found once for all axes and meshes.
+    """The strategies of a graph's operators for each number of ranks, enumerated once for all axes and meshes.
 
     Args:
-        graph: what is split.
-        samples: that a worker has in hand.
+        graph: the captured graph whose operators are split.
+        samples: number of samples per worker in the views.
     """
 
     def __init__(self, graph: Graph, samples: int) -> None:
@@ -178,13 +182,13 @@ class LayoutOffer:
         self._options: dict[int, StrategyOptions] = {}
 
     def view(self, degree: int) -> OperatorView:
-        """The graph for an axis of so many ranks."""
+        """Return the graph's operators for an axis of ``degree`` ranks."""
         if degree not in self._views:
             self._views[degree] = view_operators(self._graph, self._samples, degree)
         return self._views[degree]
 
     def options(self, degree: int) -> StrategyOptions:
-        """What may be chosen for it."""
+        """Return the strategies that the rules offer on an axis of ``degree`` ranks."""
         if degree not in self._options:
             self._options[degree] = enumerate_strategies(self.view(degree), degree)
         return self._options[degree]
@@ -205,13 +209,14 @@ def _axis_options(
     plain: Collection[str],
     offer: LayoutOffer | None = None,
 ) -> StrategyOptions:
-    """What may be chosen along an axis.
+    """Return the strategies that may be chosen along an axis.
 
     Raises:
-        PolylaneError: replicas cannot divide the samples, for the graph holds for one number of them.
+        PolylaneError: replicas cannot divide the samples, because the model computes with a fixed number of them.
     """
     if axis != "data":
         return _without_partial_sums(shown, _offered_options(shown, degree, offer), plain)
+    # A graph whose input has a fixed size other than the batch's was captured for that number of samples only.
     for source in shown.sources.values():
         kind, index = source.role
         if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
@@ -229,7 +234,7 @@ def _offered_options(shown: OperatorView, degree: int, offer: LayoutOffer | None
 
 
 def _without_partial_sums(shown: OperatorView, choice: StrategyOptions, plain: Collection[str]) -> StrategyOptions:
-    """What may be chosen when no rank may have only a summand of the plain values, nor of their gradients."""
+    """Return the strategies that leave no rank with a partial sum of the plain values or of their gradients."""
     keys = {shown.aliases.get(name, (name, 0)) for name in plain}
     if not keys:
         return choice
@@ -245,13 +250,14 @@ def _without_partial_sums(shown: OperatorView, choice: StrategyOptions, plain: C
 
 
 def _is_not_partial(placement: Placement) -> bool:
+    # REPLICATE_PARTIAL_GRAD is a Replicate too, but its gradient is a partial sum: compare with REPLICATE itself.
     return placement == REPLICATE or isinstance(placement, Shard)
 
 
 def _data_parallel_options(
     shown: OperatorView, choice: StrategyOptions, degree: int, sampled: Sequence[bool]
 ) -> StrategyOptions:
-    """Every replica has its own samples, and the gradients of its parameters are summands."""
+    """Return the options of the data axis: inputs are sharded by sample, and parameters' gradients are partial sums."""
     sources = dict(choice.source_placements)
     for key, source in shown.sources.items():
         kind, index = source.role
@@ -265,7 +271,7 @@ def _data_parallel_options(
 
 
 def layout_like(main: Layout, graph: Graph, plain: Collection[str] = ()) -> Layout:
-    """Split another graph of the same model (evaluation, another loss) so that its parameters lie as in ``main``."""
+    """Split another graph of the same model (evaluation, another loss) with the parameter placements of ``main``."""
     splits: dict[str, AxisSplit] = {}
     for axis, split in main.splits.items():
         shown = view_operators(graph, main.samples, split.degree)
@@ -276,7 +282,7 @@ def layout_like(main: Layout, graph: Graph, plain: Collection[str] = ()) -> Layo
 
 
 def _sampled_leaves(main: Layout, split: AxisSplit, graph: Graph) -> list[bool]:
-    """Which leaves of the batch are divided: those of ``main``, or in a batch of another form those that may grow."""
+    """Return which leaves of the batch are divided: as in ``main``; in another batch structure, those that may grow."""
     if graph.code.leaf_count != main.graph.code.leaf_count:
         own = {n.meta["role"]: n.meta.get("val") for n in graph.code.fx.nodes if n.op == "placeholder"}
         return [batch_dimension(own.get(("input", i))) == 0 for i in range(graph.code.leaf_count)]
@@ -292,7 +298,7 @@ def _calls_by_axes(views: Mapping[str, OperatorView]) -> Mapping[str, OperatorCa
 
 
 def local_part(tensor: Tensor, placements: Mapping[str, Placement], coordinates: Mapping[str, int]) -> Tensor:
-    """What one worker has of a whole tensor, in memory of its own where it is only a part."""
+    """Return a worker's part of a whole tensor, in its own memory where it is only a part."""
     for axis, placement in placements.items():
         if isinstance(placement, Shard):
             tensor = local_shard(tensor, placement, coordinates[axis])
@@ -302,9 +308,11 @@ def local_part(tensor: Tensor, placements: Mapping[str, Placement], coordinates:
 def write_local_part(
     whole: Tensor, part: Tensor, placements: Mapping[str, Placement], coordinates: Mapping[str, int]
 ) -> None:
-    """Write what one worker has of a tensor to its place in the whole."""
+    """Write a worker's part of a tensor into the whole tensor."""
     index: list[Any] = [torch.arange(n, device=whole.device) for n in whole.shape]
     for axis, placement in placements.items():
+        # One index vector per dimension; a rank's ranges of a sharded dimension need not be contiguous (fused
+        # matrices).
         if isinstance(placement, Shard):
             ranges = placement.ranges(coordinates[axis])
             none = torch.arange(0, device=whole.device)
@@ -316,9 +324,10 @@ def write_local_part(
 
 
 def assemble_parts(parts: Mapping[tuple[int, ...], Tensor], state: State, degrees: tuple[int, ...]) -> Tensor:
-    """A whole value from what the ranks of a mesh have of it, by their coordinates."""
+    """Assemble a whole tensor from the parts of a mesh's ranks, which are keyed by their coordinates."""
     if not state:
         return parts[()]
+    # The outermost axis first: assemble each of its ranks' parts over the inner axes, then join them along this axis.
     first, rest = state[0], degrees[1:]
     each = [
         assemble_parts({at[1:]: part for at, part in parts.items() if at[0] == index}, state[1:], rest)
@@ -326,6 +335,7 @@ def assemble_parts(parts: Mapping[tuple[int, ...], Tensor], state: State, degree
     ]
     if isinstance(first, Partial):
         return torch.stack(each).sum(0)
+    # Replicated: every rank has the same value.
     if not isinstance(first, Shard):
         return each[0]
     shape = tuple(first.size if d == first.dim else n for d, n in enumerate(each[0].shape))

@@ -1,4 +1,4 @@
-"""Which dimensions of a graph's tensors hold the samples, and which cuts of them leave every sample on every rank."""
+"""Sample dimensions: which dimensions of a graph's tensors hold samples, and which cuts give every rank all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polylane.placement.placement import Cuts, Placement, Shard, join_cuts
 
 
 def sample_dims(view: OperatorView) -> Mapping[TensorKey, frozenset[int]]:
-    """The dimensions of every tensor that grow with the samples."""
+    """Return the dimensions of every tensor that grow with the number of samples."""
     found: dict[TensorKey, frozenset[int]] = {}
     for node in view.graph.code.fx.nodes:
         if node.op in ("placeholder", "call_function") and not is_alias(node):
@@ -28,20 +28,21 @@ def _value_sizes(node: fx.Node) -> list[object]:
 
 
 def shards_samples(placement: Placement, dims: frozenset[int], samples: int) -> bool:
-    """Whether a placement gives different samples to different ranks.
+    """Return whether a placement gives different samples to different ranks.
 
     Args:
-        placement: of a tensor.
-        dims: of the tensor that grow with the samples.
-        samples: in hand.
+        placement: the tensor's placement along one axis.
+        dims: dimensions of the tensor that grow with the samples.
+        samples: number of samples per worker.
     """
+    # A dimension of [samples * heads] may be sharded if the cut is the same in every sample: by heads.
     return (
         isinstance(placement, Shard) and placement.dim in dims and not cuts_each_sample_alike(placement.cuts, samples)
     )
 
 
 def cuts_each_sample_alike(cuts: Cuts, samples: int) -> bool:
-    """Whether a dimension of ``samples`` equal pieces, one behind the other, is cut alike in each of them."""
+    """Return whether a dimension of ``samples`` equal blocks, one after the other, is cut equally in each of them."""
     size = cuts[-1][-1]
     if samples < 1 or size % samples or len(cuts) % samples:
         return False

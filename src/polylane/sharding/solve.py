@@ -1,9 +1,8 @@
-"""The placements of a whole graph on one mesh axis: the choice that costs least, found by an integer program.
+"""Choosing placements for a whole graph on one mesh axis: the cheapest split, found by an integer linear program.
 
-One variable for every strategy of every operator and every placement of every source; a tensor that is made in one
-placement and needed in another flows from the one to the other at the price of the move, paid once for all who need it
-so. The flows make the program's linear relaxation tight: mostly it is whole at once. (Zheng et al., Alpa, OSDI 2022,
-section 4.2, choose so for one dimension of the mesh at a time; blocks that are alike are chosen for once here.)
+constraints.py states the program; blocks that are repeated are chosen for once (equivalent_nodes.py). The memory limit
+is a price of bytes in the objective. (Zheng et al., Alpa, OSDI 2022, section 4.2, choose so for one mesh dimension at a
+time.)
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from polylane.sharding.cost_model import CostSetting, LayoutPrediction, predict_
 from polylane.sharding.equivalent_nodes import HOPS, equivalence_classes
 from polylane.sharding.integer_program import STATUS, IntegerSolution
 
-# How much more memory than the least possible a faster split may take.
+# A faster split may take this share more of the limited bytes than the least possible.
 SLACK = 0.05
 GAP = 1e-4
 OPTIMAL = STATUS[0]
-# What counts as equal.
+# Prices within this relative distance count as equal: the search over prices has converged.
 CLOSE = 1e-5
-# How far and how often the price of bytes is lowered.
+# The price of bytes is divided by this, this many times, once the limit is met.
 CHEAPER = 4.0
 LOWERINGS = 1
 
@@ -40,13 +39,13 @@ class SolveReport:
     """How a split was found.
 
     Attributes:
-        prediction: what it costs by the model.
-        least: bytes of the parameters, and of what moves make of them, at the least possible; the same of activations
-            where the axis splits those.
-        status: "optimal", which is within :data:`GAP` of the best, or "stopped early".
-        gap: how far it may be from the best, relatively; infinite where that is not known.
-        classes: of nodes that were chosen for together.
-        seconds: that the search took.
+        prediction: seconds and bytes of the split by the cost model.
+        least: the least possible bytes of the parameters and of their redistributed copies; of activations where the
+            axis splits those.
+        status: "optimal" (within :data:`GAP` of the best) or "stopped early".
+        gap: relative distance from the best bound; infinite where that is not known.
+        classes: number of equivalence classes of nodes, each chosen for once.
+        seconds: wall-clock duration of the search.
     """
 
     prediction: LayoutPrediction
@@ -59,7 +58,7 @@ class SolveReport:
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """A split, and how it was found."""
+    """A split together with how it was found."""
 
     split: AxisSplit
     report: SolveReport
@@ -67,10 +66,10 @@ class SplitChoice:
 
 @dataclass(frozen=True)
 class SolvedSplit(AxisSplit):
-    """A split that knows how it was found.
+    """A split with the report of its search.
 
     Attributes:
-        report: status and gap among others; what was found says the same without it.
+        report: status and gap of the search; not compared, so that equal splits are equal without it.
     """
 
     report: SolveReport | None = field(default=None, compare=False, repr=False)
@@ -86,21 +85,21 @@ def solve(
     pins: Mapping[str, str] | None = None,
     taken: Mapping[str, AxisSplit] | None = None,
 ) -> AxisSplit:
-    """The split that costs least.
+    """Return the split that costs least.
 
     Args:
-        view: the graph.
-        options: what may be chosen.
-        degree: ranks along the axis.
-        purpose: "tensor": parameters are used in parts, as small as they can (up to :data:`SLACK`), samples are not
-            cut; "sequence": the same of activations, parameters are whole; "data": as "sequence", but samples may be
-            cut too, and inputs come in parts where ``pins`` say so.
-        rates: of every rank.
+        view: the graph's operators at one number of samples.
+        options: all strategies that the rules offer.
+        degree: number of ranks along the axis.
+        purpose: "tensor": parameters are sharded, with as few bytes as possible (up to :data:`SLACK`), and samples are
+            not split; "sequence": the same for activations, with replicated parameters; "data": as "sequence", but
+            samples may be split too, and inputs are sharded where ``pins`` say so.
+        rates: operations, bytes and messages a second of every rank.
         pins: name of a parameter, buffer, source or node -> "replicate", "shard(<dim>)" or "partial".
-        taken: how the graph lies on other axes, by axis.
+        taken: splits already chosen along other axes, by axis.
 
     Raises:
-        PolylaneError: a pin that nothing meets, or demands that contradict each other.
+        PolylaneError: no strategy meets a pin, or the demands contradict each other.
     """
     choice = choose_split(view, options, degree, SplitDemands(purpose, pins or {}, taken or {}), rates=rates)
     return SolvedSplit(choice.split.degree, choice.split.strategies, choice.split.source_placements, choice.report)
@@ -115,12 +114,12 @@ def carry_over(
     rates: RankSpeed | None = None,
     taken: Mapping[str, AxisSplit] | None = None,
 ) -> AxisSplit:
-    """The best split of another graph of the same model, with parameters and buffers placed as in ``split``.
+    """Return the best split of another graph of the same model, with parameters and buffers placed as in ``split``.
 
     Args:
-        split: of the first graph.
-        view, options: of the other graph.
-        purpose, rates, taken: as for :func:`solve`.
+        split: the strategies chosen for the first graph.
+        view, options: operators and offered strategies of the other graph.
+        purpose, rates, taken: with the same meaning as for :func:`solve`.
     """
     fixed = {
         key: split.source_placements[key]
@@ -142,12 +141,14 @@ def choose_split(
     slack: float = SLACK,
     gap: float = GAP,
 ) -> SplitChoice:
-    """As :func:`solve`, with what the search may take: see :class:`~polylane.sharding.admissible.SplitDemands`.
+    """Choose as :func:`solve` does, with the search's limits as arguments.
 
     Args:
-        hops: how far the surroundings of two nodes must be alike for them to be chosen for together.
-        slack: of the bytes that the purpose makes small.
-        gap: relative distance from the best at which to stop.
+        view, options, degree, rates: with the same meaning as for :func:`solve`.
+        demands: purpose, pins, and the splits of other axes.
+        hops: edges up to which the neighbourhoods of two nodes must be equal for them to share one choice.
+        slack: relative excess over the least possible bytes that a faster split may have.
+        gap: relative distance from the best bound at which to stop.
     """
     start = time.perf_counter()
     setting = CostSetting(view, degree, rates or RankSpeed(), demands.other_axes)
@@ -165,14 +166,15 @@ def choose_split(
 
 
 def _search_solution(builder: ProgramBuilder, slack: float, gap: float) -> tuple[float, IntegerSolution]:
-    """The least bytes, and a fast solution that has little more of them.
+    """Return the least possible bytes, and a fast solution within the slack of them.
 
-    A limit on the bytes would make the program's relaxation loose, and the search long. Bytes have a price instead
-    (Lagrangian relaxation): what is found is the fastest of all solutions that have no more bytes than itself. The
-    price is raised along the lower convex hull of seconds and bytes until the limit is kept, then lowered again in
-    large steps while it is.
+    A limit on the bytes as a constraint would make the program's relaxation loose, and the search long. Bytes have a
+    price in the objective instead (Lagrangian relaxation): each solution found is the fastest of all with no more bytes
+    than it has. The price is raised along the lower convex hull of (bytes, seconds) until the limit is kept, then
+    lowered again in large steps while it still is.
     """
     program, bytes_ = builder.program, builder.limited_terms
+    # The two ends of the convex hull: the fastest solution (bytes are free) and the smallest (only bytes count).
     fast = program.solve(gap, bytes_)
     if not bytes_ or not len(fast.values):
         return 0.0, fast
@@ -182,12 +184,16 @@ def _search_solution(builder: ProgramBuilder, slack: float, gap: float) -> tuple
     least, most = small.secondary_cost, (1 + slack) * small.secondary_cost
     too_low, price, found = 0.0, 0.0, fast
     while found.secondary_cost > most:
+        # The slope of the line between the current point and the smallest: at this price both are equally good, so that
+        # the program finds a point below the line, if there is one.
         too_low, price = price, (small.cost - found.cost) / (found.secondary_cost - small.secondary_cost)
+        # The slope no longer rises: no point of the hull is between the two.
         if price <= too_low * (1 + CLOSE):
             return least, small
         found = program.solve(gap, bytes_, price)
         if not len(found.values):
             return least, small
+    # Steps along the hull may overshoot: a lower price may keep the limit with a faster split.
     for _ in range(LOWERINGS):
         price /= CHEAPER
         if price <= too_low:
@@ -196,6 +202,6 @@ def _search_solution(builder: ProgramBuilder, slack: float, gap: float) -> tuple
         if other.secondary_cost > most:
             break
         found = other
-    # The limit is only as good as the least that is known.
+    # The limit is only as good as the least bytes that are known: report the worse of the two searches.
     stopped = found.status if found.status != OPTIMAL else small.status
     return least, replace(found, status=stopped, gap=max(found.gap, small.gap))

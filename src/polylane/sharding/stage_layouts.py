@@ -1,4 +1,4 @@
-"""Layouts: how the operators of every stage lie on its own mesh."""
+"""Layouts of pipeline stages: the placements of every stage's operators on the stage's own mesh."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHARED_BY = "stages with different meshes share it"
 
 @dataclass(frozen=True)
 class StageLayouts:
-    """One graph's layouts.
+    """The layouts of one graph's stages.
 
     Attributes:
-        stages: of every stage its layout, None where no operator is split. Stages with the same mesh have the same one.
+        stages: the layout of every stage, None where no operator is split; stages with the same mesh share one layout.
     """
 
     stages: tuple[Layout | None, ...]
@@ -29,7 +29,7 @@ class StageLayouts:
         return self.stages[stage]
 
     def axes(self, stage: int) -> tuple[str, ...]:
-        """The axes along which a stage's operators are split; "data" among them where the samples of a batch meet."""
+        """Return the axes that split a stage's operators; "data" is among them if the loss couples samples."""
         layout = self.stages[stage]
         return () if layout is None else tuple(layout.splits)
 
@@ -39,7 +39,7 @@ class StageLayouts:
         return tuple({id(layout): layout for layout in self.stages if layout is not None}.values())
 
     def sharded_names(self, names: Collection[str]) -> list[str]:
-        """Those of some parameters and buffers of which a rank has only a part."""
+        """Return the names, among parameters and buffers given, of which a rank holds only a part."""
         return sorted(
             str(source.role[1])
             for layout in self.distinct
@@ -51,37 +51,41 @@ class StageLayouts:
 
     @property
     def batch_is_sharded(self) -> bool:
-        """Whether replicas split operators too: samples meet in this graph."""
+        """Whether replicas split operators too, because the loss couples samples."""
         return any("data" in layout.splits for layout in self.distinct)
 
     @cached_property
     def placement_hash(self) -> str:
-        """A number of all that was chosen: workers that chose apart must have chosen alike."""
+        """Hash of the placements of all stages; must be equal on all ranks, which choose independently."""
         return hashlib.sha256(" ".join(layout.placement_hash for layout in self.distinct).encode()).hexdigest()[:16]
 
     @cached_property
     def partial_gradient_axes(self) -> tuple[Mapping[str, tuple[str, ...]], ...]:
-        """Of every stage, parameters whose gradients are summands on the ranks of an axis, and the axes."""
+        """For every stage, the parameters whose gradients are Partial on the ranks of an axis, and those axes."""
         return tuple({} if layout is None else layout.partial_gradient_axes() for layout in self.stages)
 
 
 def choose_layouts(
     partition: Partition, plan: Plan, samples: int, whole: Mapping[str, str] | None = None, sampled: Sequence[bool] = ()
 ) -> StageLayouts:
-    """Choose how the operators of every stage lie on its mesh.
+    """Choose the placements of every stage's operators on its mesh.
 
-    The whole graph is laid out once for every mesh that there is, so that all stages that have it fit together. What
-    crosses between two meshes is whole values or parts of them, on both sides.
+    The whole graph is laid out once for every distinct mesh, so that all stages with that mesh fit together. Values
+    that cross between two meshes are replicated or sharded on both sides, never partial.
 
     Args:
-        samples: of a microbatch.
-        whole: parameters that every rank must hold whole, and why.
-        sampled: as for :func:`polylane.sharding.layout.choose_layout`; empty where samples do not meet.
+        partition: the graph, divided into stages.
+        plan: degrees of every stage's axes, and pins.
+        samples: number of samples of a microbatch, over all replicas.
+        whole: parameters that every rank must hold whole, and the reason.
+        sampled: as for :func:`polylane.sharding.layout.choose_layout`; empty where the loss does not couple samples.
     """
     plain = values_between_meshes(partition, plan)
     found: dict[tuple[int, ...], Layout | None] = {}
     for stage in range(plan.pipeline):
         mesh = plan.degrees(stage)
+        # Replicas split operators only if the loss couples their samples; otherwise each computes its own samples
+        # alone.
         axes = (*(("data",) if sampled and mesh.data > 1 else ()), *plan.axes_of(stage))
         if mesh not in found:
             alike = [other for other in range(plan.pipeline) if plan.degrees(other) == mesh]
@@ -90,6 +94,8 @@ def choose_layouts(
                 found[mesh] = choose_layout(
                     partition.graph,
                     {axis: plan.degree(axis, stage) for axis in axes},
+                    # At least two samples: a dimension of size 1 offers no shards, so that what is chosen for one
+                    # sample would not carry over to more.
                     max(2, samples if sampled else -(-samples // mesh.data)),
                     pins={axis: plan.pins(axis, alike) for axis in plan.axes_of(stage)},
                     whole=whole,
@@ -102,7 +108,7 @@ def choose_layouts(
 
 
 def layouts_like(main: StageLayouts, partition: Partition, plan: Plan) -> StageLayouts:
-    """Split another graph of the same model (evaluation, another loss) so that its parameters lie as in ``main``."""
+    """Split another graph of the same model (evaluation, another loss) with the parameter placements of ``main``."""
     plain = values_between_meshes(partition, plan)
     found = {id(layout): layout_like(layout, partition.graph, plain) for layout in main.distinct}
     made = StageLayouts(tuple(None if layout is None else found[id(layout)] for layout in main.stages))
@@ -111,14 +117,15 @@ def layouts_like(main: StageLayouts, partition: Partition, plan: Plan) -> StageL
 
 
 def check_peers(layouts: StageLayouts, partition: Partition, plan: Plan) -> None:
-    """See that of what crosses nobody needs anything of a rank that is none of its peers (:meth:`Plan.peers`).
+    """Check that values which cross between meshes are needed only from ranks that send to each other.
 
-    Between stages with as many replicas those are the ranks of the same replica. Where each replica has its own samples
-    nobody else has what it needs. Where replicas split the operators, each holds what its place on the axis "data"
-    gives it: that must be the same of a value on both stages, for their layouts are chosen apart.
+    Peers (:meth:`Plan.peers`) of stages with equal data degrees are the ranks of the same replica. Where each replica
+    has its own samples, only that replica has what it needs. Where replicas split the operators, each has the part that
+    its coordinate on the axis "data" gives it: a value's placement along "data" must then be the same on both stages,
+    although their layouts are chosen independently.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: a value's placement along "data" differs between two stages.
     """
     for crossing in partition.crossings:
         start = crossing.producer
@@ -134,21 +141,21 @@ def check_peers(layouts: StageLayouts, partition: Partition, plan: Plan) -> None
 
 
 def _replica_placement(layout: Layout | None, value: str) -> Placement:
-    """How a value lies on the replicas that split the operators between them; if they do not, each has its own."""
+    """Return a value's placement over replicas that split the operators; otherwise each replica has its own value."""
     if layout is None or "data" not in layout.splits:
         return REPLICATE
     return layout.state(value, layout.samples)[list(layout.splits).index("data")]
 
 
 def values_between_meshes(partition: Partition, plan: Plan) -> frozenset[str]:
-    """The values that cross between stages whose meshes differ."""
+    """Return the values that cross between stages with different meshes."""
     return frozenset(
         c.value for c in partition.crossings for stage in c.consumers if not plan.have_same_mesh(c.producer, stage)
     )
 
 
 def tensors_on_unequal_meshes(partitions: Iterable[Partition], plan: Plan) -> set[str]:
-    """The parameters and buffers that stages with different meshes hold, in any of a model's graphs."""
+    """Return the parameters and buffers held by stages with different meshes, in any of a model's graphs."""
     holders: dict[str, list[int]] = {}
     for partition in partitions:
         for stage in range(partition.stages):

@@ -220,7 +220,7 @@ def test_what_cannot_be_captured_is_a_leaf(name: str) -> None:
     assert_unchanged(before, state(model))
     assert [note.split()[0] for note in graph.notes] == paths
     assert all("is a leaf, kept whole: " in note and why in note for note in graph.notes)
-    assert all("test_leaf.py:" in note or "numpy" in name for note in graph.notes), graph.notes
+    assert all("test_leaves.py:" in note or "numpy" in name for note in graph.notes), graph.notes
     assert sorted({node.module for node in graph.nodes if node.op == "leaf"}) == paths
     held = [compare(graph, copy.deepcopy(model), models.classify, models.vectors, size) for size in SIZES]
     assert all(held)
@@ -370,7 +370,7 @@ def test_custom_functions_keep_their_own_backward() -> None:
     graph = capture(model, models.classify, models.vectors(5, 0))
     assert not graph.notes
     function = next(node for node in graph.nodes if node.op == "function")
-    assert "test_leaf.py:" in function.source
+    assert "test_leaves.py:" in function.source
     assert all(compare(graph, model, models.classify, models.vectors, size) for size in SIZES)
 
 
@@ -407,5 +407,5 @@ def test_several_faults_are_all_found() -> None:
 def test_notes_name_the_line_that_goes_its_own_way() -> None:
     graph = capture(between(Whichever()), models.classify, models.vectors(5, 0))
     file, _, line = graph.notes[0].rpartition("(")[2].rstrip(")").rpartition(":")
-    assert Path(file).name == "test_leaf.py"
+    assert Path(file).name == "test_leaves.py"
     assert "y.abs().max() > 1e3" in Path(file).read_text().splitlines()[int(line) - 1]

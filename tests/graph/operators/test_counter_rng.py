@@ -339,7 +339,7 @@ def test_operators_without_a_key_are_named(function: Callable[[Tensor], Tensor],
     (note,) = graph.notes
     assert note.startswith(f"the random numbers of {name}")
     assert "may depend on how the samples are divided: " in note
-    assert "test_random.py:" in note
+    assert "test_counter_rng.py:" in note
 
 
 def test_eval_draws_nothing() -> None:

@@ -1,1 +1,1 @@
-"""Capture: model and loss -> Graph, by torch.export, with leaves where export cannot follow."""
+"""Graph capture: from model and loss to a Graph, by torch.export, with leaves where export cannot follow."""

@@ -1,4 +1,4 @@
-"""Writes in place: turned into new values where nobody else sees the memory, kept on one stage where somebody does."""
+"""Alias analysis: in-place writes become new values where nothing else reads the memory; others keep one stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 from polylane.graph.capture.functionalize import functional_name, functionalize
 from polylane.graph.capture.leaves import LeafCall
 
-# These may hand back their argument itself, without saying so in their schema.
+# These may return their argument itself, without an alias annotation in their schema.
 _SILENT_ALIASES = (
     "aten.dropout.default",
     "aten.feature_dropout.default",
@@ -25,10 +25,10 @@ _SILENT_ALIASES = (
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node writes in place."""
+    """Return the arguments that a node writes in place."""
     if node.op != "call_function":
         return []
-    if isinstance(node.target, LeafCall):  # of its buffers nobody knows
+    if isinstance(node.target, LeafCall):  # assume that a leaf writes all its buffers
         first = len(node.target.parameters)
         tensors: Any = node.args[1]
         return list(tensors[first : first + len(node.target.buffers)])
@@ -40,20 +40,21 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             values = value if isinstance(value, (list, tuple)) else [value]
             written += [v for v in values if isinstance(v, fx.Node)]
+    # The schema does not mark the running statistics.
     if str(node.target) in ("aten.batch_norm.default", "aten.instance_norm.default") and node.args[5]:
         written += [value for value in node.args[3:5] if isinstance(value, fx.Node)]  # running mean and variance
     return written
 
 
 def _aliased_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node's value may share memory with."""
+    """Return the arguments that a node's value may share memory with."""
     if node.op != "call_function":
         return []
     if node.target is operator.getitem:
         return [a for a in node.args if isinstance(a, fx.Node)]
     if not isinstance(node.target, torch._ops.OpOverload):
         if not callable(getattr(node.target, "fake", None)):
-            return []  # a size
+            return []  # a symbolic size
         return list(node.all_input_nodes)  # the user's own Python may return views
     if str(node.target) in _SILENT_ALIASES:
         return [a for a in node.args[:1] if isinstance(a, fx.Node)]
@@ -66,7 +67,7 @@ def _aliased_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def alias_groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For every node the first node whose memory its value may share."""
+    """Return for every node the first node whose memory its value may share (union-find)."""
     root: dict[fx.Node, fx.Node] = {}
 
     def find(node: fx.Node) -> fx.Node:
@@ -77,6 +78,7 @@ def alias_groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         find(node)
         for other in _aliased_arguments(node):
+            # The sample slice is an argument of many nodes, but has no memory.
             if _is_part(other):
                 continue
             root[find(node)] = find(other)
@@ -88,10 +90,10 @@ def _is_part(node: fx.Node) -> bool:
 
 
 def functionalize_writes(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Turn writes in place into their functional twins where nothing else sees the memory.
+    """Replace in-place writes by functional operators where nothing else reads the memory.
 
     Returns:
-        The groups of nodes that share memory somebody still writes: each must stay whole on one stage.
+        Groups of nodes that share memory which is still written: each group must stay on one stage.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     groups = alias_groups(graph)
@@ -103,12 +105,14 @@ def functionalize_writes(graph: fx.Graph) -> list[list[fx.Node]]:
             continue
         (written,) = written_arguments(node)
         first = groups[written]
-        # Alone: no earlier view of the memory is read later, and it is nobody's placeholder.
+        # Safe if no other alias of the memory is read after the write, and the memory is not a parameter, buffer or
+        # input.
         others = (n for n in members[first] if order[n] < order[node] and n is not written)
         if first.op == "placeholder" or any(order[user] > order[node] for n in others for user in n.users):
             continue
         before = functionalize(node)
         if before is not None:
+            # New nodes are at the write's place in the order; only later readers see the new value.
             order |= dict.fromkeys(before, order[node])
             written.replace_all_uses_with(node, delete_user_cb=_later_than(order, node))
     return _written_groups(graph)
@@ -130,7 +134,7 @@ def _written_groups(graph: fx.Graph) -> list[list[fx.Node]]:
             written.setdefault(groups[value], []).append(node)
     together = []
     for first, writers in written.items():
-        if first.op == "placeholder":  # a buffer: it lives where it is used
+        if first.op == "placeholder":  # a buffer: all that touches it runs on the stage that holds it
             touching = {m for m in members[first] if m.op != "placeholder"} | {
                 u for m in members[first] for u in m.users
             }

@@ -1,4 +1,4 @@
-"""Give every random operator of a graph its key, and name those that have none."""
+"""Keys of random operators: every random operator of a graph gets a salt, so that its numbers depend on no rank."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ from polylane.graph.symbolic_sizes import batch_dimension
 
 
 class PythonOnSlice:
-    """The user's own Python on one part: random numbers by key, as far as their shape tells, and shared statistics.
+    """The user's own Python on a sample slice: keyed random numbers where shapes show samples, shared statistics.
 
-    Python's and numpy's generators start from a number that all workers have alike.
+    Python's and numpy's generators are seeded with a number that is equal on all workers.
+
+    Args:
+        target: the leaf or function, possibly under settings.
+        name: the node's user-facing name, from which its salt is derived.
     """
 
     __module__ = "polylane"
@@ -40,17 +44,17 @@ class PythonOnSlice:
 
     @property
     def normalizes(self) -> bool:
-        """Whether it uses statistics of the batch."""
+        """Whether the module uses statistics of the batch."""
         return bool(getattr(unwrap_settings(self.target), "normalizes", False))
 
     @property
     def fewest(self) -> int:
-        """Samples that it needs in training."""
+        """Number of samples that the module needs in training."""
         return int(getattr(unwrap_settings(self.target), "fewest", 1))
 
     @property
     def effects(self) -> tuple[SideEffect, ...]:
-        """What it does besides computing."""
+        """What the module does besides computing."""
         return tuple(getattr(unwrap_settings(self.target), "effects", ()))
 
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> Any:
@@ -63,13 +67,13 @@ class PythonOnSlice:
     def _keyed(self, part: Any, tensors: Sequence[Tensor]) -> Any:
         devices = {t.device for t in tensors if t.device.type == "cuda"}
         with torch.random.fork_rng(devices=[device.index for device in devices]):
-            torch.manual_seed(seed_of(part, self.salt))  # for operators that have no key
+            torch.manual_seed(seed_of(part, self.salt))  # for random operators that have no keyed version
             with running_as_slice(part, self.name):
                 return self.target(part, tensors)
 
 
 def copy_python_call(target: Any) -> Any:
-    """The user's own Python on a copy of its module, under the same settings; what keeps nothing as it is.
+    """Return the user's own Python on a copy of its module, under the same settings; a stateless target unchanged.
 
     One module cannot run on two sets of tensors at once, and its buffers and Python state belong to its own calls.
     """
@@ -94,7 +98,7 @@ class KeyedInPlace:
 
 
 class DrawnPerSlice:
-    """A keyed operator on a value whose size depends on data: each part draws numbers of its own."""
+    """A keyed operator on a value whose size depends on data: every slice draws numbers of its own."""
 
     __module__ = "polylane"
 
@@ -102,6 +106,7 @@ class DrawnPerSlice:
         self.function = function
         self.__name__ = function.__name__
 
+    # No element corresponds to a sample, so that the slice's own position goes into the seed.
     def __call__(self, part: Any, salt: int, *args: Any, **kwargs: Any) -> Any:
         return self.function(dataclasses.replace(part, seed=seed_of(part, salt)), salt, *args, **kwargs)
 
@@ -110,12 +115,13 @@ def key_random_operators(graph: fx.Graph, part: fx.Node, name: Callable[[fx.Node
     """Replace random operators by those with a key.
 
     Args:
-        graph: changed in place.
-        part: its placeholder of the part in hand.
-        name: gives a node's own name: the same in every plan, so that the numbers are the same too.
+        graph: the captured code, changed in place.
+        part: the graph's placeholder of the sample slice.
+        name: returns a node's user-facing name: equal in every plan, so that the numbers are equal too.
 
     Returns:
-        Whether there was any, and a sentence for each whose numbers depend on how the samples are divided all the same.
+        Whether there was any random operator, and a sentence for each whose numbers still depend on how samples are
+        divided.
     """
     notes, found = [], False
     for node in [n for n in graph.nodes if isinstance(unwrap_settings(n.target), (LeafCall, FunctionCall))]:
@@ -134,7 +140,7 @@ def key_random_operators(graph: fx.Graph, part: fx.Node, name: Callable[[fx.Node
 
 
 def _key_node(node: fx.Node, part: fx.Node, salt: int) -> str:
-    """Give one random node its key; why its numbers depend on the layout nevertheless, or ""."""
+    """Give one random node its key; return why its numbers still depend on the division of samples, or ""."""
     if isinstance(node.target, PythonOnSlice):
         return "they are drawn by the user's own Python"
     plain = op_name(node)
@@ -145,6 +151,7 @@ def _key_node(node: fx.Node, part: fx.Node, salt: int) -> str:
         return "torch draws them from its own generator"
     of = node.args[0] if plain in _LIKE_THEIR_INPUT else node
     val = of.meta.get("val") if isinstance(of, fx.Node) else None
+    # Later passes (placement, demand) look for the operator that the user wrote.
     node.meta["op"] = plain
     ragged = _is_ragged(val)
     node.target = DrawnPerSlice(function) if ragged else function
@@ -152,7 +159,7 @@ def _key_node(node: fx.Node, part: fx.Node, salt: int) -> str:
     return "their number depends on the data" if ragged else ""
 
 
-# Drawn in the form of the first argument; all others in that of their value.
+# The random value has the first argument's shape (scores, sequences); for all others, that of their result.
 _LIKE_THEIR_INPUT = frozenset(
     (
         "aten.scaled_dot_product_attention.default",
@@ -170,7 +177,7 @@ def _is_ragged(val: Any) -> bool:
 
 
 def draws_by_sample(graph: fx.Graph) -> bool:
-    """Whether all random numbers go by the samples' places, so that they are the same however a batch is divided."""
+    """Return whether all random numbers depend on the samples' positions only, however a batch is divided."""
     own = (PythonOnSlice, DrawnPerSlice)
     return not any(isinstance(n.target, own) or _is_random(n) for n in graph.nodes if n.op == "call_function")
 
@@ -184,6 +191,7 @@ def _is_random(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     base = op_name(node).split(".")[1]
+    # With dropout 0 or in evaluation nothing is drawn: the operator's arguments say so.
     if base in _PROBABILITY_AT:
         schema = [argument.name for argument in target._schema.arguments]
         given = {**dict(zip(schema, node.args, strict=False)), **node.kwargs}
@@ -191,6 +199,7 @@ def _is_random(node: fx.Node) -> bool:
     return base in _UNTAGGED or torch.Tag.nondeterministic_seeded in target.tags
 
 
+# Arguments that must all be truthy for an operator to draw; a key "p" is its probability.
 _PROBABILITY_AT = {
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), ("p", "train")),
     **dict.fromkeys(("dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_"), ("p", "train")),

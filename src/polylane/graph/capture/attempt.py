@@ -1,4 +1,4 @@
-"""A first version of a graph: exported, what cannot be captured made a leaf, and held against the model itself."""
+"""Capture attempts: export, turn what cannot be captured into leaves, and check the result against the model."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ class CaptureAttempt:
     """Captured code before anything is keyed or described.
 
     Attributes:
-        graph: flat code; constants: what it closes over.
-        shared_memory_groups: groups of nodes that share memory somebody writes.
-        refused_sizes: numbers of samples that it does not hold for, as far as tried.
-        is_fixed_size: it holds for the example's number of samples alone.
-        is_opaque: it is a single leaf.
+        graph: flat ATen code of model and loss.
+        constants: tensors that the code closes over, by placeholder name.
+        shared_memory_groups: groups of nodes that share memory which some node writes.
+        refused_sizes: numbers of samples that the code does not hold for, as far as tried.
+        is_fixed_size: whether the code holds for the example's number of samples alone.
+        is_opaque: whether the code is a single leaf.
     """
 
     graph: fx.Graph
@@ -73,12 +74,12 @@ class DryRun:
     """One eager run of the loss.
 
     Attributes:
-        results: what it returned.
-        random: whether it drew random numbers.
-        values: the fewest per channel of a batch statistic; None without.
-        is_mean: whether it returned a scalar.
-        leaf_count: tensors and other leaves of the batch.
-        effects: what it does besides computing.
+        results: the loss, or its total and count, detached.
+        random: whether the run drew random numbers.
+        values: least number of values per channel of any batch statistic; None without.
+        is_mean: whether the loss returned a scalar, not a ``polylane.Mean``.
+        leaf_count: number of leaves of the batch, tensors and others.
+        effects: what the run did besides computing.
     """
 
     results: tuple[Tensor, ...]
@@ -90,11 +91,11 @@ class DryRun:
 
 
 def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
-    """Run the loss once as it is. A loss that fails by itself is the user's error, not a limit of capture.
+    """Run the loss once, eagerly. A loss that fails by itself is the user's error, not a limit of capture.
 
     Raises:
-        BadLoss: it returns something else than a loss; in training, one that has no gradient; or it takes gradients.
-        PolylaneError: it fails.
+        BadLoss: the result is no loss; in training, it has no gradient; or the loss takes gradients inside.
+        PolylaneError: the run raises any other error.
     """
     restore = snapshot_model(whole)
     before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
@@ -136,7 +137,7 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
 
 @contextmanager
 def _watching_backward() -> Iterator[list[bool]]:
-    """Notice whether autograd runs backwards meanwhile: the list has something in it then."""
+    """Context manager: the yielded list is non-empty once autograd has run backward inside."""
     own: Any = torch.autograd
     backwards, noted = own._engine_run_backward, list[bool]()
 
@@ -152,11 +153,7 @@ def _watching_backward() -> Iterator[list[bool]]:
 
 
 def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
-    """What plain PyTorch's backward() raises on.
-
-    Raises:
-        BadLoss: nothing would be trained.
-    """
+    """Raise BadLoss if no parameter would be trained; plain PyTorch's backward() raises then, too."""
     if loss.requires_grad:
         return
     if not any(parameter.requires_grad for parameter in whole.parameters()):
@@ -170,13 +167,13 @@ def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
 def capture_with_leaves(
     whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool
 ) -> tuple[CaptureAttempt, list[str]]:
-    """Export, turning what cannot be captured into leaves, until the self-check holds; and a sentence for each leaf."""
+    """Export, turning what cannot be captured into leaves, until the self-check holds; with one sentence per leaf."""
     kept = _modules_with_effects(dry.effects)
     if "" in kept:
         if abstract:
             raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")
         return _capture_opaque(whole, leaves, dry), [f"the model is opaque, without a graph: it {kept['']}"]
-    while True:
+    while True:  # each round makes one more module a leaf, or a larger one; at the latest the whole model
         try:
             draft = _attempt_capture(whole, leaves, kept)
         except NotCaptured as fault:
@@ -191,16 +188,17 @@ def capture_with_leaves(
             if difference is None:
                 return draft, _describe_leaves(whole, kept)
             path, why = _find_faulty_module(whole, draft, leaves, kept, difference)
-        while path and path in kept:  # as a leaf it still fails: then what contains it
+        while path and path in kept:  # already a leaf and still failing: make its parent the leaf
             path = path.rpartition(".")[0]
         if not path:
             return _capture_opaque(whole, leaves, dry), [f"the model is opaque, without a graph: {why}"]
+        # A leaf contains its submodules: drop those that were leaves by themselves.
         kept = {other: note for other, note in kept.items() if not other.startswith(f"{path}.")}
         kept[path] = f"{path} is a leaf, kept whole: {why}"
 
 
 def _modules_with_effects(effects: SideEffects) -> dict[str, str]:
-    """Modules that do more than compute, and why each is a leaf; or "" for model and loss together."""
+    """Return the modules that do more than compute, and why each is a leaf; key "" for model and loss together."""
     paths = sorted({effect.path for effect in effects.found})
     outermost = [p for p in paths if not any(_is_inside(p, other) for other in paths if other != p)]
     kept = {p: "; ".join(effect.describe for effect in effects.found if _is_inside(effect.path, p)) for p in outermost}
@@ -212,7 +210,7 @@ def _is_inside(path: str, outer: str) -> bool:
 
 
 def _attach_effects(draft: CaptureAttempt, effects: SideEffects) -> None:
-    """Let every leaf know what it does besides computing."""
+    """Set on every leaf what it does besides computing."""
     for node in draft.graph.nodes:
         if isinstance(node.target, LeafCall):
             node.target.effects = tuple(e for e in effects.found if _is_inside(e.path, node.target.path))
@@ -228,7 +226,7 @@ def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> list[str]:
 
 
 def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any]) -> Difference | None:
-    # One sample, and sizes of which capture itself says that they go another way.
+    # One sample, and sizes for which export itself says that the code takes another branch.
     sizes = sorted({1, *draft.refused_sizes[:3], *draft.refused_sizes[-1:]})
     wrap_autocast(draft.graph)
     noted = _watch_random(draft.graph)
@@ -241,7 +239,7 @@ def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequenc
 
 
 def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """Let custom functions notice, while the self-check runs, whether they draw random numbers."""
+    """Wrap custom functions so that they record, during the self-check, whether they draw random numbers."""
     noted: dict[fx.Node, Any] = {}
 
     def noting(function: FunctionCall) -> Any:
@@ -264,7 +262,7 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
 def _attempt_capture(
     whole: ModelWithLoss, leaves: Sequence[Any], paths: Sequence[str] | dict[str, str]
 ) -> CaptureAttempt:
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
         stack.callback(forget_sites)
         stack.callback(snapshot_model(whole))
         if paths:
@@ -275,6 +273,7 @@ def _attempt_capture(
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_slice_input(graph)
         rewrite.inline_sites(graph, part)
+    # The checks that export inserted say for which sizes the code holds; read them before they are dropped.
     lowest, highest = allowed_sizes(program)
     refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves))
     fixed = lowest == highest
@@ -289,8 +288,8 @@ def _attempt_capture(
 def _observe_two_sizes(
     whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]
 ) -> tuple[tuple[Any, Any], tuple[int, int]]:
-    """Calls of ``modules`` at two batch sizes, and those sizes; at one alone where the model works with no other."""
-    one = take_first_samples(leaves, FEW)
+    """Return calls of ``modules`` at two batch sizes, and those sizes; one size twice if no other works."""
+    one = take_first_samples(leaves, FEW)  # small sizes first: they are cheaper
     samples = sample_count(one)
     other = other_batch(one) if samples > 2 else resize_batch(one, 2 * samples)
     seen: dict[int, Any] = {}
@@ -315,7 +314,7 @@ def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: S
 def _find_faulty_module(
     whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any], kept: dict[str, str], difference: Difference
 ) -> tuple[str, str]:
-    """The module to keep whole, and why."""
+    """Return the path of the module to keep whole, and why."""
     why = f"captured, {difference.what} came out different"
     if draft.is_fixed_size:  # int() or range() of a size
         why = f"it fixes the number of samples to the example's, and {difference.what} came out different"
@@ -338,7 +337,7 @@ def _passes_self_check(whole: ModelWithLoss, leaves: Sequence[Any], paths: Seque
 
 
 def _find_culprits(whole: ModelWithLoss, leaves: Sequence[Any], kept: list[str], prefix: str) -> list[str]:
-    """The innermost modules within ``prefix`` that must be leaves for the self-check to hold; [prefix] if it is one."""
+    """Return the innermost modules within ``prefix`` that must be leaves for the self-check; [prefix] if it is one."""
     children = [path for path in _called_children(whole, leaves, prefix) if path not in kept]
     if not children or not _passes_self_check(whole, leaves, [*kept, *children]):
         return [prefix]
@@ -350,7 +349,7 @@ def _find_culprits(whole: ModelWithLoss, leaves: Sequence[Any], kept: list[str],
 
 
 def _minimize_leaves(whole: ModelWithLoss, leaves: Sequence[Any], kept: list[str], candidates: list[str]) -> list[str]:
-    """The few among ``candidates`` that are needed as leaves, by halving (Zeller's delta debugging)."""
+    """Return a minimal subset of ``candidates`` that is needed as leaves (delta debugging, Zeller)."""
     if len(candidates) == 1:
         return candidates
     half = len(candidates) // 2
@@ -358,12 +357,12 @@ def _minimize_leaves(whole: ModelWithLoss, leaves: Sequence[Any], kept: list[str
     for part in (first, second):
         if _passes_self_check(whole, leaves, [*kept, *part]):
             return _minimize_leaves(whole, leaves, kept, part)
-    needed = _minimize_leaves(whole, leaves, [*kept, *second], first)
+    needed = _minimize_leaves(whole, leaves, [*kept, *second], first)  # neither half suffices alone
     return needed + _minimize_leaves(whole, leaves, [*kept, *needed], second)
 
 
 def _called_children(whole: ModelWithLoss, leaves: Sequence[Any], prefix: str) -> list[str]:
-    """The nearest modules within ``prefix`` that are called in a run: containers such as a ModuleList are not."""
+    """Return the nearest modules within ``prefix`` that are called in a run; a ModuleList, say, is not called."""
     inside = {
         path: m for path, m in whole.model.named_modules() if path and path.startswith(f"{prefix}." if prefix else "")
     }
@@ -372,7 +371,7 @@ def _called_children(whole: ModelWithLoss, leaves: Sequence[Any], prefix: str) -
 
 
 def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun) -> CaptureAttempt:
-    """The whole model and loss as one leaf: the user's Python runs on every worker."""
+    """Return model and loss as one leaf: the user's Python runs on every worker."""
     call = opaque_call(whole, leaves, dry.results, dry)
     call.source, call.effects = source_line_of(whole.loss_function), dry.effects.found
     graph = fx.Graph()
@@ -385,6 +384,7 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun) ->
             if name in first_names:
                 inputs.append(graph.placeholder(f"{kind[0]}_{name.replace('.', '_')}"))
                 inputs[-1].meta |= {"role": (kind, name), "val": tensor.detach().to("meta")}
+    # Placeholders in the order in which LeafCall takes its tensors: parameters, buffers, then tensors of the batch.
     opened = symbolic_inputs(leaves)
     for i in call.tensor_positions:
         inputs.append(graph.placeholder(f"leaves_{i}"))

@@ -1,4 +1,4 @@
-"""Model and loss -> Graph: torch.export where it holds, opaque leaves where it does not, and the reason either way."""
+"""Graph capture: torch.export where it holds, opaque leaves where it does not, and the reason in the graph's notes."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def capture(
     """Capture ``loss(model, batch)`` as one flat graph that holds for any number of samples.
 
     Args:
-        model: unchanged by this, whatever happens.
+        model: the user's model; unchanged afterwards, also on errors.
         loss: ``loss(model, batch)``, a scalar mean over the batch or a :class:`polylane.Mean`.
-        batch: an example; tensors whose first dimension is the number of samples are split with them.
+        batch: an example; tensors whose first dimension is the number of samples are divided with them.
         trainable: names of the parameters to differentiate; default: all that require a gradient.
         training: capture the training or the evaluation mode.
-        effects: of the same model in another mode: who keeps state there is a leaf here, too, and finds it.
         in_float64: let casts to a lower floating type inside keep float64; ``model`` and ``batch`` are float64 already.
-        which: what errors call the batch.
+        which: name of the batch in error messages.
+        effects: effects seen in another mode of the same model: a module that keeps state there is a leaf here, too.
 
     Raises:
-        PolylaneError: the loss itself fails, or does not return what it should.
+        PolylaneError: the loss itself fails, or does not return a loss.
     """
     given, rebuild = flatten(batch)
     leaves = _at_least_two_samples(given)
@@ -58,7 +58,7 @@ def capture(
         if abstract:
             leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         with ExitStack() as stack:
-            if in_float64:  # as the user's code expects it; the graph is promoted afterwards
+            if in_float64:  # the user's code runs in its own precision; the graph is promoted afterwards
                 stack.enter_context(cast_module(whole, torch.float32))
                 leaves = cast_leaves(leaves, torch.float32)
             dry = dry_run(whole, leaves, abstract, which)
@@ -69,7 +69,7 @@ def capture(
 
 
 def _at_least_two_samples(leaves: Sequence[Any]) -> list[Any]:
-    """An example of one sample says nothing about which sizes follow the batch: let it be two."""
+    """Return the leaves with two samples at least: from one, sizes that follow the batch cannot be told from others."""
     if sample_count(leaves) > 1:
         return list(leaves)
     return resize_batch(leaves, 2)
@@ -77,7 +77,7 @@ def _at_least_two_samples(leaves: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def _model_restored(whole: ModelWithLoss, training: bool) -> Iterator[None]:
-    """Train or eval mode for the while, and everything about the model as it was afterwards.
+    """Context manager: set train or eval mode inside, and restore the whole model afterwards.
 
     Modules that the user froze in eval mode inside a training model stay so.
     """
@@ -101,10 +101,12 @@ def _finish_graph(
     in_float64: bool,
 ) -> Graph:
     graph, constants = draft.graph, draft.constants
+    # Names before rewriting: keys and plans refer to the names of the operators that the user wrote.
     rewrite.drop_dead_nodes(graph)
     label_nodes(graph)
     if in_float64:
         promote_to_float64(graph, constants)
+    # The first placeholder is the sample slice, see add_slice_input.
     part = next(node for node in graph.nodes if node.op == "placeholder")
     random, keyless = key_random_operators(graph, part, lambda node: str(node.meta["name"]))
     statistics = sync_batch_norms(graph, part)
@@ -134,6 +136,7 @@ def _finish_graph(
 def _describe_graph(graph: fx.Graph, together: Sequence[Sequence[fx.Node]], trainable: set[str]) -> tuple[Any, Any]:
     alive = set(graph.nodes)
     groups = [[node for node in group if node in alive] for group in together]
+    # A buffer that is written is state, not a constant: what is computed from it cannot be recomputed elsewhere.
     written = {node for group in groups for node in group}
     written |= {
         n for node in written for n in node.all_input_nodes if n.op == "placeholder" and n.meta["role"][0] == "buffer"
@@ -141,6 +144,7 @@ def _describe_graph(graph: fx.Graph, together: Sequence[Sequence[fx.Node]], trai
     nodes = describe_nodes(graph, find_gradient_flow(graph, trainable, groups), recomputable_nodes(graph, written))
     position = {node.id: i for i, node in enumerate(nodes)}
     spans = [[position[node.name] for node in group if node.name in position] for group in groups]
+    # A stage is a range of nodes: a group reaches from its first node to its last.
     return nodes, tuple(sorted({(min(span), max(span)) for span in spans if len(span) > 1}))
 
 

@@ -1,4 +1,4 @@
-"""From executable code to plain nodes: names, shapes, work and the user's own lines."""
+"""Node descriptions: from executable code to plain nodes with names, shapes, work and the user's source lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_GRADIENT = (
 
 
 def module_of(node: fx.Node) -> str:
-    """The user's module path: "" for the model itself, "loss" for what the loss function does outside of it."""
+    """Return the user's module path: "" for the model itself, "loss" for the loss function outside of the model."""
     stack = [
         path for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if not key.startswith("_empty")
     ]
@@ -44,9 +44,9 @@ def module_of(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """The innermost line of the user's that made a node, "file:line"."""
+    """Return the innermost source line of the user's that made a node, "file:line", or ""."""
     target = unwrap_settings(node.target)
-    target = unwrap_settings(getattr(target, "target", target))  # of what is keyed
+    target = unwrap_settings(getattr(target, "target", target))  # of a keyed operator
     if isinstance(target, LeafCall):
         return target.source
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
@@ -55,7 +55,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def label_nodes(graph: fx.Graph) -> None:
-    """Give every operator its user-facing name: module path / operator # number."""
+    """Give every operator its user-facing name: module path, operator, and a number where that is not unique."""
     counts: Counter[str] = Counter()
     for node in graph.nodes:
         if node.op != "call_function":
@@ -73,12 +73,13 @@ def label_nodes(graph: fx.Graph) -> None:
 def find_gradient_flow(
     graph: fx.Graph, trainable: set[str], together: Sequence[Sequence[fx.Node]]
 ) -> dict[fx.Node, bool]:
-    """Whether a gradient may flow back through a value: a superset of what autograd will find.
+    """Return for every node whether a gradient may flow back through its value: a superset of what autograd finds.
 
-    Nodes that write to the same memory (``together``) share what flows: a view that is written to changes its base.
+    Nodes that write to the same memory (``together``) share the flow: a view that is written to changes its base.
     """
     group_of = {node: i for i, group in enumerate(together) for node in group}
     flowing: set[int] = set()
+    # Fixed point: a gradient that enters one node of a group flows through all of it, and further from there.
     while True:
         flows: dict[fx.Node, bool] = {}
         for node in graph.nodes:
@@ -99,7 +100,7 @@ def _has_gradient(node: fx.Node, flows: dict[fx.Node, bool], trainable: set[str]
 
 
 def recomputable_nodes(graph: fx.Graph, written: set[fx.Node]) -> set[fx.Node]:
-    """Nodes computed from sizes, constants and buffers that nobody writes: cheap to compute anew wherever needed."""
+    """Return the nodes computed from sizes, constants and unwritten buffers alone, which every stage can recompute."""
     free: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -121,18 +122,19 @@ def _is_repeatable(target: Any) -> bool:
 
 
 def _can_cross_stages(val: Any) -> bool:
+    # A value whose size is known at run time only cannot be received into a buffer of planned size.
     if not isinstance(val, Tensor):
         return False
     return not any(isinstance(s, torch.SymInt) and free_unbacked_symbols(s.node.expr) for s in val.shape)
 
 
 def describe_nodes(graph: fx.Graph, flows: dict[fx.Node, bool], free: set[fx.Node]) -> tuple[Node, ...]:
-    """The plain nodes of ``graph``, which :func:`label_nodes` has named."""
+    """Return the plain nodes of ``graph``, which :func:`label_nodes` has named."""
     return tuple(describe_node(n, flows[n], n in free) for n in graph.nodes if n.op == "call_function")
 
 
 def describe_node(node: fx.Node, requires_grad: bool, free: bool) -> Node:
-    """The plain node of an operator that has a name; see :class:`~polylane.graph.graph.Node` for the arguments."""
+    """Return the plain node of a named operator; see :class:`~polylane.graph.graph.Node` for the arguments."""
     val = node.meta.get("val")
     reads = node.all_input_nodes
     roles = [n.meta["role"] for n in reads if n.op == "placeholder"]

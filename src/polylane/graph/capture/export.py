@@ -1,4 +1,4 @@
-"""One pass of torch.export over ``loss(model, batch)``, and whose line it was that could not be captured."""
+"""One pass of torch.export over ``loss(model, batch)``, and the user's line at fault where it fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Loss = Callable[[nn.Module, Any], Any]
 
 
 class ModelWithLoss(nn.Module):
-    """Model and loss as one module over flat leaves, so that any form of batch and output can be captured."""
+    """Model and loss as one module over flat leaves, so that any structure of batch and output can be captured."""
 
     def __init__(self, model: nn.Module, loss: Loss, rebuild: Rebuild) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class ModelWithLoss(nn.Module):
             if isinstance(result.total, Tensor) and result.total.dim() == 0:
                 _refuse_complex(result.total, "polylane.Mean(total, count) takes")
                 count = result.count
-                if not isinstance(count, Tensor):  # a number of samples stays one under capture, not the example's
+                if not isinstance(count, Tensor):  # the product keeps a symbolic size symbolic under export
                     return result.total, result.total.detach().new_ones(()) * count
                 return result.total, count.detach().to(result.total.dtype)
             raise BadLoss("polylane.Mean(total, count) takes scalars: sum the losses of the elements that count")
@@ -72,12 +72,12 @@ class ModelWithLoss(nn.Module):
 
     @property
     def loss_function(self) -> Any:
-        """What the user gave as the loss."""
+        """The function that the user gave as the loss."""
         return self.given_loss.forward if isinstance(self.given_loss, nn.Module) else self.given_loss
 
     @property
     def tied(self) -> dict[str, str]:
-        """Second and later names of a tensor -> its first."""
+        """Second and later names of a tensor -> its first name."""
         first: dict[int, str] = {}
         tied = {}
         for name, tensor in self.named_tensors("parameters") + self.named_tensors("buffers"):
@@ -86,7 +86,7 @@ class ModelWithLoss(nn.Module):
         return tied
 
     def named_tensors(self, what: str) -> list[tuple[str, Tensor]]:
-        """All "parameters" or "buffers" by the user's own names; those of a loss that is a module begin with "loss"."""
+        """Return all "parameters" or "buffers" by the user's names; those of a loss module begin with "loss"."""
         every: Callable[..., Any] = getattr(self, f"named_{what}")
         return [(name.removeprefix("model."), tensor) for name, tensor in every(remove_duplicate=False)]
 
@@ -96,10 +96,10 @@ class BadLoss(PolylaneError):
 
 
 def _refuse_complex(loss: Tensor, what: str) -> None:
-    """Of complex numbers none is the smallest.
+    """Check that a loss is real: complex numbers have no order, so that none is the smallest.
 
     Raises:
-        BadLoss: it is one.
+        BadLoss: the loss is a complex number.
     """
     if loss.is_complex():
         raise BadLoss(f"{what} a real number, not a complex one ({loss.dtype}): take .abs() or .real of it")
@@ -109,9 +109,9 @@ class NotCaptured(Exception):
     """Export failed: in which module, at which of the user's lines, and why.
 
     Attributes:
-        path: the innermost module whose forward was running; None when none was.
-        line: "file:line", or "".
-        reason: one sentence.
+        path: path of the innermost module whose forward was running; None when none was.
+        line: "file:line" of the user's code, or "".
+        reason: the cause, as one sentence.
     """
 
     def __init__(self, path: str | None, line: str, reason: str) -> None:
@@ -120,11 +120,11 @@ class NotCaptured(Exception):
 
     @classmethod
     def of(cls, whole: ModelWithLoss, error: BaseException) -> NotCaptured:
-        """Whose fault ``error`` is: the innermost module, and the innermost line of the user's, in its traceback."""
+        """Return where ``error`` arose: the innermost module, and the user's innermost line, in its traceback."""
         paths = {id(module): path for path, module in whole.model.named_modules()}
         path, line = None, ""
         for frame, number in traceback.walk_tb(error.__traceback__):
-            first = frame.f_code.co_varnames[:1]  # whatever the user calls it
+            first = frame.f_code.co_varnames[:1]  # the first argument, "self" or any other name
             module = frame.f_locals.get(first[0]) if first else None
             if frame.f_code.co_name == "forward" and id(module) in paths:
                 path = paths[id(module)]
@@ -137,9 +137,10 @@ def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.Exported
     """Capture ``whole`` with the batch dimension left open.
 
     Raises:
-        NotCaptured: naming the innermost module at fault.
+        NotCaptured: export fails; names the innermost module at fault.
     """
     samples = sample_count(leaves)
+    # AUTO: a size that the model fixes becomes a constant instead of an error.
     dynamic = tuple({0: torch.export.Dim.AUTO} if is_sampled(leaf, samples) else None for leaf in leaves)
     try:
         # Oblivious sizes: without it a graph would hold for two samples or more, and silently broadcast one.
@@ -169,7 +170,7 @@ def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.Exported
 
 @contextmanager
 def _caches_off(model: nn.Module) -> Iterator[None]:
-    """Generation caches (a config's ``use_cache``) do not belong to training and only get in a graph's way."""
+    """Context manager: switch generation caches (``use_cache``) off, which only get in a graph's way in training."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     for config in on:
@@ -183,7 +184,7 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _distributions_unchecked() -> Iterator[None]:
-    """torch.distributions looks at its arguments' values, which a graph has none of; the self-check runs with them."""
+    """Context manager: stop torch.distributions from checking argument values; under export there are none."""
     base: Any = getattr(sys.modules.get("torch.distributions.distribution"), "Distribution", None)
     before = getattr(base, "_validate_args", None)
     if base is not None:
@@ -197,18 +198,19 @@ def _distributions_unchecked() -> Iterator[None]:
 
 @contextmanager
 def _lines_kept() -> Iterator[None]:
-    """Let nodes remember every line of the user's in the loss: torch keeps those of functions named "forward" alone."""
+    """Context manager: keep all of the user's lines in stack traces; torch keeps those of "forward" functions only."""
     tracer: Any = torch.fx.proxy.TracerBase
     stacks: Any = torch.utils._traceback
     original, read = tracer._filter_traceback_frames, stacks._extract_symbolized_tb
 
     def of_the_user(_: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
+        # Frames above this file belong to polylane's caller, not to the loss.
         frames = list(stack)
         start = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
         return traceback.StackSummary.from_list([frame for frame in frames[start + 1 :] if is_users(frame.filename)])
 
     def unread(frames: Sequence[Any], skip: int) -> traceback.StackSummary:
-        """A stack whose lines are read from their files when they are asked for: torch reads those of all frames."""
+        """Return a stack whose source lines are read on demand; torch would read those of all frames."""
         every = [(frame["filename"], frame["line"], frame["name"]) for frame in reversed(frames[skip:])]
         return traceback.StackSummary.from_list([traceback.FrameSummary(*each, lookup_line=False) for each in every])
 
@@ -221,7 +223,7 @@ def _lines_kept() -> Iterator[None]:
 
 @contextmanager
 def _lengths_open() -> Iterator[None]:
-    """Let ``len(tensor)`` be a size that follows the samples: Python's own would fix it to the example's."""
+    """Context manager: let ``len(tensor)`` be a symbolic size; Python's own would fix it to the example's."""
     length = builtins.len
 
     def open_length(of: Any) -> Any:
@@ -236,7 +238,7 @@ def _lengths_open() -> Iterator[None]:
 
 @contextmanager
 def _checkpoints_inlined(tracing: CaptureRun) -> Iterator[None]:
-    """Let torch.utils.checkpoint be what it runs, gradients and all, and remember the lines that asked for it."""
+    """Context manager: run torch.utils.checkpoint's function directly, and record the lines that asked for it."""
     own: Any = torch.utils.checkpoint
     reentrant, other = own.CheckpointFunction, own._checkpoint_without_reentrant_generator
 
@@ -267,7 +269,7 @@ _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._e
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Export prints and logs its half-finished graph when it fails: here that is a normal event."""
+    """Context manager: silence export's prints and logs of its unfinished graph; failing is a normal event here."""
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     with redirect_stderr(io.StringIO()), warnings.catch_warnings():
@@ -282,7 +284,7 @@ def _quiet() -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something failed, on one line."""
+    """Return why something failed, on one line."""
     name = type(error).__name__
     if name in ("GuardOnDataDependentSymNode", "UserError") and "data-dependent" in str(error):
         return "which way it goes, or how much it computes, depends on the data"
@@ -291,19 +293,19 @@ def reason_of(error: BaseException) -> str:
 
 
 def format_line(line: str) -> str:
-    """A source line as the end of a sentence."""
+    """Return a source line as the end of a sentence."""
     return f" ({line})" if line else ""
 
 
 def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
-    """Remember all that belongs to a model, and all random states; the result restores it.
+    """Record all that belongs to a model, and all random states; the returned function restores it.
 
-    Parameters, buffers, gradients, train flags, every attribute of every module with what is in it, and what else the
-    user's Python keeps: globals, what functions close over (see :mod:`polylane.graph.python_state.state`).
+    Parameters, buffers, gradients, train flags, every attribute of every module with its contents, and other state of
+    the user's Python: globals, closures (see :mod:`polylane.graph.python_state.state`).
 
     Args:
-        model: the model, or a :class:`ModelWithLoss`, whose loss is looked at as well.
-        losses: others.
+        model: the model, or a :class:`ModelWithLoss`, whose loss is recorded as well.
+        losses: further losses whose Python state is recorded.
     """
     tensors = snapshot_tensors(model)
     losses = (*losses, model.given_loss) if isinstance(model, ModelWithLoss) else losses
@@ -311,6 +313,7 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
     modules = [(m, dict(m.__dict__)) for m in model.modules()]
     random = generator_states()
 
+    # In this order: attributes, then what their values contain, then the values of tensors.
     def restore() -> None:
         for module, attributes in modules:
             module.__dict__.clear()
@@ -324,7 +327,7 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
 
 @contextmanager
 def python_kept(model: nn.Module, *losses: Any) -> Iterator[None]:
-    """Whatever runs meanwhile, what the user's Python keeps, and all random states, are afterwards as they were."""
+    """Context manager: restore the user's Python state and all random states afterwards, but not tensors."""
     losses = (*losses, model.given_loss) if isinstance(model, ModelWithLoss) else losses
     state, random = (
         snapshot_names(python_names_of(model, *losses), torch_object_ids(model, *losses)),
@@ -338,8 +341,9 @@ def python_kept(model: nn.Module, *losses: Any) -> Iterator[None]:
 
 
 def snapshot_tensors(model: nn.Module) -> Callable[[], None]:
-    """Remember parameters, buffers, gradients, and torch's random state; the result restores them."""
+    """Record parameters, buffers, gradients, and torch's random state; the returned function restores them."""
     tensors = [(t, t.detach().clone(), t.grad, t.is_leaf) for t in (*model.parameters(), *model.buffers())]
+    # The modules' own tables too: a forward may replace a buffer by another tensor.
     inner = ("_parameters", "_buffers", "_modules")
     dicts = [(m.__dict__[name], dict(m.__dict__[name])) for m in model.modules() for name in inner]
     random = torch.get_rng_state()
@@ -352,7 +356,7 @@ def snapshot_tensors(model: nn.Module) -> Callable[[], None]:
             own.update(content)
         with torch.no_grad():
             for tensor, value, grad, leaf in tensors:
-                if leaf and not tensor.is_leaf:  # a write left its gradients behind
+                if leaf and not tensor.is_leaf:  # an in-place write has made it part of an autograd graph
                     tensor.detach_()
                 tensor.data.copy_(value)
                 tensor.grad = grad

@@ -1,4 +1,4 @@
-"""Writes in place as new values: what an operator that writes its first argument would give if it did not."""
+"""Functionalization: in-place operators are replaced by ones that return a new value."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _TWINS = {
     "aten.transpose_.default": "aten.transpose.int",
     "aten.zero_.default": "aten.zeros_like.default",
 }
-# They draw over whatever was there: torch knows that nothing flows back only where they write in place.
+# They overwrite whatever was there: torch cuts the gradient only for the in-place version.
 _DRAWING = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal_functional", "random", "uniform")
-# Through these torch's gradients flow as if nothing had been written, unless they give what they say: truth values.
+# torch lets gradients flow through these as if nothing had been written, unless they return their own type, bool.
 _LOGICAL = ("logical_and", "logical_not", "logical_or", "logical_xor")
 _UNFILLED = ("aten.empty", "aten.new_empty")
 _MADE = (*_UNFILLED, "aten.zeros", "aten.ones", "aten.full", "aten.rand", "aten.new_")
 
 
 def is_unfilled(op: str) -> bool:
-    """Whether an operator gives memory as it was found: no values, and none that could be compared."""
+    """Return whether an operator returns uninitialized memory, which cannot be compared."""
     return op.startswith(_UNFILLED)
 
 
 def functional_name(node: fx.Node) -> str:
-    """The operator that gives as a new value what ``node`` writes in place ("aten.add.Tensor"), or ""."""
+    """Return the operator that returns as a new value what ``node`` writes in place ("aten.add.Tensor"), or ""."""
     name, _, overload = str(node.target).removeprefix("aten.").partition(".")
     if not str(node.target).startswith("aten.") or not name.endswith("_") or name.endswith("__"):
         return ""
@@ -42,7 +42,7 @@ def functional_name(node: fx.Node) -> str:
 
 
 def complete_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """A node's positional arguments, with the defaults that its functional twin does not have itself."""
+    """Return a node's positional arguments, with the defaults that its functional version requires explicitly."""
     target: Any = node.target
     twin, args = _operator(functional_name(node)), list(node.args)
     if twin is None:
@@ -53,11 +53,12 @@ def complete_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def functionalize(node: fx.Node) -> list[fx.Node] | None:
-    """Turn a write in place into an operator that gives the same as a new value, gradients included.
+    """Turn an in-place write into an operator that returns the same as a new value, gradients included.
 
     Returns:
-        The nodes put before it; None where it has no such twin, and writes as before.
+        The nodes put before it; None if there is no such operator, and the node still writes in place.
     """
+    # A write may move data between devices (copy_); a functional operator would not.
     vals = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     if len({val.device for val in vals if isinstance(val, Tensor)}) > 1:
         return None
@@ -68,6 +69,7 @@ def functionalize(node: fx.Node) -> list[fx.Node] | None:
         return None
     args, name = complete_arguments(node), twin._schema.name.removeprefix("aten::")
     given, wanted = _try_without_data(twin, args, node.kwargs), node.meta.get("val")
+    # An in-place write broadcasts its arguments to the written tensor; the new value must have that shape by itself.
     if given is None or not isinstance(wanted, Tensor) or tuple(given.shape) != shape_of(wanted):
         return None
     if given.dtype != wanted.dtype and name in _LOGICAL:
@@ -78,6 +80,7 @@ def functionalize(node: fx.Node) -> list[fx.Node] | None:
     if given.dtype == wanted.dtype:
         node.target, node.args = twin, args
         return before
+    # An in-place write keeps the written tensor's dtype: cast the promoted result back.
     before.append(_insert_before(node, twin, args, _cast(wanted, given.dtype), node.kwargs))
     node.target, node.args, node.kwargs = torch.ops.aten.to.dtype, (before[-1], wanted.dtype), {}
     return before
@@ -89,7 +92,7 @@ def _operator(name: str) -> Any:
 
 
 def _accepts_same_arguments(own: Any, twin: Any) -> bool:
-    """Whether two operators take a tensor, and then the same arguments in the same order."""
+    """Return whether two operators take a tensor, and then the same arguments in the same order."""
     a, b = ([x for x in op._schema.arguments if not x.kwarg_only] for op in (own, twin))
     if twin is torch.ops.aten.zeros_like.default:
         return True
@@ -98,7 +101,7 @@ def _accepts_same_arguments(own: Any, twin: Any) -> bool:
 
 
 def _try_without_data(operator: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """What an operator gives for the example's sizes, without data; None where torch cannot tell."""
+    """Return what an operator gives for the example's sizes, without data; None where torch cannot tell."""
 
     def example(node: fx.Node) -> Any:
         val = node.meta["val"]
@@ -115,7 +118,7 @@ def _try_without_data(operator: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _functionalize_copy(node: fx.Node) -> list[fx.Node] | None:
-    """``written.copy_(source)``: the source, in the type, the shape and the order in memory of what is written."""
+    """Replace ``written.copy_(source)`` by the source in the dtype, shape and memory order of what is written."""
     written: Any = node.args[0]
     source: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("src")
     to, of = written.meta.get("val"), source.meta.get("val") if isinstance(source, fx.Node) else None
@@ -129,6 +132,7 @@ def _functionalize_copy(node: fx.Node) -> list[fx.Node] | None:
     if [str(n) for n in of.shape] != [str(n) for n in to.shape]:
         before.append(_insert_before(node, torch.ops.aten.expand_as.default, (source, written), to))
         source = before[-1]
+    # clone keeps the source's strides: ask for a contiguous copy where the written tensor was one.
     ordered = _is_contiguous(to) and (source.target is torch.ops.aten.expand_as.default or not _is_contiguous(of))
     node.target, node.args = torch.ops.aten.clone.default, (source,)
     node.kwargs = {"memory_format": torch.contiguous_format} if ordered else {}
@@ -136,7 +140,7 @@ def _functionalize_copy(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _is_contiguous(val: Tensor) -> bool:
-    """By the example's sizes: asking a tensor with open sizes would fix them."""
+    """Return contiguity by the example's sizes: asking a tensor with symbolic sizes would fix them."""
     return torch.empty_strided(shape_of(val), [size_hint(n) for n in val.stride()], device="meta").is_contiguous()
 
 
@@ -149,7 +153,7 @@ def _without_gradient(node: fx.Node, value: Any, before: list[fx.Node]) -> Any:
 
 
 def _insert_before(node: fx.Node, target: Any, args: Any, val: Tensor, kwargs: Any = None) -> fx.Node:
-    """A new node in front of one, of the same line of the user's."""
+    """Insert a node in front of another, with the same source line."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(target, tuple(args), dict(kwargs or {}))
     made.meta = {**node.meta, "val": val}

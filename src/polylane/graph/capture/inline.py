@@ -1,4 +1,4 @@
-"""From an exported program to flat code: regions inlined, checks dropped, operators of our own put in their places."""
+"""Inlining: from an exported program to flat code, without nested regions, checks and placeholder operators."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _ASSERTIONS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_
 
 
 def op_name(node: fx.Node) -> str:
-    """ "aten.linear.default" for an operator, the callable's own name otherwise."""
+    """ "aten.linear.default" for a torch operator; otherwise the callable's own name."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target)
     return str(getattr(node.target, "__name__", node.target))
 
 
 def copy_with_roles(program: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[str, Tensor]]:
-    """A flat copy of a program's graph whose placeholders know what they stand for, and its lifted constants.
+    """Return a flat copy of a program's graph whose placeholders have roles, and its lifted constants.
 
-    Regions under ``no_grad`` or ``autocast`` are inlined: the results of the former are detached, the operators of the
-    latter remember the setting.
+    Regions under ``no_grad`` or ``autocast`` are inlined: results of the former are detached, operators of the latter
+    record the setting in their meta.
     """
     graph, constants, values = fx.Graph(), dict[str, Tensor](), dict[fx.Node, Any]()
     kinds = torch.export.graph_signature.InputKind
@@ -66,7 +66,7 @@ def _copy_node(
         return
     copied = graph.node_copy(node, lambda n: values[n])
     copied.meta = {**node.meta, **extra}
-    if name.startswith("aten.randint_like"):  # torch takes it for differentiable, and then has no derivative
+    if name.startswith("aten.randint_like"):  # torch marks it differentiable, but has no derivative for it
         with graph.inserting_before(copied):
             copied.args = (_detached(graph, copied.args[0]), *copied.args[1:])  # type: ignore[arg-type]
     values[node] = copied
@@ -89,6 +89,7 @@ def _inline(node: fx.Node, graph: fx.Graph, values: dict[fx.Node, Any], extra: d
             result = fx.map_arg(each.args[0], inner.__getitem__)
         else:
             _copy_node(each, graph, inner, region, extra)
+    # The region ran without gradients: detach what leaves it, and what it writes in place.
     if "set_grad_enabled" in str(node.target) and not args[0]:
         own = {n: None for n in graph.nodes if n not in outside}
         for each in own:
@@ -98,7 +99,7 @@ def _inline(node: fx.Node, graph: fx.Graph, values: dict[fx.Node, Any], extra: d
 
 
 def _write_without_gradient(graph: fx.Graph, node: fx.Node) -> None:
-    """What a region without gradients writes in place outlives it, a buffer even the step: let no gradient hang on."""
+    """Detach what a no_grad region writes in place: the memory outlives it, a buffer even the step."""
     if not functional_name(node):
         return
     written = set(written_arguments(node))
@@ -118,7 +119,7 @@ def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 
 def add_slice_input(graph: fx.Graph) -> fx.Node:
-    """The first placeholder of every graph: the samples in hand."""
+    """Add the first placeholder of every graph, the sample slice, and return it."""
     with graph.inserting_before(next(iter(graph.nodes))):
         part = graph.placeholder("part")
     part.meta["role"] = ("part", 0)
@@ -126,14 +127,14 @@ def add_slice_input(graph: fx.Graph) -> fx.Node:
 
 
 def drop_assertions(graph: fx.Graph) -> None:
-    """Capture's own checks of dtypes and sizes: they were made, and the self-check stands for them."""
+    """Erase export's own checks of dtypes and sizes, which the self-check has replaced."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and str(node.target).startswith(_ASSERTIONS) and not node.users:
             graph.erase_node(node)
 
 
 def inline_sites(graph: fx.Graph, part: fx.Node) -> None:
-    """Let opaque operators be the callables they stand for."""
+    """Replace placeholder operators by the callables that they stand for."""
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target) == "polylane.opaque.default":
             number, tensors = node.args
@@ -141,14 +142,14 @@ def inline_sites(graph: fx.Graph, part: fx.Node) -> None:
 
 
 def drop_dead_nodes(graph: fx.Graph) -> None:
-    """Erase what nothing reads and what writes nothing that lasts."""
+    """Erase nodes that nothing reads and that write nothing that lasts."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not written_arguments(node) and op_name(node) != "leaf":
             graph.erase_node(node)
 
 
 def merge_tied(graph: fx.Graph, tied: dict[str, str]) -> None:
-    """One placeholder for all names of a tied weight."""
+    """Give all names of a tied weight one placeholder."""
     seen: dict[tuple[str, Any], fx.Node] = {}
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
         kind, key = node.meta["role"]

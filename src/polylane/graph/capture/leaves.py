@@ -1,4 +1,4 @@
-"""Leaves: modules that export cannot read stay whole, one node each, and run the user's own Python."""
+"""Leaves: modules that export cannot trace stay whole, one node each, and run the user's own Python."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from polylane.graph.symbolic_sizes import size_function
 
 @dataclass(frozen=True)
 class LeafOutput:
-    """Shape of one output of a leaf, as observed in dry runs at two batch sizes."""
+    """Shape of one output of a leaf, inferred from dry runs at two batch sizes."""
 
     shape: tuple[int, ...]
-    per_sample: tuple[int, ...]  # how much each dimension grows with one more sample; 0 = fixed
+    per_sample: tuple[int, ...]  # growth of each dimension per sample; 0 = fixed
     dtype: torch.dtype
 
 
 @dataclass
 class CaptureRun:
-    """The run under way: its (symbolic) batch size, how often each leaf was called so far, and lines that recompute."""
+    """State of one export: its symbolic batch size, calls of each leaf so far, and lines that use checkpointing."""
 
     samples: Any = None
     calls: Counter[str] = field(default_factory=Counter)
@@ -48,17 +48,22 @@ class LeafCall:
     """One call of a module that stays whole.
 
     Attributes:
-        module: the user's module; path: where it is in the model.
-        parameters: names of its own parameters, and buffers those of its buffers: the first tensors of the call.
-        training: the mode of all modules inside at capture.
-        arguments: flat, with None where a tensor goes; sizes that follow the batch as functions of the samples.
-        tensor_positions: where tensors go.
-        rebuild_arguments: from flat to (args, kwargs).
-        outputs: shapes of the tensors it returns; output_at: where in its flat result they are.
-        random: whether it draws random numbers; normalizes: whether it normalizes by statistics of the batch.
-        source: the user's own line.
-        fewest: samples that it needs in training, for statistics of the batch.
-        effects: what it does besides computing.
+        module: the user's module, which is called.
+        path: the module's path in the model.
+        parameters: names of the module's parameters, the first tensors of the call.
+        buffers: names of the module's buffers, the next tensors of the call.
+        training: all modules inside, each with its mode at capture.
+        arguments: flat arguments, with None in place of a tensor, and a function of the samples in place of a size.
+        tensor_positions: indices of tensors among the flat arguments.
+        size_positions: indices of symbolic sizes among the flat arguments.
+        rebuild_arguments: turns flat arguments into (args, kwargs).
+        outputs: shapes of the tensors that the module returns.
+        output_positions: indices of tensors in the module's flat result.
+        random: whether the module draws random numbers.
+        normalizes: whether the module normalizes by statistics of the batch.
+        source: the user's line where forward is defined, "file:line".
+        fewest: number of samples that batch statistics need in training.
+        effects: what the module does besides computing.
     """
 
     module: nn.Module
@@ -91,13 +96,13 @@ class LeafCall:
         return [like.new_empty(shape, dtype=out.dtype) for shape, out in zip(shapes, self.outputs, strict=True)]
 
     def copy_call(self) -> LeafCall:
-        """The same call of a copy of the module: one module cannot run on two sets of tensors at once."""
+        """Return the same call of a copy of the module: one module cannot run on two sets of tensors at once."""
         module = copy.deepcopy(self.module)
         flags = [flag for _, flag in self.training]
         return dataclasses.replace(self, module=module, training=list(zip(module.modules(), flags, strict=True)))
 
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the user's module: ``tensors`` are its parameters and buffers, then the tensors among its arguments."""
+        """Run the user's module on its parameters and buffers, then the tensors among its arguments."""
         names = self.parameters + self.buffers
         own, given = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
         flat = list(self.arguments)
@@ -114,13 +119,14 @@ class LeafCall:
     def _run(self, own: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         current = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         named = dict(own)
+        # The given tensors are the module's own: it can be called as it is, without functional_call.
         if all(current[name] is tensor for name, tensor in own.items()):
             result = self.module(*args, **kwargs)
             named |= {name: self.module.get_buffer(name) for name in self.buffers}
         else:
             result = torch.func.functional_call(self.module, named, args, kwargs)
         for name in self.buffers:
-            if named[name] is not own[name]:  # self.buffer = new: the buffer keeps its place and takes the value
+            if named[name] is not own[name]:  # self.buffer = new: the old buffer takes the value
                 own[name].copy_(named[name].detach())
                 if current[name] is own[name]:
                     owner, _, key = name.rpartition(".")
@@ -142,16 +148,16 @@ def _training_modes(training: Sequence[tuple[nn.Module, bool]]) -> Iterator[None
 
 @dataclass
 class ObservedCall:
-    """Result of a leaf in a dry run, whether it drew random numbers, and how many values its batch statistics had."""
+    """One call of a leaf in a dry run: its result, whether it was random, and its batch statistics' values."""
 
     result: list[Any]
     rebuild_result: Rebuild
     random: bool
-    values: int | None  # the fewest values per channel; None without statistics of the batch
+    values: int | None  # least number of values per channel; None without batch statistics
 
 
 class NormalizationWatch(TorchFunctionMode):
-    """Notices whether batch statistics are used, and of how many values per channel at least."""
+    """Records whether batch statistics are used, and their least number of values per channel."""
 
     values: int | None = None
 
@@ -165,7 +171,7 @@ class NormalizationWatch(TorchFunctionMode):
 
 
 def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> dict[str, list[ObservedCall]]:
-    """Run ``run()`` eagerly and note every call of ``modules``, in order, by path."""
+    """Run ``run()`` eagerly and return every call of ``modules``, in order, by path."""
     calls: dict[str, list[ObservedCall]] = {path: [] for path in modules}
 
     def noting(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,6 +203,7 @@ def _calls_replaced(calls: dict[str, Callable[..., Any]], modules: dict[str, nn.
 
 
 def _infer_output(one: Tensor, two: Tensor, samples: tuple[int, int], path: str) -> LeafOutput:
+    # A size that grows proportionally with the samples follows them; any other change depends on data.
     growth = []
     for a, b in zip(one.shape, two.shape, strict=True):
         if a == b:
@@ -215,17 +222,18 @@ def leaves_kept(
     samples: tuple[int, int],
     tracing: CaptureRun,
 ) -> Iterator[None]:
-    """While capturing, let every call of ``modules`` become one opaque operator.
+    """Context manager: during export, let every call of ``modules`` become one opaque operator.
 
     Args:
-        modules: the leaves, by path.
+        modules: the modules to keep whole, by path.
         observed: their calls in dry runs at the two batch sizes ``samples``.
-        samples: those sizes.
-        tracing: the capture under way.
+        samples: the two batch sizes of the dry runs.
+        tracing: state of the export that is running.
     """
 
     def stand_in(path: str, module: nn.Module) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
+            # The k-th call under export corresponds to the k-th call of the dry runs.
             k = tracing.calls[path]
             tracing.calls[path] += 1
             first, second = observed[0][path][k], observed[1][path][k]
@@ -234,7 +242,7 @@ def leaves_kept(
             call, tensors = _leaf_call(module, path, args, kwargs, shapes, output_at, first, samples[0])
             call.samples = tracing.samples
             outputs = emit_call(call, tensors)
-            call.samples = None  # a symbol of the capture: the graph has it now
+            call.samples = None  # a symbol of this export, no longer needed
             result = list(first.result)
             for position, output in zip(output_at, outputs, strict=True):
                 result[position] = output
@@ -276,20 +284,21 @@ def _leaf_call(
         random=seen.random,
         normalizes=seen.values is not None,
         source=source_line_of(type(module).forward),
+        # Samples needed for VALUES per channel, from the values seen at ``samples``, rounded up.
         fewest=-(-VALUES * samples // seen.values) if seen.values else 1,
     )
     return call, [*parameters.values(), *buffers.values(), *(flat[i] for i in tensor_at)]
 
 
 def opaque_call(whole: nn.Module, leaves: Sequence[Any], results: Sequence[Tensor], seen: Any) -> LeafCall:
-    """Model and loss together as one leaf: the user's Python runs on every worker."""
+    """Return model and loss together as one leaf: the user's Python runs on every worker."""
     outputs = [LeafOutput((), (), value.dtype) for value in results]
     call, _ = _leaf_call(whole, "", tuple(leaves), {}, outputs, list(range(len(results))), seen, sample_count(leaves))
     return call
 
 
 def source_line_of(function: Any) -> str:
-    """Where a function is written, "file:line", or ""."""
+    """Return where a function is defined, "file:line", or ""."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)

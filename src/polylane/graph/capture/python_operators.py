@@ -1,7 +1,7 @@
-"""What runs the user's own Python inside a graph: one custom operator during capture, the callable itself afterwards.
+"""The user's own Python in a graph: one custom operator per call during export, the callable itself afterwards.
 
-During capture each call stands in the graph as one custom operator whose output shapes are known beforehand; afterwards
-the operator's place is taken by the callable itself, which runs the user's code under ordinary autograd.
+During export a call is a custom operator with known output shapes; afterwards the node's target becomes the callable,
+which runs the user's code under ordinary autograd.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Operators receive plain numbers only, so a capture under way keeps its sites here until its graph is finished.
+# Custom operators take plain numbers only: a running export keeps its callables here until its graph is finished.
 _SITES: dict[int, Any] = {}
 _NUMBERS = itertools.count()
 _LIBRARY = torch.library.Library("polylane", "DEF")
@@ -29,33 +29,33 @@ def _fake(site: int, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def emit_call(site: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Put a call of ``site`` into the graph under capture."""
+    """Write a call of ``site`` into the graph that is being exported."""
     number = next(_NUMBERS)
     _SITES[number] = site
     return list(torch.ops.polylane.opaque(number, tensors))
 
 
 def call_of_site(number: int) -> Any:
-    """The callable behind operator number ``number``."""
+    """Return the callable behind operator number ``number``."""
     return _SITES[number]
 
 
 def forget_sites() -> None:
-    """A capture is over: its graph holds the callables from now on."""
+    """Forget the callables of a finished export: its graph holds them from now on."""
     _SITES.clear()
 
 
 @dataclass(eq=False)
 class FunctionCall:
-    """One call of a custom autograd.Function, kept whole so that its own backward is the one that runs.
+    """One call of a custom autograd.Function, kept whole so that its own backward runs.
 
     Attributes:
-        apply: the function's own ``apply``.
-        arguments: all of them, with None where a tensor goes.
-        tensor_positions: where tensors go.
-        result: what it returned, with None where a tensor was; None by itself for a single tensor.
-        output_positions: where tensors were.
-        random: whether it draws random numbers.
+        apply: the function's own bound ``apply``.
+        arguments: all arguments, with None in place of a tensor.
+        tensor_positions: indices of tensors among the arguments.
+        result: the returned sequence with None in place of a tensor; None itself for a single tensor.
+        output_positions: indices of tensors in the returned sequence.
+        random: whether the function draws random numbers.
     """
 
     apply: Callable[..., Any]
@@ -69,7 +69,7 @@ class FunctionCall:
     __module__ = "polylane"
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        """What the function itself returns."""
+        """Return what the function itself returns."""
         flat = list(self.arguments)
         for position, tensor in zip(self.tensor_positions, tensors, strict=True):
             flat[position] = tensor
@@ -79,13 +79,13 @@ class FunctionCall:
         with torch.no_grad():
             result = self.run(tensors)
         if isinstance(result, Tensor):
-            return [result.clone()]
+            return [result.clone()]  # a custom operator must not return its input
         self.output_positions = [i for i, value in enumerate(result) if isinstance(value, Tensor)]
         self.result = [None if i in self.output_positions else value for i, value in enumerate(result)]
         return [result[i].clone() for i in self.output_positions]
 
     def rebuild_result(self, outputs: Sequence[Tensor]) -> Any:
-        """Outputs of the operator in the form in which the function itself returns them."""
+        """Return the operator's outputs in the structure that the function itself returns."""
         if self.result is None:
             return outputs[0]
         result = list(self.result)
@@ -100,13 +100,13 @@ class FunctionCall:
 
 @contextmanager
 def functions_kept() -> Iterator[None]:
-    """While capturing, let every custom autograd.Function become one opaque operator."""
+    """Context manager: during export, let every custom autograd.Function become one opaque operator."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
         direct = original.__get__(None, cls)
         tensor_at = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-        # torch's own functions close over state that a graph cannot see: traced through instead.
+        # torch's own functions close over state that a graph cannot hold: export traces through them instead.
         if cls.__module__.startswith("torch.") or not tensor_at or any(callable(a) for a in args):
             return direct(*args)
         site = FunctionCall(direct, [None if i in tensor_at else arg for i, arg in enumerate(args)], tensor_at)

@@ -1,4 +1,4 @@
-"""The self-check before first use: two steps on two different batches, eager against captured, bit for bit."""
+"""Self-check of captured code before first use: two steps on two batches, eager against captured, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from polylane.graph.capture.export import ModelWithLoss, snapshot_model
 from polylane.graph.precision import Promoted, cast_module
 from polylane.graph.sample_slice import SampleSlice
 
-# Two orders of summation differ by rounding; in float64, by less than this.
+# Differences in float64 below this, relative to the largest element, count as rounding.
 ROUNDING = 1e-9
 
-# Samples that a self-check makes do with, where the model does.
+# Number of samples that the self-check uses, if the model works with so few.
 FEW = 4
 
 Tables = Mapping[str, Any]
@@ -26,7 +26,7 @@ Tables = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Difference:
-    """What a captured graph computed differently from the model itself."""
+    """What a captured graph computes differently from the model itself."""
 
     what: str  # "the loss", "the gradient of fc.weight", "the buffer bn.running_mean"
     parameter: str | None = None
@@ -34,7 +34,7 @@ class Difference:
 
 
 def tensors_by_role(whole: ModelWithLoss, constants: Mapping[str, Tensor], leaves: Sequence[Any]) -> Tables:
-    """What the placeholders of a graph stand for, by role: a model's own parameters and buffers, and a batch."""
+    """Return the values of a graph's placeholders by role: the model's own parameters and buffers, and a batch."""
     return {
         "parameter": dict(whole.named_tensors("parameters")),
         "buffer": dict(whole.named_tensors("buffers")),
@@ -44,7 +44,7 @@ def tensors_by_role(whole: ModelWithLoss, constants: Mapping[str, Tensor], leave
 
 
 def placeholder_value(node: fx.Node, table: Tables, part: SampleSlice) -> Any:
-    """The value of a placeholder."""
+    """Return the value of a placeholder."""
     kind, key = node.meta["role"]
     return part if kind == "part" else table[kind][key]
 
@@ -55,13 +55,13 @@ def run_code(code: Callable[..., Any], graph: fx.Graph, table: Tables, part: Sam
 
 
 def other_batch(leaves: Sequence[Any]) -> list[Any]:
-    """A different batch of another size: the samples turned by one, the last one left out where three or more are."""
+    """Return a different batch: the samples rotated by one, without the last one where there are three or more."""
     samples = sample_count(leaves)
     return resize_batch(leaves, samples - 1 if samples > 2 else samples, turn=1)
 
 
 def resize_batch(leaves: Sequence[Any], count: int, turn: int = 0) -> list[Any]:
-    """A batch of ``count`` samples, those of ``leaves`` from ``turn`` samples before its first on, over and over."""
+    """Return a batch of ``count`` samples: those of ``leaves`` in rotation, from ``turn`` before the first on."""
     samples = sample_count(leaves)
     return [
         leaf[(torch.arange(count, device=leaf.device) - turn) % samples] if is_sampled(leaf, samples) else leaf
@@ -76,22 +76,27 @@ def first_difference(
     leaves: Sequence[Any],
     sizes: Collection[int] = (),
 ) -> Difference | None:
-    """Two consecutive steps of the model itself and of its captured code; the first thing that is not the same.
+    """Compare two consecutive steps of the model and of its captured code; return the first difference.
 
-    What differs, but in float64 only by rounding, counts as the same: a library that asks whether it is being exported
-    may choose another kernel. None where all is the same.
+    Differences that are rounding only, as shown in float64, do not count: a library that asks whether it is being
+        exported may choose another kernel.
 
     Args:
-        whole: the model and its loss, restored afterwards.
-        graph: its captured code; constants: what the code closes over.
-        leaves: an example batch.
-        sizes: further numbers of samples to try; those for which the model itself fails are passed over.
+        whole: model and loss, restored afterwards.
+        graph: captured code of model and loss.
+        constants: tensors that the code closes over, by name.
+        leaves: flat leaves of an example batch.
+        sizes: further numbers of samples to try; those for which the model itself fails are skipped.
+
+    Returns:
+        The first difference, or None if there is none.
     """
     code = fx.GraphModule(nn.Module(), graph)
     found = None
     first = take_first_samples(leaves, FEW)
     if sample_count(first) < sample_count(leaves) and not runs_without_gradients(whole, first):
         first = list(leaves)
+    # Two batches in a row: state that the first step leaves (buffers, flags) must act on the second.
     runs = [[first, other_batch(first)], *([resize_batch(leaves, size)] for size in sizes)]
     for batches in runs:
         found = found or _find_difference(whole, code, graph, constants, batches, exact=True)
@@ -103,7 +108,7 @@ def first_difference(
 
 
 def runs_without_gradients(whole: ModelWithLoss, batch: Sequence[Any]) -> bool:
-    """Whether the loss of a batch does not fail under ``torch.no_grad()``; the model is as before afterwards."""
+    """Return whether the loss runs on a batch under ``torch.no_grad()``; the model is restored afterwards."""
     restore = snapshot_model(whole)
     try:
         with torch.no_grad():
@@ -118,6 +123,7 @@ def runs_without_gradients(whole: ModelWithLoss, batch: Sequence[Any]) -> bool:
 def _differs_by_rounding_only(
     whole: ModelWithLoss, code: Any, graph: fx.Graph, constants: dict[str, Tensor], runs: Sequence[Any]
 ) -> bool:
+    # If the difference shrinks with the precision it is rounding; a wrong branch stays different in float64.
     raised = {
         name: value.double() if value.is_floating_point() and value.dtype != torch.float64 else value
         for name, value in constants.items()
@@ -150,6 +156,7 @@ def _find_difference(
         if not expected:  # the model itself fails on a batch of that size
             return None
         restore()
+        # Compare as many steps as the model itself completes.
         got = _run_steps(whole, captured, batches[: len({step for step, _, _ in expected})])
     finally:
         restore()
@@ -161,7 +168,7 @@ def _find_difference(
 def _run_steps(
     whole: ModelWithLoss, run: Callable[[Sequence[Any]], Any], batches: Sequence[Sequence[Any]]
 ) -> list[tuple[int, Difference, Any]]:
-    """Everything that steps on ``batches`` leave behind, up to the first that fails."""
+    """Return loss, gradients and buffers after every step on ``batches``, up to the first that fails."""
     seen: list[tuple[int, Difference, Any]] = []
     for step, batch in enumerate(batches):
         whole.zero_grad(set_to_none=True)
@@ -190,7 +197,7 @@ def _equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
         return other is None or not bool(other.any())
     if a.device.type == "cpu":
         return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)  # atomics on accelerators reorder sums
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)  # accelerators' atomics reorder sums
 
 
 def _equal_up_to_rounding(a: Tensor | None, b: Tensor | None) -> bool:

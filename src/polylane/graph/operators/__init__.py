@@ -1,3 +1,1 @@
-"""Operators of our own that a captured graph calls: keyed random numbers, synchronized batch norm, whole-batch
-counts.
-"""
+"""Operators of polylane's own in captured graphs: keyed random numbers, synchronized batch norm, whole-batch counts."""

@@ -1,8 +1,8 @@
-"""Random operators with a key: every number is a function of (seed, step, node, sample, element), never of the rank.
+"""Counter-based random numbers: each is a function of (seed, step, node, sample, element), never of the rank.
 
-A counter-based generator in the manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11), here
-with the 32-bit integer mixer "lowbias32" (Wellons, hash prospector), keyed twice. A worker draws just the numbers of
-its own samples, and two workers that hold the same value draw the same ones.
+In the manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11), here with the 32-bit integer
+mixer "lowbias32" (Wellons, hash prospector), keyed twice. A worker draws only the numbers of its own samples, and two
+workers that hold the same value draw the same numbers.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_CHUNK = 1 << 16  # elements mixed at a time: stays in a core's cache
+_CHUNK = 1 << 16  # elements mixed at a time: fits into a core's cache
 _HIGH = 0x9E3779B9  # spreads the counter's upper 32 bits over the second key
 
 
 def salt_of(name: str) -> int:
-    """A node's own 62-bit number, the same in every process."""
+    """Return a node's own 62-bit number, the same in every process."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
 
 def _signed(value: int) -> int:
+    # torch's int32 takes signed numbers: the same bits in two's complement.
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def _derive_keys(part: Any, salt: int) -> tuple[int, int]:
-    """Two 32-bit keys from seed, step and node, spread by splitmix64 (Steele et al., OOPSLA'14)."""
+    """Return two 32-bit keys from seed, step and node, spread by splitmix64 (Steele et al., OOPSLA'14)."""
     state = (part.seed * 0x9E3779B97F4A7C15 + part.step * 0xD1B54A32D192ED03 + salt) & 0xFFFFFFFFFFFFFFFF
     keys = []
     for _ in range(2):
@@ -44,7 +45,7 @@ def _derive_keys(part: Any, salt: int) -> tuple[int, int]:
 
 
 def _mix(x: Tensor, scratch: Tensor) -> None:
-    """lowbias32 in place; int32 arithmetic wraps, and the mask makes the arithmetic shift a logical one."""
+    """Apply lowbias32 in place; int32 arithmetic wraps, and the mask makes the arithmetic shift a logical one."""
     for shift, mask, factor in ((16, 0xFFFF, 0x7FEB352D), (15, 0x1FFFF, _signed(0x846CA68B)), (16, 0xFFFF, 0)):
         torch.bitwise_right_shift(x, shift, out=scratch)
         scratch.bitwise_and_(mask)
@@ -54,18 +55,23 @@ def _mix(x: Tensor, scratch: Tensor) -> None:
 
 
 def random_bits(part: Any, salt: int, shape: Sequence[int], batch_dim: int | None, device: torch.device) -> Tensor:
-    """32 random bits (int32) for every element of a value whose samples are ``part``'s.
+    """Return 32 random bits (int32) for every element of a value whose samples are ``part``'s.
 
-    ``shape`` is of what is in hand: the whole value, or the part's region of it. ``batch_dim`` is the dimension that
-    holds the samples (possibly several rows a sample); None when the value does not depend on the samples and is the
-    same on every worker.
+    Args:
+        part: the sample slice; its seed, step and first sample enter the counters.
+        salt: the node's own number, see :func:`salt_of`.
+        shape: local shape: of the whole value, or of the slice's region of it.
+        batch_dim: the dimension that holds the samples (possibly several rows a sample); None when the value does not
+            depend on the samples and is the same on every worker.
+        device: device of the returned tensor.
     """
     whole = list(shape) if part.region is None else part.region.whole(shape)
+    # Samples come first in the counter, so that a sample's elements are contiguous whatever the slice.
     order = list(range(len(whole)))
     if batch_dim:
         order.insert(0, order.pop(batch_dim))
     count = math.prod(whole)
-    # What does not belong to samples is drawn once a step, by all who hold it alike.
+    # What does not belong to samples is drawn once a step, the same by all workers that hold it.
     first = part.first * (count // part.samples) if batch_dim is not None and part.samples else 0
     keys = _derive_keys(part, salt)
     out = torch.empty([shape[d] for d in order], dtype=torch.int32, device=device)
@@ -79,9 +85,11 @@ def random_bits(part: Any, salt: int, shape: Sequence[int], batch_dim: int | Non
 
 
 def _draw_all(out: Tensor, first: int, keys: tuple[int, int]) -> None:
-    """Bits for the counters from ``first`` on."""
+    """Fill ``out`` with bits for consecutive counters from ``first`` on."""
     scratch = torch.empty(min(out.numel(), _CHUNK), dtype=torch.int32, device=out.device)
     start = 0
+    # Counters have 64 bits, the mixer 32: the upper half changes the second key, and a chunk must not straddle the
+    # border.
     while start < out.numel():
         high, low = divmod(first + start, 1 << 32)
         size = min(_CHUNK, out.numel() - start, (1 << 32) - low)
@@ -89,10 +97,10 @@ def _draw_all(out: Tensor, first: int, keys: tuple[int, int]) -> None:
         if low + size < 1 << 31:
             torch.arange(low, low + size, out=x)
         else:
-            x.copy_(torch.arange(low, low + size, device=x.device))  # wraps, as it should
+            x.copy_(torch.arange(low, low + size, device=x.device))  # the cast to int32 wraps, as intended
         _hash(x, scratch[:size], keys[0], _signed(keys[1] + high * _HIGH))
         if _without_data(out):
-            return  # one chunk shows what they all do
+            return  # fake tensors: one chunk shows the operators of all
         start += size
 
 
@@ -106,10 +114,10 @@ _Ranges = Sequence[tuple[int, int]]
 def _draw_region(
     out: Tensor, sizes: Sequence[int], ranges: Sequence[_Ranges], first: int, keys: tuple[int, int]
 ) -> None:
-    """Bits for the elements of a region, whose counters are those of a whole value of ``sizes``.
+    """Fill ``out``, a region, with bits whose counters are those of the whole value of ``sizes``.
 
-    The counter of an element is a sum of a term of its leading indices and one of its trailing ones, so that no
-    table is as large as the value unless one dimension is most of it.
+    An element's counter is the sum of a term of its leading indices and one of its trailing indices, so that no table
+    is as large as the value unless one dimension is most of it.
     """
     inner = max(len(sizes) - 1, 0)  # where the trailing dimensions begin
     while inner and math.prod(out.shape[inner - 1 :]) <= _CHUNK:
@@ -120,8 +128,9 @@ def _draw_region(
     table = out.view(len(rows), len(columns))
     across, down = min(len(columns), _CHUNK), max(1, _CHUNK // max(len(columns), 1))
     scratch = torch.empty(across * min(down, len(rows)), dtype=torch.int32, device=out.device)
+    # Only if counters of the value differ in their upper halves must these be computed per element.
     far = first >> 32 != (first + math.prod(sizes) - 1) >> 32
-    low = rows.to(torch.int32), columns.to(torch.int32)  # their sums wrap, as they should
+    low = rows.to(torch.int32), columns.to(torch.int32)  # int32 sums wrap, as intended
     for top in range(0, len(rows), down):
         for left in range(0, len(columns), across):
             here, there = slice(top, top + down), slice(left, left + across)
@@ -137,7 +146,7 @@ def _draw_region(
 
 
 def _offsets(ranges: Sequence[_Ranges], strides: Sequence[int], device: torch.device) -> Tensor:
-    """What the indices in these ranges add to an element's counter, in order."""
+    """Return what the indices in these ranges add to an element's counter, in order."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for spans, stride in zip(ranges, strides, strict=True):
         steps = [torch.arange(start * stride, stop * stride, stride, device=device) for start, stop in spans]
@@ -146,7 +155,7 @@ def _offsets(ranges: Sequence[_Ranges], strides: Sequence[int], device: torch.de
 
 
 def _hash(x: Tensor, scratch: Tensor, key: int, other: Any) -> None:
-    """Counters (their lower 32 bits) to bits, in place: mix(mix(counter + key) ^ other)."""
+    """Turn counters (their lower 32 bits) into bits, in place: mix(mix(counter + key) ^ other)."""
     x.add_(_signed(key))
     _mix(x, scratch)
     x.bitwise_xor_(other)
@@ -154,12 +163,13 @@ def _hash(x: Tensor, scratch: Tensor, key: int, other: Any) -> None:
 
 
 def uniform(part: Any, salt: int, shape: Sequence[int], batch_dim: int | None, device: torch.device) -> Tensor:
-    """Numbers in (0, 1), float64, of 32 random bits each."""
+    """Return numbers in (0, 1), float64, of 32 random bits each."""
+    # Signed bits plus 2^31 + 0.5, over 2^32: never exactly 0 or 1.
     return random_bits(part, salt, shape, batch_dim, device).to(torch.float64).add_(2147483648.5).div_(4294967296.0)
 
 
 def normal(part: Any, salt: int, shape: Sequence[int], batch_dim: int | None, device: torch.device) -> Tensor:
-    """Standard normal numbers, float64 (Box-Muller)."""
+    """Return standard normal numbers, float64 (Box-Muller)."""
     radius = uniform(part, salt, shape, batch_dim, device).log_().mul_(-2.0).sqrt_()
     angle = uniform(part, salt ^ 0x5DEECE66D, shape, batch_dim, device).mul_(2.0 * math.pi)
     return radius.mul_(angle.cos_())
@@ -168,22 +178,23 @@ def normal(part: Any, salt: int, shape: Sequence[int], batch_dim: int | None, de
 def keep_mask(
     part: Any, salt: int, p: float, shape: Sequence[int], batch_dim: int | None, device: torch.device
 ) -> Tensor:
-    """True with probability 1 - p."""
+    """Return a mask that is True with probability 1 - p."""
+    # Signed bits are uniform over [-2^31, 2^31).
     threshold = min(int(p * (1 << 32)) - (1 << 31), (1 << 31) - 1)
     return random_bits(part, salt, shape, batch_dim, device) >= threshold
 
 
 def seed_of(part: Any, salt: int) -> int:
-    """A seed for torch's own generator, for the user's own Python: of step, node and first sample in hand."""
+    """Return a seed for torch's own generator, for the user's own Python: from step, node and first local sample."""
     high, low = _derive_keys(part, salt ^ part.first * 0x9E3779B97F4A7C15)
     return high << 31 ^ low
 
 
 def python_seed_of(part: Any, salt: int) -> int:
-    """A seed for Python's and numpy's generators, for the user's own Python: of step, microbatch and node.
+    """Return a seed for Python's and numpy's generators, for the user's own Python: from step, microbatch and node.
 
-    It is the same on all replicas: what is drawn there is a decision about the step (which layers to drop), more often
-    than numbers for samples.
+    It is equal on all replicas: what is drawn there is more often a decision about the step (which layers to drop) than
+        numbers for samples.
     """
     high, low = _derive_keys(part, salt ^ (part.microbatch + 1) * 0xD6E8FEB86659FD93)
     return high << 31 ^ low

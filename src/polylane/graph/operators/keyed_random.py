@@ -1,4 +1,4 @@
-"""torch's random operators with a key in place of the global generator; see ``random`` for how numbers are drawn."""
+"""Keyed random operators: torch's, with a key in place of the global generator; counter_rng.py draws the numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polylane.graph.operators.counter_rng import keep_mask, normal, uniform
 
 
 class _Masked(torch.autograd.Function):
-    """x * mask * scale, remembering only the mask."""
+    """x * mask * scale; saves only the mask for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -32,13 +32,13 @@ def dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, tr
     """aten.dropout."""
     if not train or p == 0.0:
         return x
-    if p == 1.0:
+    if p == 1.0:  # the scale 1 / (1 - p) would be infinite
         return x * 0.0
     return _Masked.apply(x, keep_mask(part, salt, p, x.shape, batch_dim, x.device), 1.0 / (1.0 - p))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def feature_dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, train: bool) -> Tensor:
-    """aten.feature_dropout: whole channels (dimensions 0 and 1) at a time."""
+    """aten.feature_dropout: drops whole channels (dimensions 0 and 1) at a time."""
     if not train or p == 0.0:
         return x
     return x * (_channels_kept(part, salt, batch_dim, x, p) / (1.0 - p))
@@ -58,13 +58,14 @@ def alpha_dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: flo
 
 
 def feature_alpha_dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, train: bool) -> Tensor:
-    """aten.feature_alpha_dropout: whole channels at a time."""
+    """aten.feature_alpha_dropout: drops whole channels at a time."""
     if not train or p == 0.0:
         return x
     return _self_normalized(x, _channels_kept(part, salt, batch_dim, x, p), p)
 
 
 def _self_normalized(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    # Dropped elements become -alpha (SELU's negative limit); a and b restore mean 0 and variance 1.
     alpha = 1.7580993408473766
     a = 1.0 / math.sqrt((alpha * alpha * p + 1.0) * (1.0 - p)) if p < 1.0 else 0.0
     return x * mask * a + ((mask - 1.0) * (alpha * a) + alpha * a * p)
@@ -84,7 +85,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """aten.scaled_dot_product_attention, dropout drawn by key: softmax(Q K^T scale + mask), dropped, times V."""
+    """aten.scaled_dot_product_attention with keyed dropout: softmax(Q K^T scale + mask), dropped, times V."""
+    # Without dropout torch's fused kernel applies; with it, the probabilities must be materialized.
     if dropout_p == 0.0:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -99,7 +101,7 @@ def attention(
         scores = scores.masked_fill(~allowed, -math.inf)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    # A row that may look at nothing gives zeros, as torch's own does.
+    # A row whose keys are all masked gives zeros, as torch's own operator does.
     shares = scores.softmax(-1) if attn_mask is None else torch._safe_softmax(scores, -1)
     return dropout(part, salt, batch_dim, shares, dropout_p, True) @ value
 
@@ -108,7 +110,7 @@ _GATES: dict[str, Any] = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torc
 
 
 def _recurrent(kind: str) -> Callable[..., Any]:
-    """aten.lstm, gru, rnn_tanh, rnn_relu: a layer at a time, with the dropout between layers drawn by key."""
+    """Return aten.lstm, gru, rnn_tanh or rnn_relu, run layer by layer with keyed dropout between layers."""
     function = _GATES[kind]
 
     def run(
@@ -133,7 +135,7 @@ def _recurrent(kind: str) -> Callable[..., Any]:
 
 
 def _below_one(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uniform numbers in a narrower type, where the largest would round up to 1."""
+    """Return uniform numbers in a narrower dtype, where the largest would round up to 1."""
     return numbers.to(dtype).clamp_(max=1.0 - torch.finfo(dtype).eps / 2)
 
 
@@ -168,7 +170,7 @@ def randn_like(
 
 
 def bernoulli(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: Any = None, **_: Any) -> Tensor:
-    """aten.bernoulli: probabilities from ``x``, or ``p`` for all."""
+    """aten.bernoulli: probabilities from ``x``, or one probability ``p``."""
     drawn = uniform(part, salt, x.shape, batch_dim, x.device)
     return (drawn < (x if p is None else p)).to(x.dtype)
 
@@ -231,7 +233,7 @@ def normal_from(part: Any, salt: int, batch_dim: int | None, mean: Any, std: Any
 def multinomial(
     part: Any, salt: int, batch_dim: int | None, x: Tensor, num_samples: int, replacement: bool = False, **_: Any
 ) -> Tensor:
-    """aten.multinomial: who is first in a race of exponential times, each as fast as it is likely."""
+    """aten.multinomial by exponential races: the category whose time divided by its probability is least wins."""
     if replacement:
         races = [*x.shape[:-1], num_samples, x.shape[-1]]
         times = uniform(part, salt, races, batch_dim, x.device).log_().neg_()
@@ -243,7 +245,7 @@ def multinomial(
 def randperm(
     part: Any, salt: int, batch_dim: int | None, n: int, *, dtype: Any = None, device: Any = "cpu", **_: Any
 ) -> Tensor:
-    """aten.randperm: the same on every part, since no order of parts makes up an order of the whole."""
+    """aten.randperm: the same on every slice, because permutations of slices do not make one of the whole."""
     return uniform(part, salt, [n], None, torch.device(device)).argsort().to(dtype or torch.int64)
 
 
@@ -251,7 +253,7 @@ def rrelu(
     part: Any, salt: int, batch_dim: int | None, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3,
     training: bool = False, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """aten.rrelu in training: a slope of its own for every negative element."""
+    """aten.rrelu in training: a separate slope for every negative element."""
     slopes = uniform_like(part, salt, batch_dim, x.detach(), lower, upper)
     return torch.where(x <= 0, x * slopes, x)
 

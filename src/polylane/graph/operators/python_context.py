@@ -1,7 +1,7 @@
-"""The user's own Python on one replica's samples: random numbers by key, and batch statistics over all replicas.
+"""The user's own Python on one replica's samples: keyed random numbers, and batch statistics over all replicas.
 
-What a graph does node by node is done here as operators come by, for code that has no graph: leaves, opaque models, and
-training loops that own their steps.
+What captured graphs do node by node is done here by dispatch modes as operators run, for code without a graph: leaves,
+    opaque models, and training loops of the user's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Filler = Callable[[SampleSlice, int, int | None, Tensor, Sequence[Any], dict[st
 
 
 def _sample_dim(part: SampleSlice, shape: Sequence[int]) -> int | None:
-    """Rows that are as many as the samples, or a multiple, belong to them; anything else to no sample in particular."""
+    """Return 0 if the first dimension is a multiple of the samples, so that its rows belong to them; otherwise None."""
     return 0 if len(shape) and part.samples and shape[0] and shape[0] % part.samples == 0 else None
 
 
@@ -56,6 +56,7 @@ def _exponential(
     return keyed.exponential(part, salt, dim, x, args[0] if args else kwargs.get("lambd", 1.0))
 
 
+# In-place random operators: their numbers are drawn by key and copied.
 _IN_PLACE: dict[str, _Filler] = {
     "aten.bernoulli_.float": _bernoulli,
     "aten.bernoulli_.Tensor": _bernoulli,
@@ -63,6 +64,7 @@ _IN_PLACE: dict[str, _Filler] = {
     "aten.normal_.default": _normal,
     "aten.exponential_.default": _exponential,
 }
+# Random operators that return a new tensor: their keyed versions take the same arguments.
 _FRESH = (
     "aten.rand.default",
     "aten.randn.default",
@@ -76,7 +78,7 @@ _FRESH = (
 
 
 class _KeyedRandomMode(TorchDispatchMode):
-    """Random operators of whatever runs here draw by key; the n-th of a pass has the n-th salt."""
+    """Random operators inside draw by key; the n-th of a pass has the n-th salt."""
 
     def __init__(self, part: SampleSlice, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +115,7 @@ def _drop_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _SyncBatchNormMode(TorchFunctionMode):
-    """Training batch normalizations see the samples of all replicas."""
+    """Batch normalizations in training see the samples of all replicas."""
 
     def __init__(self, part: SampleSlice) -> None:
         super().__init__()
@@ -142,11 +144,11 @@ class _SyncBatchNormMode(TorchFunctionMode):
 
 @contextmanager
 def running_as_slice(part: SampleSlice, name: str) -> Iterator[None]:
-    """While this lasts, the user's Python runs as ``part`` of a batch.
+    """Context manager: the user's Python inside runs as one slice of a batch.
 
     Args:
-        part: the samples in hand.
-        name: sets apart the random numbers of one place from those of another.
+        part: the replica's local samples, with step and seed.
+        name: keeps the random numbers of this call apart from those of other calls.
     """
     with ExitStack() as stack:
         stack.enter_context(_KeyedRandomMode(part, name))

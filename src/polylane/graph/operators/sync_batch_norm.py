@@ -1,7 +1,7 @@
-"""Batch normalization over a microbatch that is divided over replicas: all see the statistics of the whole.
+"""Synchronized batch normalization: a microbatch that is divided over replicas has the statistics of the whole.
 
-Ioffe and Szegedy, Batch Normalization (ICML'15), algorithm 1, with the sums taken over replicas; torch's SyncBatchNorm
-refuses to work on CPU.
+Ioffe and Szegedy, Batch Normalization (ICML'15), algorithm 1, with sums over replicas; torch's SyncBatchNorm does not
+run on CPU.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.nn import functional
 from polylane.errors import PolylaneError
 from polylane.graph.sample_slice import SampleSlice
 
-VALUES = 2  # per channel, that training needs: one has no variance
+VALUES = 2  # values per channel that training needs: one has no variance
 
 
 class SyncStatistics(torch.autograd.Function):
-    """Normalize by statistics over all replicas; one sum forward, one backward."""
+    """Normalize by statistics over all replicas; one all-reduce forward, one backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, part: SampleSlice, eps: float) -> Any:
@@ -27,8 +27,9 @@ class SyncStatistics(torch.autograd.Function):
         dims = [d for d in range(x.dim()) if d != 1]
         channels = x.shape[1]
         count = x.numel() // max(channels, 1)
-        # In float64: a sum of squares less a squared sum cancels.
+        # In float64, because the variance is a difference of large numbers: mean of squares minus squared mean.
         sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+        # Weight 0: padding samples take part in the collective, and count for nothing.
         if part.weight:
             variance, mean = torch.var_mean(x, dims, correction=0)
             mean, variance = mean.double(), variance.double()
@@ -58,12 +59,13 @@ class SyncStatistics(torch.autograd.Function):
         normal, inverse, weight = ctx.saved_tensors
         grad, part, shape = grads[0], ctx.part, ctx.shape
         own = torch.stack([grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)])
-        sums = own.to(torch.float64, copy=True)  # own keeps this replica's
+        sums = own.to(torch.float64, copy=True)  # ``own`` stays this replica's: parameters' gradients are summed later
         part.sum_replicas(sums)
         means = (sums / ctx.total).to(grad.dtype)
         scale = inverse if weight is None else inverse * weight
         dx = (grad - means[0].view(shape) - normal * means[1].view(shape)) * scale.view(shape)
         return (
+            # Padding samples must not contribute to the gradient of what they were computed from.
             dx * part.weight,
             own[1] if weight is not None else None,
             own[0] if ctx.has_bias else None,
@@ -93,13 +95,18 @@ def batch_norm(
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
+            # torch's running variance is unbiased, the normalizing one is not.
             unbiased = variance * (total / (total - 1))
             running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
     return out  # type: ignore[no-any-return]
 
 
 def _require_values(part: SampleSlice, count: int) -> None:
-    """As torch.nn refuses it in training (the operator itself would give nan)."""
+    """Check that channels have two values at least, as torch.nn does (the operator itself would return nan).
+
+    Raises:
+        PolylaneError: there are fewer; the message names the microbatch.
+    """
     if count < VALUES:
         raise PolylaneError(
             f"BatchNorm has {count} value per channel in microbatch {part.microbatch} of a batch of {part.batch}: use "
@@ -108,10 +115,10 @@ def _require_values(part: SampleSlice, count: int) -> None:
 
 
 def sync_batch_norms(graph: fx.Graph, part: fx.Node) -> bool:
-    """Let training batch normalizations see all replicas. Returns whether there was any."""
+    """Make training batch normalizations see all replicas; return whether there was any."""
     found = False
     for node in graph.nodes:
-        found = found or getattr(node.target, "normalizes", False)  # the user's own Python, as one part of several
+        found = found or getattr(node.target, "normalizes", False)  # the user's own Python, synchronized by its context
         if node.op == "call_function" and str(node.target) == "aten.batch_norm.default" and node.args[5]:
             node.meta["op"] = str(node.target)
             node.target, node.args, found = batch_norm, (part, *node.args), True
@@ -119,7 +126,7 @@ def sync_batch_norms(graph: fx.Graph, part: fx.Node) -> bool:
 
 
 def whole_batch_norm(xs: list[Tensor], *args: Any) -> list[Tensor]:
-    """Batch normalization of parts side by side in one process, as replicas would see it."""
+    """Return batch normalization of several parts in one process, as replicas would compute it."""
     weight, bias, mean, variance, training, momentum, eps = args[:7]
     out = functional.batch_norm(torch.cat(xs), mean, variance, weight, bias, training, momentum, eps)
     return list(torch.split(out, [len(x) for x in xs]))

@@ -1,8 +1,8 @@
-"""Statistics of the whole batch inside the graph of a part: counts, and the part's share of the batch.
+"""Whole-batch statistics inside the graph of a slice: counts over all samples, and the slice's share of them.
 
-A mean over counts (tokens that are not ignored, boxes that are positive) is a total over a count. The total of a batch
-is the sum of its parts' totals, but the count must be the whole batch's before a part can be differentiated. In a graph
-these operators stand for such numbers. On a whole batch they change nothing.
+A mean over counts (tokens that are not ignored, positive boxes) is a total over a count. The total of a batch is the
+sum of its slices' totals, but the count must be the whole batch's before a slice can be differentiated. These operators
+stand for such numbers in a graph. On a whole batch they change nothing.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ OP = "whole_batch"  # the name of the operator in a graph
 
 
 class CombineParts(StrEnum):
-    """How a statistic of the whole batch is made of those of its parts."""
+    """How a statistic of the whole batch follows from those of its slices."""
 
     SUM = "sum"
-    MEAN = "mean"  # weighted by the parts' samples
+    MEAN = "mean"  # weighted by the slices' samples
     MAX = "max"
     MIN = "min"
 
 
 class WholeBatchStatistic:
-    """A statistic of the inputs over the whole batch, in the place of the part's own.
+    """A statistic of the inputs over the whole batch, in place of the slice's own.
 
     Attributes:
-        combine: how the whole batch's value is made of the parts' values.
+        combine: how the whole batch's value follows from the slices' values.
     """
 
     __module__ = "polylane"
@@ -39,34 +39,34 @@ class WholeBatchStatistic:
 
     def __init__(self, combine: CombineParts) -> None:
         self.combine = combine
-        self.key = ""  # the node's own name, once it has one
+        self.key = ""  # the node's user-facing name, set by samples/counts.py
 
     def __call__(self, part: SampleSlice, own: Any) -> Any:
-        """The whole batch's value.
+        """Return the whole batch's value.
 
         Args:
-            part: the samples in hand; its ``whole`` gives the value, where they are not the whole batch.
-            own: the same statistic of these samples alone.
+            part: the local samples; its ``whole`` gives the value, unless they are the whole batch.
+            own: the same statistic over the local samples alone.
         """
         return own if part.whole is None else part.whole(self.key, own)
 
 
 class BatchSize(SymbolicSize):
-    """A size that the samples in hand alone do not tell: it depends on those of the whole batch too."""
+    """A size that does not follow from the local samples alone, but from the whole batch."""
 
 
 class WholeSize(BatchSize):
-    """A size that follows the number of samples, of the whole batch."""
+    """A size that follows the number of samples of the whole batch."""
 
     def __call__(self, part: SampleSlice) -> Any:
         return self.convert(self.of(part.count_loss_samples))
 
 
 class BatchShare(BatchSize):
-    """How many times as many samples as the part the whole batch has, to some power; 1.0 of a whole batch.
+    """The ratio of the whole batch's samples to the slice's, to some power; 1.0 for a whole batch.
 
     Attributes:
-        power: of that ratio.
+        power: exponent of the ratio, an integer.
     """
 
     def __init__(self, power: int) -> None:
@@ -78,5 +78,5 @@ class BatchShare(BatchSize):
 
 
 def statistics_of(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of a graph that stand for statistics of the whole batch, in its order."""
+    """Return the nodes of a graph that stand for statistics of the whole batch, in order."""
     return [node for node in graph.nodes if isinstance(node.target, WholeBatchStatistic)]

@@ -1,1 +1,1 @@
-"""What the user's own Python keeps and reads outside of tensors: attributes, globals, clocks, random generators."""
+"""State of the user's own Python outside of tensors: attributes, globals, clocks, random generators."""

@@ -1,11 +1,11 @@
-"""Settings: what a captured graph took for constant though the user may change it between steps.
+"""Captured settings: values that a graph took for constant although the user may change them between steps.
 
-Attributes of modules that are plain values (a temperature, dropout's p), tensors that are no buffers, the training
-flags of parts, whether parameters require a gradient, plain globals and variables that the loss reads, the environment.
-They are compared before every step with what they were at the capture; where one differs, the graph is another one.
+Attributes of modules that are plain values (a temperature, dropout's p), tensors that are no buffers, training flags of
+submodules, whether parameters require a gradient, plain globals and closure variables that the loss reads, and the
+environment. They are compared before every step with their values at capture; if one differs, another graph is needed.
 
-Only names that the functions which ran do say are looked at: a number that a training loop keeps on the model for
-itself is none of the graph's. What leaves keep in attributes is none either: they look for themselves.
+Only names that occur in the functions which ran are watched: a number that a training loop keeps on the model for
+    itself does not concern the graph. Neither do attributes of leaves, which run the user's Python anyway.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from polylane.graph.python_state.own_objects import (
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.graph.python_state.state import TORCHS, PythonName, find_python_names
 
-_DEPTH = 3  # objects and containers inside of each other that are looked into
-_MANY = 4_000  # places at most
+_DEPTH = 3  # nesting of objects and containers that is followed
+_MANY = 4_000  # limit on the number of watched objects
+# With these a function may read any attribute by a computed name: then all names are watched.
 _DYNAMIC = frozenset(("getattr", "__dict__", "vars", "__getattr__", "__getattribute__"))
 
 
 @dataclass(frozen=True)
 class _WatchedNames:
-    """Names of one dict, and what they stood for; read in one go."""
+    """Names of one dict and their values, read in one call."""
 
     owner: Any
     names: tuple[str, ...]
@@ -48,7 +49,7 @@ class _WatchedNames:
 
 @dataclass(frozen=True)
 class _WatchedTensor:
-    """A tensor that is no buffer: the same one, not written to."""
+    """A tensor that is no buffer: watched for replacement, and for writes by its version counter."""
 
     owner: Any
     name: str
@@ -58,14 +59,14 @@ class _WatchedTensor:
 
 
 class CapturedSettings:
-    """What was so at a capture.
+    """Values at capture that a graph depends on, and their comparison with the present.
 
     Args:
-        model: the user's.
-        losses: likewise.
-        effects: what was seen of the capture's run.
-        leaves: paths of modules that look for themselves; "": all of them.
-        training: of the mode that was captured.
+        model: the user's model, whose modules are watched.
+        losses: the user's losses; those that are modules are watched as well.
+        effects: what the capture's run was seen to read and write.
+        leaves: paths of modules that read their own attributes on every run; "": all modules.
+        training: whether the training mode was captured.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class CapturedSettings:
         self._look.watch_environment(effects.environment_keys)
 
     def _modes_now(self) -> list[bool]:
-        # A capture puts the whole model into its mode, unless it is: parts that the user froze stay so.
+        # A capture puts the whole model into its mode; submodules that the user froze in another mode keep theirs.
         inside = [module.training for module in self._inside]
         if inside[0] is not self._training:
             inside = [self._training] * len(inside)
@@ -112,7 +113,7 @@ class CapturedSettings:
         return [parameter.requires_grad for parameter in self._parameters]
 
     def find_change(self) -> str | None:
-        """The first thing that is not as it was, in words; None where all is.
+        """Return the first difference from the capture, in words; None if there is none.
 
         Raises:
             PolylaneError: a parameter or a module was replaced by another one.
@@ -135,7 +136,7 @@ class CapturedSettings:
         return self._look.find_change()
 
     def changed_requires_grad(self) -> list[str]:
-        """Names of the parameters of which it changed whether they require a gradient."""
+        """Return names of the parameters whose ``requires_grad`` has changed."""
         pairs = zip(self._slots, self._gradients_now(), self._gradients, strict=True)
         return [label for (_, _, label), now, before in pairs if now is not before]
 
@@ -151,7 +152,7 @@ def _describe_replaced(path: str, module: nn.Module, before: Sequence[Any]) -> s
 
 
 class _WatchList:
-    """Collects what is looked at, and looks."""
+    """Collects the watched names, and compares them."""
 
     def __init__(self, effects: SideEffects, leaves: Collection[str]) -> None:
         said: set[str] = set()
@@ -159,6 +160,7 @@ class _WatchList:
         for code in effects.functions_run:
             said |= names_in_code(code)
             own |= set(code.co_names) if is_project_file(code.co_filename) else set()
+        # None: any name counts; otherwise only names that occur in functions that ran.
         self._said = None if own & _DYNAMIC else said
         self._touched = {place.key for place in effects.written_names}
         self._leaves = leaves
@@ -170,20 +172,22 @@ class _WatchList:
         self._environment: dict[str, str | None] = {}
         self._seen: set[int] = set()
 
-    # ---- what there is to look at
+    # ---- what is watched
 
     def module(self, path: str, module: nn.Module) -> None:
-        """Attributes of a module."""
+        """Watch attributes of a module."""
         if any(not leaf or path == leaf or path.startswith(f"{leaf}.") for leaf in self._leaves):
             return
         prefix = f"{path}." if path else "model."
         self._dict(module.__dict__, lambda name: f"{prefix}{name}", 0, module, TORCHS)
 
     def watch_name(self, place: PythonName) -> None:
-        """A global, a variable, an attribute of an object."""
+        """Watch a global, a closure variable, or an attribute of an object."""
+        # What the run itself writes is state, which effects handle, not a setting.
         if place.key in self._touched or "" in self._leaves:
             return
         value = place.get()
+        # A cell has no dict: its content is compared by itself.
         if isinstance(place.owner, types.CellType):
             if type(value) in PLAIN:
                 self._cells.append((place, value))
@@ -196,7 +200,7 @@ class _WatchList:
             self._names(names, [place.name], lambda _: place.label, 0)
 
     def watch_environment(self, keys: Iterable[str]) -> None:
-        """Keys of it."""
+        """Watch keys of the environment."""
         self._environment = {key: os.environ.get(key) for key in keys}
 
     def _dict(
@@ -219,6 +223,7 @@ class _WatchList:
 
     def _names(self, own: Any, names: Sequence[str], label: Callable[[str], str], depth: int) -> None:
         plain = tuple(name for name in names if _is_plain(own[name]))
+        # One itemgetter reads all plain values of a dict: this comparison runs before every step.
         if plain:
             read = operator.itemgetter(*plain)
             self._rows.append(_WatchedNames(own, plain, read, read(own), label))
@@ -241,18 +246,19 @@ class _WatchList:
         elif is_of_project_class(value) and hasattr(value, "__dict__"):
             self._dict(value.__dict__, lambda name: f"{label}.{name}", depth, value)
 
-    # ---- looking
+    # ---- comparison
 
     def find_change(self) -> str | None:
-        """The first thing that is not as it was."""
+        """Return a label of the first difference, or None."""
         for row in self._rows:
             try:
                 if row.read(row.owner) == row.values:
                     continue
-            except Exception:  # it is gone, or something that cannot be compared with what was there
+            except Exception:  # the name is gone, or its value cannot be compared
                 pass
             return row.label(_first_changed(row))
         for kept in self._kept:
+            # In-place writes raise a tensor's version counter.
             if kept.owner.get(kept.name, None) is not kept.tensor or kept.tensor._version != kept.version:
                 return kept.label
         for own, size, label, owner, names in self._sizes:
@@ -271,7 +277,7 @@ class _WatchList:
         return None
 
     def _new(self, own: Mapping[str, Any], owner: Any, names: frozenset[Any]) -> str | None:
-        """What a dict has now and had not: a name that counts, or what has no name, such as a hook."""
+        """Return a new key of a dict that counts: a watched name, or what has no name, such as a hook."""
         new = [n for n in own if n not in names and (not isinstance(n, str) or self._counts(owner, n))]
         return str(new[0]) if new else None
 

@@ -1,6 +1,6 @@
-"""The user's own Python objects: which they are, and what is inside of them.
+"""The user's own Python objects: which objects these are, and which values they contain.
 
-Files of torch and polylane are nobody's own; those of libraries are, where a caller asks for them too.
+Files of torch and polylane are never the user's; those of installed libraries only where a caller asks for them too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from polylane.graph.python_state.user_lines import is_users
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MISSING: Any = object()
-MOST_VALUES = 20_000  # how many values inside of one are looked at
+MOST_VALUES = 20_000  # limit on the number of nested values that are visited
 
 _INSTALLED = tuple({f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib")})
 _LIBRARIES = (*_INSTALLED, *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
@@ -31,33 +31,33 @@ _OPAQUE = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "polylane", "b
 
 
 def is_project_file(file: str) -> bool:
-    """Whether a source file is part of what the user works on, rather than of an installed library."""
+    """Return whether a source file is the user's project, not an installed library."""
     return is_users(file) and not file.startswith(_LIBRARIES)
 
 
 def is_own_or_installed(file: str) -> bool:
-    """Whether a source file is the user's, or of an installed library that is neither Python, torch nor numpy."""
+    """Return whether a source file is the user's, or of an installed library other than Python, torch and numpy."""
     return is_project_file(file) or (is_users(file) and file.startswith(_INSTALLED) and not file.startswith(_NUMPY))
 
 
 def file_of(kind: type) -> str:
-    """The source file of a class's module; "" where there is none."""
+    """Return the source file of a class's module; "" if there is none."""
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 def names_in_code(code: types.CodeType) -> set[str]:
-    """Names that a function, and those written inside it, say."""
+    """Return the names that occur in a function, and in functions defined inside it."""
     found = {*code.co_names, *code.co_freevars, *code.co_cellvars}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= names_in_code(constant)
         elif isinstance(constant, str):
-            found.add(constant)  # getattr(self, "calls")
+            found.add(constant)  # a name in a string: getattr(self, "calls")
     return found
 
 
 def is_of_project_class(value: Any) -> bool:
-    """An object of a class that somebody wrote, rather than Python, torch or numpy."""
+    """Return whether a value is an object of a class outside of Python, torch and numpy."""
     kind = type(value)
     if kind in (types.SimpleNamespace,):
         return True
@@ -66,14 +66,15 @@ def is_of_project_class(value: Any) -> bool:
 
 
 def defaults_of(function: Any) -> dict[str, Any]:
-    """The values that a function's parameters have by default, by name."""
+    """Return the default values of a function's parameters, by name."""
     code, values = function.__code__, function.__defaults__ or ()
+    # Positional defaults belong to the last positional parameters.
     names = code.co_varnames[: code.co_argcount][code.co_argcount - len(values) :]
     return dict(zip(names, values, strict=False)) | (function.__kwdefaults__ or {})
 
 
 def is_filled(cell: types.CellType) -> bool:
-    """Whether the variable of a closure has a value by now."""
+    """Return whether a closure's variable has a value yet."""
     try:
         return cell.cell_contents is not MISSING
     except ValueError:
@@ -81,13 +82,13 @@ def is_filled(cell: types.CellType) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of numpy's, which need not be installed."""
+    """Return whether a value is a numpy array; numpy need not be installed."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def generator_state(value: Any) -> Any:
-    """The state of an object that random numbers are drawn from; None of anything else."""
+    """Return the state of a random generator object; None for anything else."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
@@ -101,7 +102,7 @@ def generator_state(value: Any) -> Any:
 
 
 def children_of(value: Any) -> list[Any]:
-    """The values directly inside of another one, in a fixed order; none of what belongs to torch, numpy or Python."""
+    """Return the values directly inside of another one, in a fixed order; none of torch's, numpy's or Python's own."""
     if isinstance(value, dict):
         return list(itertools.chain.from_iterable(value.items()))
     if isinstance(value, (list, tuple, deque)):
@@ -119,12 +120,12 @@ def children_of(value: Any) -> list[Any]:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """Attributes of an object, those in slots too."""
+    """Return an object's attributes, including those in slots."""
     slots = (name for each in type(value).__mro__ for name in slots_of(each) if hasattr(value, name))
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
 
 
 def slots_of(kind: type) -> Iterable[str]:
-    """Attributes that a class keeps in slots."""
+    """Return the names of attributes that a class keeps in slots."""
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else [name for name in slots if name not in ("__dict__", "__weakref__")]

@@ -1,13 +1,13 @@
-"""Effects: what a forward or a loss does besides computing: it keeps state in Python, draws numbers, reads the clock.
+"""Side effects of a forward or loss besides computing: Python state, random numbers, clocks, the environment.
 
-``torch.export`` runs the user's Python once and freezes all of that. It is seen by running them as they are. State
-counts as kept where it still changes from the second run to the third on the same batch, from the same weights and
-random numbers: caches that are built once, and flags that are set once, settle before. (Whether what is computed
-depends on such a flag, the self-check sees: it makes two steps.) Clocks are seen as they are called, by a profiler; the
-environment is read as a setting (see :mod:`polylane.graph.python_state.captured_settings`).
+``torch.export`` runs the user's Python once and freezes all of these. They are found by running the user's code as it
+is. State counts as kept if it still changes from the second run to the third on the same batch, from the same weights
+and random numbers: caches that are built once, and flags that are set once, have settled by then. (Whether results
+depend on such a flag is found by the self-check, which makes two steps.) Clocks are seen by a profiler when they are
+called; the environment is treated as a setting (see :mod:`polylane.graph.python_state.captured_settings`).
 
-What was seen is then located, line by line: the module whose call it happens in, or the innermost that contains all
-who write and read the same state, has to run as it is.
+Effects are then located, line by line: the module whose call contains the line, or the innermost one that contains all
+    readers and writers of the same state, has to run as a leaf.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class SideEffect:
     """Something that a module, or the loss, does besides computing.
 
     Attributes:
-        path: of the module that has to run as it is; "": model and loss.
-        what: in words, "writes self.calls".
-        line: "file:line", or "".
-        kind: "state", "random" or "clock".
+        path: path of the module that has to be a leaf; "": model and loss together.
+        what: description for the user, such as "writes self.calls".
+        line: "file:line" of the user's code, or "".
+        kind: one of "state", "random" and "clock".
     """
 
     path: str
@@ -56,19 +56,19 @@ class SideEffect:
 
     @property
     def describe(self) -> str:
-        """For the user."""
+        """The effect and its line, for messages to the user."""
         return f"{self.what} ({self.line})" if self.line else self.what
 
 
 @dataclass(frozen=True)
 class SideEffects:
-    """What running a loss was seen to do, and to look at.
+    """What running a loss was seen to do and to read, besides computing.
 
     Attributes:
-        found: what it does besides computing.
-        written_names: places that it wrote, be it once.
-        environment_keys: keys of the environment that it read.
-        functions_run: the functions that ran.
+        found: effects that make modules leaves.
+        written_names: Python names that were written at least once.
+        environment_keys: keys of the environment that were read.
+        functions_run: code objects of the functions that ran.
     """
 
     found: tuple[SideEffect, ...] = ()
@@ -77,7 +77,7 @@ class SideEffects:
     functions_run: frozenset[types.CodeType] = frozenset()
 
     def merged_with(self, other: SideEffects) -> SideEffects:
-        """Besides what is found here, the state that another run of the same model kept."""
+        """Return these effects with the state that another run of the same model kept."""
         kept = [effect for effect in other.found if effect.kind == "state"]
         found, touched = dict.fromkeys((*self.found, *kept)), dict.fromkeys((*self.written_names, *other.written_names))
         return replace(self, found=tuple(found), written_names=tuple(touched))
@@ -85,12 +85,15 @@ class SideEffects:
 
 @dataclass
 class _WatchedRun:
-    """What is run, and what it may reach.
+    """The run that is watched, and what it may reach.
 
     Attributes:
-        model: the user's; loss: likewise.
-        run: one forward pass of the loss.
-        restore: puts parameters, buffers and torch's random state back.
+        model: the user's model, which the loss calls.
+        loss: the user's loss, a function or a module.
+        run: performs one forward pass of the loss.
+        restore: restores parameters, buffers and torch's random state.
+        paths: path of every module of the model, by the module's id.
+        torch_ids: ids of modules, parameters and buffers.
     """
 
     model: nn.Module
@@ -113,7 +116,7 @@ class _WatchedRun:
 
 
 def python_names_of(model: nn.Module, *losses: Any) -> list[PythonName]:
-    """Where a model and losses may keep something in Python."""
+    """Return the names under which a model and losses may keep something in Python."""
     modules = list(model.named_modules())
     for loss in losses:
         if isinstance(loss, nn.Module):
@@ -122,7 +125,7 @@ def python_names_of(model: nn.Module, *losses: Any) -> list[PythonName]:
 
 
 def torch_object_ids(model: nn.Module, *losses: Any) -> frozenset[int]:
-    """Ids of modules, parameters and buffers: what torch itself looks after."""
+    """Return ids of modules, parameters and buffers: state that torch itself manages."""
     roots = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
     return frozenset(id(each) for root in roots for each in (*root.modules(), *root.parameters(), *root.buffers()))
 
@@ -130,14 +133,15 @@ def torch_object_ids(model: nn.Module, *losses: Any) -> frozenset[int]:
 def find_side_effects(
     model: nn.Module, loss: Any, run: Callable[[], Any], again: Callable[[], None]
 ) -> tuple[Any, SideEffects]:
-    """Run a loss, and see what it does besides computing: what the first run returned, and the effects.
+    """Run a loss, and return what the first run returned, and the effects that were seen.
 
-    Whoever calls restores everything afterwards.
+    The caller restores everything afterwards.
 
     Args:
-        model: the user's; loss: likewise.
-        run: one forward pass of the loss.
-        again: puts parameters, buffers and torch's random state back.
+        model: the user's model, which the loss calls.
+        loss: the user's loss, a function or a module.
+        run: performs one forward pass of the loss.
+        again: restores parameters, buffers and torch's random state.
     """
     scene = _WatchedRun(model, loss, run, again)
     before, random, watch = scene.digests(), generator_states(), _ClockWatch(scene.paths, model)
@@ -145,6 +149,7 @@ def find_side_effects(
         result = run()
     drawn = generators_drawn_from(random, generator_states())
     first = scene.digests()
+    # Up to two more runs from the same start: names that changed in the run before and change again are state.
     touched = changing = _changed_names(before, first)
     for _ in range(2):
         if changing:
@@ -179,9 +184,9 @@ def _changed_names(before: _Table, after: _Table) -> list[PythonName]:
 
 
 class _ClockWatch:
-    """Notices clocks that the user's own lines look at, or those of the model's own files; and the environment's keys.
+    """Profiler that records clocks read, and environment keys read, by the user's lines or the model's own files.
 
-    Anything else that calls a clock (a profiler, a hook of the garbage collector) is no part of the forward.
+    Clocks read by anything else (another profiler, a hook of the garbage collector) do not belong to the forward.
     """
 
     def __init__(self, paths: Mapping[int, str], model: nn.Module) -> None:
@@ -200,12 +205,12 @@ class _ClockWatch:
         finally:
             if other is None or callable(other):
                 sys.setprofile(other)
-            else:  # cProfile: no function that could be set, but an object that sets itself
+            else:  # cProfile: getprofile returns an object that can only enable itself
                 sys.setprofile(None)
                 other.enable()
 
     def _on_event(self, frame: types.FrameType, event: str, function: Any) -> None:
-        if event == "c_call":
+        if event == "c_call":  # clocks are C functions
             clock = _clock_name(function)
             if clock and self._is_watched(frame):
                 self.clocks.append(
@@ -229,7 +234,7 @@ class _ClockWatch:
 
 
 def _is_written(module: nn.Module) -> bool:
-    """Whether a module's forward is Python that somebody wrote, rather than torch's own."""
+    """Return whether a module's forward is Python outside of torch."""
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and is_users(code.co_filename)
 
@@ -237,7 +242,7 @@ def _is_written(module: nn.Module) -> bool:
 def _clock_name(function: Any) -> str:
     try:
         name = _CLOCKS.get(function, "")
-    except TypeError:
+    except TypeError:  # unhashable callables
         return ""
     method = getattr(function, "__qualname__", "")
     return name or (method if method in _CLOCK_METHODS else "")
@@ -247,12 +252,12 @@ _PYTHONS = (sys.stdlib_module_names | {"numpy"}) - {"__main__"}
 
 
 def _is_stdlib(frame: types.FrameType) -> bool:
-    """Whether a line is Python's own library's, or numpy's: whoever called it is meant."""
+    """Return whether a frame belongs to Python's own library or numpy: then its caller is responsible."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _PYTHONS
 
 
 def _caller(frame: types.FrameType) -> types.FrameType:
-    """The nearest caller that is not Python's own library."""
+    """Return the nearest caller outside of Python's own library."""
     while frame.f_back is not None and _is_stdlib(frame):
         frame = frame.f_back
     return frame
@@ -263,7 +268,7 @@ def _line_of_frame(frame: types.FrameType) -> str:
 
 
 def innermost_module(frame: types.FrameType | None, paths: Mapping[int, str]) -> str:
-    """The innermost module of a model whose call a frame belongs to."""
+    """Return the path of the innermost module of a model whose call a frame belongs to."""
     while frame is not None:
         if frame.f_code is _CALL and (path := paths.get(id(frame.f_locals.get("self")))) is not None:
             return path
@@ -274,17 +279,18 @@ def innermost_module(frame: types.FrameType | None, paths: Mapping[int, str]) ->
 _CALL = nn.Module._call_impl.__code__
 
 
-# ---- by which line, in which module ----------------------------------------------------------------------------------
+# ---- locating effects ------------------------------------------------------------------------------------------------
 
 
 def _locate_effects(scene: _WatchedRun, changing: Sequence[PythonName], drawn: Sequence[str]) -> list[SideEffect]:
-    """Run once more, looking at what changes after every line of the user's."""
+    """Run once more with a line tracer, and return what changes after which line, in which module."""
     tracer = _Tracer(scene, changing, drawn)
     with tracer.tracing():
         scene.run()
     found = []
     for place in changing:
         writers = tracer.wrote.get(place.key, [])
+        # A leaf must contain everyone who reads or writes the state, or captured code would read a stale value.
         everyone = {path for path, _ in writers} | tracer.readers(place)
         path = _common_module(everyone or {place.path or ""}, tracer.called)
         verb = "draws from" if type(place.get()).__name__ in ("Generator", "RandomState", "Random") else "writes"
@@ -297,7 +303,7 @@ def _locate_effects(scene: _WatchedRun, changing: Sequence[PythonName], drawn: S
 
 
 class _Tracer:
-    """Finds the lines after which something is different, and which functions ran inside of which modules."""
+    """Line tracer: finds the lines after which state differs, and which functions ran inside which modules."""
 
     def __init__(self, scene: _WatchedRun, changing: Sequence[PythonName], drawn: Sequence[str]) -> None:
         self._paths, self._known = scene.paths, scene.torch_ids
@@ -331,6 +337,7 @@ class _Tracer:
     def _note_changes(self) -> None:
         state = self._read_state()
         for key, value in state.items():
+            # A change is noticed at the next event: it belongs to the line that ran before.
             if value != self._state[key] and self._last not in self.wrote.setdefault(key, []):
                 self.wrote[key].append(self._last)
         self._state = state
@@ -352,7 +359,7 @@ class _Tracer:
         return self._line
 
     def readers(self, place: PythonName) -> set[str]:
-        """Modules in whose calls functions ran that say the name of a place."""
+        """Return the modules in whose calls functions ran that mention a name."""
         found = set()
         for code, path in self._ran:
             if place.name in names_in_code(code) and not (
@@ -362,25 +369,25 @@ class _Tracer:
         return found
 
     def _names_own_attribute(self, code: types.CodeType, path: str, place: PythonName) -> bool:
-        """Whether a function says a name of its own module's, which has an attribute that is called the same."""
+        """Return whether a function mentions the name only as an attribute of its own module, which has it."""
         if place.name not in self._modules[path].__dict__ or not code.co_argcount:
             return False
         before = None
         for step in dis.get_instructions(code):
-            reads = step.argval == place.name and step.opname != "STORE_ATTR"  # who writes was seen
+            reads = step.argval == place.name and step.opname != "STORE_ATTR"  # writers are known already
             if reads and not (
                 step.opname in ("LOAD_ATTR", "LOAD_METHOD")
                 and before is not None
                 and before.argval == code.co_varnames[0]
             ):
                 return False
-            if step.opname not in ("COPY", "SWAP", "CACHE"):
+            if step.opname not in ("COPY", "SWAP", "CACHE"):  # these come between self and the attribute
                 before = step
         return True
 
 
 def _common_module(paths: set[str], called: set[str]) -> str:
-    """The innermost module that was called and contains all of these."""
+    """Return the path of the innermost module that was called and contains all of these."""
     split = [path.split(".") if path else [] for path in paths]
     common = []
     for parts in zip(*split, strict=False):

@@ -1,12 +1,12 @@
-"""Python state: where the user's Python keeps something outside of parameters and buffers.
+"""Reachable Python state: the names under which the user's Python keeps something outside of parameters and buffers.
 
-A capture runs the user's Python once and keeps what it computed, not how it counts. What it may have looked at or
-changed is found by walking from what it can reach: attributes of modules, of their classes and of the loss; what
-functions close over; their defaults and attributes; the globals that they name. Functions are walked in the user's own
-files alone; what modules of libraries keep, they keep in attributes, or in caches that settle.
+A capture runs the user's Python once and freezes its state. What it may have read or changed is found by a walk over
+all it can reach: attributes of modules, of their classes and of the loss; closures of functions, their defaults and
+attributes; the globals that they name. Functions are followed in the user's own files only; library modules keep their
+state in attributes, or in caches that settle.
 
-Whether any of it changed, :mod:`polylane.graph.python_state.state_digests` tells;
-:mod:`polylane.graph.python_state.state_restore` puts it back.
+:mod:`polylane.graph.python_state.state_digests` detects changes of it; :mod:`polylane.graph.python_state.state_restore`
+restores it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from polylane.graph.python_state.own_objects import (
     names_in_code,
 )
 
-# Attributes of a module that hold what torch itself looks after: they are restored elsewhere.
+# Attributes of a module that torch itself manages: they are restored elsewhere.
 TORCHS = frozenset(("_parameters", "_buffers", "_modules", "training", "_call_impl"))
-# Tables of hooks and the like, mostly empty: looked at where there is something in them.
+# Tables of hooks and the like, mostly empty: watched only if they contain something.
 _TORCHS_TABLES = frozenset(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict))
 
 
@@ -40,11 +40,11 @@ class PythonName:
     """Something that the user's Python can read and write by a name.
 
     Attributes:
-        owner: the module, class, function, object, dict of globals, or cell that has it.
-        name: as the code says it.
-        label: for the user.
+        owner: the module, class, function, object, dict of globals, or cell that has the name.
+        name: the name as code refers to it.
+        label: description of the name for the user.
         kind: "attribute", "global", "variable" (of a closure) or "default".
-        path: of the module that has it, if one does.
+        path: path of the owning module in the model, if the owner is one.
     """
 
     owner: Any
@@ -58,7 +58,7 @@ class PythonName:
         return id(self.owner), self.name
 
     def get(self) -> Any:
-        """What is there now."""
+        """Return the present value, or MISSING."""
         if isinstance(self.owner, types.CellType):
             try:
                 return self.owner.cell_contents
@@ -69,12 +69,12 @@ class PythonName:
         return _listed_values(self.owner).get(self.name, MISSING)
 
     def put(self, value: Any) -> None:
-        """Let it be that again."""
+        """Restore a value that :meth:`get` returned."""
         if isinstance(self.owner, types.CellType):
             if value is not MISSING:
                 self.owner.cell_contents = value
         elif self.kind == "default":
-            return  # the object is the same; what is in it is put back by whoever remembered it
+            return  # the default is the same object; its content is restored by the snapshot
         elif isinstance(self.owner, type):
             if value is not MISSING:
                 setattr(self.owner, self.name, value)
@@ -97,14 +97,14 @@ def find_python_names(
     *,
     everything: bool = False,
 ) -> list[PythonName]:
-    """All places that modules, and whatever else is called, can reach.
+    """Return all names that modules, and other callables, can reach.
 
     Args:
-        modules: by path.
-        roots: a loss, say: functions, bound methods, partials, objects that can be called.
-        ran: the functions that are followed; default: all.
-        everything: whether functions and classes of libraries are followed too, and modules that are reached by name;
-            for a root of which nothing else is known.
+        modules: modules of model and loss, with their paths.
+        roots: further callables, such as a loss: functions, bound methods, partials, callable objects.
+        ran: code objects of the functions to follow; default: all functions.
+        everything: whether to follow functions and classes of libraries too, and modules that are reached by name; for
+            a root of which nothing else is known.
     """
     walk = _NameFinder(ran, everything)
     for path, module in modules:
@@ -125,6 +125,7 @@ class _NameFinder:
         self._seen: set[int] = set()
         self._keys: set[tuple[int, str]] = set()
 
+    # A name may be reached in several ways: keep the first label.
     def _add(self, owner: Any, name: str, label: str, kind: str, path: str | None = None) -> None:
         place = PythonName(owner, name, label, kind, path)
         if place.key not in self._keys:
@@ -150,7 +151,7 @@ class _NameFinder:
         self._class(type(module))
 
     def callable(self, value: Any) -> None:
-        """A function, or what stands for one, and all that it can reach."""
+        """Follow a function, or what wraps one, and all that it can reach."""
         while isinstance(value, functools.partial):
             for part in (*value.args, *value.keywords.values()):
                 self._value(part)
@@ -173,7 +174,7 @@ class _NameFinder:
             self._object(value)
 
     def _value(self, value: Any) -> None:
-        """Something reached by name: what it runs, if it runs."""
+        """Follow a value reached by name, if it can run."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
             self.callable(value)
         elif self._everything and isinstance(value, nn.Module):
@@ -192,6 +193,7 @@ class _NameFinder:
             self._class(type(value))
 
     def _class(self, kind: type) -> None:
+        # Base classes too: class attributes are shared state wherever they are defined.
         for each in kind.__mro__:
             own = each.__module__ == "__main__" or self._follows(file_of(each))
             if not own or not self._new(each):
@@ -209,7 +211,7 @@ class _NameFinder:
         own = self._follows(code.co_filename)
         if not self._new(function) or not (own or self._everything):
             return
-        if not own or (self._ran is not None and code not in self._ran):  # a decorator, perhaps
+        if not own or (self._ran is not None and code not in self._ran):  # a decorator's wrapper, perhaps
             if "__wrapped__" in vars(function):
                 self.callable(vars(function)["__wrapped__"])
             return
@@ -228,6 +230,7 @@ class _NameFinder:
                 self.callable(value)
             else:
                 self._add(function, name, f"{function.__qualname__}.{name}", "attribute")
+        # Globals are followed only if the function's code mentions them.
         named = names_in_code(code)
         for name in named & function.__globals__.keys():
             value = function.__globals__[name]

@@ -1,4 +1,4 @@
-"""Digests of Python state: whether a value, and all that is inside of it, is still what it was."""
+"""Digests of Python state: hashes by which a change of a value, or of anything inside it, is detected."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from polylane.graph.python_state.own_objects import MOST_VALUES, PLAIN, children_of, generator_state, is_array
 
-_LONG = 2_000  # elements of a sequence, of which the first and the last are looked at
+_LONG = 2_000  # of longer sequences only the first and last elements, this many in all, are hashed
 
 
 class StateDigests:
-    """Digests of values, all the way down, but for what belongs to torch: equal where nothing has changed.
+    """Digests of values with all that is inside them, except what belongs to torch; equal if nothing has changed.
 
     Args:
-        known: ids of the model's own modules, parameters and buffers, which are not looked into.
+        known: ids of the model's own modules, parameters and buffers, which are not followed.
     """
 
     def __init__(self, known: Collection[int]) -> None:
@@ -28,7 +28,7 @@ class StateDigests:
         self._digests: dict[int, tuple[Any, bytes]] = {}
 
     def of(self, value: Any) -> Any:
-        """The digest of a value."""
+        """Return the digest of a value."""
         if type(value) in PLAIN:
             return type(value), repr(value)
         if id(value) not in self._digests:
@@ -42,7 +42,7 @@ class _Digest:
     def __init__(self, known: Collection[int]) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
         self._known, self._left = known, MOST_VALUES
-        # By id; each is held, so that none that is made on the way gives its id to another one.
+        # By id; values are kept, so that temporary objects do not reuse an id.
         self._seen = dict[int, tuple[int, Any]]()
 
     def _update_hash(self, *words: Any) -> None:
@@ -54,8 +54,10 @@ class _Digest:
         if kind in PLAIN:
             self._update_hash(kind.__name__, value)
         elif id(value) in self._known:
+            # By identity: replacing a parameter is a change, writing to it is training.
             self._update_hash("own", id(value))
         elif id(value) in self._seen:
+            # Shared and cyclic references: hash the order of first visits.
             self._update_hash("again", self._seen[id(value)][0])
         elif self._left > 0:
             self._seen[id(value)] = len(self._seen), value
@@ -68,6 +70,7 @@ class _Digest:
         elif (state := generator_state(value)) is not None:
             self._update_hash(str(state))
         elif isinstance(value, (set, frozenset)):
+            # A set has no order, but its elements' texts have one.
             self._update_hash(len(value), sorted(repr(each) for each in value if type(each) in PLAIN))
         elif isinstance(value, types.GeneratorType):
             self._update_hash(value.gi_frame and value.gi_frame.f_lasti)

@@ -1,4 +1,4 @@
-"""Restoring Python state: what is in places is remembered, contents and all, and put back."""
+"""Snapshots of Python state: values of names, contents and all, and a function that restores them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from polylane.graph.python_state.state import TORCHS, PythonName
 
 
 def snapshot_names(where: Iterable[PythonName], known: Collection[int]) -> Callable[[], None]:
-    """Remember what is in places, contents and all; the result puts it back."""
+    """Record the values of names, contents and all; return a function that restores them."""
     where, walk = list(where), _Snapshot(known)
     owners = {id(place.owner): place.owner for place in where if _owns_new_names(place.owner)}
     for owner in owners.values():
         if is_of_project_class(owner):
             walk.inside(owner)
+    # Names that appear later must be removed again; TORCHS are torch's own.
     before = [(owner, frozenset(vars(owner))) for owner in owners.values()]
     values = [(place, walk.of(place.get())) for place in where]
 
@@ -44,6 +45,7 @@ def snapshot_names(where: Iterable[PythonName], known: Collection[int]) -> Calla
                 delattr(owner, name)
         for place, value in values:
             place.put(value())
+        # Names first, then contents: a restored object must also contain what it did.
         for put_back in walk.contents:
             put_back()
 
@@ -51,19 +53,19 @@ def snapshot_names(where: Iterable[PythonName], known: Collection[int]) -> Calla
 
 
 def _owns_new_names(owner: Any) -> bool:
-    """Whether whatever is new in it was put there by the user's Python; not so of the globals of a file."""
+    """Return whether new attributes of an owner are the user's doing; not so for the globals of a file."""
     return not isinstance(owner, (dict, types.CellType)) and hasattr(owner, "__dict__")
 
 
 class _Snapshot:
-    """Collects how to put back what is inside of values; the objects themselves stay who they are."""
+    """Collects functions that restore what is inside values; the objects themselves keep their identity."""
 
     def __init__(self, known: Collection[int]) -> None:
         self.contents: list[Callable[[], None]] = []
         self._known, self._seen = known, dict[int, Any]()
 
     def of(self, value: Any) -> Callable[[], Any]:
-        """How to get a value again. An iterator only goes forward: it gives way to a copy."""
+        """Return a function that returns the value again; an iterator only goes forward, so that a copy replaces it."""
         if isinstance(value, (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))):
             kept = copy.copy(value)
             return lambda: copy.copy(kept)
@@ -71,16 +73,16 @@ class _Snapshot:
         return lambda: value
 
     def inside(self, value: Any) -> None:
-        """Remember what is in a value."""
+        """Record what is inside a value, recursively."""
         if type(value) in PLAIN or id(value) in self._known or id(value) in self._seen or len(self._seen) > MOST_VALUES:
             return
-        self._seen[id(value)] = value  # held, so that no other object gets its id
+        self._seen[id(value)] = value  # kept alive, so that no other object gets its id
         self._own(value)
         for inner in () if generator_state(value) is not None else children_of(value):
             self.inside(inner)
 
     def _own(self, value: Any) -> None:
-        """Remember what a value itself holds, be it other values."""
+        """Record what a value itself holds, such as its list of elements."""
         if isinstance(value, Tensor):
             self._tensor(value)
         elif generator_state(value) is not None:
@@ -111,6 +113,7 @@ class _Snapshot:
         self.contents.append(put_back)
 
     def _tensor(self, value: Tensor) -> None:
+        # A tensor with history cannot be written; it is recomputed in every run.
         if value.is_meta or not value.is_leaf:
             return
         kept, version = value.detach().clone(), value._version

@@ -1,1 +1,1 @@
-"""What a rank runs where an operator is split: ring attention, halo exchange, sharded norms and reductions."""
+"""Kernels of split operators: ring attention, halo exchange, sharded normalizations and reductions."""

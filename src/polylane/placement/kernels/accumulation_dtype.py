@@ -1,4 +1,4 @@
-"""What sums are kept in where values come in a half-precision type, as torch itself does."""
+"""Accumulation dtype: half-precision values are summed in float32, as torch itself does."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums of values of a type are kept in."""
+    """Return the dtype in which values of ``dtype`` are summed."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def upcast(x: Tensor) -> Tensor:
-    """A value in the type that its sums are kept in."""
+    """Return a value in the dtype in which it is summed."""
     return x.to(accumulation_dtype(x.dtype))

@@ -1,4 +1,7 @@
-"""Attention block by block: some queries against some keys, with the online softmax, and the gradients of that."""
+"""Blockwise attention with the online softmax: some queries against some keys, and its gradients.
+
+Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,26 @@ from torch import Tensor
 
 from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
 
-# Positions along a sequence as (start, stop), in ascending order.
+# Positions along a sequence as disjoint ranges (start, stop), in ascending order.
 Span = tuple[tuple[int, int], ...]
 
-# Queries whose scores are in memory at a time.
+# Number of queries whose scores are in memory at a time.
 ROWS = 512
 
 
 def span_length(span: Span) -> int:
-    """How many positions there are."""
+    """Return the number of positions in a span."""
     return sum(stop - start for start, stop in span)
 
 
 def count_scores(queries: Span, keys: Span, causal: bool) -> int:
-    """How many scores there are: pairs of a query and a key that it sees. Causal: those no later than itself."""
+    """Return the number of scores: pairs of a query and a key that it sees; causal: keys no later than the query."""
     if not causal:
         return span_length(queries) * span_length(keys)
 
     def before(x: int, start: int, stop: int) -> int:
-        """Scores of all queries before position ``x`` with the keys from ``start`` to ``stop``."""
+        """Count the scores of all queries before position ``x`` with the keys from ``start`` to ``stop``."""
+        # Queries inside the range see 1, 2, ... of its keys (a triangle); those behind it see all (a rectangle).
         rising = min(max(x - start, 0), stop - start)
         return rising * (rising + 1) // 2 + max(x - stop, 0) * (stop - start)
 
@@ -38,15 +42,15 @@ def count_scores(queries: Span, keys: Span, causal: bool) -> int:
 
 @dataclass(frozen=True)
 class AttentionQueries:
-    """Queries and all that goes with them.
+    """Some queries, and what their scores depend on besides the keys.
 
     Attributes:
-        query: (..., heads, l, E).
-        mask: (..., l or 1, s or 1), as torch's own operator takes it, or None.
-        span: positions of the ``l`` queries.
+        query: tensor of shape (..., heads, l, E).
+        mask: (..., l or 1, s or 1), boolean or additive as torch's operator takes it, or None.
+        span: positions of the ``l`` queries in the sequence.
         causal: whether a query sees only the keys up to its own position.
-        scale: of the scores.
-        shares_heads: whether heads of the query share heads of keys and values.
+        scale: factor of the scores before softmax.
+        shares_heads: whether several heads of the query share one head of keys and values (GQA).
     """
 
     query: Tensor
@@ -57,13 +61,13 @@ class AttentionQueries:
     shares_heads: bool
 
     def repeat_heads(self, x: Tensor) -> Tensor:
-        """Keys or values with as many heads as the query has."""
+        """Return keys or values with as many heads as the query has."""
         if not self.shares_heads or x.shape[-3] == self.query.shape[-3]:
             return x
         return x.repeat_interleave(self.query.shape[-3] // x.shape[-3], -3)
 
     def reduce_heads(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """The gradient of ``x`` from that of :meth:`every_head`."""
+        """Return the gradient of ``x`` from the gradient of :meth:`repeat_heads`'s result: summed over each group."""
         if gradient.shape == x.shape:
             return gradient
         groups = (*gradient.shape[:-3], x.shape[-3], gradient.shape[-3] // max(x.shape[-3], 1))
@@ -72,13 +76,13 @@ class AttentionQueries:
 
 @dataclass(frozen=True)
 class KeyValueBlock:
-    """Keys and values.
+    """Some keys and their values.
 
     Attributes:
-        key: (..., heads, s, E).
-        value: (..., heads, s, Ev).
-        span: positions of the ``s`` keys.
-        columns: which columns of the mask are theirs; None where it has no others.
+        key: tensor of shape (..., heads, s, E).
+        value: tensor of shape (..., heads, s, Ev).
+        span: positions of the ``s`` keys in the sequence.
+        columns: the mask's columns for these keys; None where the mask has no others.
     """
 
     key: Tensor
@@ -89,13 +93,13 @@ class KeyValueBlock:
 
 @dataclass(frozen=True)
 class ScoreTile:
-    """Some rows of the scores of a block: as many as there are in memory at a time.
+    """Some rows of a block's scores, few enough to be in memory at a time.
 
     Attributes:
-        start, stop: the rows.
-        first: position of the first.
-        keys: the leading keys of the block that any of the rows sees.
-        is_masked: whether some row does not see all of these.
+        start, stop: range of rows among the local queries.
+        first: position of the first row's query in the sequence.
+        keys: number of leading keys of the block that any of the rows sees.
+        is_masked: whether some row does not see all of these keys.
     """
 
     start: int
@@ -106,10 +110,12 @@ class ScoreTile:
 
 
 def tiles(queries: Span, keys: Span, causal: bool, rows: int = ROWS) -> Iterator[ScoreTile]:
-    """The scores of a block that there are, tile by tile; nothing where no query sees a key."""
+    """Yield the tiles of a block's scores; none where no query sees a key."""
     at = 0
     for a, b in queries:
         for first in range(a, b, rows):
+            # A causal tile needs the keys up to its last query; the causal mask only if its first query does not see
+            # all of those.
             last = min(first + rows, b) - 1
             seen = (
                 span_length(tuple((c, min(d, last + 1)) for c, d in keys if c <= last)) if causal else span_length(keys)
@@ -121,7 +127,7 @@ def tiles(queries: Span, keys: Span, causal: bool, rows: int = ROWS) -> Iterator
 
 
 def _scores(queries: AttentionQueries, block: KeyValueBlock) -> Iterator[tuple[ScoreTile, Tensor]]:
-    """Tiles and their scores, masked, in the precision that softmax wants."""
+    """Yield the tiles of a block, with their masked scores in the accumulation dtype."""
     key, mask = queries.repeat_heads(block.key), _mask_columns(queries.mask, block.columns)
     positions = _positions(block.span, key.device) if queries.causal else None
     for tile in tiles(queries.span, block.span, queries.causal):
@@ -152,22 +158,22 @@ def _positions(span: Span, device: torch.device) -> Tensor:
 
 
 def zero_if_infinite(x: Tensor) -> Tensor:
-    """0 where there was nothing to look at, so that differences stay numbers."""
+    """Return ``x`` with 0 in place of -inf (a row that saw no key), so that differences do not become nan."""
     return x.masked_fill(x == -math.inf, 0.0)
 
 
 class OnlineSoftmax:
-    """Softmax(scores) V over the blocks seen so far (Milakov and Gimelshein, Online normalizer calculation for
-    softmax, 2018).
+    """Softmax(scores) V over the blocks seen so far.
 
     Attributes:
-        numerator: (..., heads, l, Ev): values weighted with exp(score - largest).
-        row_max: (..., heads, l, 1): of the scores.
-        weight_sum: (..., heads, l, 1): of the weights.
+        numerator: (..., heads, l, Ev), sum of values weighted with exp(score - row_max).
+        row_max: (..., heads, l, 1), the largest score of every row so far.
+        weight_sum: (..., heads, l, 1), sum of the weights exp(score - row_max).
     """
 
     def __init__(self, queries: AttentionQueries, key: Tensor, value: Tensor) -> None:
         query = queries.query
+        # Batch dimensions broadcast: scores to those of query and key, the result to those of the value too.
         heads = [list(x.shape[:-2]) for x in (query, key, value)]
         if queries.shares_heads:
             heads[1][-1] = heads[2][-1] = query.shape[-3]
@@ -179,12 +185,13 @@ class OnlineSoftmax:
         self.weight_sum = query.new_zeros((*scores, rows, 1), dtype=dtype)
 
     def add_block(self, queries: AttentionQueries, block: KeyValueBlock) -> None:
-        """Look at one more block."""
+        """Add the scores of one more block of keys."""
         value = queries.repeat_heads(block.value)
         for tile, scores in _scores(queries, block):
             largest, total, numerator = (
                 x[..., tile.start : tile.stop, :] for x in (self.row_max, self.weight_sum, self.numerator)
             )
+            # A larger maximum rescales what was summed with the old one (in place: the three are views of the state).
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             weights, shrink = (scores - zero_if_infinite(new)).exp_(), (largest - zero_if_infinite(new)).exp_()
             total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
@@ -192,29 +199,29 @@ class OnlineSoftmax:
             largest.copy_(new)
 
     def raise_max(self, largest: Tensor) -> None:
-        """Refer to a larger maximum."""
+        """Rescale the sums to a larger maximum, as found by other ranks."""
         shrink = (self.row_max - zero_if_infinite(largest)).exp_()
         self.weight_sum.mul_(shrink)
         self.numerator.mul_(shrink)
         self.row_max = largest
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Attention's value (0 for queries that see nothing), and the logarithm of every row's sum of exp(score)."""
+        """Return attention's output (0 for queries that see no key), and every row's log-sum-exp of scores."""
         out = self.numerator / self.weight_sum.masked_fill(self.weight_sum == 0.0, 1.0)
         return out, zero_if_infinite(self.row_max) + self.weight_sum.log()
 
 
 @dataclass(frozen=True)
 class AttentionGradients:
-    """The way back: the gradients of the queries, summed up block by block.
+    """The backward pass: gradients of the queries, accumulated block by block.
 
     Attributes:
-        queries: as forward.
-        gradient: (..., heads, l, Ev), of the value.
-        logsum: (..., heads, l, 1), as :meth:`OnlineSoftmax.result` gives it.
-        row_dot: like ``logsum``: of every row, the gradient times the value, summed.
-        query_gradient: sum of the gradients so far, changed in place.
-        mask_gradient: the same, in the mask's shape; None where nobody asks.
+        queries: the same queries as in the forward pass.
+        gradient: (..., heads, l, Ev), gradient of attention's output.
+        logsum: (..., heads, l, 1), log-sum-exp of scores from :meth:`OnlineSoftmax.result`.
+        row_dot: shape of ``logsum``, every row's dot product of output and its gradient.
+        query_gradient: sum of the queries' gradients so far, changed in place.
+        mask_gradient: sum of the mask's gradients so far, in the mask's shape; None if the mask needs none.
     """
 
     queries: AttentionQueries
@@ -225,7 +232,7 @@ class AttentionGradients:
     mask_gradient: Tensor | None
 
     def add_block(self, block: KeyValueBlock) -> tuple[Tensor, Tensor]:
-        """Look at a block again; returns the gradients of its keys and values that these queries give."""
+        """Add a block's contribution; return the gradients of its keys and values from these queries."""
         queries, factor = self.queries, self.queries.scale
         key, value = queries.repeat_heads(block.key), queries.repeat_heads(block.value)
         of_key, of_value = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (key, value))
@@ -233,8 +240,10 @@ class AttentionGradients:
             query, gradient, logsum, overlap = (
                 x[..., tile.start : tile.stop, :] for x in (queries.query, self.gradient, self.logsum, self.row_dot)
             )
+            # Probabilities are recomputed from the log-sum-exp; nothing of the scores' size was saved.
             shares = (scores - zero_if_infinite(logsum)).exp_()
             slopes = (gradient @ value[..., : tile.keys, :].transpose(-2, -1)).to(shares.dtype)
+            # Gradient of softmax: p * (dp - sum(p * dp)), where the sum equals row_dot = out . d_out.
             slopes = (slopes.sum_to_size(shares.shape) - overlap).mul_(shares)
             low = slopes.to(key.dtype)
             _add_broadcast(of_value[..., : tile.keys, :], shares.to(value.dtype).transpose(-2, -1) @ gradient)
@@ -257,6 +266,8 @@ class AttentionGradients:
             _add_broadcast(rows, slopes)
             return
         at = 0
+        # ``slopes`` has the block's keys one after the other, the mask's columns are ranges of the whole sequence; a
+        # causal tile may end inside a range.
         for start, stop in ((0, tile.keys),) if columns is None else columns:
             size = min(stop - start, tile.keys - at)
             _add_broadcast(rows[..., start : start + size], slopes[..., at : at + size])
@@ -264,5 +275,5 @@ class AttentionGradients:
 
 
 def _add_broadcast(total: Tensor, summand: Tensor) -> None:
-    """Add to a tensor that was broadcast."""
+    """Add to a tensor what was broadcast from its shape: sum over the broadcast dimensions."""
     total.add_(summand.sum_to_size(total.shape))

@@ -1,4 +1,4 @@
-"""Attention that a rank computes by itself: causal queries in pieces, some of the heads."""
+"""Causal attention of some queries on one rank: calls of torch's own operator, each on the keys that it sees."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from polylane.placement.kernels.block_attention import Span
 
 
 class CausalAttention:
-    """Causal attention of some of the queries with all keys, as calls of torch's own operator on keys up to theirs.
+    """Causal attention of some of the queries with all keys, as calls of torch's own operator.
 
     Args:
-        function: torch's operator.
-        queries: positions of the queries in hand.
+        function: torch's scaled_dot_product_attention, possibly under settings.
+        queries: positions of the local queries in the sequence.
     """
 
     __module__ = "polylane"
-    PIECES = 8  # calls a rank makes: an eighth of its scores along the diagonal are computed in vain
-    LEAST = 64  # queries in a call
+    PIECES = 8  # calls per rank: an eighth of the scores along the diagonal is computed and masked
+    LEAST = 64  # least number of queries in a call
 
     def __init__(self, function: Callable[..., Tensor], queries: Span) -> None:
         self.function, self.queries = function, queries
@@ -32,10 +32,11 @@ class CausalAttention:
         dropout_p: float = 0.0, is_causal: bool = True, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         at, parts = 0, list[Tensor]()
+        # A rank without queries makes one empty call, so that gradients flow.
         for first, last in self._pieces(query.shape[-2], attn_mask is None) or [(0, 0)]:
             seen, size = min(last, key.shape[-2]), last - first
             mask = _mask_columns(_mask_rows(attn_mask, at, size), seen)
-            whole = first == 0 and mask is None  # torch's own causal attention
+            whole = first == 0 and mask is None  # queries from the start: torch's own causal kernel applies
             parts.append(
                 self.function(
                     query.narrow(-2, at, size), key.narrow(-2, 0, seen), value.narrow(-2, 0, seen),
@@ -47,10 +48,11 @@ class CausalAttention:
         return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
     def _pieces(self, size: int, plain: bool) -> list[tuple[int, int]]:
-        """The positions of each call's queries."""
+        """Return the (start, stop) positions of each call's queries."""
         rows = max(self.LEAST, -(-size // self.PIECES))
         found = []
         for start, stop in self.queries:
+            # Torch's kernel handles a range from 0 in one call without computing masked scores.
             step = max(stop - start, 1) if plain and start == 0 else rows
             found += [(first, min(first + step, stop)) for first in range(start, stop, step)]
         return found
@@ -65,7 +67,8 @@ def _mask_columns(mask: Tensor | None, size: int) -> Tensor | None:
 
 
 def _causal_mask(first: int, last: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """The causal mask of queries at ``first`` to ``last``, with a mask of the user's; None where all keys are seen."""
+    """Return the mask of causal queries, combined with the user's mask; None where all keys are seen."""
+    # keys <= first + 1: even the first query sees all of them.
     return mask if keys <= first + 1 else _allowed_scores(torch.arange(first, last, device=device), keys, mask)
 
 
@@ -77,7 +80,7 @@ def _allowed_scores(rows: Tensor, keys: int, mask: Tensor | None) -> Tensor:
 
 
 class CausalMask:
-    """The rows of a causal mask, as a value: ``mask(query, key, attn_mask)``, with a mask of the user's or None."""
+    """The causal mask of some queries, as an operator: ``mask(query, key, attn_mask)``; attn_mask may be None."""
 
     __module__ = "polylane"
 
@@ -91,7 +94,7 @@ class CausalMask:
 
 
 class SelectHeads:
-    """Some heads of keys or values, in the order of the queries' heads that use them: ``heads(x)``."""
+    """Some heads of keys or values, in the order of the query heads that use them: ``heads(x)``."""
 
     __module__ = "polylane"
 

@@ -1,4 +1,4 @@
-"""Operators that communicate inside: one function over all axes that cut what it reduces."""
+"""Operators with collectives inside: one function over all mesh axes that shard what it reduces."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from polylane.placement.strategy import RankCall
 
 
 class AxisCollective:
-    """An operator of a graph that communicates along axes: ``across(axis, ..., *arguments)``.
+    """An operator of a rank's graph that communicates along axes: ``across(axis, ..., *arguments)``.
 
     Args:
-        function: called as ``function(axes, *arguments)``.
-        axes: how many there are.
+        function: the implementation, called as ``function(axes, *arguments)``.
+        axes: number of leading arguments that are axes.
     """
 
     __module__ = "polylane"
@@ -30,26 +30,27 @@ class AxisCollective:
 
 
 def call_along_axis(edit: RankCall, function: Callable[..., Any]) -> None:
-    """Let a rank's call be ``function(axes, *arguments)``, along this axis and all that asked for the same before."""
+    """Make a rank's call ``function(axes, *arguments)``, over this axis and all that made it so before."""
+    # The second axis that shards the same reduction is added to the axes of the first one's function.
     known = edit.target if isinstance(edit.target, AxisCollective) else None
     edit.target = AxisCollective(known.function, known.axes + 1) if known else AxisCollective(function)
     edit.prefix.insert(0, edit.axis)
 
 
 def all_reduce_sum(axes: Sequence[Axis], x: Tensor) -> Tensor:
-    """The sum over all ranks of all axes, without a thought of gradients; ``x`` may be overwritten."""
+    """Return the sum over all ranks of all axes; not differentiable, and ``x`` may be overwritten."""
     for axis in axes:
         x = axis.all_reduce(x.contiguous())
     return x
 
 
 def all_reduce_max(axes: Sequence[Axis], x: Tensor) -> Tensor:
-    """The elementwise maximum over all ranks of all axes; ``x`` may be overwritten."""
+    """Return the elementwise maximum over all ranks of all axes; ``x`` may be overwritten."""
     for axis in axes:
         x = axis.maximum(x.contiguous())
     return x
 
 
 def all_reduce_bytes(elements: int, itemsize: int, degree: int, times: int) -> int:
-    """What each rank sends for so many sums or maxima of ``elements`` over an axis."""
+    """Return the bytes that each rank sends for ``times`` all-reduces of ``elements`` over an axis (ring algorithm)."""
     return 2 * elements * itemsize * (degree - 1) * times // degree

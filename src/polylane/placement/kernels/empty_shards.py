@@ -1,4 +1,4 @@
-"""Ranks whose part is empty: most operators refuse to compute nothing, and their gradients must flow all the same."""
+"""Empty shards: ranks without a part skip the operator, but return gradients so that backward collectives match."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from polylane.placement.strategy import RankCall, Strategy
 
 
 class EmptyOutput:
-    """What an operator gives on a rank that has no part of its work: ``nothing(*tensors)``.
+    """The result of an operator on a rank that has no part of its work: ``nothing(*tensors)``.
 
     Every tensor gets a gradient of zeros, so that this rank takes part in the collectives of the backward pass.
 
     Args:
-        shapes: of the outputs; zeros where they have elements (a summand of the whole).
-        dtypes: of the outputs.
+        shapes: local shape of every output; filled with zeros where it has elements (a partial sum).
+        dtypes: dtype of every output.
     """
 
     __module__, __name__ = "polylane", "nothing"
@@ -53,34 +53,36 @@ class _Nothing(torch.autograd.Function):
 
 
 def covers_all_ranks(strategy: Strategy) -> bool:
-    """Whether every rank has something of all that a strategy cuts among the inputs."""
+    """Return whether every rank has a non-empty part of each sharded input."""
     return not any(map(_has_empty_rank, strategy.inputs))
 
 
 def _has_empty_rank(placement: Placement) -> bool:
-    """Whether some rank has nothing of a value that lies so."""
+    """Return whether some rank has an empty part of a value with this placement."""
     return isinstance(placement, Shard) and any(
         placement.local_length(i) == 0 for i in range(len(placement.cuts[0]) - 1)
     )
 
 
 def is_empty(edit: RankCall, placements: Sequence[Placement]) -> bool:
-    """Whether this rank has an empty part in one of these placements."""
+    """Return whether this rank has an empty part in one of these placements."""
     return any(isinstance(p, Shard) and p.local_length(edit.index) == 0 for p in placements)
 
 
 def return_empty(edit: RankCall) -> None:
-    """Let this rank's call give empty outputs, or zeros."""
+    """Make this rank's call return empty outputs, or zeros."""
     shapes = [edit.output_shape(out.index) for out in edit.call.outputs]
+    # All tensor arguments are passed on: each must get a gradient, or a peer would wait for this rank's collective.
     tensors = [value for value in edit.arguments.values() if isinstance(value, fx.Node)]
     edit.replace(EmptyOutput(shapes, [out.dtype for out in edit.call.outputs]), *tensors)
 
 
 def skip_empty_ranks(strategy: Strategy, placements: Sequence[Placement] | None = None) -> Strategy:
-    """The strategy, made to spare the operator on ranks where one of ``placements`` is empty.
+    """Return the strategy, changed to skip the operator on ranks where one of ``placements`` is empty.
 
     Args:
-        placements: default: all of the strategy's.
+        strategy: the strategy to change; its own ``local`` runs first.
+        placements: placements to look at; default: all of the strategy's.
     """
     watched = placements or (*strategy.inputs, *strategy.outputs)
     if not any(map(_has_empty_rank, watched)):

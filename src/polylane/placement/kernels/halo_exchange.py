@@ -1,7 +1,18 @@
-"""Overlapping parts of a dimension: what a rank's outputs read beyond its own part comes from the ranks that have it.
+"""Halo exchange: what a rank's outputs read beyond its own part of a dimension comes from the ranks that have it.
 
-Splitting convolutions by position, with an exchange of what lies around the cuts: Dryden et al., Improving
-Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism, 2019, section III.
+Dryden et al., Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism, 2019, section III.
+
+A convolution with kernel 3, stride 1 and padding 1 over 9 positions on 3 ranks, as ranges [start, stop):
+
+    rank   owns     writes   wanted (reads)   from before      from after       beyond the ends
+    0      [0, 3)   [0, 3)   [-1, 4)          -                [3, 4) of 1      [-1, 0)
+    1      [3, 6)   [3, 6)   [2, 7)           [2, 3) of 0      [6, 7) of 2      -
+    2      [6, 9)   [6, 9)   [5, 10)          [5, 6) of 1      -                [9, 10)
+
+Forward, "from before" and "from after" are received and put next to the rank's own positions; positions beyond the ends
+are filled with a constant. Backward, the same ranges travel the other way: gradients of received positions return to
+their owners, which add them to their own. With larger kernels or strides a range may come from several ranks, or not
+touch the rank's own part at all.
 """
 
 from __future__ import annotations
@@ -18,23 +29,23 @@ from polylane.placement.placement import Cuts, Shard, divide_cuts, even_cuts, sc
 from polylane.placement.redistribute import Axis
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
-# Positions of a dimension: start and stop.
+# Positions of a dimension as (start, stop); in exchanged pieces (start, length).
 Range = tuple[int, int]
 
 
 class HaloExchange:
-    """The stretches of a dimension that a rank wants, of a value that is cut along it: ``halo(axis, x)``.
+    """The ranges of a dimension that each rank wants, from a value that is sharded along it: ``halo(axis, x)``.
 
-    The gradient of what several ranks have is summed where it belongs.
+    Backward, the gradients of a position that several ranks have are summed at its owner.
 
     Args:
-        dim: which dimension.
-        cuts: how it lies.
-        wanted: for every rank, disjoint stretches in ascending order; they may reach beyond the ends.
-        value: what is beyond the ends.
+        dim: index of the sharded dimension.
+        cuts: positions at which the dimension is cut between ranks.
+        wanted: for every rank, disjoint ranges in ascending order; they may reach beyond the ends.
+        value: constant that fills positions beyond the ends.
 
     Attributes:
-        max_sent: how many positions the rank that sends most sends.
+        max_sent: largest number of positions that any rank sends to others.
     """
 
     __module__, __name__ = "polylane", "halo"
@@ -49,7 +60,9 @@ class HaloExchange:
         return _Halo.apply(x, axis, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def overlaps(self, owner: int, reader: int) -> list[tuple[int, int, int]]:
-        """What a rank has that another wants: where it lies in the part, where in what is wanted, how long it is."""
+        """Return what ``owner`` has that ``reader`` wants: (start in owner's part, start in wanted, length)."""
+        # ``here`` and ``there`` run through the local positions of the owner's ranges and of the reader's wanted
+        # ranges.
         found, there = list[tuple[int, int, int]](), 0
         for start, stop in self.wanted[reader]:
             here = 0
@@ -62,12 +75,12 @@ class HaloExchange:
         return found
 
     def wanted_length(self, index: int) -> int:
-        """How much rank ``index`` wants."""
+        """Return the number of positions that rank ``index`` wants."""
         return sum(stop - start for start, stop in self.wanted[index])
 
     @property
     def is_trivial(self) -> bool:
-        """Whether all ranks have just what they want."""
+        """Whether all ranks own exactly what they want, so that no exchange is needed."""
         return all(self.shard.ranges(i) == tuple(r for r in w if r[0] < r[1]) for i, w in enumerate(self.wanted))
 
 
@@ -85,6 +98,7 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         axis, halo, dim, me = ctx.axis, ctx.halo, ctx.halo.shard.dim, ctx.axis.index
+        # The transpose of forward: what was received is sent back, and what was sent comes back as gradients to add.
         outgoing = [[(at, n) for _, at, n in halo.overlaps(i, me)] for i in range(axis.degree)]
         incoming = [[(at, n) for at, _, n in halo.overlaps(me, i)] for i in range(axis.degree)]
         out = grads[0].new_zeros(ctx.shape)
@@ -96,7 +110,7 @@ class _Halo(torch.autograd.Function):
 def _exchange_pieces(
     axis: Axis, x: Tensor, dim: int, outgoing: list[list[Range]], incoming: list[list[Range]], halo: HaloExchange
 ) -> Iterator[tuple[int, Tensor]]:
-    """Send pieces of ``x`` to each rank, given as (start, length); what comes, with its place in the result."""
+    """Exchange pieces of ``x``, given as (start, length) per rank; yield (start in the result, piece) of what comes."""
     me = axis.index
     pieces: list[Tensor | None] = [
         x if i == me else _select_ranges(x, dim, each) if each else None for i, each in enumerate(outgoing)
@@ -105,9 +119,10 @@ def _exchange_pieces(
         (*x.shape[:dim], sum(n for _, n in each), *x.shape[dim + 1 :]) if each and i != me else None
         for i, each in enumerate(incoming)
     ]
-    # Where nobody wants anything of another, all know it: they are asked the same.
+    # Ranks know each other's wants: if no rank wants anything of another, all of them skip the exchange.
     received = axis.exchange(pieces, shapes) if halo.max_sent else pieces
     for i, each in enumerate(incoming):
+        # This rank's own piece did not travel: ``pieces[me]`` is x itself, which only gives the dtype.
         part = _select_ranges(x, dim, outgoing[me]) if i == me and each else received[i]
         taken = 0
         for at, n in each:
@@ -125,12 +140,12 @@ def _select_ranges(x: Tensor, dim: int, stretches: Sequence[Range]) -> Tensor:
 
 
 class TrimRange:
-    """A stretch of a dimension: ``trim(x)``; what is as long as it already stays as it is.
+    """A range of a dimension: ``trim(x)``; an input that has the range's length already stays unchanged.
 
     Args:
-        dim: which dimension.
-        start: where the stretch begins.
-        length: of the stretch.
+        dim: index of the trimmed dimension.
+        start: first position of the range.
+        length: number of positions in the range.
     """
 
     __module__, __name__ = "polylane", "trim"
@@ -143,11 +158,11 @@ class TrimRange:
 
 
 class PickPositions:
-    """Positions along a dimension, in any order, any of them several times: ``pick(x)``.
+    """Positions along a dimension, in any order and with repetitions: ``pick(x)``.
 
     Args:
-        dim: which dimension.
-        positions: within the part in hand.
+        dim: index of the dimension to pick from.
+        positions: indices within the local part.
     """
 
     __module__, __name__ = "polylane", "pick"
@@ -160,11 +175,11 @@ class PickPositions:
 
 
 class WeightPositions:
-    """A value times a number for every position along a dimension: ``weighted(x)``.
+    """A value times a factor for every position along a dimension: ``weighted(x)``.
 
     Args:
-        dim: which dimension.
-        weights: one for each of its positions.
+        dim: index of the weighted dimension.
+        weights: one factor for each position of the local part.
     """
 
     __module__, __name__ = "polylane", "weighted"
@@ -187,7 +202,7 @@ def _index_tensor(positions: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def contiguous_ranges(positions: Sequence[int]) -> list[Range]:
-    """The disjoint stretches that hold these positions, in ascending order."""
+    """Return the disjoint ranges that hold these positions, in ascending order."""
     found = list[Range]()
     for p in sorted(set(positions)):
         if found and found[-1][1] == p:
@@ -200,10 +215,13 @@ def contiguous_ranges(positions: Sequence[int]) -> list[Range]:
 def matching_cuts(
     call: OperatorCall, x: tuple[TensorValue, int], out: tuple[TensorValue, int]
 ) -> Iterator[tuple[Cuts, Cuts]]:
-    """Cuts of a dimension of positions before and after: even ones with even ones, what neighbours ask for in scale.
+    """Yield cuts of a dimension of positions before and after an operator, as (input cuts, output cuts).
+
+    Even cuts go with even ones; cuts that neighbours ask for are scaled by the ratio of the sizes.
 
     Args:
-        x, out: a value and which of its dimensions.
+        call: the operator on the whole tensors.
+        x, out: a tensor and the index of its dimension, on the input and on the output side.
     """
     (source, i), (target, o) = x, out
     n, m, degree = source.shape[i], target.shape[o], call.degree
@@ -213,11 +231,13 @@ def matching_cuts(
     for cuts in call.common_cuts(source.at(i)):
         found[cuts, _scale_cuts(cuts, n, m, degree)] = None
     for cuts in call.common_cuts(target.at(o)):
+        # A rank's outputs must be one range for the halo: outputs in several segments are not offered.
         if len(cuts) == 1:
             found[_scale_cuts(cuts, m, n, degree), cuts] = None
     yield from found
 
 
+# Any pair of cuts is correct, because halos fetch what is missing; proportional ones send least.
 def _scale_cuts(cuts: Cuts, size: int, other: int, degree: int) -> Cuts:
     if len(cuts) > 1 or cuts == even_cuts(size, degree):
         return even_cuts(other, degree)
@@ -237,17 +257,17 @@ def strategies_by_position(
     *,
     value: float = 0.0,
 ) -> Iterator[Strategy]:
-    """The strategies that cut a dimension of positions; every rank first gets what its outputs read.
+    """Yield the strategies that shard a dimension of positions; every rank first gets what its outputs read.
 
     Args:
         call: an operator with one output.
-        name: of the strategies.
-        argument: the name of the input that is cut.
-        dims: which dimension is cut, of the input and of the output.
-        needs: which stretches outputs from start to stop (not empty) read; ascending, disjoint.
-        local: changes the call of a rank with outputs from start to stop; it finds its stretches, laid one behind the
-            other, as ``edit[argument]``.
-        value: beyond the ends.
+        name: the strategies' name for users.
+        argument: name of the input that is sharded.
+        dims: index of the sharded dimension in the input, and in the output.
+        needs: returns the input ranges that the outputs from start to stop (not empty) read; ascending, disjoint.
+        local: changes the call of a rank with outputs from start to stop; it finds the wanted ranges, joined one after
+            the other, as ``edit[argument]``.
+        value: constant that fills positions beyond the ends.
     """
     x, out = call[argument], call.outputs[0]
     for source, target in matching_cuts(call, (x, dims[0]), (out, dims[1])):
@@ -270,6 +290,7 @@ def _position_strategy(
     halo = HaloExchange(source.dim, source.cuts, [needs(a, b) if a < b else () for a, b in ends], value)
 
     def change(edit: RankCall) -> None:
+        # All ranks take part in the exchange, also those without outputs: their positions may be wanted by others.
         if not halo.is_trivial:
             edit[argument] = edit.insert(halo, edit.axis, edit[argument])
         start, stop = ends[edit.index]
@@ -279,6 +300,7 @@ def _position_strategy(
             return_empty(edit)
 
     rows = halo.max_sent
+    # One exchange forward, and one backward if the input has a gradient.
     elements = torch.Size(x.shape).numel() // max(source.size, 1) * rows
     ways = (1 + x.gradient) if rows else 0
     return call.strategy(

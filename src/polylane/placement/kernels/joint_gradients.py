@@ -1,4 +1,4 @@
-"""Operators whose inputs get their gradients at the same time, so that all ranks move them in the same order."""
+"""Joint gradients: all inputs get their gradients at once, so that all ranks start collectives in one order."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from polylane.graph.precision import UnderSetting
 class JointGradients(UnderSetting):
     """An operator all of whose inputs get their gradients at the same time.
 
-    torch chooses among several ways to compute attention, by shapes: the gradients of some come one after another. All
-    ranks must move gradients in the same order, also those whose part is empty.
+    torch chooses an attention kernel by shapes, and some kernels produce gradients one after another. All ranks must
+    start the gradients' collectives in the same order, including ranks whose part is empty.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # One autograd node in front of all inputs: its backward runs when the last of their gradients is there.
         flowing = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad]
         joined = list(args)
         if len(flowing) > 1:
@@ -39,7 +40,8 @@ class _JointGradientsFunction(torch.autograd.Function):
 
 
 def joint_gradients(target: Any) -> Any:
-    """``target``, all of whose inputs get their gradients at the same time."""
+    """Return ``target`` with all its inputs getting their gradients at the same time."""
+    # Idempotent: look through all settings for a wrapper of this kind.
     own = target
     while isinstance(own, UnderSetting):
         if isinstance(own, JointGradients):
@@ -49,7 +51,7 @@ def joint_gradients(target: Any) -> Any:
 
 
 def wrap_like(target: Any, function: Callable[..., Any]) -> Any:
-    """``function`` under the settings that ``target`` runs under."""
+    """Return ``function`` under the same settings (autocast, grad mode) as ``target``."""
     if not isinstance(target, UnderSetting):
         return function
     copied = copy.copy(target)

@@ -1,4 +1,4 @@
-"""Normalization over dimensions that are cut: every rank's sums make up the mean and variance of the whole.
+"""Normalization over sharded dimensions: partial sums are all-reduced to the mean and variance of the whole.
 
 All are called as ``function(axes, ...)``, see :class:`~polylane.placement.kernels.collective_op.AxisCollective`.
 """
@@ -20,9 +20,9 @@ from polylane.placement.redistribute import Axis
 
 
 class _Normalized(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) * weight + bias, or without the mean (RMS).
+    """(x - mean) / sqrt(variance + eps) * weight + bias; RMS norm leaves out the mean.
 
-    Remembers the input and its moments, not what it gives.
+    Saves the input and its moments for backward, not the output.
     """
 
     @staticmethod
@@ -31,6 +31,7 @@ class _Normalized(torch.autograd.Function):
         dims: list[int], count: int, eps: float, centred: bool,
     ) -> Tensor:  # fmt: skip
         values = upcast(x)
+        # Two passes (mean, then squared deviations): a one-pass variance would cancel for large means.
         mean = all_reduce_sum(axes, values.sum(dims, keepdim=True)) / count if centred else values.new_zeros(())
         away = values - mean
         inverse = (all_reduce_sum(axes, away.square().sum(dims, keepdim=True)) / count + eps).rsqrt()
@@ -49,6 +50,7 @@ class _Normalized(torch.autograd.Function):
         grad = upcast(grads[0])
         normal = (upcast(x) - mean) * inverse
         inner = grad if weight is None else grad * weight
+        # Both sums of the backward pass in one all-reduce.
         own = [(inner * normal).sum(ctx.dims, keepdim=True)]
         if ctx.centred:
             own.append(inner.sum(ctx.dims, keepdim=True))
@@ -58,6 +60,7 @@ class _Normalized(torch.autograd.Function):
             back = back - sums[1]
         return (
             (back * inverse).to(x.dtype),
+            # Gradients of weight and bias are this rank's: their placement says whether they are partial over an axis.
             None if weight is None else (grad * normal).sum_to_size(weight.shape).to(weight.dtype),
             None if bias is None else grad.sum_to_size(bias.shape).to(bias.dtype),
             *[None] * 5,
@@ -65,10 +68,10 @@ class _Normalized(torch.autograd.Function):
 
 
 class ShardedLayerNorm:
-    """aten.layer_norm (Ba et al., 2016) with normalized dimensions cut, and the weights with them.
+    """aten.layer_norm (Ba et al., 2016) with sharded normalized dimensions, and weights sharded alike.
 
     Args:
-        dtype: of the result.
+        dtype: dtype of the result.
     """
 
     __name__ = "layer_norm"
@@ -86,10 +89,10 @@ class ShardedLayerNorm:
 
 
 class ShardedRmsNorm:
-    """aten.rms_norm (Zhang and Sennrich, 2019) with normalized dimensions cut, and the weight with them.
+    """aten.rms_norm (Zhang and Sennrich, 2019) with sharded normalized dimensions, and the weight sharded alike.
 
     Args:
-        dtype: of the result.
+        dtype: dtype of the operator's result.
     """
 
     __name__ = "rms_norm"
@@ -109,11 +112,11 @@ class ShardedRmsNorm:
 
 
 class ShardedGroupNorm:
-    """aten.group_norm (Wu and He, 2018) with a dimension of space cut.
+    """aten.group_norm (Wu and He, 2018) with a sharded spatial dimension.
 
     Args:
-        count: how many values a group has, whole.
-        dtype: of the result.
+        count: number of values in a group, over all ranks.
+        dtype: dtype of the operator's result.
     """
 
     __name__ = "group_norm"
@@ -134,7 +137,7 @@ class ShardedGroupNorm:
 
 
 class ShardedInstanceNorm(ShardedGroupNorm):
-    """aten.instance_norm (Ulyanov et al., 2016) of its own statistics, with a dimension of space cut."""
+    """aten.instance_norm (Ulyanov et al., 2016) with its own statistics, and a sharded spatial dimension."""
 
     __name__ = "instance_norm"
 
@@ -146,10 +149,10 @@ class ShardedInstanceNorm(ShardedGroupNorm):
 
 
 class ShardedBatchNorm:
-    """Batch normalization in training with samples or space cut: statistics are summed over the axes, too.
+    """Batch normalization in training with sharded samples or space: statistics are summed over the axes, too.
 
     Args:
-        function: called as ``function(part, x, ...)``.
+        function: the operator on local values, called as ``function(part, x, ...)``.
     """
 
     __name__ = "batch_norm"
@@ -162,6 +165,6 @@ class ShardedBatchNorm:
             sums.copy_(all_reduce_sum(axes, sums.clone()))
             return sums if part.sum_replicas is None else part.sum_replicas(sums)
 
-        # Nothing in hand has no mean.
+        # An empty part has no mean, so that it must not count as this rank's samples.
         here = dataclasses.replace(part, sum_replicas=everywhere, weight=part.weight if x.numel() else 0)
         return self.function(here, x, *args)

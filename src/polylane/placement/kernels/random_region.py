@@ -1,4 +1,4 @@
-"""Keyed random operators on a part of a value: they draw the numbers that the whole value has there."""
+"""Keyed random numbers of a shard: a rank draws exactly the numbers that the whole value has at its positions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from polylane.graph.sample_slice import SampleSlice, TensorRegion
 
 
 class RandomInRegion(UnderSetting):
-    """A keyed operator whose random value is cut: draws only the numbers of what is in hand.
+    """A keyed operator with a sharded random value: draws only the numbers of the local part.
 
     Args:
-        function: called as ``function(part, salt, batch_dim, ...)``; what it draws has the shape of the piece in hand.
-            One that is cut along other dimensions already, by other axes, is cut along this one too.
-        dim: the dimension of the random value that is cut, from 0.
-        ranges: what is in hand of it, as (start, stop) in ascending order.
-        size: of the whole dimension; along the samples, that of this worker's samples.
+        function: called as ``function(part, salt, batch_dim, ...)``; it draws a value of the local shape. If other axes
+            have sharded it already along other dimensions, this dimension is added.
+        dim: index of the random value's sharded dimension, from 0.
+        ranges: the local positions of that dimension, as (start, stop) in ascending order.
+        size: length of the whole dimension; along the samples, that of this worker's samples.
     """
 
     region: TensorRegion

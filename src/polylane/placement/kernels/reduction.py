@@ -1,4 +1,4 @@
-"""Reductions and softmax over a dimension that is cut: every rank reduces its part, then they reduce what they found.
+"""Reductions and softmax over a sharded dimension: every rank reduces its part, then collectives reduce the results.
 
 All are called as ``function(axes, x, ...)``, see :class:`~polylane.placement.kernels.collective_op.AxisCollective`.
 """
@@ -18,21 +18,22 @@ from polylane.placement.redistribute import Axis, all_reduce_differentiable
 
 
 def _max_over_axes(axes: Sequence[Axis], x: Tensor, dims: Sequence[int]) -> Tensor:
-    """The maximum over dimensions, which are kept."""
+    """Return the maximum over dimensions, which are kept with size 1."""
     lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    # amax refuses an empty dimension: a rank without a part contributes the lowest value.
     empty = any(x.shape[d] == 0 for d in dims)
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
     return all_reduce_max(axes, x.new_full(shape, lowest) if empty else x.amax(list(dims), keepdim=True))
 
 
 class ShardedSoftmax:
-    """aten.softmax, log_softmax and _safe_softmax (no row of nan where all is -inf).
+    """aten.softmax, log_softmax and _safe_softmax (zeros instead of nan where all scores are -inf).
 
     Args:
-        dim: from 0.
-        dtype: of the result.
-        log: the logarithm of it.
-        safe: a row of -inf gives zeros.
+        dim: index of the softmax's dimension, from 0.
+        dtype: dtype of the operator's result.
+        log: whether to return the logarithm.
+        safe: whether a row of -inf gives zeros.
     """
 
     __name__ = "softmax"
@@ -48,6 +49,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dim: int, log: bool, safe: bool) -> Tensor:
         values = upcast(x)
+        # Two all-reduces forward: the maximum for a stable exponential, then the sum of exponentials.
         peak = _max_over_axes(axes, values, [dim])
         if safe:
             peak = peak.masked_fill(peak == -math.inf, 0.0)
@@ -65,18 +67,19 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (out,) = ctx.saved_tensors
         grad, values = upcast(grads[0]), upcast(out)
+        # One all-reduce backward: the row's sum in the gradient of softmax.
         inner = all_reduce_sum(ctx.axes, (grad if ctx.log else grad * values).sum(ctx.dim, keepdim=True))
         back = grad - values.exp() * inner if ctx.log else values * (grad - inner)
         return back.to(out.dtype), None, None, None, None
 
 
 class ShardedLogSumExp:
-    """aten.logsumexp.
+    """aten.logsumexp over sharded dimensions.
 
     Args:
-        dims: that are reduced, from 0.
-        keepdim: whether they stay, with size 1.
-        dtype: of the result.
+        dims: indices of the reduced dimensions, from 0.
+        keepdim: whether reduced dimensions stay, with size 1.
+        dtype: dtype of the operator's result.
     """
 
     __name__ = "logsumexp"
@@ -94,6 +97,7 @@ class _LogSumExp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int]) -> Tensor:
         values = upcast(x)
         peak = _max_over_axes(axes, values, dims)
+        # A row that is all -inf, or has +inf: subtracting an infinite peak would give nan.
         base = peak.masked_fill(peak.abs() == math.inf, 0.0)
         out = (all_reduce_sum(axes, (values - base).exp().sum(list(dims), keepdim=True)).log() + base).to(x.dtype)
         ctx.save_for_backward(x, out)
@@ -106,11 +110,11 @@ class _LogSumExp(torch.autograd.Function):
 
 
 class ShardedMean:
-    """aten.mean of a part of what is reduced, as a summand of the mean.
+    """aten.mean of a part of the reduced values, as a partial sum of the mean.
 
     Args:
-        count: how many values make up the whole mean.
-        dtype: of the result.
+        count: number of values in the whole mean, over all ranks.
+        dtype: dtype of the operator's result.
     """
 
     __module__, __name__ = "polylane", "mean"
@@ -123,18 +127,18 @@ class ShardedMean:
 
 
 class ShardedVariance:
-    """aten.var, std, var_mean and std_mean.
+    """aten.var, std, var_mean and std_mean over sharded dimensions.
 
-    Gives the variance and the mean as a rank's summand of them, the standard deviation whole.
+    Variance and mean are returned as partial sums; a standard deviation, and the mean with it, are whole.
 
     Args:
-        dims: that are reduced, from 0.
-        keepdim: whether they stay, with size 1.
-        count: how many values they hold, whole.
-        correction: what the sum of squares is divided by less than that.
-        root: the standard deviation.
-        mean: give the mean, too.
-        dtype: of the result.
+        dims: indices of the reduced dimensions, from 0.
+        keepdim: whether reduced dimensions stay, with size 1.
+        count: number of reduced values, over all ranks.
+        correction: subtracted from ``count`` in the divisor (Bessel's correction: 1).
+        root: whether to return the standard deviation.
+        mean: whether to return the mean, too.
+        dtype: dtype of the operator's result.
     """
 
     __name__ = "variance"
@@ -149,12 +153,14 @@ class ShardedVariance:
     def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Any:
         values = upcast(x.to(self.dtype))
         own = values.sum(self.dims, keepdim=True) / self.count
+        # The mean is needed whole for the deviations; as a result it stays this rank's partial sum ``own``.
         mean = all_reduce_sum(axes, own.detach().clone())
-        # By the mean itself the gradient is zero: deviations from it sum to nothing.
+        # Detached: the gradient of the variance by the mean is zero, because deviations sum to zero.
         out = (values - mean).square().sum(self.dims, keepdim=self.keepdim) / max(self.count - self.correction, 0.0)
         if self.root:
             for axis in axes:
                 out = all_reduce_differentiable(axis, out)
+            # The root's slope at 0 is infinite; its gradient is set to 0 as torch does.
             zero = out == 0.0
             out = out.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
         if not self.mean:
@@ -166,13 +172,13 @@ class ShardedVariance:
 
 
 class ShardedNorm:
-    """aten.norm and linalg_vector_norm of a positive order.
+    """aten.norm and linalg_vector_norm of a positive, finite order.
 
     Args:
-        order: a number above 0, not infinite.
-        dims: that are reduced, from 0.
-        keepdim: whether they stay, with size 1.
-        dtype: of the result.
+        order: exponent p of the norm, above 0.
+        dims: indices of the reduced dimensions, from 0.
+        keepdim: whether reduced dimensions stay, with size 1.
+        dtype: dtype of the operator's result.
     """
 
     __name__ = "norm"
@@ -204,14 +210,14 @@ class _Norm(torch.autograd.Function):
 
 
 class ShardedExtreme:
-    """aten.amax, amin, max and min of all, any and all; equal ones share the gradient.
+    """aten.amax, amin, max, min, any and all; equal extremes share the gradient.
 
     Args:
-        dims: that are reduced, from 0.
-        keepdim: whether they stay, with size 1.
-        dtype: of the result.
-        sign: 1 for the largest, -1 for the smallest.
-        truth: of whether there is anything but zeros (sign 1), or nothing but (-1).
+        dims: indices of the reduced dimensions, from 0.
+        keepdim: whether reduced dimensions stay, with size 1.
+        dtype: dtype of the operator's result.
+        sign: 1 for the largest value, -1 for the smallest.
+        truth: whether values are taken as truth values: any (sign 1) or all (sign -1).
     """
 
     __name__ = "extreme"
@@ -220,6 +226,7 @@ class ShardedExtreme:
         self.dims, self.keepdim, self.dtype, self.sign, self.truth = tuple(dims), keepdim, dtype, sign, truth
 
     def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Tensor:
+        # Collectives have no boolean type, and the sign of an unsigned one cannot be flipped.
         if self.truth or x.dtype in (torch.bool, torch.uint8):
             x = (x != 0 if self.truth else x).to(torch.int32)
         out: Tensor = _Extreme.apply(x, axes, self.dims, self.sign)  # type: ignore[no-untyped-call]
@@ -231,6 +238,7 @@ class _Extreme(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int], sign: int) -> Tensor:
         out = _max_over_axes(axes, x, dims) if sign > 0 else -_max_over_axes(axes, -x, dims)
         if x.is_floating_point():
+            # torch divides the gradient evenly between equal extremes, which may be on different ranks.
             count = all_reduce_sum(axes, (x == out).sum(list(dims), keepdim=True))
             ctx.save_for_backward(x, out, count)
         else:

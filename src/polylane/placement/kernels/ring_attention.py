@@ -1,4 +1,16 @@
-"""Attention over ranks: keys and values that go round, or that stay where they are."""
+"""Ring attention and split-key attention: attention whose keys and values are sharded over ranks.
+
+Liu et al., Ring Attention with Blockwise Transformers, 2023; Dao et al., Flash-Decoding, 2023. In step s of a ring of n
+ranks, rank r computes with the keys of rank (r - s) mod n, and passes them on to rank r + 1:
+
+    n = 3    rank 0      rank 1      rank 2
+    step 0   keys of 0   keys of 1   keys of 2
+    step 1   keys of 2   keys of 0   keys of 1
+    step 2   keys of 1   keys of 2   keys of 0
+
+Blocks that no query further on sees (causal attention) are not passed on. Backward, the same ring runs again, and each
+step's gradients of keys and values go straight to the rank that owns them.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +37,11 @@ from polylane.placement.redistribute import Axis
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """Who needs which keys, and how far they travel: in every step each rank hands what it has to the next one.
+    """Which rank needs which keys, and how far they travel.
 
     Attributes:
-        queries: positions of every rank's queries.
-        keys: positions of every rank's keys.
+        queries: positions of every rank's queries, by rank.
+        keys: positions of every rank's keys, by rank.
         causal: whether a query sees only the keys up to its own position.
     """
 
@@ -39,32 +51,33 @@ class RingSchedule:
 
     @property
     def degree(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks in the ring."""
         return len(self.keys)
 
     @cached_property
     def scores(self) -> tuple[tuple[int, ...], ...]:
-        """How many scores every rank's queries have with every rank's keys."""
+        """Number of scores of every rank's queries (rows) with every rank's keys (columns)."""
         return tuple(tuple(count_scores(q, k, self.causal) for k in self.keys) for q in self.queries)
 
     def wanted(self, rank: int, block: int) -> bool:
-        """Whether any query of ``rank`` sees any key of ``block``."""
+        """Return whether any query of ``rank`` sees any key of ``block``."""
         return self.scores[rank % self.degree][block % self.degree] > 0
 
     def passes_on(self, step: int, rank: int) -> bool:
-        """Whether a rank hands on what it has in a step: whether anybody further on needs it."""
+        """Return whether a rank sends the block that it has in a step to the next rank: if any later one needs it."""
+        # The block has reached ``rank``; ranks rank + 1 to block + degree - 1 (mod degree) have not had it yet.
         block = rank - step
         return any(self.wanted(further, block) for further in range(rank + 1, block + self.degree))
 
     @property
     def busiest_share(self) -> float:
-        """The time that all steps take, each as long as its busiest rank, as a share of all scores."""
+        """Time of all steps, each as long as its busiest rank, as a share of the time of all scores on one rank."""
         every = range(self.degree)
         steps = (max(self.scores[r][(r - step) % self.degree] for r in every) for step in every)
         return sum(steps) / max(sum(map(sum, self.scores)), 1)
 
     def max_traffic(self, per_key: int, backward: bool) -> tuple[int, int]:
-        """Bytes that the rank sends that sends most, and in how many messages, by bytes of one key and its value."""
+        """Return (bytes of the rank that sends most, number of messages), from the bytes of one key and its value."""
         n, sent = self.degree, [0] * self.degree
         messages = 0
         for step in range(n):
@@ -72,6 +85,7 @@ class RingSchedule:
             back = [
                 span_length(self.keys[(r - step) % n]) if step and self.wanted(r, r - step) else 0 for r in range(n)
             ]
+            # A step is one exchange: forward hands keys on; backward hands keys on and gradients home in one.
             messages += any(forward) + (backward and (any(forward) or any(back)))
             for r in range(n):
                 sent[r] += (1 + backward) * forward[r] + backward * back[r]
@@ -79,11 +93,10 @@ class RingSchedule:
 
 
 class RingAttention:
-    """Attention whose queries, keys and values are all cut along the sequence: ``ring(axis, query, key, value, ...)``.
+    """Attention whose queries, keys and values are sharded along the sequence: ``ring(axis, query, key, ...)``.
 
-    Keys and values go from rank to rank, and every rank sums up what its queries see of them; on the way back they go
-    round again, and their gradients straight home (Liu et al., Ring Attention with Blockwise Transformers, 2023).
-    The mask has all columns, and the rows of the own queries.
+    Keys and values travel around the ring while every rank accumulates what its queries see of them. The mask has all
+    columns, and the rows of the local queries.
     """
 
     __module__ = "polylane"
@@ -101,14 +114,13 @@ class RingAttention:
 
 
 class RingOverKeys:
-    """Attention whose keys and values are cut, and whose queries are not: ``keys(axis, query, key, value, ...)``.
+    """Attention with sharded keys and values, and queries that this axis does not shard: ``keys(axis, query, ...)``.
 
-    Every rank gives a summand of the value: what all its own keys add (the "split K" of Dao et al., Flash-Decoding,
-    2023). The mask has the own columns.
+    Every rank returns a partial sum of the output: the contribution of its own keys. The mask has the local columns.
 
     Args:
-        keys: positions of this rank's keys.
-        queries: positions of the queries where another axis has cut them; None: all.
+        keys: positions of this rank's keys in the sequence.
+        queries: positions of the queries where another axis shards them; None: all positions.
     """
 
     __module__ = "polylane"
@@ -134,7 +146,7 @@ def _apply_function(
     function: type[torch.autograd.Function], setting: Any,
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """In the precision that autocast gives attention, and without autocast inside."""
+    """Apply an autograd function with the dtypes that autocast gives attention, and without autocast inside."""
     device = query.device.type
 
     def lowered(x: Tensor) -> Tensor:
@@ -156,6 +168,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         queries = AttentionQueries(query, mask, circle.queries[axis.index], circle.causal, factor, grouped)
         sums = OnlineSoftmax(queries, key, value)
+        # Keys and values travel as one message; ``held`` is None once no later rank needs the block.
         held: Tensor | None = _pack(key, value)
         for step in range(circle.degree):
             block = (axis.index - step) % circle.degree
@@ -181,6 +194,8 @@ class _Ring(torch.autograd.Function):
             if held is not None and circle.wanted(axis.index, block):
                 pair = way.add_block(_unpack(held, key, value, circle.keys[block]))
                 if step:
+                    # Gradients of another rank's keys go home in this step's exchange; those of the own keys (step 0)
+                    # stay.
                     homeward = _pack(pair[0].to(key.dtype), pair[1].to(value.dtype))
                 else:
                     of_key, of_value = pair
@@ -195,22 +210,25 @@ def _pass_on(
     axis: Axis, circle: RingSchedule, step: int, held: Tensor | None, key: Tensor, value: Tensor,
     homeward: Tensor | None = None, backward: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """What the rank before hands on, and, on the way back, the gradients of the own keys by another rank's queries."""
+    """Pass a block on around the ring; return the block received, and (backward) gradients of the own keys."""
     n, me = circle.degree, axis.index
+    # Neighbours in the ring; ``asking`` has computed with this rank's keys in this step, ``home`` owns the block just
+    # used.
     after, before, asking, home = (me + 1) % n, (me - 1) % n, (me + step) % n, (me - step) % n
     returns = backward and step > 0
+    # All ranks evaluate the same condition, so that either all or none call the exchange.
     if not any(circle.passes_on(step, r) or (returns and circle.wanted(r, r - step)) for r in range(n)):
         return None, None
     pieces: list[Tensor | None] = [None] * n
     shapes: list[tuple[int] | None] = [None] * n
-    pieces[me] = key.new_empty(0)  # so that even a rank that sends nothing says of which type
+    pieces[me] = key.new_empty(0)  # gives the dtype, also on a rank that sends nothing
     if circle.passes_on(step, me):
         pieces[after] = held
     if circle.passes_on(step, before):
         shapes[before] = (_packed_elements(key, value, circle.keys[(before - step) % n]),)
     if returns and circle.wanted(me, home):
         pieces[home] = homeward
-    if returns and circle.wanted(asking, me):  # only the last step has the same neighbour, and hands nothing on
+    if returns and circle.wanted(asking, me):  # asking == before only in the last step, which passes nothing on
         shapes[asking] = (_packed_elements(key, value, circle.keys[me]),)
     parts = axis.exchange(pieces, shapes)
     handed = parts[before] if circle.passes_on(step, before) else None
@@ -218,17 +236,17 @@ def _pass_on(
 
 
 def _packed_elements(key: Tensor, value: Tensor, span: Span) -> int:
-    """Elements of the keys and values at ``span``."""
+    """Return the number of elements of the keys and values at ``span``."""
     return sum(math.prod(x.shape[:-2]) * x.shape[-1] for x in (key, value)) * span_length(span)
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:
-    """Both as one message."""
+    """Return keys and values as one flat message."""
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
 def _unpack(both: Tensor, key: Tensor, value: Tensor, span: Span) -> KeyValueBlock:
-    """Keys and values at ``span``, in the form of the own ones."""
+    """Return the keys and values at ``span`` from a flat message, shaped like the local ones."""
     shapes = [(*x.shape[:-2], span_length(span), x.shape[-1]) for x in (key, value)]
     keys, values = both.split([math.prod(shape) for shape in shapes])
     return KeyValueBlock(keys.view(shapes[0]), values.view(shapes[1]), span, span)
@@ -243,6 +261,8 @@ class _Keys(torch.autograd.Function):
         queries = AttentionQueries(query, mask, circle.queries[0], circle.causal, factor, grouped)
         sums = OnlineSoftmax(queries, key, value)
         sums.add_block(queries, KeyValueBlock(key, value, circle.keys[0]))
+        # A common maximum makes the ranks' partial numerators comparable; only the sum of weights is all-reduced, the
+        # output stays a partial sum.
         sums.raise_max(axis.maximum(sums.row_max.clone()))
         sums.weight_sum = axis.all_reduce(sums.weight_sum)
         out, logsum = sums.result()
@@ -256,6 +276,7 @@ class _Keys(torch.autograd.Function):
         query, key, value, mask, out, logsum = ctx.saved_tensors
         axis, circle, factor, grouped = ctx.setting
         queries = AttentionQueries(query, mask, circle.queries[0], circle.causal, factor, grouped)
+        # ``out`` is a partial sum here: its row products must be summed before the gradient of softmax.
         overlap = axis.all_reduce(_row_dot(grads[0], out, logsum).contiguous())
         way = _start_backward(ctx, queries, grads[0], logsum, overlap)
         of_key, of_value = way.add_block(KeyValueBlock(key, value, circle.keys[0]))

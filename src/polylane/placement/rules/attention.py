@@ -1,4 +1,4 @@
-"""Attention: samples, heads, queries, keys, or a ring of queries and keys."""
+"""Sharding rules of attention: by samples, heads, queries, keys, or queries and keys together (ring attention)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from polylane.placement.rules.by_dimension import Letters, strategies_by_dimensi
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy
 
-# Cuts of the queries, and of the keys, that a ring tries with each other where the two are different sequences.
+# Cuts of the queries, and of the keys, that are combined for a ring where the two are different sequences.
 MOST_RING_CUTS = 3
 
 
@@ -30,8 +30,9 @@ MOST_RING_CUTS = 3
 def attention(call: OperatorCall) -> Iterator[Strategy]:
     """query (..., H, L, E), key (..., Hk, S, E), value (..., Hv, S, Ev) -> (..., H, L, Ev); the mask broadcasts.
 
-    Dropped attention draws the numbers of its part of the scores; it has no ring, and keys are not cut.
+    Attention with dropout draws the random numbers of its part of the scores; it offers neither rings nor split keys.
     """
+    # Dropout without a key would draw other numbers on every rank.
     if call["dropout_p"] > 0 and not call.prefix:
         return
     yield from _samples_and_heads(call)
@@ -44,8 +45,9 @@ def attention(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _samples_and_heads(call: OperatorCall) -> Iterator[Strategy]:
-    """Every dimension before the last two; those of heads only where all tensors have the same heads."""
+    """Yield shards of every dimension before the last two; of heads only where all tensors have equally many."""
     out = call.outputs[0]
+    # Dimensions of size 1 broadcast: they have no label and stay whole.
     letters = [None if n == 1 else ascii_letters[d] for d, n in enumerate(out.shape[:-2])]
     if call["enable_gqa"]:
         letters[-1] = None
@@ -60,13 +62,15 @@ def _samples_and_heads(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _attend_locally(edit: RankCall) -> None:
-    """torch's own attention on a part; where it drops, what belongs to the part of the scores in hand."""
+    """Run torch's own attention on a part; with dropout, draw the random numbers of the local part of the scores."""
     assert edit.strategy is not None
+    # Query, key and value may each need a collective for their gradient: start these in one order on all ranks.
     edit.target = joint_gradients(edit.target)
     cut = edit.strategy.outputs[0]
     if not edit.call.prefix or not isinstance(cut, Shard):
         return
     query, key = edit.call["query"], edit.call["key"]
+    # The random value has the scores' shape; a dimension along which only values (not scores) vary draws nothing.
     dims = max(query.dim, key.dim)
     back = cut.dim - edit.call.outputs[0].dim  # from the last dimension
     if back == -2 or any(x.dim >= -back and x.shape[back] > 1 for x in (query, key)):
@@ -77,13 +81,17 @@ def _attend_locally(edit: RankCall) -> None:
 
 
 def _group_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Heads of which several share keys and values (Ainslie et al., GQA, 2023): keys and values in the same groups
-    where the cuts fall between groups, else whole, and each rank takes the heads that its queries use."""
+    """Yield shards of heads where several share keys and values (Ainslie et al., GQA, 2023).
+
+    Keys and values are sharded in the same groups where the cuts fall between groups; otherwise they are whole, and
+    each rank takes the heads that its queries use.
+    """
     out, query, sharing = call.outputs[0], call["query"], (call["key"], call["value"])
     heads = out.shape[-3]
     places = [query.at(-3), out.at(-3), *_mask_dimension(call, -3)]
     found: dict[Cuts, None] = dict.fromkeys(call.common_cuts(*places))
     for value in sharing:
+        # What neighbours of keys and values ask for counts in groups: scale it to query heads.
         for cuts in call.common_cuts(value.at(-3)):
             found[scale_cuts(cuts, heads // value.shape[-3])] = None
     for cuts in found:
@@ -100,12 +108,14 @@ def _attend_groups(edit: RankCall) -> None:
     cut = edit.strategy.outputs[0]
     assert isinstance(cut, Shard)
     if cut.local_length(edit.index) == 0:
-        edit["enable_gqa"] = False  # no heads share no heads
+        edit["enable_gqa"] = False  # torch refuses grouped heads if there are none
     for name in ("key", "value"):
         value = edit.call[name]
         if isinstance(edit.strategy.inputs[value.index], Shard):
             continue
         group = cut.size // value.shape[-3]
+        # The key head of each local query head; if every key head serves equally many in a row, torch's own grouping
+        # does it.
         used = [head // group for start, stop in cut.ranges(edit.index) for head in range(start, stop)]
         own = list(dict.fromkeys(used))
         times = len(used) // max(len(own), 1)
@@ -120,12 +130,13 @@ def _attend_groups(edit: RankCall) -> None:
 
 
 def _query_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Queries are independent of each other; keys and values are whole."""
+    """Yield shards of queries, which are independent of each other; keys and values are whole."""
     query, out = call["query"], call.outputs[0]
     keys = ((0, call["key"].shape[-2]),)
     for cuts in _sequence_cuts(call, query.at(-2), out.at(-2), *_mask_dimension(call, -2)):
         placed = {query.index: Shard(query.dim - 2, cuts), **_mask_placement(call, -2, cuts)}
         given = Shard(out.dim - 2, cuts)
+        # Causal queries see more keys the later they are: the busiest rank need not have most queries.
         scores = [count_scores(given.ranges(i), keys, call["is_causal"]) for i in range(call.degree)]
         work = max(scores) / max(sum(scores), 1)
         yield call.strategy("query positions", placed, given, local=_attend_local_queries, work=work)
@@ -136,6 +147,7 @@ def _attend_local_queries(edit: RankCall) -> None:
     cut = edit.strategy.outputs[0]
     assert isinstance(cut, Shard)
     _attend_locally(edit)
+    # Local queries are not at the start of the sequence: torch's is_causal would mask by local positions.
     queries = cut.ranges(edit.index)
     if edit.call.prefix:
         if edit.call["is_causal"]:
@@ -150,8 +162,11 @@ def _attend_local_queries(edit: RankCall) -> None:
 
 
 def _ring_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Queries and keys (Liu et al., 2023). Where the two are one sequence they are cut alike, and causal ones also in
-    stripes, so that every rank has early and late positions (Brandon et al., Striped Attention, 2023)."""
+    """Yield shards of queries and keys (Liu et al., 2023).
+
+    Where the two are one sequence they are cut alike; a causal one also in stripes, so that every rank has early and
+    late positions (Brandon et al., Striped Attention, 2023).
+    """
     query, key, value, out = call["query"], call["key"], call["value"], call.outputs[0]
     of_queries = [query.at(-2), out.at(-2), *_mask_dimension(call, -2)]
     of_keys = [key.at(-2), value.at(-2)]
@@ -161,6 +176,7 @@ def _ring_strategies(call: OperatorCall) -> Iterator[Strategy]:
         pairs = list(
             product(_sequence_cuts(call, *of_queries)[:MOST_RING_CUTS], call.common_cuts(*of_keys)[:MOST_RING_CUTS])
         )
+    # Bytes of one key position and its value, over all samples and heads.
     sizes = (math.prod(x.shape) // max(x.shape[-2], 1) for x in (key, value))
     per_key = sum(sizes) * key.dtype.itemsize
     for rows, columns in pairs:
@@ -186,7 +202,7 @@ def _attend_ring(circle: RingSchedule, edit: RankCall) -> None:
 
 
 def _key_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Keys, and every rank gives a summand."""
+    """Yield shards of keys and values, with a partial sum of the output on every rank."""
     key, value, out = call["key"], call["value"], call.outputs[0]
     queries = ((0, call["query"].shape[-2]),)
     rows = math.prod(_score_shape(call)[:-1])
@@ -195,7 +211,7 @@ def _key_strategies(call: OperatorCall) -> Iterator[Strategy]:
         placed |= _mask_placement(call, -1, cuts)
         spans = [Shard(0, cuts).ranges(i) for i in range(call.degree)]
         scores = [count_scores(queries, span, call["is_causal"]) for span in spans]
-        reductions = 3 if out.gradient else 2  # of the largest score, of the sum; backward of one number more a row
+        reductions = 3 if out.gradient else 2  # of the row maximum and the row sum; backward of one number per row
         sent = reductions * (call.degree - 1) * rows * accumulation_dtype(key.dtype).itemsize
         work = max(scores) / max(sum(scores), 1)
         yield call.strategy(
@@ -204,7 +220,7 @@ def _key_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _score_shape(call: OperatorCall) -> tuple[int, ...]:
-    """The shape of the scores."""
+    """Return the shape of the scores, (..., queries, keys)."""
     query, key = call["query"].shape, call["key"].shape
     heads = (*key[:-3], query[-3]) if call["enable_gqa"] else key[:-2]
     return *torch.broadcast_shapes(query[:-2], heads), query[-2], key[-2]
@@ -214,6 +230,7 @@ def _attend_local_keys(edit: RankCall) -> None:
     assert edit.strategy is not None
     cut = edit.strategy.inputs[edit.call["key"].index]
     assert isinstance(cut, Shard)
+    # Another axis may have sharded causal queries already: keep their positions for the mask.
     own = unwrap_settings(edit.target)
     queries = own.queries if isinstance(own, CausalAttention) else None
     edit.target = wrap_like(edit.target, RingOverKeys(cut.ranges(edit.index), queries))
@@ -221,7 +238,7 @@ def _attend_local_keys(edit: RankCall) -> None:
 
 
 def _sequence_cuts(call: OperatorCall, *places: Place) -> list[Cuts]:
-    """The cuts to offer for a sequence: for a causal one striped ones too."""
+    """Return the cuts to offer for a sequence; for a causal one also stripes."""
     found = call.common_cuts(*places)
     if found and call["is_causal"]:
         striped = _striped_cuts(found[0][-1][-1], call.degree)
@@ -231,7 +248,7 @@ def _sequence_cuts(call: OperatorCall, *places: Place) -> list[Cuts]:
 
 
 def _striped_cuts(size: int, degree: int) -> Cuts:
-    """As many as two segments for every rank, each cut evenly."""
+    """Return cuts in up to two segments per rank, each cut evenly."""
     segments = max(1, min(2 * degree, size // degree))
     ends = even_cuts(size, segments)[0]
     return join_cuts([even_cuts(b - a, degree) for a, b in pairwise(ends)])
@@ -241,11 +258,11 @@ def _striped_cuts(size: int, degree: int) -> Cuts:
 
 
 def _mask_dimension(call: OperatorCall, back: int) -> list[Place]:
-    """A dimension of the mask, counted from the last, where it has one that does not broadcast."""
+    """Return a dimension of the mask as a list of at most one place; empty where it broadcasts."""
     mask = call["attn_mask"]
     return [mask.at(back)] if mask is not None and mask.dim >= -back and mask.shape[back] > 1 else []
 
 
 def _mask_placement(call: OperatorCall, back: int, cuts: Cuts) -> dict[int, Placement]:
-    """The mask, cut along this dimension with the scores."""
+    """Return the mask's placement if the scores are sharded along this dimension, counted from the last."""
     return {index: Shard(dim, cuts) for _, index, dim in _mask_dimension(call, back)}

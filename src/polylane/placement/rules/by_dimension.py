@@ -1,4 +1,4 @@
-"""The rules' common form: a letter for every dimension; dimensions with the same letter are cut alike."""
+"""Rules by dimension labels (as in einsum): dimensions with the same label are sharded together."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from string import ascii_letters
 from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Placement, Shard
 from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy, TensorValue
 
-# For every dimension of a tensor its letter; None for what is not cut.
+# A label for every dimension of a tensor; None for a dimension that is not sharded.
 Letters = Sequence[str | None]
 
 
 def label_dimensions(value: TensorValue, uncut: Sequence[int] = ()) -> list[str | None]:
-    """A letter for every dimension of a value but these, and but those in which there is nothing to cut."""
+    """Return a label for every dimension of a value, but None for those ``uncut`` and those of size 1 or less."""
     return [None if n <= 1 or d in uncut else ascii_letters[d] for d, n in enumerate(value.shape)]
 
 
 def no_labels(value: TensorValue) -> list[str | None]:
-    """No letter for any dimension: a value that is whole on every rank."""
+    """Return no label for any dimension: a value that is whole on every rank."""
     return [None] * value.dim
 
 
 def broadcast_labels(value: TensorValue, letters: Letters) -> list[str | None]:
-    """The letters of a value that broadcasts to dimensions with these."""
+    """Return the labels of a value that broadcasts to dimensions with labels ``letters``."""
     own = letters[len(letters) - value.dim :]
     return [None if n == 1 else letter for n, letter in zip(value.shape, own, strict=True)]
 
 
 def broadcast_input_labels(call: OperatorCall, letters: Letters) -> list[list[str | None]]:
-    """The letters of all inputs, broadcast to dimensions with these; one that only lends its type has none."""
+    """Return the labels of all inputs, broadcast to ``letters``; an input that only gives its dtype has none."""
     lender = call.arguments.get("other") if call.base in ("type_as", "to") else None
     return [
         no_labels(value)
@@ -40,7 +40,7 @@ def broadcast_input_labels(call: OperatorCall, letters: Letters) -> list[list[st
 
 
 def partial_sums(call: OperatorCall, *values: TensorValue | None) -> Iterator[Strategy]:
-    """What is linear in these inputs together works on summands of them."""
+    """Yield the strategy on partial sums, for an operator that is linear in ``values`` taken together."""
     present = [v for v in values if v is not None]
     if all(v.dtype.is_floating_point or v.dtype.is_complex for v in (*present, *call.outputs)):
         yield call.strategy("summands", {v.index: PARTIAL for v in present}, PARTIAL)
@@ -57,18 +57,19 @@ def strategies_by_dimension(
     local: Callable[[RankCall], None] | None = None,
     skip: str = "",
 ) -> Iterator[Strategy]:
-    """The strategies of an operator whose dimensions are independent of each other: shard one letter.
+    """Yield the strategies of an operator whose dimensions are independent of each other: each shards one label.
 
     Args:
-        call: the operator.
-        inputs: a letter for every dimension of every input; None for what cannot be split. Dimensions with the same
-            letter are cut alike.
-        outputs: the same for every output. An input without the letter is replicated, its gradient partial.
-        names: letter -> the strategy's name; default "dim 1", the number in the first output.
-        summed: letters over which the operator sums products: the outputs are then partial.
-        added: numbers of the inputs that are added at last (a bias): where the outputs are partial, they are too.
-        local: what must change in each rank's call.
-        skip: letters that are not to be split.
+        call: the operator with concrete shapes.
+        inputs: a label for every dimension of every input; None for what cannot be sharded. Dimensions with the same
+            label are cut alike.
+        outputs: a label for every dimension of every output. An input without the label is replicated, its gradient
+            partial.
+        names: the strategy's name for a label; default "dim 1", the number in the first output.
+        summed: labels over which the operator sums products: the outputs are then partial.
+        added: indices of inputs that are added at last (a bias): where the outputs are partial, they are too.
+        local: changes each rank's call; None if the operator runs unchanged on parts.
+        skip: labels that are not to be sharded.
     """
     places: dict[str, list[Place]] = {}
     for part, every in (("in", inputs), ("out", outputs)):
@@ -77,10 +78,12 @@ def strategies_by_dimension(
                 if letter is not None and letter not in skip:
                     places.setdefault(letter, []).append((part, index, dim))
     for letter, where in places.items():
+        # A label that is missing in the output must be summed over; otherwise ranks would have different whole results.
         if letter not in summed and not all(letter in letters for letters in outputs):
             continue
         for cuts in call.common_cuts(*where):
             given: list[Placement] = [_placement_of_label(letters, letter, cuts, PARTIAL) for letters in outputs]
+            # An input without the label feeds only this rank's part: its gradient is a partial sum.
             rest: Placement = REPLICATE_PARTIAL_GRAD
             placed = {
                 i: _placement_of_label(letters, letter, cuts, PARTIAL if letter in summed and i in added else rest)

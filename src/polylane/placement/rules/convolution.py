@@ -1,4 +1,4 @@
-"""Convolutions: by samples, by filters, by input channels, by groups, by position."""
+"""Sharding rules of convolutions: by samples, filters, input channels, groups, or positions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ POSITIONS = {1: ("position",), 2: ("height", "width"), 3: ("depth", "height", "w
 
 
 def per_dimension(value: Any, count: int) -> list[Any]:
-    """An argument for every dimension of positions: torch takes one for all."""
+    """Return an argument as one value per spatial dimension: torch takes one for all."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values * count if len(values) == 1 else values
 
 
 def set_argument(edit: RankCall, name: str, at: int, count: int, value: Any) -> None:
-    """Change an argument for one dimension of positions."""
+    """Set an argument's value for one spatial dimension."""
     values = per_dimension(edit[name], count)
     values[at] = value
     edit[name] = values
@@ -40,13 +40,13 @@ def set_argument(edit: RankCall, name: str, at: int, count: int, value: Any) -> 
 
 @dataclass(frozen=True)
 class ConvolutionShape:
-    """How a convolution is laid out.
+    """A convolution's inputs and dimensions.
 
     Attributes:
-        x, weight, bias: its inputs.
-        channels: of x: the dimension of channels; those of positions come behind it.
-        spatial: how many dimensions of positions there are.
-        groups: how many.
+        x, weight, bias: the convolution's input tensors.
+        channels: index of the channel dimension of x; spatial dimensions follow it.
+        spatial: number of spatial dimensions, 1 to 3.
+        groups: number of groups of channels.
         transposed: the weight is (channels in, filters / groups, ...), not (filters, channels in / groups, ...).
     """
 
@@ -60,11 +60,11 @@ class ConvolutionShape:
 
     @property
     def filter_dim(self) -> int:
-        """Of the weight: where the filters are."""
+        """The weight's dimension that holds the filters."""
         return 1 if self.transposed else 0
 
     def inputs(self, x: Cuts | None, filters: Cuts | None, weight_in: Cuts | None = None) -> dict[int, Placement]:
-        """The placements of inputs whose channels, or filters, are cut."""
+        """Return the placements of inputs whose channels, filters or weight channels are cut."""
         placed: dict[int, Placement] = {}
         if x is not None:
             placed[self.x.index] = Shard(self.channels, x)
@@ -106,10 +106,11 @@ def convolution(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _by_filters(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
-    """A part of the filters of each group."""
+    """Yield shards of each group's filters."""
     out = call.outputs[0]
     size = out.shape[form.channels] // form.groups
     asked = [(out, form.channels), (form.weight, form.filter_dim), *([(form.bias, 0)] if form.bias else [])]
+    # Each group is cut alike, so that every rank keeps all groups and the argument ``groups`` stays as it is.
     for cuts in per_group(call, form.groups, size, asked):
         every = repeat_cuts(cuts, size, form.groups)
         placed = form.inputs(None, cuts if form.transposed else every)
@@ -119,13 +120,13 @@ def _by_filters(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy
 
 
 def _by_input_channels(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
-    """A part of the input channels of each group: every rank has a summand of every output."""
+    """Yield shards of each group's input channels: every rank has a partial sum of every output."""
     size = form.x.shape[form.channels] // form.groups
     for cuts in per_group(call, form.groups, size, [(form.x, form.channels), (form.weight, 1 - form.filter_dim)]):
         every = repeat_cuts(cuts, size, form.groups)
         placed = form.inputs(every, None, every if form.transposed else cuts)
         if form.bias is not None:
-            placed[form.bias.index] = PARTIAL
+            placed[form.bias.index] = PARTIAL  # added once in the sum over ranks, not once per rank
         strategy = call.strategy("input channels", placed, PARTIAL)
         part = strategy.inputs[form.x.index]
         if isinstance(part, Shard) and any(part.local_length(i) == 0 for i in range(call.degree)):
@@ -134,7 +135,7 @@ def _by_input_channels(call: OperatorCall, form: ConvolutionShape) -> Iterator[S
 
 
 def _without_channels(edit: RankCall) -> None:
-    """Of no channels, only the bias is left."""
+    """Replace the operator on a rank without channels: what is left is the bias, if this rank has it."""
     assert edit.strategy is not None
     if not is_empty(edit, edit.strategy.inputs):
         return
@@ -145,7 +146,7 @@ def _without_channels(edit: RankCall) -> None:
 
 
 class AddBias:
-    """``biased(x, bias)``: x (..., C, positions), with the bias (C) added, if there is one."""
+    """An operator that adds a bias (C) to x (..., C, positions), if there is one: ``biased(x, bias)``."""
 
     __module__, __name__ = "polylane", "biased"
 
@@ -157,7 +158,7 @@ class AddBias:
 
 
 def per_group(call: OperatorCall, groups: int, size: int, asked: Sequence[tuple[TensorValue, int]]) -> Iterator[Cuts]:
-    """Cuts of the ``size`` channels of one group, from those of all groups that neighbours ask for."""
+    """Yield cuts of the ``size`` channels of one group, from cuts of all groups that neighbours ask for."""
     if size < 2:
         return
     found = {even_cuts(size, call.degree): None}
@@ -170,7 +171,7 @@ def per_group(call: OperatorCall, groups: int, size: int, asked: Sequence[tuple[
 
 
 def _by_groups(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
-    """Whole groups, with their channels and their filters."""
+    """Yield shards of whole groups, with their channels and their filters."""
     groups, out = form.groups, call.outputs[0]
     if groups < 2:
         return
@@ -192,10 +193,12 @@ def _by_groups(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]
 
 
 def in_units(call: OperatorCall, count: int, asked: Sequence[tuple[TensorValue, int, int]]) -> Iterator[Cuts]:
-    """Cuts of ``count`` units that stay whole: the even ones, and those that neighbours ask for.
+    """Yield cuts of ``count`` units that stay whole: the even one, and those that neighbours ask for.
 
     Args:
-        asked: a value, its dimension that consists of these units, and how many positions each of them has there.
+        call: the operator whose neighbours are asked.
+        count: number of units in the dimension.
+        asked: a tensor, its dimension that consists of these units, and the length of a unit there.
     """
     if count < 2:
         return
@@ -209,7 +212,7 @@ def in_units(call: OperatorCall, count: int, asked: Sequence[tuple[TensorValue, 
 
 
 def set_local_groups(edit: RankCall) -> None:
-    """Let the argument ``groups`` count those of this rank."""
+    """Set the argument ``groups`` to the number of groups of this rank."""
     assert edit.strategy is not None
     out = edit.strategy.outputs[0]
     assert isinstance(out, Shard)
@@ -221,11 +224,11 @@ def set_local_groups(edit: RankCall) -> None:
 
 @dataclass(frozen=True)
 class ReadWindow:
-    """What an output of a convolution or a pool reads along one dimension.
+    """The inputs that an output of a convolution or pooling reads along one dimension.
 
     Attributes:
-        kernel, stride, dilation: along this dimension.
-        before: positions of padding before the first.
+        kernel, stride, dilation: the operator's arguments along this dimension.
+        before: number of padded positions before the first.
     """
 
     kernel: int
@@ -235,18 +238,19 @@ class ReadWindow:
 
     @property
     def reach(self) -> int:
-        """From the first to the last position that an output reads."""
+        """Distance from the first to the last position that an output reads."""
         return (self.kernel - 1) * self.dilation
 
     def reads(self, start: int, stop: int) -> list[Range]:
-        """What outputs from ``start`` to ``stop`` read."""
+        """Return the range of inputs that outputs from ``start`` to ``stop`` read; it may reach into the padding."""
         return [(start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.reach + 1)]
 
     def feeds(self, start: int, stop: int) -> list[Range]:
-        """The inputs that write to outputs from ``start`` to ``stop`` of a transposed convolution.
+        """Return the range of inputs that write to outputs from ``start`` to ``stop`` of a transposed convolution.
 
-        And those around them, until what they write covers all of the outputs.
+        Inputs around them are included until what they write covers all of the outputs.
         """
+        # Input i writes to outputs from i * stride - before to i * stride - before + reach.
         low = min((start + self.before) // self.stride, -(-(start + self.before - self.reach) // self.stride))
         high = max((stop - 1 + self.before) // self.stride, -(-(stop + self.before - self.reach - 1) // self.stride))
         return [(low, high + 1)]
@@ -258,16 +262,18 @@ def _by_position(call: OperatorCall, form: ConvolutionShape, d: int) -> Iterator
     padding = call["padding"]
     kernel, dilation = form.weight.shape[2 + d], per_dimension(call["dilation"], spatial)[d]
     same = padding == "same"
+    # torch pads "same" unevenly: the smaller half comes before.
     before = (kernel - 1) * dilation // 2 if same else 0 if padding == "valid" else per_dimension(padding, spatial)[d]
     window = ReadWindow(kernel, per_dimension(call["stride"], spatial)[d], dilation, before)
 
     def unpadded(edit: RankCall, start: int, stop: int) -> None:
-        if same:  # it pads what it gets once more, and gives as much as that
+        if same:  # "same" pads the local input again and returns as many outputs: keep those in the middle
             edit.append(TrimRange(dim, before, stop - start))
         elif padding != "valid":
             set_argument(edit, "padding", d, spatial, 0)
 
     def written(edit: RankCall, start: int, stop: int) -> None:
+        # No padding or output_padding locally: compute all outputs of the fetched inputs, and keep this rank's.
         set_argument(edit, "padding", d, spatial, 0)
         set_argument(edit, "output_padding", d, spatial, 0)
         ((first, _),) = window.feeds(start, stop)

@@ -1,4 +1,4 @@
-"""Embeddings: by features, by rows of the table (the vocabulary), or by what is looked up."""
+"""Sharding rules of embeddings: by features, by rows of the table (the vocabulary), or by indices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def embedding(call: OperatorCall) -> Iterator[Strategy]:
     if _sparse(call):
         return
     rows = [c for c in ascii_lowercase if c not in "fv"][: indices.dim]
-    # How often an index occurs counts over all indices.
+    # scale_grad_by_freq counts an index over all indices, which no rank with a part of them knows.
     counted = call["scale_grad_by_freq"] and table.gradient
     inputs: list[Letters] = [[]] * 2
     inputs[table.index], inputs[indices.index] = [None, "f"], rows
@@ -30,13 +30,14 @@ def embedding(call: OperatorCall) -> Iterator[Strategy]:
         return
     for cuts in call.common_cuts(table.at(0)):
         shard = Shard(0, cuts)
+        # work=1.0: every rank looks up all indices, and masks those that it does not have.
         yield call.strategy(
             "vocabulary", {table.index: shard}, PARTIAL, local=partial(_looked_up, number=table.index), work=1.0
         )
 
 
 def _sparse(call: OperatorCall) -> bool:
-    """Whether the table's gradient is a sparse tensor, which cannot be cut or summed like others."""
+    """Return whether the table's gradient is a sparse tensor, which cannot be sharded or all-reduced like others."""
     return bool(call["sparse"] and call["weight"].gradient)
 
 
@@ -55,6 +56,6 @@ def embedding_bag(call: OperatorCall) -> Iterator[Strategy]:
     if _sparse(call):
         return
     for cuts in call.common_cuts(table.at(1), call.outputs[0].at(1)):
-        # Which index gave the maximum is known for every feature, all else for every bag or index.
+        # The index of the maximum (mode "max") is known per feature; other outputs are per bag or per index, and whole.
         given: list[Placement] = [Shard(1, cuts) if out.dim == 2 else REPLICATE_PARTIAL_GRAD for out in call.outputs]
         yield call.strategy("features", {table.index: Shard(1, cuts)}, given)

@@ -1,4 +1,4 @@
-"""Operators that pick and put by tensors of positions: index, gather, scatter and their like."""
+"""Sharding rules of operators that read and write at tensors of positions: index, gather, scatter and their like."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _is_mask(index: TensorValue) -> bool:
 def _index_labels(
     x: TensorValue, indices: Sequence[TensorValue | None]
 ) -> tuple[list[str | None], list[str | None], list[str | None]]:
-    """Letters of an indexed value, of the positions (all broadcast together), and of what is found there."""
+    """Return the labels of an indexed value, of the positions (broadcast together), and of the result."""
+    # A boolean mask stands for as many dimensions as it has itself; ``at`` runs through the value's dimensions.
     touched: list[int] = []
     at = 0
     for index in indices:
@@ -35,11 +36,11 @@ def _index_labels(
         at += width
     given = [i for i in indices if i is not None]
     own = label_dimensions(x, touched)
-    masked = any(map(_is_mask, given))  # how many are found depends on the data
+    masked = any(map(_is_mask, given))  # the number of selected rows depends on the data: not sharded
     wide = [None if masked else c for c in ascii_uppercase[: max((1 if _is_mask(i) else i.dim) for i in given)]]
     rest = [letter for d, letter in enumerate(own) if d not in touched]
     adjacent = touched == list(range(touched[0], touched[0] + len(touched)))
-    first = touched[0] if adjacent else 0  # as in numpy: the positions' dimensions come first where they are apart
+    first = touched[0] if adjacent else 0  # as in numpy: otherwise positions come first
     return own, wide, rest[:first] + wide + rest[first:]
 
 
@@ -48,13 +49,13 @@ def _position_labels(index: TensorValue, wide: Sequence[str | None]) -> list[str
 
 
 def _has_plain_positions(x: TensorValue, indices: Sequence[TensorValue | None]) -> bool:
-    """Whether there are positions at all, and none that add a dimension (a mask without dimensions)."""
+    """Return whether there are positions, and none that add a dimension (a mask without dimensions)."""
     given = [i for i in indices if i is not None]
     return bool(given) and x.dim <= 26 and not any(_is_mask(i) and i.dim == 0 for i in given)
 
 
 def _masked_dimensions(x: TensorValue, indices: Sequence[TensorValue | None]) -> Letters | None:
-    """The dimensions of ``x`` that a mask stands for, if that is the only index."""
+    """Return the labels of the dimensions of ``x`` that a mask stands for, if that is the only index."""
     given = [(at, i) for at, i in enumerate(indices) if i is not None]
     if len(given) != 1 or x.dim > 26 or not _is_mask(given[0][1]) or given[0][1].dim == 0:
         return None
@@ -64,7 +65,7 @@ def _masked_dimensions(x: TensorValue, indices: Sequence[TensorValue | None]) ->
 
 @rule("index")
 def index(call: OperatorCall) -> Iterator[Strategy]:
-    """What lies at positions: cut the dimensions that they leave as they are, or the positions themselves."""
+    """x at positions: shard dimensions that are not indexed, or the positions themselves."""
     x, indices = call["self"], call["indices"]
     yield from partial_sums(call, x)
     if _has_plain_positions(x, indices):
@@ -76,11 +77,11 @@ def index(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("index_put")
 def index_put(call: OperatorCall) -> Iterator[Strategy]:
-    """Values put at positions: dimensions left as they are; where values are added, each rank may add its own."""
+    """x with values written at positions: dimensions that are not indexed; with accumulate, also the positions."""
     x, values, indices = call["self"], call["values"], call["indices"]
     yield from partial_sums(call, x, values)
     masked = _masked_dimensions(x, indices) if values.count == 1 else None
-    if masked is not None:  # one number wherever a mask says so
+    if masked is not None:  # one number wherever the mask is set: elementwise
         yield from strategies_by_dimension(
             call, [label_dimensions(x), masked, [None] * values.dim], [label_dimensions(x)]
         )
@@ -92,6 +93,7 @@ def index_put(call: OperatorCall) -> Iterator[Strategy]:
         return
     letters = [own, *(_position_labels(i, wide) for i in indices if i is not None), broadcast_labels(values, found)]
     positions = "".join(letter for letter in wide if letter)
+    # Accumulated values add up over ranks; overwriting ones would depend on which rank writes last.
     yield from strategies_by_dimension(
         call, letters, [own],
         names=dict.fromkeys(positions, "positions"), added=[x.index],
@@ -101,7 +103,7 @@ def index_put(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("index_select")
 def index_select(call: OperatorCall) -> Iterator[Strategy]:
-    """Whole slices at positions: other dimensions, or the positions."""
+    """Slices of x at positions: other dimensions, or the positions."""
     x, at = call["self"], call["index"]
     yield from partial_sums(call, x)
     if x.dim and at.dim:
@@ -112,7 +114,7 @@ def index_select(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("gather", "take_along_dim")
 def gather(call: OperatorCall) -> Iterator[Strategy]:
-    """One element for each position, along one dimension: dimensions that both have, or the positions."""
+    """One element for each position, along one dimension: dimensions that both tensors have, or the positions."""
     x, out = call["self"], call.outputs[0]
     at = call["index" if call.base == "gather" else "indices"]
     yield from partial_sums(call, x)
@@ -120,7 +122,7 @@ def gather(call: OperatorCall) -> Iterator[Strategy]:
         return
     dim = int(call["dim"]) % x.dim
     letters = label_dimensions(out)
-    if call.base == "gather":  # positions may be fewer than the value is long
+    if call.base == "gather":  # positions may have fewer rows than the value: then rows do not correspond
         letters = [
             c if x.shape[d] == n or d == dim else None for d, (c, n) in enumerate(zip(letters, at.shape, strict=True))
         ]
@@ -131,7 +133,7 @@ def gather(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("scatter", "scatter_add", "scatter_reduce")
 def scatter(call: OperatorCall) -> Iterator[Strategy]:
-    """Elements to positions along one dimension: other dimensions; where they are added, each rank may add its own."""
+    """Elements written to positions along one dimension: other dimensions; where they add up, also the positions."""
     x, at, src = call["self"], call["index"], call.arguments.get("src")
     kind = "sum" if call.base == "scatter_add" else call.arguments.get("reduce", "put")
     if src is not None and kind in ("sum", "add", "mean", "put"):
@@ -140,6 +142,7 @@ def scatter(call: OperatorCall) -> Iterator[Strategy]:
         return
     dim = int(call["dim"]) % x.dim
     every = [x, at] if src is None else [x, at, src]
+    # Only dimensions of equal length in all tensors can be cut alike.
     own = label_dimensions(x, [d for d in range(x.dim) if d == dim or len({v.shape[d] for v in every}) > 1])
     lists = [list(own) for _ in every]
     adds = src is not None and kind in ("sum", "add") and call.arguments.get("include_self", True)
@@ -154,7 +157,7 @@ def scatter(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("index_add", "index_copy", "index_fill")
 def index_add(call: OperatorCall) -> Iterator[Strategy]:
-    """Whole slices to positions: other dimensions; where they are added, each rank may add its own."""
+    """Slices written to positions: other dimensions; where they add up, also the positions."""
     x, at, source = call["self"], call["index"], call.arguments.get("source")
     if source is not None:
         yield from partial_sums(call, x, source)
@@ -173,7 +176,7 @@ def index_add(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("one_hot")
 def one_hot(call: OperatorCall) -> Iterator[Strategy]:
-    """A new last dimension of classes. Of how many the data may say: then of those of all ranks."""
+    """A new last dimension of classes; without ``num_classes`` their number depends on the data of all ranks."""
     letters = label_dimensions(call["self"])
     if call["num_classes"] >= 0:
         yield from strategies_by_dimension(call, [letters], [[*letters, None]])

@@ -1,4 +1,4 @@
-"""Losses: by samples, elements, or classes; a mean over what is cut is a sum over ranks."""
+"""Sharding rules of losses: by samples, elements, or classes; a mean over a sharded dimension sums over ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from polylane.placement.rules.registry import rule
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM, ShardedClassLoss
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
-# Of every element for itself, all tensors broadcast.
+# Computed for every element independently, with all tensors broadcast.
 ELEMENTWISE = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
     *("binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss"),
     "margin_ranking_loss",
 )
-# Their backward pass divides what it gives a tensor by that tensor's own size, and not by the number of losses: where a
-# tensor is broadcast along the dimension that is cut, the parts' gradients would not add up to the whole's.
+# Their backward pass divides a tensor's gradient by that tensor's own size, not by the number of losses: where a tensor
+# is broadcast along the sharded dimension, the parts' gradients would not add up to the whole gradient.
 _OWN_MEAN = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 
 
 @rule(*ELEMENTWISE)
 def elementwise(call: OperatorCall) -> Iterator[Strategy]:
-    """Any dimension of all tensors together."""
+    """All tensors broadcast together: any of their dimensions."""
     letters = _all_dimensions(call)
     inputs = [broadcast_labels(value, letters) for value in call.inputs]
     skip = ""
@@ -42,7 +42,7 @@ def elementwise(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("triplet_margin_loss")
 def triplet(call: OperatorCall) -> Iterator[Strategy]:
-    """Three times (..., features), broadcast; by all dimensions but the last."""
+    """Three tensors (..., features), broadcast: all dimensions but the last."""
     letters = _all_dimensions(call)
     inputs = [broadcast_labels(value, letters) for value in call.inputs]
     yield from _by_rows(call, [[*own[:-1], None] if own else own for own in inputs], letters[:-1])
@@ -50,7 +50,7 @@ def triplet(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss")
 def by_samples(call: OperatorCall) -> Iterator[Strategy]:
-    """Vectors (samples, features) with a target each (samples), or one vector; by samples."""
+    """Vectors (samples, features) with a target each (samples), or one vector: by samples."""
     first = call.inputs[0]
     if first.dim != 2:
         return
@@ -65,7 +65,7 @@ def by_samples(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("ctc_loss")
 def ctc(call: OperatorCall) -> Iterator[Strategy]:
-    """Scores (time, samples, classes), targets (samples, length) in a rectangle; by samples."""
+    """Scores (time, samples, classes), targets (samples, length) as a rectangle: by samples."""
     scores, targets = call["log_probs"], call["targets"]
     if scores.dim != 3 or targets.dim != 2:
         return
@@ -74,19 +74,21 @@ def ctc(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _all_dimensions(call: OperatorCall) -> list[str]:
-    """A letter for every dimension of all tensors broadcast together."""
+    """Return a label for every dimension of all tensors broadcast together."""
     return list(ascii_lowercase[: max(value.dim for value in call.inputs)])
 
 
 def _by_rows(
     call: OperatorCall, inputs: Sequence[Letters], letters: Sequence[str], *, empty: bool = True, skip: str = ""
 ) -> Iterator[Strategy]:
-    """Cut a dimension of what the loss is summed over, or of what it gives for each.
+    """Yield shards of a dimension that the loss is summed over, or of the unreduced losses.
 
     Args:
-        letters: of the losses before they are reduced.
-        empty: whether the operator runs on no sample.
-        skip: letters that are not to be split.
+        call: the loss with its argument "reduction".
+        inputs: a label for every dimension of every input.
+        letters: labels of the losses before they are reduced.
+        empty: whether the operator runs without samples.
+        skip: labels that are not to be sharded.
     """
     reduction = call["reduction"]
     output, summed = (letters, "") if reduction == NONE else ((), "".join(letters))
@@ -99,10 +101,10 @@ def _by_rows(
 
 
 def _scale_local_mean(edit: RankCall) -> None:
-    """A mean of what is in hand counts for as much as there is in hand; a mean of nothing for nothing."""
+    """Scale a mean over the local samples by their share of all; without local samples return a sum, which is 0."""
     assert edit.strategy is not None
     shard = next(p for p in edit.strategy.inputs if isinstance(p, Shard))
-    for name in ("input_lengths", "target_lengths"):  # of ctc_loss, where they are numbers
+    for name in ("input_lengths", "target_lengths"):  # of ctc_loss, where they are lists of numbers
         if name in edit.arguments and not isinstance(edit.call[name], TensorValue):
             edit[name] = [n for start, stop in shard.ranges(edit.index) for n in edit[name][start:stop]]
     if edit.call["reduction"] != MEAN:
@@ -119,13 +121,13 @@ def _scale_local_mean(edit: RankCall) -> None:
 
 @rule("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d", composes=True)
 def of_classes(call: OperatorCall) -> Iterator[Strategy]:
-    """Scores (C), (N, C) or (N, C, ...); targets are classes, or for a cross entropy probabilities of all of them."""
+    """Scores (C), (N, C) or (N, C, ...); targets are class indices, or for cross entropy probabilities of classes."""
     yield from _by_targets(call)
     yield from _by_classes(call)
 
 
 def _has_probabilities(call: OperatorCall) -> bool:
-    """Whether targets are probabilities."""
+    """Return whether targets are probabilities."""
     return bool(call["target"].dtype.is_floating_point)
 
 
@@ -143,6 +145,7 @@ def _by_targets(call: OperatorCall) -> Iterator[Strategy]:
     if weight is not None:
         inputs[weight.index] = [None]
     mean = call["reduction"] == MEAN
+    # With class indices the divisor is the number (or weight) of targets not ignored: counted over ranks in the kernel.
     counted = mean and not _has_probabilities(call)
     output, summed = (rows, "") if call["reduction"] == NONE else ([], "".join(rows))
     local = _divide_by_count if counted else _scale_local_mean
@@ -157,6 +160,7 @@ def _by_classes(call: OperatorCall) -> Iterator[Strategy]:
     if _has_probabilities(call):
         places += [target.at(dim), *([weight.at(0)] if weight is not None else [])]
     samples = torch.Size(scores.shape).numel() // max(scores.shape[dim], 1)
+    # Row values that are all-reduced: maximum, sum of exponentials and target logit (and the smoothing term).
     sums = 3 + (call.arguments.get("label_smoothing", 0) > 0) if not _has_probabilities(call) else 5
     for cuts in call.common_cuts(*places):
         placed: dict[int, Placement] = {scores.index: Shard(dim, cuts)}
@@ -171,11 +175,12 @@ def _by_classes(call: OperatorCall) -> Iterator[Strategy]:
                 "classes", placed, REPLICATE, default=REPLICATE, local=_shard_classes, sent=sent, messages=messages
             )
         else:
+            # nll_loss is linear in its scores: no communication, the loss is a partial sum.
             yield call.strategy("classes", placed, PARTIAL, default=REPLICATE_PARTIAL_GRAD, local=_shard_classes)
 
 
 def _replace_with_class_loss(edit: RankCall) -> ShardedClassLoss:
-    """What is called in place of the operator; one axis may cut the classes, others the samples."""
+    """Return the kernel that replaces the operator; one axis may shard the classes, others the samples."""
     if isinstance(edit.target, ShardedClassLoss):
         return edit.target
     call = edit.call

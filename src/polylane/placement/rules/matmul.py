@@ -1,4 +1,4 @@
-"""Matrix products and other multilinear operators: by batch, rows, columns, or by what is summed over."""
+"""Sharding rules of matrix products and other multilinear operators: by batch, rows, columns, or the contraction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polylane.placement.rules.by_dimension import Letters, broadcast_labels, str
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
 
-# Dimensions that are neither m, n nor k: those of a batch.
+# Labels other than m, n and k: those of batch dimensions.
 _BATCH = "".join(letter for letter in ascii_lowercase if letter not in "kmn")
 
 NAMES = {"m": "rows of the left", "n": "columns", "k": "rows"}
@@ -28,17 +28,18 @@ def multilinear(
     skip: str = "",
     whole: Sequence[TensorValue] = (),
 ) -> Iterator[Strategy]:
-    """The strategies of a sum of products of its factors: shard any letter, or let a factor be a sum of summands.
+    """Yield the strategies of a sum of products: shard any label, or let one factor be a partial sum.
 
     Args:
-        call: the operator.
-        factors: by their number among the inputs, a letter for every dimension.
-        output: its letters. What factors have and it has not is summed over: the output is then partial.
-        added: what is added to the products, broadcast to the output.
-        names: as in :func:`strategies_by_dimension`.
-        skip: letters that are not to be split.
-        whole: factors that do not come as summands (weights).
+        call: the operator with concrete shapes.
+        factors: by index among the inputs, a label for every dimension.
+        output: labels of the output. Labels that only factors have are summed over: the output is then partial.
+        added: tensor that is added to the products, broadcast to the output.
+        names: the strategies' names by label, as in :func:`strategies_by_dimension`.
+        skip: labels that are not to be sharded.
+        whole: factors that are never partial sums (weights).
     """
+    # A dimension of size 1 broadcasts against a longer one with the same label: it must stay whole.
     sizes: dict[str, int] = {}
     for i, letters in factors.items():
         for size, letter in zip(call.inputs[i].shape, letters, strict=True):
@@ -53,6 +54,7 @@ def multilinear(
     last = [] if added is None else [added.index]
     summed = "".join(letter for letter in sizes if letter not in output)
     yield from strategies_by_dimension(call, inputs, [output], names=names, summed=summed, added=last, skip=skip)
+    # Linear in each factor: with one factor a partial sum, the others whole, the output is a partial sum.
     for i in factors:
         value = call.inputs[i]
         if value not in whole and (value.dtype.is_floating_point or value.dtype.is_complex):
@@ -81,7 +83,7 @@ def added(call: OperatorCall) -> Iterator[Strategy]:
     """beta * self + alpha * (a product); ``self`` is broadcast."""
     bias, left, right = call.inputs
     every = _product(call, left, right, bias)
-    # One number that is added to no rows remains one number (torch's addmv).
+    # torch's addmv does not broadcast a single number to an output without rows.
     refuses = call.base == "addmv" and bias.shape != call.outputs[0].shape
     yield from filter(covers_all_ranks, every) if refuses else every
 
@@ -133,7 +135,7 @@ def inner(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("tensordot")
 def tensordot(call: OperatorCall) -> Iterator[Strategy]:
-    """Pairs of dimensions are summed over; the others follow each other."""
+    """Pairs of dimensions are summed over; the others follow each other in the output."""
     left, right = call["self"], call["other"]
     mine, theirs = list(ascii_lowercase[: left.dim]), list(ascii_lowercase[: right.dim].upper())
     pairs = [(a % left.dim, b % right.dim) for a, b in zip(call["dims_self"], call["dims_other"], strict=True)]
@@ -146,8 +148,9 @@ def tensordot(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("linalg_vecdot")
 def vecdot(call: OperatorCall) -> Iterator[Strategy]:
-    """Products of vectors that lie along one dimension, everything else broadcast."""
+    """Dot products of vectors along one dimension, everything else broadcast."""
     dims = max(value.dim for value in call.inputs)
+    # ``dim`` counts in the broadcast shape: labels of a shorter operand are the last ones.
     letters = list(_BATCH[:dims])
     letters[call["dim"] % dims] = "k"
     factors = {value.index: letters[dims - value.dim :] for value in call.inputs}
@@ -183,7 +186,7 @@ def bilinear(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("einsum")
 def einsum(call: OperatorCall) -> Iterator[Strategy]:
-    """Any equation; a letter that one operand has twice (a diagonal) is not split."""
+    """Any equation; a label that one operand has twice (a diagonal) is not sharded."""
     every, output = parse_equation(call["equation"], [value.dim for value in call.inputs])
     twice = "".join({c for letters in every for c, times in Counter(letters).items() if times > 1})
     names = {c: f"dim {c}" for letters in every for c in letters}
@@ -191,13 +194,13 @@ def einsum(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def parse_equation(equation: str, dims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
-    """An equation of einsum as letters for the dimensions of every operand, and of the output.
+    """Parse an einsum equation into labels for the dimensions of every operand, and of the output.
 
-    What an ellipsis stands for becomes the characters "0", "1", ..., numbered from its last dimension.
+    The dimensions of an ellipsis get the labels "0", "1", ..., numbered from the last one.
 
     Args:
-        equation: in torch's form; without "->" the output has the letters that occur once, in alphabetical order.
-        dims: how many dimensions every operand has.
+        equation: in torch's form; without "->" the output has the labels that occur once, in alphabetical order.
+        dims: number of dimensions of every operand.
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     parts = [part.replace("...", ".") for part in left.split(",")]

@@ -1,4 +1,4 @@
-"""Normalizations: cut what is normalized alone; or what is normalized together, with statistics over all ranks."""
+"""Sharding rules of normalizations: independent dimensions, or normalized ones with statistics over all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy,
 
 
 def _inputs(call: OperatorCall, letters: Mapping[str, Letters]) -> list[Letters]:
-    """The letters of all inputs, of which those with these names have some."""
+    """Return the labels of all inputs, from those of the inputs named in ``letters``; others have none."""
     known = {
         value.index: letters[name] for name in letters if isinstance(value := call.arguments.get(name), TensorValue)
     }
@@ -36,7 +36,8 @@ def _present_inputs(call: OperatorCall, names: Sequence[str]) -> list[TensorValu
 
 
 def _statistics_traffic(call: OperatorCall, rows: int, forward: int, backward: int) -> dict[str, Any]:
-    """What a rank sends for statistics of ``rows``: so many sums forward, one message each; all backward in one."""
+    """Return a strategy's traffic for statistics of ``rows``: a message per forward sum, one for all backward ones."""
+    # Statistics are summed in float32 at least.
     size = max(call.outputs[0].dtype.itemsize, 4)
     return {"sent": all_reduce_bytes(rows, size, call.degree, forward + backward), "messages": forward + 1}
 
@@ -46,21 +47,21 @@ def _statistics_traffic(call: OperatorCall, rows: int, forward: int, backward: i
 
 @rule("layer_norm", composes=True)
 def layer_norm(call: OperatorCall) -> Iterator[Strategy]:
-    """All dimensions in front; normalized ones, and the weights with them."""
+    """All leading dimensions; normalized ones, and the weights with them."""
     yield from _leading_dimensions(call)
     yield from _features(call, ShardedLayerNorm(call.outputs[0].dtype), 2, 2)
 
 
 @rule("rms_norm", composes=True)
 def rms_norm(call: OperatorCall) -> Iterator[Strategy]:
-    """All dimensions in front; normalized ones, and the weight with them."""
+    """All leading dimensions; normalized ones, and the weight with them."""
     yield from _leading_dimensions(call)
     yield from _features(call, ShardedRmsNorm(call.outputs[0].dtype), 1, 1)
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
 def native(call: OperatorCall) -> Iterator[Strategy]:
-    """All dimensions in front; the statistics are outputs."""
+    """All leading dimensions; the statistics are outputs."""
     yield from _leading_dimensions(call)
 
 
@@ -77,6 +78,7 @@ def _features(call: OperatorCall, function: Any, forward: int, backward: int) ->
     weights = _present_inputs(call, ("weight", "bias"))
     rows = math.prod(x.shape[:front])
     for dim in range(front, x.dim):
+        # Weight and bias have the normalized dimensions only: dimension dim of x is dim - front of theirs.
         places = [x.at(dim), call.outputs[0].at(dim), *(w.at(dim - front) for w in weights)]
         for cuts in call.common_cuts(*places):
             placed: dict[int, Placement] = {w.index: Shard(dim - front, cuts) for w in weights}
@@ -107,7 +109,7 @@ def group_norm(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _cuts_in_units(call: OperatorCall, unit: int, *places: Place) -> list[Cuts]:
-    """Cuts of a dimension that cut through no unit."""
+    """Return cuts of the channels that go through no unit of ``unit`` channels."""
     size = call.inputs[0].shape[1]
     if not unit or size <= unit:
         return []
@@ -120,6 +122,7 @@ def _set_local_groups(edit: RankCall) -> None:
     assert edit.strategy is not None
     (cut,) = edit.strategy.outputs
     assert isinstance(cut, Shard)
+    # A rank without channels makes an empty call, which still needs a group.
     unit = edit.call["input"].shape[1] // edit.call["num_groups"]
     edit["num_groups"] = max(cut.local_length(edit.index) // unit, 1)
 
@@ -138,7 +141,7 @@ def instance_norm(call: OperatorCall) -> Iterator[Strategy]:
     """x (N, C, ...): samples, channels; space, with the sums over all ranks."""
     x = call["input"]
     own, running = bool(call["use_input_stats"]), call["running_mean"] is not None
-    if own and running:  # written in place, over all samples
+    if own and running:  # running statistics are written in place, from all samples
         return
     letters = label_dimensions(x) if not own else [*label_dimensions(x)[:2], *[None] * (x.dim - 2)]
     yield from map(
@@ -150,7 +153,7 @@ def instance_norm(call: OperatorCall) -> Iterator[Strategy]:
         )
 
 
-_NAMES = {"a": "samples", "b": "channels"}  # the first two of the letters of an input
+_NAMES = {"a": "samples", "b": "channels"}  # the labels of an input's first two dimensions
 
 
 def _per_channel(call: OperatorCall, letters: Letters) -> list[Letters]:
@@ -167,6 +170,7 @@ def batch_norm(call: OperatorCall) -> Iterator[Strategy]:
     """
     letters = label_dimensions(call["input"])
     training = bool(call["training"])
+    # Channels never need communication; other dimensions share statistics in training only.
     every = "".join(letter for letter in letters if letter)
     inputs = _per_channel(call, letters)
     channels = letters[1] or ""
@@ -175,6 +179,7 @@ def batch_norm(call: OperatorCall) -> Iterator[Strategy]:
     if not training:
         yield from strategies_by_dimension(call, inputs, [letters], names=_NAMES, skip=channels)
     elif call.prefix:
+        # Forward one all-reduce of two sums per channel and a count in float64, backward another.
         size = 4 * call["input"].shape[1] + 1
         sent = all_reduce_bytes(size, 8, call.degree, 1)
         for strategy in strategies_by_dimension(
@@ -192,7 +197,7 @@ def _over_parts(edit: RankCall) -> None:
 
 @rule("_weight_norm", "_weight_norm_interface")
 def weight_norm(call: OperatorCall) -> Iterator[Strategy]:
-    """v scaled to the norms g along a dimension (Salimans and Kingma, 2016): that dimension."""
+    """v scaled to the norms g along a dimension (Salimans and Kingma, 2016): shards that dimension."""
     v, g, dim = call["v"], call["g"], call["dim"]
     if dim < 0:
         return

@@ -1,4 +1,4 @@
-"""Pointwise operators: every dimension may be cut, and linear ones may run on summands."""
+"""Sharding rules of pointwise operators: every dimension, and partial sums where the operator is linear."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from polylane.placement.rules.by_dimension import broadcast_input_labels, label_
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
 
-# Pointwise all the same, though torch does not tag them so.
+# Pointwise operators that torch does not tag as such.
 _UNTAGGED = (
     *("absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "complex", "divide"),
     *("fill", "fix", "floor_divide", "greater", "greater_equal", "hardswish", "imag", "isclose", "isreal", "less"),
@@ -31,7 +31,7 @@ _UNTAGGED = (
     *("special_sinc", "special_xlogy", "true_divide", "where", "zero", "_prelu_kernel", "__and__", "__or__", "__xor__"),
     *("__lshift__", "__rshift__"),
 )
-# The value itself, in other memory, of another type, or without its gradient.
+# The value itself: in other memory, of another dtype, or without its gradient.
 _COPIES = (
     *("alias", "alias_copy", "clone", "contiguous", "copy", "detach", "detach_copy", "lift", "lift_fresh"),
     *("lift_fresh_copy", "resolve_conj", "resolve_neg", "to", "type_as", "_conj", "_to_copy"),
@@ -39,7 +39,7 @@ _COPIES = (
     *("_cast_Short", "conj"),
 )
 
-# Arguments in which an operator is linear if all of them are summands and everything else is whole.
+# Arguments in which an operator is linear: each tuple may be partial sums together, with everything else whole.
 _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(_COPIES, (("self",),)),
     "copy": (("src",),),
@@ -57,8 +57,8 @@ _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
 
 @rule("pointwise", *_UNTAGGED, *_COPIES)
 def pointwise(call: OperatorCall) -> Iterator[Strategy]:
-    """Cut one dimension of the output, and of every input that has it and does not broadcast along it."""
-    if call.written_inputs or not call.outputs or call.op == "aten.where.default":  # the latter finds what is not zero
+    """Shards of each dimension of the output, and of every input that has it and does not broadcast along it."""
+    if call.written_inputs or not call.outputs or call.op == "aten.where.default":  # where(condition) is nonzero()
         return
     letters = label_dimensions(call.outputs[0])
     yield from strategies_by_dimension(call, broadcast_input_labels(call, letters), [letters for _ in call.outputs])
@@ -71,7 +71,7 @@ def _on_partial_sums(call: OperatorCall) -> Iterator[Strategy]:
     for names in _LINEAR.get(call.base, ()):
         given = [call.arguments.get(name) for name in names]
         tensors = [each for each in given if isinstance(each, TensorValue)]
-        # A number is added on every rank: only nothing may be.
+        # A number would be added once per rank: only zero may be.
         rest = all(isinstance(each, TensorValue) or (each == 0 and each is not False) for each in given)
         if tensors and rest and all(each.dtype.is_floating_point for each in tensors):
             yield call.strategy(
@@ -89,7 +89,7 @@ def prelu(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("glu")
 def glu(call: OperatorCall) -> Iterator[Strategy]:
-    """Any dimension; the one that is halved if both halves are cut alike."""
+    """Any dimension; the halved one if both halves are cut alike."""
     x, out = call["self"], call.outputs[0]
     letters = label_dimensions(out)
     halved = call["dim"] % max(x.dim, 1)
@@ -97,6 +97,7 @@ def glu(call: OperatorCall) -> Iterator[Strategy]:
     yield from strategies_by_dimension(call, [letters], [letters])
     if name is None:
         return
+    # Each rank needs the same positions of both halves: two segments, cut alike.
     half = out.shape[halved]
     asked = [slice_cuts(cuts, 0, half) for cuts in call.common_cuts(x.at(halved)) if _halves_alike(cuts, half)]
     for cuts in dict.fromkeys([*call.common_cuts(out.at(halved)), *asked]):

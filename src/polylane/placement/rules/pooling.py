@@ -1,4 +1,4 @@
-"""Pooling, padding, interpolation, and the folding of positions into channels and back."""
+"""Sharding rules of pooling, padding, interpolation, and of folding positions into channels and back."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
 def _by_kept(call: OperatorCall, kept: Sequence[int], spatial: int | None = None) -> Iterator[Strategy]:
-    """Cut dimensions that all inputs and outputs have in common, and that the operator leaves as they are.
+    """Yield shards of dimensions that all inputs and outputs have in common, and that the operator does not touch.
 
     Args:
-        kept: the dimensions.
-        spatial: how many dimensions of positions there are, behind samples and channels; None: who knows.
+        call: the operator with concrete shapes.
+        kept: indices of the untouched dimensions.
+        spatial: number of spatial dimensions behind samples and channels; None where that is not known.
     """
     x = call.inputs[0]
     letters = label_dimensions(x, [d for d in range(x.dim) if d not in kept])
@@ -57,7 +58,7 @@ def _by_sample_and_channel(call: OperatorCall, spatial: int) -> Iterator[Strateg
 
 
 def _spatial(call: OperatorCall) -> int:
-    """The number in an operator's name: max_pool2d."""
+    """Return the number of spatial dimensions, from the operator's name: max_pool2d."""
     return next(int(c) for c in call.base if c.isdigit())
 
 
@@ -69,6 +70,7 @@ def max_pool(call: OperatorCall) -> Iterator[Strategy]:
     """Samples, channels and positions."""
     spatial = _spatial(call)
     yield from _by_sample_and_channel(call, spatial)
+    # Integer pooling has no -inf to fill positions beyond the ends.
     if not call["self"].dtype.is_floating_point:
         return
     for d in range(spatial):
@@ -80,13 +82,13 @@ def max_pool(call: OperatorCall) -> Iterator[Strategy]:
     "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
 )  # fmt: skip
 def max_pool_with_indices(call: OperatorCall) -> Iterator[Strategy]:
-    """Samples and channels: an index counts all positions."""
+    """Samples and channels: an index counts positions of the whole."""
     yield from _by_sample_and_channel(call, _spatial(call))
 
 
 @rule("avg_pool1d", "avg_pool2d", "avg_pool3d", composes=True)
 def avg_pool(call: OperatorCall) -> Iterator[Strategy]:
-    """Samples, channels and positions; windows at the ends are weighted by what they hold."""
+    """Samples, channels and positions; windows at the ends are scaled by what they hold."""
     spatial = _spatial(call)
     yield from _by_sample_and_channel(call, spatial)
     yield from partial_sums(call, call.inputs[0])
@@ -107,6 +109,7 @@ def _pool(
     window = _window(call, spatial, d, dilation)
 
     def local(edit: RankCall, start: int, stop: int) -> None:
+        # The halo has put the padding's values next to the local part: the operator itself must not pad.
         set_argument(edit, "padding", d, spatial, 0)
         own = weights[start:stop]
         if any(weight != 1.0 for weight in own):
@@ -116,16 +119,16 @@ def _pool(
 
 
 def _weights(call: OperatorCall, spatial: int, d: int) -> list[float]:
-    """Of every output along a dimension: the window's size over how many positions of it count.
+    """Return, for every output along a dimension, the window's size over the number of its positions that count.
 
-    How many count in all is a product over the dimensions, so that each can be set right for itself.
+    The divisor is a product over the dimensions, so that each can be corrected independently.
     """
     dim = call["self"].dim - spatial + d
     size, count = call["self"].shape[dim], call.outputs[0].shape[dim]
     if call.arguments.get("divisor_override") is not None:
         return [1.0] * count
     window = _window(call, spatial, d, 1)
-    # With ceil_mode a window may reach beyond the padding; that never counts.
+    # With ceil_mode a window may reach beyond the padding; positions there never count.
     low, high = (-window.before, size + window.before) if call["count_include_pad"] else (0, size)
     found = []
     for o in range(count):
@@ -138,7 +141,7 @@ def _weights(call: OperatorCall, spatial: int, d: int) -> list[float]:
     "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"
 )
 def adaptive_avg_pool(call: OperatorCall) -> Iterator[Strategy]:
-    """Samples and channels; positions where every output is the mean of as many, or where there is but one."""
+    """Samples and channels; positions where every output is the mean of equally many, or where there is one output."""
     x, out, spatial = call["self"], call.outputs[0], _spatial(call)
     yield from _by_sample_and_channel(call, spatial)
     yield from partial_sums(call, call.inputs[0])
@@ -147,6 +150,7 @@ def adaptive_avg_pool(call: OperatorCall) -> Iterator[Strategy]:
         if out.shape[dim] != 1:
             yield from _by_blocks(call, "self", spatial, d)
             continue
+        # One output: every rank's mean, weighted by its share of the positions, is a partial sum.
         for cuts in call.common_cuts(x.at(dim)):
             part = {x.index: Shard(dim, cuts)}
             yield skip_empty_ranks(call.strategy(POSITIONS[spatial][d], part, PARTIAL, local=_mean_of_part))
@@ -161,7 +165,7 @@ def _mean_of_part(edit: RankCall) -> None:
 
 @rule("max_unpool2d", "max_unpool3d")
 def max_unpool(call: OperatorCall) -> Iterator[Strategy]:
-    """Samples and channels, of values and their indices alike."""
+    """Samples and channels, of values and their indices together."""
     yield from _by_sample_and_channel(call, _spatial(call))
 
 
@@ -169,10 +173,15 @@ def max_unpool(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _by_blocks(call: OperatorCall, argument: str, spatial: int, d: int, taps: int = 0) -> Iterator[Strategy]:
-    """Positions where as many inputs become one output everywhere, or one input as many outputs.
+    """Yield shards of positions where equally many inputs become one output everywhere, or one input several outputs.
 
     Args:
-        taps: how many outputs' blocks of inputs (or how many inputs) on either side of its own an output reads.
+        call: the operator with concrete shapes.
+        argument: name of the input that is sharded.
+        spatial: number of spatial dimensions.
+        d: index of the spatial dimension, from 0.
+        taps: number of neighbouring blocks (or inputs) on either side that an output reads, for linear and cubic
+            filters.
     """
     x = call[argument]
     dim = x.dim - spatial + d
@@ -182,6 +191,7 @@ def _by_blocks(call: OperatorCall, argument: str, spatial: int, d: int, taps: in
     down, up = max(n // m, 1), max(m // n, 1)
 
     def reads(start: int, stop: int) -> list[Range]:
+        # Whole blocks only: the local call then computes with the same ratio of sizes as the whole one.
         return [(max((start // up - taps) * down, 0), min((-(-stop // up) + taps) * down, n))]
 
     def local(edit: RankCall, start: int, stop: int) -> None:
@@ -200,17 +210,17 @@ def _by_blocks(call: OperatorCall, argument: str, spatial: int, d: int, taps: in
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
 def upsample(call: OperatorCall) -> Iterator[Strategy]:
-    """Samples and channels; without antialiasing also positions whose number is multiplied, or divided."""
+    """Samples and channels; without antialiasing also positions whose number is an integer multiple or fraction."""
     argument = "input" if "input" in call.arguments else "self"
     x, spatial = call[argument], call[argument].dim - 2
     yield from _by_sample_and_channel(call, spatial)
     yield from partial_sums(call, call.inputs[0])
-    if call.base.endswith("_aa"):  # torch's antialiasing is wrong where only one position is made (CPU, torch 2.13)
+    if call.base.endswith("_aa"):  # torch's antialiasing is wrong for a single output position (CPU, torch 2.13)
         return
     taps = 0 if "nearest" in call.base else 2 if "cubic" in call.base else 1
     for d in range(spatial):
         n, m = x.shape[2 + d], call.outputs[0].shape[2 + d]
-        # With aligned corners the distance of what is read depends on the whole size.
+        # With aligned corners the distance between sampled positions depends on the whole size.
         if (n == m or not call.arguments.get("align_corners")) and _is_regular(call, d, n, m):
             yield from _by_blocks(call, argument, spatial, d, taps)
 
@@ -219,7 +229,7 @@ _SCALES = ("scales_d", "scales_h", "scales_w", "scales")
 
 
 def _is_regular(call: OperatorCall, d: int, n: int, m: int) -> bool:
-    """Whether the factor is just that of the sizes, and rounds alike for every part of them."""
+    """Return whether the scale is exactly the ratio of sizes, and rounds alike for every part of them."""
     if min(n, m) < 1 or (n % m and m % n):
         return False
     given = call.arguments.get("scale_factors") or [
@@ -227,7 +237,7 @@ def _is_regular(call: OperatorCall, d: int, n: int, m: int) -> bool:
     ]
     factor = given[d] if given else None
     if factor is not None:
-        # The operator finds its output's size by this factor, so for every part.
+        # The operator computes its output's size by this factor, for every part anew.
         blocks = range(min(n, m) + 1)
         if factor != m / n or any(int(k * max(n // m, 1) * factor) != k * max(m // n, 1) for k in blocks):
             return False
@@ -236,14 +246,14 @@ def _is_regular(call: OperatorCall, d: int, n: int, m: int) -> bool:
 
 @lru_cache(maxsize=256)
 def _finds_nearest(n: int, m: int) -> bool:
-    """Whether rounding lets every output find the input that it has by exact arithmetic."""
+    """Return whether floating-point rounding finds for every output the input that exact arithmetic gives."""
     found = torch.ops.aten.upsample_nearest1d(torch.arange(n, dtype=torch.float64).view(1, 1, n), [m])
     return bool((found.flatten() == torch.arange(m) * n // m).all())
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(call: OperatorCall) -> Iterator[Strategy]:
-    """Samples, channels, and where samples are taken; x (N, C, ...), grid (N, ..., its dimensions)."""
+    """x (N, C, ...), grid (N, ..., spatial dimensions): samples, channels, and sampled positions."""
     x = call["input"]
     names = dict(zip("ncdhw", ("samples", "channels", "depth", "height", "width"), strict=True))
     places = "dhw"[-(x.dim - 2) :]
@@ -260,10 +270,11 @@ def grid_sampler(call: OperatorCall) -> Iterator[Strategy]:
     "replication_pad1d", "replication_pad2d", "replication_pad3d",
 )  # fmt: skip
 def pad(call: OperatorCall) -> Iterator[Strategy]:
-    """Any dimension; what is put at the ends of a cut one may come from another rank."""
+    """Any dimension; what is put at the ends of a sharded one may come from another rank."""
     x, mode = call["self"], _mode(call)
     name = "pad" if "pad" in call.arguments else "padding"
     amounts = list(call[name])
+    # Padding amounts start with the last dimension: (before, after) of each.
     value = call.arguments.get("value") or 0
     dims = {x.dim - 1 - j: (amounts[2 * j], amounts[2 * j + 1]) for j in range(len(amounts) // 2)}
     yield from _by_kept(call, [d for d in range(x.dim) if dims.get(d, (0, 0)) == (0, 0)])
@@ -291,9 +302,11 @@ def _padded(call: OperatorCall, name: str, dim: int, mode: str, value: float) ->
         return contiguous_ranges([source(p) for p in range(start, stop)])
 
     def local(edit: RankCall, start: int, stop: int) -> None:
+        # The halo holds the padding already: pad the other dimensions only.
         edit[name] = [0 if i in (at, at + 1) else amount for i, amount in enumerate(edit[name])]
         if mode == "constant":
             return
+        # The halo fetches each source position once, in order; pick repeats and reorders them.
         given = [p for a, b in reads(start, stop) for p in range(a, b)]
         where = {p: i for i, p in enumerate(given)}
         wanted = [source(p) for p in range(start, stop)]
@@ -304,7 +317,7 @@ def _padded(call: OperatorCall, name: str, dim: int, mode: str, value: float) ->
 
 
 def _source(mode: str, before: int, size: int) -> Callable[[int], int]:
-    """The position that each position of a padded dimension repeats."""
+    """Return the function from a position of the padded dimension to the position whose value it repeats."""
 
     def reflected(p: int) -> int:
         p = abs(p - before)
@@ -321,7 +334,7 @@ def _source(mode: str, before: int, size: int) -> Callable[[int], int]:
 
 
 def _by_units(call: OperatorCall, name: str, dims: tuple[int, int], units: tuple[int, int]) -> Iterator[Strategy]:
-    """Cut dimensions of the input and the output that consist of as many units, of these sizes."""
+    """Yield shards of a dimension of the input and of the output that consist of equally many units, of these sizes."""
     x, out = call["self"], call.outputs[0]
     count = x.shape[dims[0]] // units[0]
     for cuts in in_units(call, count, [(x, dims[0], units[0]), (out, dims[1], units[1])]):
@@ -331,7 +344,7 @@ def _by_units(call: OperatorCall, name: str, dims: tuple[int, int], units: tuple
 
 @rule("pixel_shuffle", "pixel_unshuffle")
 def pixel_shuffle(call: OperatorCall) -> Iterator[Strategy]:
-    """Channels become positions, r * r of them each, or the other way round: any dimension."""
+    """r * r channels become positions, or the reverse: any dimension."""
     x, up = call["self"], call.base == "pixel_shuffle"
     r = int(call["upscale_factor" if up else "downscale_factor"])
     yield from _by_kept(call, range(x.dim - 3), 2)
@@ -360,6 +373,7 @@ def channel_shuffle(call: OperatorCall) -> Iterator[Strategy]:
     x, out, groups = call["self"], call.outputs[0], int(call["groups"])
     yield from _by_kept(call, [d for d in range(x.dim) if d != 1], x.dim - 2)
     yield from partial_sums(call, call.inputs[0])
+    # The shuffle transposes (groups, C): a cut of one factor is segmented on one side and in units on the other.
     size = x.shape[1] // max(groups, 1)
     inside = [*in_units(call, size, [(out, 1, groups)]), *per_group(call, groups, size, [(x, 1)])]
     for cuts in dict.fromkeys(inside):

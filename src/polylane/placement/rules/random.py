@@ -1,4 +1,4 @@
-"""Random operators with a key: a rank that holds a part of the value draws that part's numbers."""
+"""Sharding rules of keyed random operators: a rank draws exactly the numbers of its part of the value."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from polylane.placement.rules.pointwise import pointwise
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
-# Of these a number is drawn for every sample and channel: the dimensions behind have no say in it.
+# One number per sample and channel: later dimensions do not enter the drawn value's shape.
 _OF_CHANNELS = frozenset(("feature_dropout", "feature_alpha_dropout"))
 
 
 @rule("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def dropout(call: OperatorCall) -> Iterator[Strategy]:
-    """Any dimension; what is dropped of one summand is dropped of all, so that plain dropout runs on summands."""
+    """Any dimension; all ranks drop the same elements of their partial sums, so that plain dropout is linear."""
     if call.prefix:
         yield from _drawn(call)
     elif not (call["train"] and call["p"] > 0):
-        yield from pointwise(call)  # nothing is dropped
+        yield from pointwise(call)  # evaluation, or p = 0: the identity
     else:
         return
     if "alpha" not in call.base and not call.written_inputs:
@@ -35,7 +35,7 @@ def dropout(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("rrelu")
 def rrelu(call: OperatorCall) -> Iterator[Strategy]:
-    """Any dimension; a leaky relu out of training."""
+    """Any dimension; in evaluation a leaky relu."""
     yield from _drawn(call) if call.prefix else () if call["training"] else pointwise(call)
 
 
@@ -43,13 +43,13 @@ def rrelu(call: OperatorCall) -> Iterator[Strategy]:
     "bernoulli", "exponential", "normal", "normal_functional", "rand_like", "randint_like", "randn_like", "uniform"
 )  # fmt: skip
 def drawn(call: OperatorCall) -> Iterator[Strategy]:
-    """Numbers in the form of the inputs: any dimension."""
+    """Random values in the shape of the inputs: any dimension."""
     yield from _drawn(call)
 
 
 @rule("multinomial")
 def multinomial(call: OperatorCall) -> Iterator[Strategy]:
-    """Rows; who is drawn depends on all of a row."""
+    """Rows; a draw depends on all probabilities of its row."""
     rows = ["r"] if call["self"].dim == 2 else []
     if call.prefix and not call.written_inputs:
         yield from strategies_by_dimension(

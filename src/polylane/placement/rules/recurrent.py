@@ -1,4 +1,4 @@
-"""Recurrent layers: the sequences of a batch are independent of each other."""
+"""Sharding rules of recurrent layers: by samples, the sequences of a batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _STATE: Letters = (None, "b", None)  # (layers * directions, batch, features)
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
 def recurrent(call: OperatorCall) -> Iterator[Strategy]:
-    """input (T, B, I), or (B, T, I) where ``batch_first``; states (layers * directions, B, H); outputs alike."""
+    """input (T, B, I), or (B, T, I) with ``batch_first``; states (layers * directions, B, H); outputs alike."""
     if not call.op.endswith(".input") or call["input"].dim != 3:
-        return  # packed sequences are in one dimension with their steps
+        return  # packed sequences have samples and steps in one dimension
     drops = call["dropout"] > 0 and call["train"] and call["num_layers"] > 1
+    # Dropout without a key would draw other numbers on every rank.
     if drops and not call.prefix:
         return
     sequences: Letters = ("b", None, None) if call["batch_first"] else (None, "b", None)
@@ -33,7 +34,7 @@ def recurrent(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _drawn(edit: RankCall) -> None:
-    """Dropout between layers draws the numbers of the sequences in hand."""
+    """Draw the dropout between layers at the positions of the local sequences."""
     assert edit.strategy is not None
     cut = edit.strategy.outputs[0]
     assert isinstance(cut, Shard)

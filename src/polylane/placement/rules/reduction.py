@@ -1,4 +1,4 @@
-"""Reductions, scans, sorting and softmax: cut what stays; or what is reduced, where parts make up the whole."""
+"""Sharding rules of reductions, scans, sorting and softmax: by kept dimensions, or by reduced ones with collectives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
 def _reduced_dims(call: OperatorCall) -> list[int]:
-    """The dimensions that are reduced, from 0; all where none is named."""
+    """Return the reduced dimensions, counted from 0; all of them where none is named."""
     x, dims = call.inputs[0], call.arguments.get("dim")
     if dims is None or dims == []:
         return list(range(x.dim))
@@ -38,14 +38,14 @@ def _reduced_dims(call: OperatorCall) -> list[int]:
 
 
 def _kept_labels(letters: Letters, call: OperatorCall, dims: Sequence[int]) -> list[str | None]:
-    """The letters of what a reduction gives."""
+    """Return the labels of a reduction's output."""
     if call.arguments.get("keepdim"):
         return [None if d in dims else letter for d, letter in enumerate(letters)]
     return [letter for d, letter in enumerate(letters) if d not in dims]
 
 
 def _cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
-    """Cut dimensions that are not reduced."""
+    """Yield shards of dimensions that are not reduced."""
     dims = _reduced_dims(call)
     letters = label_dimensions(call.inputs[0], dims)
     left = _kept_labels(letters, call, dims)
@@ -54,13 +54,14 @@ def _cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _cut_any_dim(call: OperatorCall, local: Callable[[RankCall], None] | None = None) -> Iterator[Strategy]:
-    """Cut any dimension; parts of one that is reduced are added."""
+    """Yield shards of any dimension; over a reduced one the outputs are partial sums."""
     dims = _reduced_dims(call)
     letters = label_dimensions(call.inputs[0])
     left = _kept_labels(letters, call, dims)
     if call.outputs[0].dim == len(left):
         added = "".join(letters[d] or "" for d in dims)
         kept = "".join(letter for letter in letters if letter and letter not in added)
+        # Twice, for kept and for reduced dimensions: only the latter are summed over and change the local call.
         yield from strategies_by_dimension(call, [letters], [left], skip=added)
         yield from strategies_by_dimension(
             call, [letters], [left], names=_reduced_label_names(added), summed=added, local=local, skip=kept
@@ -74,7 +75,7 @@ def _reduced_label_names(letters: str) -> dict[str, str]:
 def _cut_reduced_dim(
     call: OperatorCall, function: Any, outputs: Placement | Sequence[Placement], sums: int
 ) -> Iterator[Strategy]:
-    """Cut a dimension that is reduced; the ranks talk inside ``sums`` times about what is left of it."""
+    """Yield shards of a reduced dimension; the operator all-reduces its remaining values ``sums`` times."""
     x, dims = call.inputs[0], _reduced_dims(call)
     if x.dtype.is_complex:
         return
@@ -94,7 +95,7 @@ def _cut_reduced_dim(
 
 @rule("sum")
 def sum_(call: OperatorCall) -> Iterator[Strategy]:
-    """Any dimension; summands too."""
+    """Any dimension, and partial sums."""
     yield from _cut_any_dim(call)
     yield from partial_sums(call, call.inputs[0])
 
@@ -125,7 +126,7 @@ def kept(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("max", "min", "amax", "amin", "any", "all", composes=True)
 def extreme(call: OperatorCall) -> Iterator[Strategy]:
-    """Any dimension, unless positions are asked for; max and min of two tensors are pointwise."""
+    """Any dimension, unless indices are returned; max and min of two tensors are pointwise."""
     if len(call.inputs) == 2:
         pointwise = rule_of("aten.maximum.default")
         assert pointwise is not None
@@ -136,6 +137,7 @@ def extreme(call: OperatorCall) -> Iterator[Strategy]:
         sign = 1 if call.base in ("max", "amax", "any") else -1
         dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
         function = ShardedExtreme(dims, keepdim, call.outputs[0].dtype, sign, call.base in ("any", "all"))
+        # Two all-reduces for floating types: the extreme, and the number of equal ones for the gradient.
         yield from _cut_reduced_dim(call, function, REPLICATE, 2 if call.outputs[0].dtype.is_floating_point else 1)
 
 
@@ -150,7 +152,7 @@ def logsumexp(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("var", "std", "var_mean", "std_mean", composes=True)
 def variance(call: OperatorCall) -> Iterator[Strategy]:
-    """Any dimension; over a cut one the ranks agree on the mean first."""
+    """Any dimension; over a sharded one the mean is all-reduced first."""
     yield from _cut_kept_dims(call)
     dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
     given = call.arguments.get("correction")
@@ -200,7 +202,7 @@ def softmax(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("cumsum")
 def cumsum(call: OperatorCall) -> Iterator[Strategy]:
-    """Every other dimension; summands too."""
+    """Every other dimension, and partial sums."""
     yield from _along(call)
     yield from partial_sums(call, call.inputs[0])
 
@@ -232,7 +234,7 @@ def cosine_similarity(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("diff")
 def diff(call: OperatorCall) -> Iterator[Strategy]:
-    """Every dimension but the one along which neighbours are subtracted; summands too."""
+    """Every dimension but the one along which neighbours are subtracted, and partial sums."""
     x = call.inputs[0]
     letters = label_dimensions(x, [call["dim"] % max(x.dim, 1)])
     yield from strategies_by_dimension(call, [letters for _ in call.inputs], [letters])

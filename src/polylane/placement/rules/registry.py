@@ -1,4 +1,4 @@
-"""All rules by operator, and the strategies of any call: those of its rule, and the two that every operator has."""
+"""Registry of sharding rules: the rule of each operator, and the strategies of a call: the rule's and two defaults."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def rule(*operators: str, composes: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule for operators by their names without library and overload ("linear").
 
     Args:
-        operators: the names.
-        composes: whether its strategies go together on two axes also where one of them communicates inside; say so of
-            what tests/placement/rules/test_two_axes.py tries.
+        operators: names of torch's operators that the rule is for.
+        composes: whether its strategies can be combined on two axes even where one of them communicates inside; set it
+            only for operators that tests/placement/rules/test_two_axes.py tries.
     """
 
     def register(function: Rule) -> Rule:
@@ -61,7 +61,7 @@ def _load() -> None:
 
 
 def rule_of(op: str) -> Rule | None:
-    """The rule of an operator ("aten.linear.default"); pointwise operators share one, found by torch's own tag."""
+    """Return the rule of an operator ("aten.linear.default"); operators that torch tags as pointwise share one."""
     _load()
     if not op.startswith("aten."):
         return None
@@ -72,28 +72,30 @@ def rule_of(op: str) -> Rule | None:
 
 
 def composable_operators() -> frozenset[str]:
-    """The operators whose strategies go together on two axes also where one of them communicates inside."""
+    """Return the operators whose strategies combine on two axes even where one of them communicates inside."""
     _load()
     return frozenset(_COMPOSING)
 
 
 @cache
 def is_pointwise(op: str) -> bool:
-    """Whether torch tags an operator as pointwise."""
+    """Return whether torch tags an operator as pointwise."""
     _, base, overload = op.split(".")
     function = getattr(getattr(torch.ops.aten, base, None), overload, None)
     return function is not None and torch.Tag.pointwise in function.tags
 
 
 def strategies(call: OperatorCall) -> tuple[Strategy, ...]:
-    """Every way to compute a call on the ranks of an axis; the first is to compute it whole on each of them."""
+    """Return every way to compute a call on the ranks of an axis; the first computes it whole on each of them."""
     own = rule_of(call.op)
     found = [call.strategy("replicate", {}, REPLICATE, default=REPLICATE)]
+    # In-place writes and the user's own Python may not be linear in the gradient.
     if call.op.startswith("aten.") and not call.written_inputs:
         # A backward pass is linear in the gradient: from partial gradients it makes partial gradients.
         found.append(call.strategy("replicate, with partial gradients", {}, REPLICATE_PARTIAL_GRAD))
     if own is not None:
         found += own(call)
+    # Rules may reach the same placements in two ways: keep the first, so that the solver has no duplicates.
     distinct: dict[object, Strategy] = {}
     for strategy in found:
         _check(call, strategy)

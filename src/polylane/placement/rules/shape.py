@@ -1,4 +1,4 @@
-"""Operators that only rearrange: views, permutations, expansion and repetition."""
+"""Sharding rules of operators that only rearrange: views, permutations, expansion and repetition."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy,
 
 aten = torch.ops.aten
 
-# More segments than this say that a dimension is cut inside nearly every row: no placement that anybody wants.
+# More segments than this mean that a dimension is cut inside nearly every row: useless as a placement.
 MOST_SEGMENTS = 1024
 
-# ---- what cuts become of cuts ----------------------------------------------------------------------------------------
+# ---- cuts of one dimension in terms of another ----------------------------------------------------------------------
 
 
 class DimensionBlock(NamedTuple):
-    """A dimension among those that are laid out together: how many of it there are, its size, and what is inside."""
+    """A dimension among several that are flattened together: product of sizes before it, its size, product after it."""
 
     outer: int
     size: int
@@ -49,9 +49,9 @@ class DimensionBlock(NamedTuple):
 
 
 def convert_cuts(cuts: Cuts, source: DimensionBlock, target: DimensionBlock) -> Cuts | None:
-    """The cuts of another dimension over the same elements by which every rank has the same of them.
+    """Return the cuts of another dimension over the same elements that give every rank the same elements.
 
-    Both dimensions run over elements in the same order: position p of either is ``p // inner % size``.
+    Both dimensions run over the elements in the same order: element e is at position ``e // inner % size`` of either.
 
     Returns:
         The cuts of ``target``; None where no cuts of it give each rank what ``cuts`` of ``source`` do.
@@ -60,10 +60,13 @@ def convert_cuts(cuts: Cuts, source: DimensionBlock, target: DimensionBlock) -> 
         return cuts
     if source.outer * len(cuts) > MOST_SEGMENTS:
         return None
+    # To flat elements: positions become ranges of ``inner`` elements, repeated ``outer`` times; then back to units of
+    # the target's ``inner``.
     flat = repeat_cuts(scale_cuts(cuts, source.inner), source.size * source.inner, source.outer)
     rows = divide_cuts(simplify_cuts(flat), target.inner)
     if rows is None:
         return None
+    # The first period must describe all: repeat it, and compare with the whole.
     made = simplify_cuts(slice_cuts(rows, 0, target.size))
     if target.outer * len(made) > MOST_SEGMENTS or simplify_cuts(repeat_cuts(made, target.size, target.outer)) != rows:
         return None
@@ -77,7 +80,7 @@ def matching_cut_pairs(
     onward: Callable[[Cuts], Cuts | None],
     back: Callable[[Cuts], Cuts | None],
 ) -> Iterator[tuple[Cuts, Cuts]]:
-    """Cuts of two dimensions that fit together: what neighbours ask of either, carried over to the other."""
+    """Yield cuts of two dimensions that fit together: those asked of either, carried over to the other."""
     found: dict[tuple[Cuts, Cuts], None] = {}
     for cuts in call.common_cuts(source):
         made = onward(cuts)
@@ -94,12 +97,13 @@ def matching_cut_pairs(
 
 
 def _dimension_groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Dimensions of two shapes with the same elements, in groups as small as can be. Dimensions of 1 are in none."""
+    """Yield groups of dimensions, as small as possible, that hold the same elements in both shapes; without size 1."""
     ins = [d for d, n in enumerate(source) if n != 1]
     outs = [d for d, n in enumerate(target) if n != 1]
     while ins:
         left, right = [ins.pop(0)], [outs.pop(0)]
         a, b = source[left[0]], target[right[0]]
+        # Extend the group with the smaller product until both products are equal.
         while a != b:
             if a < b:
                 left.append(ins.pop(0))
@@ -124,7 +128,7 @@ def _dimension_blocks(shape: Sequence[int], dims: Sequence[int]) -> list[tuple[i
 def view(call: OperatorCall) -> Iterator[Strategy]:
     """The same elements in the same order: a dimension of one shape is cut where one of the other is cut alike.
 
-    Heads are split off in whole heads, samples and positions are laid together as one segment for every sample.
+    Heads are split off as whole heads; flattened samples and positions become one segment for every sample.
     """
     if call.op == "aten.view.dtype":
         yield from _view_as_type(call)
@@ -143,7 +147,7 @@ def view(call: OperatorCall) -> Iterator[Strategy]:
 def _like_other(
     call: OperatorCall, name: str, inputs: dict[int, Placement], made: Shard, local: Callable[[RankCall], None]
 ) -> Iterator[Strategy]:
-    """A second tensor that only shows a shape may be whole, or lie like the output: its elements are not read."""
+    """Yield a strategy whose second tensor only gives a shape: it may be whole, or placed like the output."""
     yield call.strategy(name, inputs, made, local=local)
     for other in call.inputs:
         if other is not call["self"]:
@@ -151,12 +155,12 @@ def _like_other(
 
 
 def _reshape_locally(edit: RankCall) -> None:
-    """A part is not contiguous where the whole is, and has sizes of its own."""
+    """Reshape to the local sizes; a part need not be contiguous where the whole tensor is, so that view could fail."""
     edit.replace(aten.reshape.default, edit["self"], list(edit.output_shape()))
 
 
 def _view_as_type(call: OperatorCall) -> Iterator[Strategy]:
-    """The same bytes as another type: elements of the last dimension may become more or fewer."""
+    """The same bytes as another dtype: the last dimension may change its length."""
     x, out = call["self"], call.outputs[0]
     same = x.dtype.itemsize == out.dtype.itemsize
     letters = label_dimensions(x, () if same else (x.dim - 1,))
@@ -165,7 +169,7 @@ def _view_as_type(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("view_as_complex", "view_as_real")
 def complex_view(call: OperatorCall) -> Iterator[Strategy]:
-    """Real and imaginary part are a last dimension of two: all others may be cut."""
+    """Real and imaginary part are a last dimension of two: all other dimensions."""
     x, out = call["self"], call.outputs[0]
     letters = label_dimensions(min(x, out, key=lambda v: v.dim))
     shapes = [[*letters, *[None] * (v.dim - len(letters))] for v in (x, out)]
@@ -185,7 +189,7 @@ def permuted(call: OperatorCall) -> Iterator[Strategy]:
     x = call["self"]
     _, base, overload = call.op.split(".")
     rest = {name: value for name, value in call.arguments.items() if name != "self"}
-    # Every dimension's size tells where it went.
+    # Distinct sizes identify the dimensions after torch has permuted a tensor without data.
     probe = torch.empty([d + 2 for d in range(x.dim)], device="meta")
     moved = getattr(getattr(aten, base), overload)(probe, **rest).shape
     yield from strategies_by_dimension(call, [label_dimensions(x)], [[ascii_letters[n - 2] for n in moved]])
@@ -197,9 +201,10 @@ def permuted(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("expand", "expand_as", "broadcast_to")
 def expand(call: OperatorCall) -> Iterator[Strategy]:
-    """Along an expanded dimension every rank expands to its own part what it has whole."""
+    """Any dimension; along an expanded one every rank expands its whole input to its own part."""
     x, out = call["self"], call.outputs[0]
     letters = label_dimensions(out)
+    # A second tensor (expand_as) only gives a shape: it may be whole or placed like the output.
     for lies in (no_labels, lambda _: letters):
         rest = [lies(v) for v in call.inputs[1:]]
         yield from strategies_by_dimension(
@@ -214,7 +219,7 @@ def _expand_locally(edit: RankCall) -> None:
 
 @rule("broadcast_tensors")
 def broadcast_tensors(call: OperatorCall) -> Iterator[Strategy]:
-    """All to one shape: who has a dimension is cut along it, who broadcasts is whole."""
+    """All tensors to one shape: those with the dimension are sharded along it, those that broadcast are whole."""
     letters = label_dimensions(call.outputs[0])
     yield from strategies_by_dimension(
         call, [broadcast_labels(v, letters) for v in call.inputs], [letters for _ in call.outputs]
@@ -229,7 +234,7 @@ def _repeat_counts(dim: int, arguments: Any, name: str) -> list[int]:
 
 @rule("repeat", "tile")
 def repeat(call: OperatorCall) -> Iterator[Strategy]:
-    """Copies of what each rank has, a segment for each copy; or to each rank some whole copies."""
+    """Copies of each rank's part, one segment per copy; or some whole copies on each rank."""
     x, out = call["self"], call.outputs[0]
     yield from partial_sums(call, x)
     if 0 in out.shape:
@@ -239,6 +244,7 @@ def repeat(call: OperatorCall) -> Iterator[Strategy]:
         i = o - (out.dim - x.dim)
         size = x.shape[i] if i >= 0 else 1
         if size > 1:
+            # The output dimension is ``times`` copies of the input's, one after the other.
             a, b = DimensionBlock(times, size, 1), DimensionBlock(1, times * size, 1)
             onward, back = partial(convert_cuts, source=a, target=b), partial(convert_cuts, source=b, target=a)
             for given, made in matching_cut_pairs(call, x.at(i), out.at(o), onward, back):
@@ -258,7 +264,7 @@ def _repeat_locally(name: str, dim: int, size: int, edit: RankCall) -> None:
 @rule("repeat_interleave")
 def repeat_interleave(call: OperatorCall) -> Iterator[Strategy]:
     """Every element several times: all copies of an element stay together (grouped key and value heads)."""
-    if "self" not in call.arguments:  # numbers of copies to positions: how many there are depends on the data
+    if "self" not in call.arguments:  # from counts to positions: the output's size depends on the data
         return
     x, out, dim = call["self"], call.outputs[0], call["dim"]
     yield from partial_sums(call, x)
@@ -271,6 +277,7 @@ def repeat_interleave(call: OperatorCall) -> Iterator[Strategy]:
     whole = DimensionBlock(1, out.shape[at], 1)
     dims = range(x.dim) if dim is None else [at]
     for i, block in _dimension_blocks(x.shape, dims):
+        # A cut of the input's dimension, in units of ``repeats`` output elements.
         own = DimensionBlock(block.outer, block.size, block.inner * call["repeats"])
         onward, back = partial(convert_cuts, source=own, target=whole), partial(convert_cuts, source=whole, target=own)
         for given, made in matching_cut_pairs(call, x.at(i), out.at(at), onward, back):
@@ -289,24 +296,25 @@ def _repeat_interleave_locally(dim: int, edit: RankCall) -> None:
 
 @rule("roll", "flip", "fliplr", "flipud", "rot90")
 def turned(call: OperatorCall) -> Iterator[Strategy]:
-    """Elements change places along some dimensions, which are not cut."""
+    """Elements move along some dimensions, which are not sharded."""
     x = call["self"]
     yield from partial_sums(call, x)
-    if call.base == "rot90" and int(call["k"]) % 2:  # the two dimensions change places as well
+    if call.base == "rot90" and int(call["k"]) % 2:  # a quarter turn swaps the two dimensions as well
         return
     dims = {"fliplr": [1], "flipud": [0]}.get(call.base) or call["dims"]
-    if dims or call.base == "flip":  # a roll without dimensions goes through all of them
+    if dims or call.base == "flip":  # a roll without dimensions runs over the flattened tensor
         letters = label_dimensions(x, [d % max(x.dim, 1) for d in dims])
         yield from strategies_by_dimension(call, [letters], [letters])
 
 
 @rule("tril", "triu")
 def triangle(call: OperatorCall) -> Iterator[Strategy]:
-    """All but the part on one side of a diagonal, which lies elsewhere in some of the rows or columns."""
+    """One side of a diagonal is zeroed; a shard of rows or columns shifts the diagonal."""
     x = call["self"]
     letters = label_dimensions(x, (x.dim - 2, x.dim - 1))
     yield from strategies_by_dimension(call, [letters], [letters])
     yield from partial_sums(call, x)
+    # A shift can describe a contiguous part only.
     for dim, sign in ((x.dim - 2, 1), (x.dim - 1, -1)):
         for cuts in call.common_cuts(x.at(dim)):
             if len(simplify_cuts(cuts)) == 1:
@@ -324,7 +332,7 @@ def _shift_diagonal(sign: int, edit: RankCall) -> None:
 
 @rule("diagonal", "diagonal_copy", "diag_embed")
 def diagonal(call: OperatorCall) -> Iterator[Strategy]:
-    """From a matrix to its diagonal or back: all dimensions but those two."""
+    """A matrix to its diagonal or back: all dimensions but those two."""
     x, out = call["self"], call.outputs[0]
     wide = max(x.dim, out.dim)
     pair = {int(call["dim1"]) % wide, int(call["dim2"]) % wide}
@@ -337,7 +345,7 @@ def diagonal(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("unfold")
 def unfold(call: OperatorCall) -> Iterator[Strategy]:
-    """Windows along a dimension, which is not cut."""
+    """Windows along a dimension, which is not sharded."""
     x = call["self"]
     if x.dim:
         letters = label_dimensions(x, (int(call["dimension"]) % x.dim,))
@@ -350,7 +358,7 @@ def unfold(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like")
 def constant_like(call: OperatorCall) -> Iterator[Strategy]:
-    """A constant of the shape of another value: as that one lies; what is whole has its whole shape, summands too."""
+    """A constant in another tensor's shape, placed as that one; a partial sum gives the whole shape."""
     letters = label_dimensions(call["self"])
     yield from strategies_by_dimension(call, [letters], [letters])
     yield call.strategy("whole", {0: PARTIAL}, REPLICATE)
@@ -358,7 +366,7 @@ def constant_like(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty")
 def constant(call: OperatorCall) -> Iterator[Strategy]:
-    """A constant of any size, with another value's type: that one may lie in any way."""
+    """A constant of any size, with another tensor's dtype: that tensor may have any placement."""
     x, out = call["self"], call.outputs[0]
     anyhow: list[Placement] = [PARTIAL, *(Shard(d, cuts) for d in range(x.dim) for cuts in call.common_cuts(x.at(d)))]
     for given in anyhow:

@@ -1,4 +1,4 @@
-"""Operators that cut along a dimension and join: split, cat, slice, select and their like."""
+"""Sharding rules of operators that cut along a dimension or join: split, cat, slice, select and their like."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy,
 
 aten = torch.ops.aten
 
-# Combinations of cuts of the pieces of one dimension that are looked at.
+# Combinations of the pieces' cuts that are offered for one dimension.
 MOST_COMBINATIONS = 16
 
 # ---- one dimension of several pieces ---------------------------------------------------------------------------------
@@ -24,10 +24,16 @@ MOST_COMBINATIONS = 16
 def cuts_of_pieces(
     call: OperatorCall, whole: Place, parts: Sequence[Place], sizes: Sequence[int]
 ) -> Iterator[tuple[Cuts, list[Cuts]]]:
-    """Cuts of a dimension and of the pieces that it consists of: every rank has its share of every piece.
+    """Yield cuts of a dimension and of the pieces that it consists of: every rank has its share of every piece.
 
-    First each piece cut evenly, then as the neighbours of the pieces ask, pieces of one size alike (keys and values),
-    then as those of the whole ask.
+    First each piece cut evenly, then as the neighbours of the pieces ask, equally for pieces of one size (keys and
+    values), then as the neighbours of the whole dimension ask.
+
+    Args:
+        call: the operator whose neighbours are asked.
+        whole: the dimension that consists of all pieces.
+        parts: the same dimension of every piece.
+        sizes: lengths of the pieces, in order.
     """
     if sum(sizes) < 2:
         return
@@ -35,6 +41,7 @@ def cuts_of_pieces(
     for place, n in zip(parts, sizes, strict=True):
         alike.setdefault(n, []).append(place)
     ways = {n: call.common_cuts(*places) or [even_cuts(n, call.degree)] for n, places in alike.items()}
+    # First the n-th way of every size together, then all combinations, up to the limit.
     most = max(len(way) for way in ways.values())
     together = (tuple(way[min(i, len(way) - 1)] for way in ways.values()) for i in range(most))
     found: dict[tuple[Cuts, tuple[Cuts, ...]], None] = {}
@@ -55,7 +62,7 @@ def _clip_cuts(cuts: Cuts, sizes: Sequence[int]) -> list[Cuts]:
 
 
 def _is_balanced(cuts: Cuts, made: Sequence[Cuts], sizes: Sequence[int]) -> bool:
-    """Whether no rank goes empty-handed of a piece, unless the segments are the pieces: somebody means it so."""
+    """Return whether every rank has a part of each piece, unless the segments are the pieces and so were asked for."""
     edges = {p for segment in cuts for p in (segment[0], segment[-1])}
     if edges.issuperset(accumulate(sizes)):
         return True
@@ -76,7 +83,7 @@ def _split_dim(call: OperatorCall) -> int:
     "hsplit", "vsplit", "dsplit",
 )  # fmt: skip
 def split(call: OperatorCall) -> Iterator[Strategy]:
-    """Pieces of a dimension: cut each for itself (the three projections of a fused matrix), or along another one."""
+    """Pieces of a dimension: each sharded separately (three projections in one matrix), or along another dimension."""
     x, dim = call["self"], _split_dim(call)
     letters = label_dimensions(x, (dim,))
     yield from strategies_by_dimension(
@@ -96,10 +103,10 @@ def _split_locally(dim: int, edit: RankCall) -> None:
 
 
 def _cat_dim(call: OperatorCall) -> int | None:
-    """The dimension along which tensors are joined; None where some of them must be viewed otherwise first."""
+    """Return the dimension along which tensors are joined; None where some must be reshaped first."""
     dims = {v.dim for v in call.inputs}
     if dims != {call.outputs[0].dim}:
-        return None  # also torch's old way to pass over a tensor of shape (0,)
+        return None  # also torch's legacy: cat ignores a tensor of shape (0,)
     dim = min(dims)
     if call.base in ("cat", "concat", "concatenate"):
         return int(call["dim"]) % dim
@@ -108,7 +115,7 @@ def _cat_dim(call: OperatorCall) -> int | None:
 
 @rule("cat", "concat", "concatenate", "hstack", "vstack", "row_stack", "dstack", "column_stack")
 def cat(call: OperatorCall) -> Iterator[Strategy]:
-    """Join along a dimension: every tensor cut for itself, or all along another dimension."""
+    """Tensors joined along a dimension: each sharded separately, or all along another dimension."""
     yield from partial_sums(call, *call.inputs)
     dim, out = _cat_dim(call), call.outputs[0]
     if dim is None:
@@ -123,7 +130,7 @@ def cat(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("stack")
 def stack(call: OperatorCall) -> Iterator[Strategy]:
-    """Along a new dimension, which is not cut."""
+    """A new dimension, which is not sharded."""
     dim = int(call["dim"]) % call.outputs[0].dim
     letters = label_dimensions(call.inputs[0])
     yield from strategies_by_dimension(call, [letters for _ in call.inputs], [[*letters[:dim], None, *letters[dim:]]])
@@ -135,7 +142,7 @@ def stack(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("unbind")
 def unbind(call: OperatorCall) -> Iterator[Strategy]:
-    """All elements along a dimension, which is not cut."""
+    """All elements along a dimension, which is not sharded."""
     x, dim = call["self"], int(call["dim"]) % call["self"].dim
     letters = label_dimensions(x, (dim,))
     yield from strategies_by_dimension(call, [letters], [letters[:dim] + letters[dim + 1 :] for _ in call.outputs])
@@ -144,7 +151,7 @@ def unbind(call: OperatorCall) -> Iterator[Strategy]:
 
 @rule("select")
 def select(call: OperatorCall) -> Iterator[Strategy]:
-    """One element along a dimension. Where that is cut, its owner has it and all others a summand of zero."""
+    """One element along a dimension; where that is sharded, its owner has it and all others a partial sum of zero."""
     x, dim = call["self"], int(call["dim"]) % call["self"].dim
     letters = label_dimensions(x, (dim,))
     yield from strategies_by_dimension(call, [letters], [letters[:dim] + letters[dim + 1 :]])
@@ -160,24 +167,25 @@ def _select_locally(given: Shard, edit: RankCall) -> None:
     own = _local_slices(given, edit.index, at, at + 1, 1)
     if own:
         edit.replace(aten.select.int, edit["self"], given.dim, own[0][0])
-    else:  # a sum of nothing: zeros, with a gradient of zeros
+    else:  # a sum over nothing: zeros, with a gradient of zeros, so that backward collectives match
         none = edit.insert(aten.slice.Tensor, edit["self"], given.dim, 0, 0)
         edit.replace(aten.sum.dim_IntList, none, [given.dim])
 
 
 @rule("slice", "narrow")
 def stretch(call: OperatorCall) -> Iterator[Strategy]:
-    """A stretch of a dimension. Where that is cut, every rank has what it had of it, perhaps nothing."""
+    """A range of a dimension; where that is sharded, every rank keeps what it has of the range, perhaps nothing."""
     x, out, dim = call["self"], call.outputs[0], int(call["dim"]) % call["self"].dim
     letters = label_dimensions(x, (dim,))
     yield from strategies_by_dimension(call, [letters, *map(no_labels, call.inputs[1:])], [letters])
     yield from partial_sums(call, x)
-    if len(call.inputs) > 1 or 0 in out.shape:  # from where on depends on the data
+    if len(call.inputs) > 1 or 0 in out.shape:  # a start that depends on the data
         return
     start, stop, step = _slice_bounds(call, x.shape[dim])
     found: dict[Cuts, Cuts] = {}
     for cuts in call.common_cuts(x.at(dim)):
         found[cuts] = _strided_cuts(cuts, start, out.shape[dim], step)
+    # Cuts asked of the result: complete them on both sides, without which the input would have no cut to offer.
     if step == 1 and out.shape[dim] > 1:
         for cuts in call.common_cuts(out.at(dim)):
             for whole in _around(call, cuts, start, stop):
@@ -196,16 +204,19 @@ def _slice_bounds(call: OperatorCall, size: int) -> tuple[int, int, int]:
 
 
 def _strided_cuts(cuts: Cuts, start: int, length: int, step: int) -> Cuts:
-    """Cuts of every ``step``-th element from ``start`` on: who had it has it."""
+    """Return the cuts of every ``step``-th element from ``start`` on: each rank keeps its own elements."""
     if start == 0 and step == 1 and length == cuts[-1][-1]:
         return cuts
+    # Index in the result of the first selected element at or after position p: ceil((p - start) / step).
     segments = [tuple(min(max(-((start - p) // step), 0), length) for p in segment) for segment in cuts]
     return simplify_cuts(tuple(segments))
 
 
 def _around(call: OperatorCall, cuts: Cuts, start: int, stop: int) -> Iterator[Cuts]:
-    """Cuts of a dimension whose piece from ``start`` to ``stop`` is to be cut so: several slices are one matrix's q,
-    k and v."""
+    """Yield cuts of a dimension whose range [start, stop) is to be cut by ``cuts``.
+
+    Several slices are then one matrix's q, k and v, each cut separately.
+    """
     x, dim = call["self"], int(call["dim"])
     size = x.shape[dim]
     sizes = (start, stop - start, size - stop)
@@ -218,9 +229,10 @@ def _around(call: OperatorCall, cuts: Cuts, start: int, stop: int) -> Iterator[C
 
 
 def _local_slices(given: Shard, index: int, start: int, stop: int, step: int) -> list[tuple[int, int]]:
-    """Of the elements from ``start`` to ``stop``, those that a rank has: (start, stop) in its own part, by range."""
+    """Return the selected elements of a rank, as (start, stop) in its own part, one per range of its shard."""
     result, at = [], 0
     for a, b in given.ranges(index):
+        # The first selected position at or after a.
         first = max(start, a + (start - a) % step)
         last = min(stop, b)
         if first < last:
@@ -234,7 +246,7 @@ def _slice_locally(start: int, stop: int, step: int, edit: RankCall) -> None:
     given = edit.strategy.inputs[edit.call["self"].index]
     assert isinstance(given, Shard)
     own, dim, x = _local_slices(given, edit.index, start, stop, step), given.dim, edit["self"]
-    if step == 1 and own:  # what lies between the ranges that a rank has of it is its own too
+    if step == 1 and own:  # between two local ranges of the slice the rank's part has nothing else
         own = [(own[0][0], own[-1][1])]
     if len(own) > 1:
         parts = [edit.insert(aten.slice.Tensor, x, dim, a, b, step) for a, b in own]

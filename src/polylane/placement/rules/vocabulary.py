@@ -1,4 +1,4 @@
-"""What a rank computes that has some of the classes only: its rows of a table, its logits of a softmax."""
+"""Vocabulary parallelism: embedding lookup and cross entropy on a rank that has a part of the classes (Megatron-LM)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from polylane.placement.kernels.accumulation_dtype import HALF, accumulation_dty
 from polylane.placement.kernels.collective_op import all_reduce_max, all_reduce_sum
 from polylane.placement.redistribute import Axis, all_reduce_differentiable
 
-NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for how a loss is reduced
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of a loss's reduction
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 def local_position(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
-    """Where a rank that has some ranges of a dimension finds what an index names.
+    """Find where a rank with some ranges of a dimension has the elements that an index names.
 
     Returns:
-        The positions among its own, 0 where it has not got it, and whether it has got it.
+        The positions in the rank's part (0 for elements that it does not have), and whether it has them.
     """
     at, own, length = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
     for start, stop in ranges:
@@ -34,22 +34,22 @@ def local_position(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
 
 
 def check_range(index: Tensor, size: int) -> None:
-    """Refuse, as an operator on the whole dimension does, what lies outside of it; waits for no device.
+    """Check indices against the whole dimension, as an operator on all of it does; without waiting for the device.
 
     Raises:
-        RuntimeError: an index that is not one of ``size``; on an accelerator an assertion of the device.
+        RuntimeError: an index is not in [0, size); on an accelerator it is an assertion of the device.
     """
     torch._assert_async(((index >= 0) & (index < size)).all(), f"index out of range: not one of {size}")
 
 
 @dataclass(frozen=True)
 class ShardedLookup:
-    """Rows of an embedding's table: those that this rank has, and zeros for others.
+    """Lookup in an embedding's table: the rows that this rank has, and zeros for others.
 
     Attributes:
-        ranges: of the table's rows that this rank has.
+        ranges: ranges of the table's rows that this rank has.
         size: number of rows of the whole table.
-        padding: the row that gets no gradient; -1: none.
+        padding: index of the row that gets no gradient; -1: none.
     """
 
     ranges: Ranges
@@ -60,16 +60,16 @@ class ShardedLookup:
     __name__ = "lookup"
 
     def __call__(self, table: Tensor, indices: Tensor) -> Tensor:
-        """Table (rows in hand, f), indices (...) -> (..., f)."""
+        """Look up indices (...) in the local rows of the table (rows, f); return (..., f)."""
         check_range(indices, self.size)
         if not table.shape[0]:
-            return table.sum(0).expand(*indices.shape, table.shape[1])  # zeros that hang together with the table
+            return table.sum(0).expand(*indices.shape, table.shape[1])  # zeros, with a gradient for the table
         at, own = local_position(indices, self.ranges)
         rows = functional.embedding(at, table, self._padding())
         return rows.masked_fill_(~own.unsqueeze(-1), 0)
 
     def _padding(self) -> int | None:
-        """The row without a gradient, among those that this rank has."""
+        """Return the local index of the row without a gradient, if this rank has it."""
         length = 0
         for start, stop in self.ranges:
             if start <= self.padding < stop:
@@ -80,18 +80,18 @@ class ShardedLookup:
 
 @dataclass(frozen=True)
 class ShardedClassLoss:
-    """Cross entropy or negative log likelihood, of some of the classes, of some of the samples, or of both.
+    """Cross entropy or negative log likelihood over some of the classes, some of the samples, or both.
 
-    Called like torch's operator on what is in hand. Where classes are cut, it never has all logits of a sample on one
-    rank (Shoeybi et al., Megatron-LM, section 3): ranks exchange the largest logit, the sum of exponentials and the
-    target's logit; the loss is then whole on each of them. A likelihood (logarithms are given) is linear in what it
-    reads, so that every rank gives a summand.
+    Called like torch's operator on the local part. Where classes are sharded, no rank ever has all logits of a sample
+    (Shoeybi et al., Megatron-LM, section 3): ranks all-reduce the largest logit, the sum of exponentials and the
+    target's logit; the loss is then whole on each of them. A likelihood (of given logarithms) is linear in its scores,
+    so that every rank returns a partial sum.
 
     Attributes:
-        logits: whether scores are given (cross entropy), or logarithms of probabilities.
-        classes: how many there are, whole.
-        dtype: of the loss where scores come in a half-precision type.
-        ranges: of the classes that this rank has; None: all.
+        logits: whether scores are logits (cross entropy), or logarithms of probabilities.
+        classes: number of classes over all ranks.
+        dtype: dtype of the loss where scores come in a half-precision type.
+        ranges: ranges of the classes that this rank has; None: all classes.
     """
 
     logits: bool
@@ -103,7 +103,7 @@ class ShardedClassLoss:
     __name__ = "class_loss"
 
     def of(self, ranges: Ranges) -> ShardedClassLoss:
-        """The same on a rank that has some of the classes."""
+        """Return the same loss for a rank that has some of the classes."""
         return replace(self, ranges=ranges)
 
     def __call__(
@@ -120,12 +120,12 @@ class ShardedClassLoss:
     ) -> Tensor:
         """
         Args:
-            scores: (C), (N, C) or (N, C, ...), in hand.
-            target: without the classes' dimension: which class; with it: a probability for each, in hand.
-            weight: (C), of all classes; of those in hand where targets are probabilities.
-            reduction, ignore_index, label_smoothing: as in torch.
-            vocabulary: the axis that cuts the classes.
-            counted: axes that cut the samples of a mean: the loss is then a summand of it.
+            scores: local part of (C), (N, C) or (N, C, ...).
+            target: class indices, in the scores' shape without classes; or probabilities, in the local scores' shape.
+            weight: (C), of all classes; of the local ones where targets are probabilities.
+            reduction, ignore_index, label_smoothing: as in torch's cross_entropy.
+            vocabulary: the axis that shards the classes; None if they are whole.
+            counted: axes that shard the samples of a mean: the loss is then a partial sum of it.
         """
         dtype = self.dtype if scores.dtype in HALF else scores.dtype
         dim = 0 if scores.dim() == 1 else 1
@@ -142,6 +142,7 @@ class ShardedClassLoss:
         if reduction == NONE:
             return each.to(dtype)
         loss = each.sum()
+        # The mean's divisor counts the targets of all ranks: a sum of local means would weigh ranks wrongly.
         if reduction == MEAN and isinstance(count, Tensor):
             loss = loss / all_reduce_sum(counted, count.sum())
         elif reduction == MEAN:
@@ -151,7 +152,7 @@ class ShardedClassLoss:
     def _loss_of_classes(
         self, scores: Tensor, index: Tensor, weight: Tensor | None, smoothing: float, dim: int, axis: Axis | None
     ) -> Tensor:
-        """The loss of every sample, for the class that is right."""
+        """Return the loss of every sample, for a class index as target."""
         ranges = self.ranges if self.ranges is not None else ((0, self.classes),)
         if not self.logits:
             at, own = local_position(index, ranges)
@@ -160,6 +161,7 @@ class ShardedClassLoss:
         smoothed: Tensor | None = None
         if smoothing:
             mine = scores.new_ones(self.classes, dtype=accumulation_dtype(scores.dtype)) if weight is None else weight
+            # Label smoothing needs a weighted sum over all logits: this rank's weights are those of its classes.
             smoothed = torch.cat([mine[start:stop] for start, stop in ranges] or [mine[:0]])
         at, own = local_position(index, ranges)
         normalizer, right, weighted = _CrossEntropyTerms.apply(scores, at, own, smoothed, dim, axis)  # type: ignore[no-untyped-call]
@@ -174,13 +176,14 @@ class ShardedClassLoss:
     def _loss_of_probabilities(
         self, scores: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, dim: int, axis: Axis | None
     ) -> Tensor:
-        """The loss of every sample, for probabilities of the classes in hand."""
+        """Return the loss of every sample, for probabilities of the local classes as target."""
         if smoothing:
             target = target * (1 - smoothing) + smoothing / self.classes
         if weight is not None:
             target = target * weight.view([-1 if d == dim else 1 for d in range(scores.dim())])
         none = torch.zeros((), dtype=torch.long, device=scores.device)
         at = none.expand([n for d, n in enumerate(scores.shape) if d != dim])
+        # Only the log-sum-exp is used; the other two terms come from position 0, masked.
         normalizer, _, _ = _CrossEntropyTerms.apply(scores, at, torch.zeros_like(at, dtype=torch.bool), None, dim, axis)  # type: ignore[no-untyped-call]
         both = torch.stack([target.sum(dim).to(normalizer.dtype), (target * scores.to(normalizer.dtype)).sum(dim)])
         both = both if axis is None else all_reduce_differentiable(axis, both)
@@ -188,18 +191,17 @@ class ShardedClassLoss:
 
 
 def _gather_own(x: Tensor, at: Tensor, own: Tensor, dim: int) -> Tensor:
-    """What lies at one position along ``dim``, without that dimension; 0 where it is another rank's."""
+    """Return the element at one position along ``dim``, without that dimension; 0 where another rank has it."""
     if not x.shape[dim]:
-        return x.sum(dim)  # zeros that hang together with x
+        return x.sum(dim)  # zeros that depend on x, for its gradient
     return x.gather(dim, at.unsqueeze(dim)).squeeze(dim).masked_fill(~own, 0)
 
 
 class _CrossEntropyTerms(torch.autograd.Function):
-    """What a cross entropy needs of logits x, without the classes' dimension and whole on every rank.
+    """The terms of a cross entropy of logits x, without the classes' dimension and whole on every rank.
 
-    These are the logarithm of the sum of exponentials, the logit at one position, and, where there are weights, the sum
-    of all with a weight for each. Gradients are whole; the backward pass needs no communication, and of the size of x
-    only x itself is kept.
+    These are the log-sum-exp, the logit at one position, and, where there are weights, the weighted sum of all logits.
+    Incoming gradients are whole; the backward pass needs no communication, and saves nothing of x's size but x itself.
     """
 
     @staticmethod
@@ -213,6 +215,7 @@ class _CrossEntropyTerms(torch.autograd.Function):
         highest = all_reduce_max(axes, highest)
         sums = [(values - highest.unsqueeze(dim)).exp_().sum(dim), _gather_own(values, at, own, dim)]
         sums += [] if weight is None else [(values * weight).sum(dim)]
+        # One all-reduce for all row sums, after that of the maximum.
         every = all_reduce_sum(axes, torch.stack(sums))
         normalizer = every[0].log() + highest
         ctx.dim = dim

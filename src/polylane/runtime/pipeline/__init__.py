@@ -1,1 +1,1 @@
-"""The pipeline: one worker's program executed action by action, its stages' forward and backward passes."""
+"""Pipeline execution: one worker's program, action by action, with the forward and backward passes of its stage."""

@@ -1,8 +1,8 @@
-"""Anomaly detection: where a value stopped being finite, found while the weights are those of before.
+"""Anomaly detection: finds the operator at which a value stopped being finite, before the weights are updated.
 
-Every forward pass is looked at where it leaves its stage: a loss that is not finite, or a NaN in what goes to the next
-stage. Then that pass alone is run again, operator by operator. What masks make infinite on purpose is no fault: it is
-gone by then.
+Every forward pass is checked at the outputs of its stage: a loss that is not finite, or a NaN in a value that is sent
+on. Then that pass alone is run again, operator by operator. Infinities inside a stage that masks make on purpose are no
+fault: they do not reach its outputs as NaN.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.pipeline.stage_runner import LiveMicrobatch, StageHooks, StageRunner
 from polylane.runtime.transport.serialization import serializable
 
-FaultPosition = tuple[int, int, int]  # step from 0, microbatch, stage: the order in which faults come about
+FaultPosition = tuple[int, int, int]  # step from 0, microbatch, stage: compares in the order in which faults occur
 
 
 @serializable
 @dataclass(frozen=True)
 class NonFiniteValue:
-    """Where a value first was not finite, as one worker saw it.
+    """Where a value first was not finite, as one worker found it.
 
     Attributes:
-        position: when and where.
-        description: the first operator, parameter or input, in the user's terms.
+        position: step, microbatch and stage of the fault.
+        description: the first operator, parameter or input that was not finite, in the user's terms.
     """
 
     position: FaultPosition
@@ -38,10 +38,10 @@ class NonFiniteValue:
 
 
 class AnomalyDetector:
-    """Looks at a worker's forward passes until it has seen a fault.
+    """Checks a worker's forward passes until it has found a fault.
 
     Attributes:
-        fault: the first one, or None.
+        fault: the first fault, or None as long as there is none.
     """
 
     def __init__(self) -> None:
@@ -57,22 +57,24 @@ class AnomalyDetector:
         part: SampleSlice,
         live: LiveMicrobatch,
     ) -> None:
-        """After a forward pass in training.
+        """Check a forward pass in training, right after it.
 
         Args:
-            runner: has run it.
-            graph: of the whole model.
-            stage: of this worker.
-            values, leaves, part: what it ran on, see :meth:`.stage.StageRunner.forward`.
-            live: what came of it.
+            runner: runner that has run the pass.
+            graph: captured graph of the whole model.
+            stage: number of this worker's stage.
+            values, leaves, part: inputs of the pass, see
+                :meth:`polylane.runtime.pipeline.stage_runner.StageRunner.forward`.
+            live: outputs and loss of the pass.
         """
-        if self.fault is not None or runner.device.type != "cpu":  # elsewhere every look would wait for the device
+        if self.fault is not None or runner.device.type != "cpu":  # on a GPU every check would synchronize the device
             return
         if not (
             any(_has_nan(value) for value in live.outputs.values())
             or any(_has_non_finite(value) for value in live.loss[:1])
         ):
             return
+        # A second pass is possible only where it needs no collective: the other workers do not take part in it.
         alone = runner.local_code is None and type(runner.hooks) is StageHooks
         if not alone or (part.sum_replicas is not None and graph.code.has_batch_statistics):
             said = "the operator is not looked for where workers share one (split operators, batch statistics, shards)"
@@ -82,12 +84,12 @@ class AnomalyDetector:
 
 
 def earliest_fault(faults: Sequence[NonFiniteValue | None]) -> NonFiniteValue | None:
-    """The earliest of what workers saw."""
+    """Return the earliest fault of all workers, or None."""
     return min((fault for fault in faults if fault is not None), key=lambda fault: fault.position, default=None)
 
 
 def _has_nan(value: Any) -> bool:
-    """Whether a value that goes on holds a NaN; the sum tells nearly always that it does not, in one pass."""
+    """Return whether a value holds a NaN; a finite sum, one pass over memory, shows nearly always that it does not."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return False
     whole = value.detach()
@@ -105,7 +107,7 @@ def _describe_first_fault(
     leaves: Sequence[Any],
     part: SampleSlice,
 ) -> str:
-    """Run the pass again, and say what first gave a value that is not finite."""
+    """Run the pass again, and describe the first value that is not finite."""
     code = runner.code_for(part.samples)
     role_of = dict(zip((n for n in code.graph.nodes if n.op == "placeholder"), code.roles, strict=True))
     interpreter = GraphInterpreter(
@@ -115,6 +117,7 @@ def _describe_first_fault(
     with torch.no_grad(), context:
         interpreter.run()
     results, output = interpreter.env, code.graph.output_node()
+    # A parameter that is not finite explains all that follows, and names the step to blame.
     for place, (kind, name) in role_of.items():
         if kind == "parameter" and _has_non_finite(results[place]):
             return (
@@ -136,11 +139,12 @@ def _describe_first_fault(
 
 
 def _find_origin(output: fx.Node | None, results: Mapping[fx.Node, Any]) -> fx.Node | None:
-    """Of all that made the result what it is, the first node: its value is not finite, and its inputs' are."""
+    """Find the first node that the faulty outputs depend on whose own value is wrong, and whose inputs are not."""
     assert output is not None
     leaving = [node for node in output.all_input_nodes if node in results]
     nan = any(_has_nan(results[node]) for node in leaving)
-    wrong = _has_nan if nan else _is_non_finite_number  # a NaN is followed to where it first is one
+    # A NaN is followed back over NaNs only: an infinity before it may be a mask's. Without NaNs it is an infinite loss.
+    wrong = _has_nan if nan else _is_non_finite_number
     order = {node: position for position, node in enumerate(results)}
     todo, seen, first = [node for node in leaving if wrong(results[node])], set[fx.Node](), list[fx.Node]()
     while todo:

@@ -1,7 +1,7 @@
-"""Batch tables: what one worker's program comes to for batches of one size, worked out before the first of them runs.
+"""Batch tables: one worker's shares, message boxes and shapes for batches of one size, computed before the first runs.
 
-Which samples each microbatch has here, which box of a value goes to which peer, how large values are: a step looks it
-all up.
+A step only looks them up: which samples each microbatch has here, which box of a value goes to which peer, and how
+large values are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from polylane.schedule.action import Action, ActionKind
 
 @dataclass(frozen=True)
 class Route:
-    """What of this worker's part of a value one action sends or receives.
+    """The part of this worker's shard of a value that one action sends or receives.
 
     Attributes:
-        box: by positions in that part.
-        shape: of the message.
-        factor: by which a sender multiplies it; 1 of what is received.
+        box: box of the message, by positions in this worker's shard.
+        shape: shape of the message's tensor.
+        factor: factor by which a sender multiplies the values; 1 for a receiver.
     """
 
     box: IndexBox
@@ -38,12 +38,12 @@ class BatchTables:
     """One worker's part in batches of one size.
 
     Attributes:
-        samples: in a batch, over all replicas.
-        shares: of each microbatch that this worker computes on, the samples that are its own.
-        microbatches: of each of these, the samples of the whole microbatch.
-        held: of each of these, the samples that this worker's operators see.
-        routes: of every send and receive that has something to carry, what it is.
-        shapes: of every value that crosses, by its name and the samples that this worker's operators see.
+        samples: samples of a batch, over all replicas.
+        shares: by microbatch that this worker computes on, its own samples.
+        microbatches: by microbatch, the number of samples of all replicas in it.
+        held: by microbatch, the number of samples that this worker's operators see.
+        routes: by send or receive action, its message; actions with an empty box are left out.
+        shapes: shape of every crossing value, by its name and the number of samples that this worker's operators see.
         last_backward: position of the last backward pass among the program's actions; -1 where there is none.
     """
 
@@ -64,22 +64,23 @@ def build_tables(
     shares: Mapping[int, SampleShare],
     batch_is_sharded: bool,
 ) -> BatchTables:
-    """Work out one worker's part in batches of one size.
+    """Compute one worker's tables for batches of one size.
 
     Args:
-        program: the worker's.
-        relays: which pieces of values go where.
-        wires: how values that cross look.
-        samples: in a batch, over all replicas.
-        shares: what the worker computes on, by microbatch.
-        batch_is_sharded: whether replicas split operators between them, so that each sees the whole microbatch.
+        program: program of this worker, whose actions are looked at.
+        relays: resharder, which computes the boxes of messages.
+        wires: dtype and shape of each crossing value, by name.
+        samples: samples of a batch, over all replicas.
+        shares: by microbatch, the samples that this worker computes on.
+        batch_is_sharded: whether replicas shard operators along the batch, so that each sees the whole microbatch.
     """
     ends = split_bounds(samples, count_microbatches(program))
     whole = {i: ends[i][1] - ends[i][0] for i in shares}
+    # Operators sharded along the batch work on sizes of the whole microbatch, and know their own rows by their shard.
     held = whole if batch_is_sharded else {i: share.samples for i, share in shares.items()}
     routes, last_backward = dict[Action, Route](), -1
     for index, action in enumerate(program.actions):
-        if action.microbatch not in shares:
+        if action.microbatch not in shares:  # a microbatch without samples, or an action that has no microbatch
             continue
         if action.kind is ActionKind.BACKWARD:
             last_backward = index
@@ -95,5 +96,5 @@ def build_tables(
 
 
 def count_microbatches(program: Program) -> int:
-    """Into how many microbatches a program divides a batch."""
+    """Return the number of microbatches that a program divides a batch into."""
     return 1 + max((a.microbatch for a in program.actions if a.microbatch is not None), default=0)

@@ -1,4 +1,4 @@
-"""A lane: one objective's graph, lowered and bound to the tensors of one worker, ready to run steps."""
+"""Binding: lowers one objective's graph and binds its program to the tensors of one worker, ready to run steps."""
 
 from __future__ import annotations
 
@@ -41,18 +41,24 @@ from polylane.sharding.stage_layouts import StageLayouts
 
 @dataclass
 class ModelTensors:
-    """A worker's view of the user's model: parameters and buffers by name, on its device once it holds them."""
+    """A worker's view of the user's model: parameters and buffers by name, on its device once it holds them.
+
+    Attributes:
+        model: the user's module, whose tensors are replaced in place.
+        losses: the losses of all objectives, some of which may be modules.
+        device: device of this worker, to which held tensors are moved.
+    """
 
     model: nn.Module
     losses: Sequence[Any]
     device: torch.device
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by canonical name."""
+        """Return all parameters by canonical name."""
         return dict(self._named_tensors("parameters"))
 
     def buffers(self) -> dict[str, Tensor]:
-        """All buffers by canonical name."""
+        """Return all buffers by canonical name."""
         return dict(self._named_tensors("buffers"))
 
     def _named_tensors(self, what: str) -> list[tuple[str, Any]]:
@@ -68,7 +74,8 @@ class ModelTensors:
         self.replace_values({n: t.data.to(self.device) for n, t in held.items() if t.device != self.device})
 
     def replace_values(self, values: Mapping[str, Tensor]) -> None:
-        """Let parameters and buffers have other values, of other shapes even; parameters stay the objects they are."""
+        """Replace the values of parameters and buffers, also by other shapes; parameters stay the same objects."""
+        # Optimizers and the user's own code hold parameters by identity, so only their data is exchanged.
         for name, parameter in self.parameters().items():
             if name in values:
                 parameter.data = values[name]
@@ -88,22 +95,22 @@ def lower_programs(
     layouts: StageLayouts,
     alone: bool = False,
 ) -> tuple[Program, ...]:
-    """Every worker's checked program for training with, or evaluating, a graph.
+    """Lower a graph to every worker's program for training or evaluation, and check them for deadlocks.
 
     Args:
-        partition: the graph and its cuts.
-        plan: how it is split.
-        holders: stages that keep each parameter up to date.
+        partition: the graph and its cuts into stages.
+        plan: the plan, for meshes and schedule.
+        holders: by parameter, the stages that keep it up to date.
         training: forward and backward, or forward only.
-        layouts: how operators are split.
-        alone: every replica goes its own way.
+        layouts: how the operators of every stage are sharded.
+        alone: whether replicas do not sum gradients with each other.
     """
     programs = (
         lower(partition, plan, holders, layouts.partial_gradient_axes)
         if training
         else lower_evaluation(partition, plan)
     )
-    if alone or (training and plan.sync.has_servers):  # servers sum what replicas have
+    if alone or (training and plan.sync.has_servers):  # parameter servers sum the replicas' gradients
         programs = tuple(without_replica_sync(program, plan) for program in programs)
     check(programs)
     return programs
@@ -112,12 +119,12 @@ def lower_programs(
 def lower_ahead(
     prepared: CompiledTraining, holders: Mapping[str, Collection[int]], replica_local: bool = False
 ) -> dict[str, tuple[Program, ...]]:
-    """Every worker's programs for training, of each objective's graph that was compiled ahead.
+    """Lower each objective's graph that was compiled ahead to every worker's program for training.
 
     Args:
-        prepared: the training.
-        holders: stages that keep each parameter up to date.
-        replica_local: replicas do not sum gradients with each other.
+        prepared: the compiled training that is to be run.
+        holders: by parameter, the stages that keep it up to date.
+        replica_local: whether replicas do not sum gradients with each other.
     """
     return {
         name: lower_programs(graph.partition, prepared.plan, holders, True, graph.layouts, replica_local)
@@ -137,14 +144,20 @@ def bind_program(
     alone: bool = False,
     codec: GradientCompressor | None = None,
 ) -> Executor:
-    """One worker's program, bound to its tensors.
+    """Bind one worker's program to its tensors.
 
     Args:
-        compiled: the graph that it runs, as the plan runs it.
-        shards: what replicas hold parts of, if anything.
-        alone: its replica goes its own way.
-        codec: how replicas sum gradients; what it remembers goes on from one lane of an objective to the next.
-            Default: plainly.
+        program: this worker's program of the graph.
+        plan: the plan that the graph was compiled for.
+        tensors: parameters and buffers of the user's model, by name.
+        transport: main transport of this worker.
+        statistics: sums batch statistics over replicas; None where each has its own.
+        mesh: axes along which this worker's operators are sharded.
+        compiled: the compiled graph of the program.
+        shards: parameters, gradients and states that are sharded over replicas (ZeRO), if any.
+        alone: whether the replica takes steps of its own, without the others' statistics.
+        codec: gradient compressor of the objective; its error feedback is shared by all bound programs. Default:
+            gradients are summed uncompressed.
     """
     partition, graph = program.partition, program.partition.graph
     parameters, counts = tensors.parameters(), batch_statistics_of(partition, program.stage)
@@ -199,5 +212,5 @@ def _bind_tensors(
 
 
 def batch_statistics_of(partition: Partition, stage: int) -> BatchStatistics:
-    """The statistics of the whole batch that a stage's operators need."""
+    """Return the statistics of the whole batch that a stage's operators need."""
     return BatchStatistics(partition.graph.code.fx, {node.name for node in partition.nodes(stage)})

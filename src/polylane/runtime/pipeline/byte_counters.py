@@ -1,4 +1,4 @@
-"""Traffic: bytes that left one worker, step by step, by what they are for; counted by its transports."""
+"""Byte counters: bytes that left one worker, step by step, by purpose; counted by its transports."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from contextlib import contextmanager
 
 from polylane.runtime.transport.protocol import TransportCounters
 
-# What bytes are for: that replicas agree, values between stages, inside split operators, statistics of batches.
+# Purposes of bytes: sync between replicas, values between stages, collectives of sharded operators, batch statistics.
 AGREEMENT, STAGES, OPERATORS, STATISTICS = "agreement", "stages", "operators", "statistics"
 
 
 class ByteCounters:
-    """What one worker sent in its steps.
+    """Counts the bytes that one worker sends in its steps.
 
     Args:
-        main: of the transport for gradients and for values between stages.
-        others: of further transports, by what they are for.
-        theory: bytes that the worker sends in a step (0, 1, ...) of so many microbatches of an objective so that
-            replicas agree, by theory.
-        served: of the lines to parameter servers, where some live in this process: these answer in their own time, so
-            all is counted that leaves from now on, between steps as well.
-        settle: waits until every worker has what was sent to it in its steps; all must call it.
-        cycle: from which step on ``theory`` repeats itself, and after how many steps.
+        main: counters of the transport for gradients and for values between stages.
+        others: counters of further transports, by purpose.
+        theory: returns the bytes for sync that the worker should send, given an objective's name, the number of its
+            step (0, 1, ...) and the number of microbatches.
+        served: counters of the channels of parameter servers in this process: these answer at any time, so all bytes
+            are counted from now on, between steps as well.
+        settle: waits until every worker has received what was sent to it in its steps; collective.
+        cycle: the step from which on ``theory`` is periodic, and its period in steps.
 
     Attributes:
-        steps_counted: that were counted, of each objective.
-        bytes_sent: bytes, over all of them, by purpose; without what ``served`` counted.
-        expected_bytes: bytes for agreement, over all of them, by theory.
+        steps_counted: number of counted steps, by objective.
+        bytes_sent: bytes over all counted steps, by purpose; without those of ``served``.
+        expected_bytes: bytes for sync over all counted steps, by theory.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ByteCounters:
 
     @contextmanager
     def count_step(self, objective: str, microbatches: int) -> Iterator[None]:
-        """Count what is sent meanwhile as that of one step of an objective, in so many microbatches."""
+        """Context manager: count the bytes sent inside it as one step of an objective."""
         before = self._current_bytes()
         yield
         self.bytes_sent.update(self._current_bytes() - before)
@@ -60,11 +60,13 @@ class ByteCounters:
     def _step_in_theory(self, objective: str, microbatches: int) -> float:
         (begin, period), step = self._cycle, self.steps_counted[objective]
         key = objective, step if step < begin else begin + (step - begin) % period, microbatches
+        # The closed form walks all parameters: it is evaluated once for each step of the cycle.
         if key not in self._in_theory:
             self._in_theory[key] = self._expected_step_bytes(*key)
         return self._in_theory[key]
 
     def _current_bytes(self) -> Counter[str]:
+        # On the main transport point-to-point messages are values between stages; its collectives are sync.
         between = self._main.wire["send"]
         found = Counter({STAGES: between, AGREEMENT: self._main.sent - between})
         for purpose, counters in self._others.items():
@@ -72,7 +74,7 @@ class ByteCounters:
         return found
 
     def mean_bytes(self) -> dict[str, float]:
-        """Bytes of a step by purpose, and ``"theory"``, the mean over all steps; all workers must ask for it."""
+        """Return the mean bytes of a step by purpose, and ``"theory"``; collective."""
         self._wait_settled()
         steps, sent = max(self.steps_counted.total(), 1), Counter(self.bytes_sent)
         sent[AGREEMENT] += sum(each.sent for each in self._served) - self._served_before

@@ -1,4 +1,11 @@
-"""Which workers talk: the channels and groups of a plan, opened once for all that a job runs."""
+"""Connections: the channels and process groups of a plan, opened once for everything that a job runs.
+
+tag  transport        carries                                       a group of its own because
+0    main             values between stages, gradients, objects
+1    statistics       batch statistics over replicas                they come inside passes, between gradient sums
+2    operators        collectives of sharded operators              likewise
+3    agreement        all-gather of sharded parameters (ZeRO-3)     a pass needs them while gradients are reduced
+"""
 
 from __future__ import annotations
 
@@ -27,13 +34,13 @@ SumReplicas = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Connections:
-    """What a worker reaches the others by.
+    """The transports of one worker.
 
     Attributes:
-        transport: values between stages, gradients, objects.
+        transport: main transport: values between stages, gradients, objects.
         sum_replicas: sums batch statistics over the replicas of this worker's stage; None where each has its own.
-        mesh: the axes along which operators are split.
-        extra_groups: further transports, whose collectives come in another order, by what they are for.
+        mesh: the axes along which this worker's operators are sharded.
+        extra_groups: by purpose, further transports, whose collectives are not in one order with the main one's.
     """
 
     transport: Transport
@@ -43,21 +50,21 @@ class Connections:
 
     @property
     def gather_transport(self) -> Transport | None:
-        """For parameters that replicas hold parts of only; None where there are none."""
+        """The transport that gathers parameters sharded over replicas (ZeRO-3); None where there are none."""
         return self.extra_groups.get(AGREEMENT)
 
     def close(self) -> None:
-        """Leave together with all other workers: one that ends a group while another still talks may abort it."""
+        """Close all transports; collective, since a worker that ends a group while another uses it may abort that."""
         self.transport.barrier()
         for transport in (*self.extra_groups.values(), self.transport):
             transport.close()
 
 
 def check_world_size(plan: Plan, world: World) -> None:
-    """See that there are as many workers as a plan takes.
+    """Refuse a number of workers that is not the plan's.
 
     Raises:
-        PolylaneError: there are not.
+        PolylaneError: the world has more or fewer workers than the plan takes.
     """
     if world.size != plan.processes:
         raise PolylaneError(f"the plan takes {plan.processes} workers ({plan.spec}), there are {world.size}")
@@ -66,23 +73,26 @@ def check_world_size(plan: Plan, world: World) -> None:
 def open_connections(
     prepared: CompiledTraining, world: World, programs: Collection[Sequence[Program]], connect: Connect | None = None
 ) -> Connections:
-    """Open all that a job talks by.
+    """Open all connections of a job; collective, and groups are created in the same order on every worker.
 
     Args:
-        prepared: the training.
-        world: this worker among all.
-        programs: of all workers, for every objective.
-        connect: makes a transport; default: what suits where the workers are.
+        prepared: the compiled training that is to be run.
+        world: this worker's rank among all, with device and backend.
+        programs: for every objective, the programs of all workers.
+        connect: makes a transport; default: chosen by where the workers are.
     """
     plan, connect = prepared.plan, choose_transport(world) if connect is None else connect
     statistics = any(_syncs_statistics(partition) for partition in prepared.partitions.values())
     ranks = range(world.size)
     peers = {(rank, peer) for rank in ranks for s in range(plan.pipeline) for peer in plan.peers(rank, s)}
     replicas = sorted({plan.group(rank, ("data",)) for rank in ranks})
-    if world.backend == "nccl":  # one communicator for each pair that talks
+    # NCCL has one communicator for each pair, which takes time and memory: only pairs that exchange messages get one.
+    # Elsewhere all pairs are opened that may exchange values.
+    if world.backend == "nccl":
         pairs = sorted({pair for each in programs for pair in list_channels(each)})
     else:
         pairs = sorted((a, b) for a, b in peers if a != b)
+    # Every group that any rank reduces over is declared on all ranks: torch.distributed creates groups collectively.
     buckets = [bucket.ranks for each in programs for program in each for bucket in program.buckets]
     whole = [each for rank in ranks for each in (replica_ranks(plan, rank), plan.group(rank, plan.axes))]
     columns = {column_ranks(plan, rank) for rank in ranks}
@@ -90,12 +100,12 @@ def open_connections(
     transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole, *shards, tuple(ranks)}))
     mesh, inner = _open_mesh(world, plan, connect, [prepared.axes(stage) for stage in range(plan.pipeline)])
     apart = {} if inner is None else {OPERATORS: inner}
-    if plan.sync.shard == "parameters":  # gathered whenever a pass needs them, whatever else is under way
+    if plan.sync.shard == "parameters":
         groups = sorted({shard_group(plan, rank) for rank in ranks})
         apart[AGREEMENT] = connect(world, [], groups, tag=3, own_groups=True)
     if plan.data == 1 or not statistics or prepared.batch_is_sharded:
         return Connections(transport, None, mesh, apart)
-    # Statistics interleave with the gradients' own reductions, so they have groups of their own.
+    # Statistics interleave with the gradients' reductions, in an order that differs between workers.
     apart[STATISTICS] = summing = connect(world, [], replicas, tag=1, own_groups=True)
     members = plan.group(world.rank, ("data",))
 
@@ -106,16 +116,13 @@ def open_connections(
 
 
 def _syncs_statistics(partition: Partition) -> bool:
-    """Whether replicas tell each other of their samples: for batch normalization, or for counts of the whole batch."""
+    """Return whether replicas exchange statistics of their samples: for batch normalization, or whole-batch counts."""
     code = partition.graph.code
     return code.has_batch_statistics or bool(statistics_of(code.fx))
 
 
 def replica_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
-    """All ranks of the same replica: every stage, and every place in its mesh.
-
-    All there are where stages have different numbers of replicas.
-    """
+    """Return all ranks of the same replica, on every stage; all ranks if stages have different numbers of replicas."""
     if plan.resplits_batch:
         return tuple(range(plan.workers))
     replica = plan.stage_and_replica(rank)[1]
@@ -123,9 +130,7 @@ def replica_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
 
 
 def column_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The ranks with the same place in the meshes of all stages, by stage; :func:`replica_ranks` where meshes
-    differ.
-    """
+    """Return the ranks at the same position of every stage's mesh, by stage; :func:`replica_ranks` if meshes differ."""
     if not plan.is_uniform:
         return replica_ranks(plan, rank)
     return tuple(plan.peers(rank, stage)[0] for stage in range(plan.pipeline))
@@ -134,9 +139,9 @@ def column_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
 def _open_mesh(
     world: World, plan: Plan, connect: Connect, axes: Sequence[Sequence[str]]
 ) -> tuple[WorkerMesh, Transport | None]:
-    """The axes along which this worker's operators are split, and what carries their collectives.
+    """Open the axes along which this worker's operators are sharded, and the transport of their collectives.
 
-    They interleave with gradients and with the values between stages, so they have channels of their own.
+    These interleave with gradients and with the values between stages, so they have channels of their own.
     """
     if not any(axes):
         return WorkerMesh(), None

@@ -1,4 +1,4 @@
-"""Execute a program: one worker's actions of one step, in order, with its receives posted ahead of time."""
+"""Executor: runs one worker's actions of one step, in order, with receives posted ahead of time."""
 
 from __future__ import annotations
 
@@ -31,28 +31,26 @@ from polylane.runtime.transport.protocol import Transport
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
 from polylane.schedule.action import Action, ActionKind
 
-# Compute actions ahead of which receives are posted: gloo moves a message only once its receive is posted.
+# Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
 LOOKAHEAD = 2
 
 
 class Executor:
-    """Runs one program, step after step.
-
-    Before it runs it is fitted to the size of a batch, see :meth:`fit_to_samples`.
+    """Runs one program, step after step; it is first fitted to the size of a batch, see :meth:`fit_to_samples`.
 
     Args:
-        program: what to do.
+        program: actions of this worker in a step.
         runner: the stage's code on this worker's tensors.
-        wires: how travelling values look.
-        relays: which pieces of them go where.
-        transport: carries values and gradients; declared with the program's channels and groups.
-        statistics: sums statistics and counts of the batch over the replicas, apart from the gradients.
-        reducer: sums gradients.
-        mesh: along which operators are split; the loss of its first worker counts, the others compute the same one.
-        alone: the replica takes steps of its own: its gradients are those of the mean over its own samples.
-        slow: makes it a straggler.
-        counts: statistics of the whole batch that this stage's operators need; None: none.
-        per_sample: modules that treat each sample by itself, as the plan says: they are watched.
+        wires: dtype and shape of each crossing value, by name.
+        relays: resharder, which computes the boxes of messages.
+        transport: carries values and gradients; opened with the program's channels and groups.
+        statistics: sums statistics and counts of the batch over the replicas, on a transport of its own.
+        reducer: sums gradients over the ranks of each bucket.
+        mesh: axes along which operators are sharded; the loss of its first worker counts, the others compute the same.
+        alone: whether the replica takes steps of its own: gradients are those of the mean over its own samples.
+        slow: makes this rank a straggler; None: it is not slowed down.
+        counts: statistics of the whole batch that this stage's operators need; None: there are none.
+        per_sample: modules that treat each sample by itself, as the plan says; their calls are checked.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Executor:
         self.reducer = reducer
         self.mesh = mesh
         self.is_replica_local = alone
-        self.anomalies: AnomalyDetector | None = None  # what looks at forward passes in training
+        self.anomalies: AnomalyDetector | None = None  # checks forward passes in training
         self._straggler, self._slowness = slow, 1.0
         self._batch_statistics, self._per_sample = counts or None, per_sample
         self._receive_horizon = _receive_horizons(program.actions)
@@ -89,11 +87,11 @@ class Executor:
         self._tables: BatchTables | None = None
 
     def local_shares(self, batch: int) -> tuple[SampleShare, ...]:
-        """What this worker computes of a batch of so many samples."""
+        """Return this worker's shares of a batch."""
         return compute_shares(batch, self.microbatches, len(self.program.replicas), self.program.replica)
 
     def fit_to_samples(self, samples: int) -> Executor:
-        """This worker for batches of one size: with its tables, and with the code for each of its parts."""
+        """Return this executor fitted to batches of one size: with its tables, and the code for its shares' sizes."""
         fitted, own = (
             copy.copy(self),
             {s.microbatch: s for s in self.local_shares(samples) if s.weight or not self.is_replica_local},
@@ -103,10 +101,10 @@ class Executor:
         return fitted
 
     def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
-        """One step. ``finish`` is what the STEP action does.
+        """Run one step; ``finish`` is called for the STEP action.
 
         Raises:
-            ActionFailed: from what an action raised, saying which.
+            ActionFailed: an action raised; it says which one, with the original error as cause.
         """
         tables = self._tables
         assert tables is not None and tables.samples == batch.samples, "a worker runs batches of the size it is fit for"
@@ -122,9 +120,9 @@ class Executor:
             if action.microbatch is not None and action.microbatch not in own:
                 continue  # a microbatch without samples, skipped by every worker alike
             if action.kind is ActionKind.REDUCE and not own:
-                continue  # this replica, which goes its own way, has no samples of this batch
+                continue  # a replica-local step without samples of its own: there is nothing to sum
             if action.kind in _SEND_OR_RECEIVE and action not in tables.routes:
-                continue  # of these samples nothing goes this way
+                continue  # an empty box: the peer skips its half of the message, too
             try:
                 while posted < self._receive_horizon[index]:
                     self._post_receive(self.program.actions[posted], state)
@@ -148,7 +146,7 @@ class Executor:
         return state
 
     def _sample_slices(self, tables: BatchTables, step: int, seed: int) -> dict[int, SampleSlice]:
-        """What the operators may know of the samples in hand, by microbatch."""
+        """Describe the local samples for the operators, by microbatch."""
         own, batch = tables.shares, tables.samples
         averaged = sum(share.samples for share in own.values()) if self.is_replica_local else batch
         return {
@@ -158,7 +156,7 @@ class Executor:
     def _add_batch_counts(
         self, batch: Batch, own: Mapping[int, SampleShare], parts: dict[int, SampleSlice]
     ) -> dict[int, SampleSlice]:
-        """The parts with what must be counted over the whole batch before any of them is computed on."""
+        """Add to the slices the statistics that must be summed over the whole batch before any pass."""
         replicas = self.program.replicas
         apart = self.is_replica_local or self._batch_is_sharded or len(replicas) == 1
         if self._batch_statistics is None or (apart and len(parts) < 2):  # the part is the whole
@@ -176,7 +174,7 @@ class Executor:
         return {i: replace(part, whole=lambda key, _: found[key]) for i, part in parts.items()}
 
     def _has_witness(self, step: int, microbatches: int) -> bool:
-        """Whether what the plan says of the user's own Python is held against the whole batch in a step."""
+        """Return whether calls of per-sample modules are compared with the whole batch in this step."""
         one = microbatches < 2 and (self.is_replica_local or len(self.program.replicas) == 1)
         trains = any(action.kind is ActionKind.STEP for action in self.program.actions)
         return bool(self._per_sample) and trains and is_witnessed_step(step) and not (one or self._batch_is_sharded)
@@ -190,7 +188,7 @@ class Executor:
         self.runner.code.watch.records = None
 
     def _gather_replicas(self, tensor: Tensor) -> list[Tensor]:
-        """A tensor of one dimension of every replica."""
+        """Gather a tensor of one dimension from every replica."""
         replicas = self.program.replicas
         if self.is_replica_local or len(replicas) == 1:
             return [tensor]
@@ -204,8 +202,8 @@ class Executor:
         return self.transport.all_reduce(tensor, self.program.replicas).wait()
 
     def _sample_slice(self, share: SampleShare, tables: BatchTables, step: int, seed: int) -> SampleSlice:
-        """What the operators may know of the samples in hand."""
-        if self._batch_is_sharded:  # replicas hold the microbatch as one, each its rows of it
+        """Describe the local samples of one microbatch, for operators that depend on more than their inputs."""
+        if self._batch_is_sharded:  # operators see the whole microbatch, of which each replica holds its rows
             begin, end = split_bounds(tables.samples, self.microbatches)[share.microbatch]
             return SampleSlice(end - begin, begin, tables.samples, share.microbatch, step, seed)
         return SampleSlice(
@@ -221,7 +219,7 @@ class Executor:
 
     @property
     def _batch_is_sharded(self) -> bool:
-        """Whether replicas split operators too: samples meet in this graph."""
+        """Whether replicas shard operators along the batch, because the loss couples samples."""
         return "data" in self.mesh.axes
 
     def _post_receive(self, action: Action, state: StepState) -> None:
@@ -264,7 +262,7 @@ class Executor:
         state.spans.append(Span(self.program.rank, action, start, end, waits.seconds, waits.bytes))
 
     def _delay_straggler(self, start: float) -> None:
-        """Let a pass that began then last as long as it would on a slower worker."""
+        """Sleep until a pass that began at ``start`` has taken as long as on a slower worker."""
         if self._slowness > 1:
             worked = time.perf_counter() - start - self.mesh.waits.seconds
             time.sleep(max(0.0, worked) * (self._slowness - 1))
@@ -276,7 +274,7 @@ class Executor:
         leaves = batch.leaves_of(share, rows=share.weight * share.samples if self._batch_is_sharded else None)
         values = state.values.pop(i, {})
         for crossing in self.program.receives:
-            if crossing.value not in values:  # of which this worker has an empty part
+            if crossing.value not in values:  # this worker's shard is empty, so no message came
                 values[crossing.value] = self._zero_value(crossing.value, part.samples, state)
         live = self.runner.forward(i, values, leaves, part)
         if self.anomalies is not None and share.weight and torch.is_grad_enabled():
@@ -285,9 +283,8 @@ class Executor:
                 self.runner, program.partition.graph, program.stage, values, leaves, part, live
             )
         state.output_values[i] = live.outputs
-        if (
-            live.loss and share.weight and self._speaks
-        ):  # what a stand-in computes counts for nothing, were it not a number
+        # Padding samples are excluded from the loss, even if it is NaN.
+        if live.loss and share.weight and self._speaks:
             total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
             # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
             mean = len(live.loss) == 1
@@ -306,7 +303,8 @@ class Executor:
                 device=self.runner.device,
                 dtype=torch.float64,
             )
-        # Whoever got something two microbatches ago has had it since: nobody waits for this worker before they take it.
+        # Messages of two microbatches ago have been received by now, since receivers do not wait for this worker first:
+        # waiting for them takes no time, and releases their buffers.
         for key in [key for key in state.pending_sends if key[0] <= i - 2]:
             state.wait_sent(key)
         for earlier in [earlier for earlier in state.input_gradients if earlier <= i - 2]:
@@ -314,7 +312,7 @@ class Executor:
         state.output_values.pop(i, None)  # with the autograd graph that hangs on it
         gradients = state.gradients.pop(i, {})
         for crossing in self.program.sends:
-            if crossing.requires_grad and crossing.value not in gradients:  # nobody was asked for anything
+            if crossing.requires_grad and crossing.value not in gradients:  # no consumer returned a gradient
                 gradients[crossing.value] = self._zero_value(crossing.value, state.sample_slices[i].samples, state)
         state.input_gradients[i] = self.runner.backward(i, gradients, seed)
 
@@ -341,7 +339,7 @@ class Executor:
         assert i is not None and name is not None and action.peer is not None
         value = state.pending_receives.pop(action).wait()
         self.mesh.waits.bytes += value.nbytes
-        if action.gradient:  # an answer to values that have arrived
+        if action.gradient:  # the peer has computed with the values that were sent to it, so it has received them
             state.wait_sent((i, action.peer, False))
         found = (state.gradients if action.gradient else state.values).setdefault(i, {})
         samples = state.sample_slices[i].samples
@@ -363,7 +361,7 @@ _SEND_OR_RECEIVE = (ActionKind.SEND, ActionKind.RECEIVE)
 
 
 def _receive_horizons(actions: tuple[Action, ...]) -> list[int]:
-    """For every action, how far ahead of it receives are posted."""
+    """Return, for every action, the position up to which receives are posted before it runs."""
     compute = [i for i, a in enumerate(actions) if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
     ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
     return [compute[i] if i < len(compute) else len(actions) for i in ahead]

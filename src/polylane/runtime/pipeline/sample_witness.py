@@ -1,9 +1,9 @@
-"""Witness: the user's own Python on the whole batch, held against its parts, on the steps 1, 2, 4, 8, ...
+"""Per-sample check: compares the user's own Python on the whole batch with its parts, on the steps 1, 2, 4, 8, ...
 
-Nothing can be derived of a module that runs the user's own Python. Where the plan says that it treats each sample by
-itself (``per_sample``), it is watched: what it was given in a step is put together again from all microbatches and
-replicas, and computed as one, without gradients and without random numbers, in float64. Its rows must be those that the
-parts give. What it costs is a forward pass of the module on the whole batch in few steps out of many.
+Nothing can be derived about a module that runs the user's own Python. Where the plan says that it treats each sample by
+itself (``per_sample``), it is checked at run time: its inputs in a step are gathered from all microbatches and replicas
+and computed as one batch, without gradients and random numbers, in float64. The rows of the result must equal those of
+the parts. The cost is a forward pass of the module on the whole batch, in few steps out of many.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class WitnessedCall:
     """One call of the user's own Python in a step.
 
     Attributes:
-        node: which operator.
+        node: the operator of the graph that was called.
         part: the samples that it computed on.
-        tensors: what it was given: parameters, buffers, and its inputs.
+        tensors: copies of its arguments: parameters, buffers, then inputs.
     """
 
     node: Node
@@ -44,19 +44,19 @@ Gather = Callable[[Tensor], Sequence[Tensor]]
 
 
 def is_witnessed_step(step: int) -> bool:
-    """Whether a step, counted from 0, is one of those on which there is a witness: 1, 2, 4, 8, ..."""
+    """Return whether calls are checked in a step, counted from 0: in the first, second, fourth, eighth, ..."""
     return (step + 1) & step == 0
 
 
 def check_calls(code: fx.Graph, records: Sequence[WitnessedCall], gather: Gather, mean: bool, plan: str) -> None:
-    """Hold every call against the same call on all samples.
+    """Compare every call with the same call on all samples; collective over the replicas.
 
     Args:
-        code: the graph in which they are made.
-        records: of one step, in the order of the microbatches.
-        gather: the same tensor of every replica, of one dimension each; they may differ in length.
+        code: the captured graph in which the calls are made.
+        records: calls of one step, in the order of the microbatches.
+        gather: gathers a tensor of one dimension from every replica; lengths may differ.
         mean: whether a loss that is computed inside is a mean over samples, and not (total, count).
-        plan: the modules that the plan names.
+        plan: names of the modules in the plan's ``per_sample``, for errors.
 
     Raises:
         PolylaneError: the parts do not make up the whole; it names the module.
@@ -66,6 +66,7 @@ def check_calls(code: fx.Graph, records: Sequence[WitnessedCall], gather: Gather
     for record in records:
         calls.setdefault(record.node.name, []).append(record)
     for name, own in calls.items():
+        # Batch normalization takes statistics of a microbatch over all replicas, so each microbatch is its own whole.
         normalizes = bool(getattr(nodes[name].target, "normalizes", False))
         for group in [[r] for r in own] if normalizes else [own]:
             try:
@@ -96,7 +97,7 @@ def _matches_whole_batch(node: fx.Node, records: Sequence[WitnessedCall], gather
     dims = [batch_dimension(n.meta.get("val")) for n in node.args[1]]  # type: ignore[union-attr]
     target: Any = node.target
     counting = [r for r in records if r.part.weight]
-    # All take part in the sums of a module that normalizes, those too whose samples do not count.
+    # Padding samples take part in the collective sums of a module that normalizes, but not in the comparison.
     computed = [(r, _run_copy(target, r.part, _promote_tensors(r.tensors))) for r in records]
     parts = [values for r, values in computed if r.part.weight]
     whole_inputs = []
@@ -108,6 +109,8 @@ def _matches_whole_batch(node: fx.Node, records: Sequence[WitnessedCall], gather
     first = replace(records[0].part, first=0, samples=samples, weight=1, sum_replicas=None, whole=None)
     whole = _run_copy(target, first, whole_inputs)
     vals = [node.meta["val"]] if isinstance(node.meta["val"], Tensor) else list(node.meta["val"])
+    # An output with rows must have the same rows; one without is a loss, whose parts add up, weighted by samples if it
+    # is a mean. Integer outputs without rows are counts or flags, which need not add up.
     for number, val in enumerate(vals):
         own = [part[number] for part in parts]
         dim = batch_dimension(val)
@@ -126,7 +129,7 @@ def _matches_whole_batch(node: fx.Node, records: Sequence[WitnessedCall], gather
 
 
 def _run_copy(target: Any, part: SampleSlice, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a copy of the module gives, so that neither its buffers nor what it keeps in Python are touched."""
+    """Run a copy of the module, so that neither its buffers nor its Python state are changed."""
     with torch.no_grad(), Promoted(), WithoutRandomness():
         result = copy_python_call(target)(part, list(tensors))
     return [result] if isinstance(result, Tensor) else list(result)
@@ -141,11 +144,15 @@ def _gather_numbers(value: Tensor, gather: Gather) -> list[float]:
 
 
 def _gather_rows(own: Sequence[Tensor], like: Tensor, dim: int, gather: Gather) -> Tensor:
-    """All samples' rows along a dimension, microbatch by microbatch, replica by replica.
+    """Gather all samples' rows along a dimension, replica by replica, microbatch by microbatch in each.
+
+    This is not the order of the batch, which does not matter: inputs and outputs are gathered in the same order.
 
     Args:
         own: this replica's rows of each microbatch that it has samples of.
-        like: a tensor of that form.
+        like: a tensor with the same sizes of the other dimensions.
+        dim: the dimension of the samples.
+        gather: gathers a tensor of one dimension from every replica.
     """
     rest = [n for d, n in enumerate(like.shape) if d != dim]
     mine = torch.cat([x.movedim(dim, 0) for x in own]) if own else like.movedim(dim, 0)[:0]

@@ -1,4 +1,8 @@
-"""One stage's part of the graph as a function, with its forward and its backward pass over one microbatch."""
+"""Stage runner: one stage's part of the graph as a compiled function, with its forward and backward pass.
+
+Between the stages autograd does not see the graph: incoming values are leaves, whose gradients are sent back; the
+backward pass starts at the outgoing values with the gradients that their consumers returned.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +35,17 @@ OWN_PYTHON = ("leaf", "function")  # operators that run the user's own Python
 
 
 class PythonCallWatch:
-    """What the nodes that run the user's own Python do: which is in its backward pass, and what they were given.
+    """Watches the nodes that run the user's own Python: which one is in its backward pass, and what their inputs were.
 
-    Autograd's traceback does not say it: no frame of the stage's code is on the stack in a backward pass.
+    Autograd's traceback does not show it: no frame of the stage's code is on the stack in a backward pass.
     """
 
     def __init__(self) -> None:
         self.current_node: Node | None = None
-        self.records: list[WitnessedCall] | None = None  # of the forward passes of a step that has a witness
+        self.records: list[WitnessedCall] | None = None  # calls in the forward passes of a step that is checked
 
     def begin_hook(self, node: Node) -> Callable[[Any], None]:
-        """What to call before the backward pass of ``node``."""
+        """Return the hook to call before the backward pass of ``node``."""
 
         def hook(_: Any) -> None:
             self.current_node = node
@@ -49,7 +53,7 @@ class PythonCallWatch:
         return hook
 
     def end_hook(self, node: Node) -> Callable[[Any], None]:
-        """What to call before the backward pass of what ``node`` read."""
+        """Return the hook to call before the backward pass of the inputs of ``node``."""
 
         def hook(_: Any) -> None:
             if self.current_node is node:
@@ -59,7 +63,7 @@ class PythonCallWatch:
 
 
 class WatchedCall:
-    """The callable of a node whose backward pass is watched."""
+    """Wraps the callable of a node whose calls and backward pass are watched."""
 
     __module__ = "polylane"
 
@@ -67,16 +71,16 @@ class WatchedCall:
         self.target, self.node, self.watch = target, node, watch
         self.__name__ = str(getattr(target, "__name__", "watched"))
         call = unwrap_settings(target)
-        while not isinstance(call, LeafCall) and hasattr(call, "target"):  # with its keys of random numbers
+        while not isinstance(call, LeafCall) and hasattr(call, "target"):  # wrapped with keys for random numbers
             call = unwrap_settings(call.target)
         own = isinstance(call, LeafCall) and not call.normalizes
         self.buffers = slice(len(call.parameters), len(call.parameters) + len(call.buffers)) if own else slice(0)
 
     def _refuse_write(self, part: SampleSlice) -> None:
-        """A buffer that a module writes moves once for a batch on one device: so it must by any plan.
+        """Refuse a write to a buffer that one device would make once for the whole batch.
 
         Raises:
-            PolylaneError: it would move once for each part, by what is in that.
+            PolylaneError: the buffer would be written once for each part of the batch, from that part's samples.
         """
         if part.samples < part.count_loss_samples and torch.is_grad_enabled():
             raise PolylaneError(
@@ -90,6 +94,7 @@ class WatchedCall:
         part, tensors = args
         if self.watch.records is not None:
             self.watch.records.append(WitnessedCall(self.node, part, tuple(t.detach().clone() for t in tensors)))
+        # Every in-place write raises a tensor's version counter.
         before = [buffer._version for buffer in tensors[self.buffers]]
         result = self.target(*args, **kwargs)
         if before != [buffer._version for buffer in tensors[self.buffers]]:
@@ -113,13 +118,14 @@ class StageCode:
     """The executable part of one stage.
 
     Attributes:
-        run: the function: roles in, (values that leave ..., loss parts ...) out.
-        roles: what each argument is, as in :class:`polylane.graph.graph.Code`, or ("value", name) for what comes in.
+        run: the function from arguments by role to (outgoing values ..., parts of the loss ...).
+        roles: role of each argument as in :class:`polylane.graph.graph.Code`, or ("value", name) for incoming values.
         outputs: names of the values that leave, in the order of the result.
-        has_loss: whether the loss follows them.
-        nodes_by_line: line of the generated source -> node.
-        graph: the code as an fx graph, for going through it node by node.
-        watch: over the backward passes of the user's own Python.
+        has_loss: whether the loss follows the outgoing values.
+        nodes_by_line: line of the generated source -> node, for errors.
+        file: file name under which the source is compiled.
+        graph: the code as an fx graph, for interpreting it node by node.
+        watch: watch over the calls of the user's own Python.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -132,17 +138,17 @@ class StageCode:
     watch: PythonCallWatch
 
 
-# For the while, a graph calls further functions of no value.
+# Context manager during which a graph has further calls (all-gathers of sharded parameters); none is there afterwards.
 Gates = Callable[[fx.Graph], AbstractContextManager[None]]
 
 
 def no_gates(graph: fx.Graph) -> AbstractContextManager[None]:
-    """The graph as it is."""
+    """Leave the graph as it is."""
     return nullcontext()
 
 
 def extract_stage(partition: Partition, stage: int, device: torch.device, gates: Gates = no_gates) -> StageCode:
-    """The part of the graph that ``stage`` runs, on ``device``; ``gates``: what its code calls besides."""
+    """Extract the part of the graph that a stage runs, for ``device``, and compile it; ``gates`` add further calls."""
     chosen = {node.name: node for node in partition.nodes(stage)}
     outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -152,6 +158,7 @@ def extract_stage(partition: Partition, stage: int, device: torch.device, gates:
     loss: list[fx.Node] = []
     if stage == partition.loss_stage:
         loss = list(source.output_node().args[0])  # type: ignore[arg-type]
+    # Arguments are what the body reads from outside of it: parameters, inputs, and values of other stages.
     wanted = dict.fromkeys(i for n in body for i in n.all_input_nodes if i not in inside)
     wanted |= dict.fromkeys(n for n in loss if n not in inside)
     roles: list[tuple[str, Any]] = []
@@ -161,6 +168,7 @@ def extract_stage(partition: Partition, stage: int, device: torch.device, gates:
             values[node] = copied = graph.placeholder(node.name)
             copied.meta = {**node.meta, "role": role}
             roles.append(role)
+    # Nodes are copied: the captured graph is shared by all stages.
     by_name, watch = {}, PythonCallWatch()
     for node in body:
         values[node] = copied = graph.node_copy(node, lambda n: values[n])
@@ -176,7 +184,7 @@ def extract_stage(partition: Partition, stage: int, device: torch.device, gates:
 
 
 class LocalStageCode:
-    """A stage's code as one rank of a mesh runs it: rewritten for a number of samples."""
+    """A stage's code with sharded operators, as one rank of the mesh runs it: rewritten for a number of samples."""
 
     def __init__(
         self,
@@ -192,7 +200,7 @@ class LocalStageCode:
         self._nodes = {node.name: node for node in partition.graph.nodes}
 
     def rewrite_for(self, samples: int) -> StageCode:
-        """The code for a part with that number of samples."""
+        """Rewrite the code for a part with that number of samples."""
         calls, splits = self._layout.at(samples)
         graph = rewrite(
             self.whole.graph,
@@ -211,7 +219,7 @@ class LocalStageCode:
 
 
 def _move_devices(value: Any, device: torch.device) -> Any:
-    """The device that capture saw, replaced by the worker's own."""
+    """Replace the device that capture saw by the worker's own, in nested arguments."""
     if isinstance(value, torch.device):
         return value if value.type == "meta" else device
     if isinstance(value, (list, tuple)):
@@ -224,13 +232,14 @@ def _move_devices(value: Any, device: torch.device) -> Any:
 def _compile_graph(
     graph: fx.Graph, label: str, chosen: Mapping[str, Node], gates: Gates
 ) -> tuple[Callable[..., Any], dict[int, Node], str]:
-    """Python source of a graph, compiled under a file name of its own so that an error's line tells the node."""
+    """Compile a graph's Python source under a unique file name, so that an error's line identifies the node."""
     with gates(graph):
         code = graph.python_code("self")
     file = f"<{label} ({next(_NUMBERS)})>"
     scope: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, file, "exec"), scope)
     forward = scope["forward"]
+    # fx writes one assignment for each call, "name = ...": its line in a traceback identifies the node.
     starts = {f"{n.name} = ": n for n in graph.nodes if n.op == "call_function"}
     lines = {}
     for number, text in enumerate(code.src.splitlines(), start=1):
@@ -241,7 +250,7 @@ def _compile_graph(
 
 
 def find_failing_node(runner: StageRunner, error: BaseException) -> Node | None:
-    """The node that was running, forward or backward, when ``error`` was raised; None if none of this stage's."""
+    """Return the node that was running, forward or backward, when an error was raised; None if none of this stage."""
     codes = {code.file: code for code in (runner.code, *runner.codes.values())}
     for frame in traceback.extract_tb(error.__traceback__):
         code = codes.get(frame.filename)
@@ -252,7 +261,7 @@ def find_failing_node(runner: StageRunner, error: BaseException) -> Node | None:
 
 @dataclass
 class LiveMicrobatch:
-    """What a microbatch leaves behind between its forward and its backward pass."""
+    """What is kept of a microbatch between its passes: leaves and roots of its autograd graph, parts of the loss."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
@@ -260,14 +269,14 @@ class LiveMicrobatch:
 
 
 class StageHooks:
-    """What goes on around a stage's passes: here nothing."""
+    """Context managers around a stage's passes; these do nothing, ZeRO overrides them."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around a forward pass."""
+        """Return the context manager for a forward pass."""
         return nullcontext()
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around a backward pass."""
+        """Return the context manager for a backward pass."""
         return nullcontext()
 
 
@@ -276,14 +285,15 @@ class StageRunner:
     """Runs a stage's code on the tensors that the worker holds.
 
     Attributes:
-        code: what to run.
+        code: code of the stage as one device would run it.
         tensors: parameters, buffers and constants by role.
-        differentiable_inputs: names of incoming values whose gradient is wanted.
-        autocast: dtype of autocast, or None.
-        local_code: rewrites the code for this rank of a mesh; None where no operator is split.
-        hooks: what goes on around passes.
-        codes: the code as this rank runs it, by the number of samples; empty where no operator is split.
-        live_microbatches: of every microbatch between its passes, what its backward pass needs.
+        differentiable_inputs: names of incoming values whose gradient is sent back.
+        device: device of this worker's tensors.
+        autocast: dtype of autocast, or None without it.
+        local_code: rewrites the code for this rank of a mesh; None where no operator is sharded.
+        hooks: context managers around the passes.
+        codes: the code as this rank runs it, by number of samples; empty where no operator is sharded.
+        live_microbatches: by microbatch between its passes, what its backward pass needs.
     """
 
     code: StageCode
@@ -297,11 +307,11 @@ class StageRunner:
     live_microbatches: dict[int, LiveMicrobatch] = field(default_factory=dict)
 
     def code_for(self, samples: int) -> StageCode:
-        """The code for a part with that number of samples, which :meth:`fit_to_sizes` has made."""
+        """Return the code for a part with that number of samples, which :meth:`fit_to_sizes` has made."""
         return self.code if self.local_code is None else self.codes[samples]
 
     def fit_to_sizes(self, sizes: Collection[int]) -> StageRunner:
-        """This runner for parts of these numbers of samples: with the code for each of them where it depends on it."""
+        """Return this runner for parts of these sizes: with the code for each size, where it depends on that."""
         if self.local_code is None:
             return self
         return replace(
@@ -311,12 +321,13 @@ class StageRunner:
     def forward(
         self, microbatch: int, values: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice
     ) -> LiveMicrobatch:
-        """One forward pass; what the backward pass needs is kept under ``microbatch`` until then.
+        """Run a forward pass; what its backward pass needs is kept until then, unless gradients are disabled.
 
         Args:
-            values: incoming values by name.
+            microbatch: number of the microbatch, from 0.
+            values: incoming values of this microbatch by name.
             leaves: the part's samples, as flat leaves of the batch.
-            part: which samples they are.
+            part: which samples of the batch they are.
         """
         inputs = {
             name: value.requires_grad_() if name in self.differentiable_inputs and torch.is_grad_enabled() else value
@@ -336,7 +347,7 @@ class StageRunner:
     def resolve_argument(
         self, role: tuple[str, Any], values: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice
     ) -> Any:
-        """The tensor that stands for a role in one microbatch."""
+        """Return the argument for a role in one microbatch."""
         kind, key = role
         if kind == "value":
             return values[key]
@@ -345,14 +356,16 @@ class StageRunner:
         return part if kind == "part" else self.tensors[role]
 
     def backward(self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
-        """One backward pass: parameters accumulate their gradients, those of the incoming values are returned.
+        """Run a backward pass: parameters accumulate gradients, those of the incoming values are returned by name.
 
         Args:
-            gradients: of the values that left, by name, summed over their consumers.
-            seed: gradient of the loss, on the stage that computes it.
+            microbatch: number of the microbatch, from 0.
+            gradients: gradients of the outgoing values by name, summed over their consumers.
+            seed: gradient of the loss, on the stage that computes it; else None.
         """
         live, self.code.watch.current_node = self.live_microbatches.pop(microbatch), None
         roots = [(live.outputs[name], grad) for name, grad in gradients.items() if live.outputs[name].requires_grad]
+        # A Mean's count is not a root: the gradient is taken of its total alone.
         if seed is not None and live.loss[0].requires_grad:
             roots.append((live.loss[0], seed.to(live.loss[0].dtype)))
         with self.hooks.backward():
@@ -370,7 +383,7 @@ def run_node_by_node(
     part: SampleSlice,
     look: Callable[[str, Tensor], None],
 ) -> tuple[Any, ...]:
-    """Run a stage node by node, and look at every tensor value as soon as it is there: node name, value. The result."""
+    """Run a stage's forward pass node by node; ``look`` is called with the name and value of each tensor."""
     code = runner.code_for(part.samples)
     roles = iter(code.roles)
 

@@ -1,4 +1,8 @@
-"""What a step gave: loss and spans, summed over all workers as one vector that travels while the next step runs."""
+"""Step result: loss and spans of all workers, all-reduced as one vector while the next step runs.
+
+The vector is [total, count, then NUMBERS for each action of each worker's program, by rank]. A worker fills in its own
+actions and leaves zeros elsewhere, so that the sum is a gather; an action that it skipped stays zero.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,13 @@ from polylane.runtime.transport.protocol import PendingTransfer, Transport
 from polylane.runtime.transport.serialization import serializable
 from polylane.schedule.action import Action, ActionKind
 
-NUMBERS = 4  # of a span, as they travel: start, end, waited, bytes
+NUMBERS = 4  # float64 numbers of a span in the vector: start, end, waited, bytes
 
 # Beyond this many workers the spans of a step are no longer gathered with its loss.
 TIMELINE_WORKERS = 64
 
 
-# Of as many steps a worker keeps its spans.
+# Number of last steps whose spans a worker keeps.
 STEPS_KEPT = 8
 
 
@@ -31,10 +35,14 @@ for _kind in (ActionKind, Action, Span):
 
 
 class StepResult:
-    """What a step gave, the same on every worker. It is complete a little after the step: reading it waits for that.
+    """The result of a step, the same on every worker; it is complete a little after the step, and reading it waits.
 
-    Where replicas go at their own pace (parameter servers with a ``staleness``), it is what the replica of this worker
-    gave: nobody waits for the others to know more.
+    Where replicas are asynchronous (parameter servers with a ``staleness``), it is that of this worker's replica alone,
+    so that no replica waits for another.
+
+    Attributes:
+        step: number of the step, from 0.
+        samples: samples of the batch, over all replicas.
     """
 
     def __init__(self, step: int, samples: int, report: StepReport) -> None:
@@ -54,13 +62,20 @@ class StepResult:
 
     @property
     def timeline(self) -> Timeline:
-        """What every worker did and when, in seconds from the step's start."""
+        """The spans of every worker, in seconds from the step's start."""
         return self._report.timeline()
 
 
 @dataclass
 class StepReport:
-    """Loss and spans of one step, summed over all workers as one vector that is on its way."""
+    """Loss and spans of one step, as one vector whose all-reduce may be under way.
+
+    Attributes:
+        pending: the all-reduce under way; None once it is complete, or where there is none.
+        vector: this worker's numbers, then the sum; see the module for its layout.
+        programs: programs of all workers, by rank, in the order of the vector.
+        local_spans: spans of this worker, shown where spans are not gathered.
+    """
 
     pending: PendingTransfer | None
     vector: Tensor
@@ -68,7 +83,7 @@ class StepReport:
     local_spans: Sequence[Span]
 
     def wait_complete(self) -> None:
-        """Wait until it is here."""
+        """Wait until the all-reduce is complete."""
         if self.pending is not None:
             self.vector = self.pending.wait()
             self.pending = None
@@ -93,28 +108,28 @@ class StepReport:
             for action in program.actions:
                 start, end, waited, size = numbers[at : at + NUMBERS]
                 at += NUMBERS
-                if end > 0:
+                if end > 0:  # zeros: an action that was skipped, or a worker that is not in the group
                     spans.append(Span(program.rank, action, start, end, waited, round(size)))
         return Timeline(tuple(spans), len(self.programs), title="measured").from_zero()
 
 
 class StepReports:
-    """The reports that are under way."""
+    """The reports whose all-reduce is under way: bounds the number of steps in flight."""
 
     def __init__(self) -> None:
         self._waiting: deque[StepReport] = deque()
 
     def limit_in_flight(self, most: int) -> None:
-        """Before a step: wait for those that were begun so many steps ago."""
+        """Wait, before a step, until fewer than ``most`` steps are in flight."""
         while len(self._waiting) >= most:
             self._waiting.popleft().wait_complete()
 
     def add_report(self, report: StepReport) -> None:
-        """One more has begun."""
+        """Add the report of a step that was just taken."""
         self._waiting.append(report)
 
     def wait_all(self) -> None:
-        """Wait for all."""
+        """Wait for all reports."""
         while self._waiting:
             self._waiting.popleft().wait_complete()
 
@@ -127,20 +142,22 @@ def gather_report(
     device: torch.device,
     ranks: Sequence[int] | None = None,
 ) -> StepReport:
-    """Start to gather what every worker did in a step.
+    """Start the all-reduce of a step's loss and spans.
 
     Args:
-        programs: of all workers, by rank.
-        state: what this worker gathered.
-        ahead: seconds that its clock is ahead of rank 0's.
-        transport: between all workers.
-        device: where the vector travels.
-        ranks: whose loss and spans are gathered, this worker's among them; the others' lanes stay empty. Default: all.
+        programs: programs of all workers, by rank.
+        state: loss and spans of this worker in the step.
+        ahead: seconds that this worker's clock is ahead of rank 0's.
+        transport: transport between all workers.
+        device: device of the vector, as the transport's backend needs it.
+        ranks: ranks whose loss and spans are summed, this worker's among them, by default all; the lanes of others
+            stay empty.
     """
     ranks = range(transport.size) if ranks is None else ranks
     gather = transport.size <= TIMELINE_WORKERS
     numbers = [0.0] * (NUMBERS * sum(len(program.actions) for program in programs) if gather else 0)
     if gather:
+        # Shifted to rank 0's clock before they are summed, so that all lanes have one origin.
         begin = sum(len(program.actions) for program in programs[: transport.rank])
         place = {action: begin + i for i, action in enumerate(programs[transport.rank].actions)}
         for span in state.spans:
@@ -152,12 +169,17 @@ def gather_report(
 
 
 def align_clocks(steps: Sequence[Sequence[Span]], ahead: float) -> list[Span]:
-    """The spans of several steps on rank 0's clock; ``ahead``: seconds that this worker's is ahead of it."""
+    """Shift the spans of several steps to rank 0's clock; ``ahead``: seconds that this worker's is ahead of it."""
     return [replace(span, start=span.start - ahead, end=span.end - ahead) for spans in steps for span in spans]
 
 
 def merge_timelines(lanes: Sequence[Sequence[Span]], workers: int) -> Timeline:
-    """What every worker did, by rank, from zero; of those behind the first ``workers`` what they did meanwhile."""
+    """Merge the spans of all workers, by rank, into a timeline from zero; servers' earlier spans are left out.
+
+    Args:
+        lanes: spans of each worker on one clock, by rank.
+        workers: number of workers that train; the lanes behind them are those of dedicated servers.
+    """
     begin = min((span.start for lane in lanes[:workers] for span in lane), default=0.0)
     spans = tuple(span for lane in lanes for span in lane if span.start >= begin)
     return Timeline(spans, len(lanes), title="measured").from_zero()

@@ -1,4 +1,4 @@
-"""State of one step on one worker: values, gradients and transfers by microbatch, until the step is over."""
+"""Step state: values, gradients and transfers of one worker by microbatch, until the step is over."""
 
 from __future__ import annotations
 
@@ -14,18 +14,34 @@ from polylane.runtime.pipeline.batch_tables import BatchTables
 from polylane.runtime.transport.protocol import PendingTransfer
 from polylane.schedule.action import Action
 
-# What was sent: microbatch, peer, and whether it was gradients.
+# Key of pending sends: microbatch, peer, and whether gradients were sent.
 _SendKey = tuple[int, int, bool]
 
 
 @dataclass
 class StepState:
-    """What a worker gathers in the course of one step."""
+    """The state of one worker in one step; most of it is by number of the microbatch, then by name of the value.
+
+    Attributes:
+        shares: this worker's samples of each microbatch.
+        sample_slices: description of these samples for the operators.
+        tables: message boxes and shapes for batches of this size.
+        samples_in_mean: number of samples over which gradients are means.
+        values: received values, until their forward pass.
+        gradients: received gradients of outgoing values, until their backward pass.
+        input_gradients: gradients of incoming values, until they have been sent.
+        output_values: outgoing values, until their backward pass.
+        pending_receives: receives that were posted ahead, by their action.
+        pending_sends: sends whose buffers are still in use.
+        loss_totals: loss of each microbatch, summed over its samples.
+        loss_counts: number of samples, or sum of weights, of each of these.
+        spans: start, end and bytes of every action so far.
+    """
 
     shares: Mapping[int, SampleShare]
     sample_slices: dict[int, SampleSlice]
     tables: BatchTables
-    samples_in_mean: int  # samples over which gradients are means
+    samples_in_mean: int
     values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     input_gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -37,12 +53,12 @@ class StepState:
     spans: list[Span] = field(default_factory=list)
 
     def wait_sent(self, key: _SendKey) -> None:
-        """Wait until something has been sent, and let go of it."""
+        """Wait until messages have been sent, and release their buffers."""
         for pending in self.pending_sends.pop(key, ()):
             pending.wait()
 
     def sums(self) -> tuple[float, float]:
-        """The loss of what this worker computed, as (total, count)."""
+        """Return the loss that this worker computed, as (total, count)."""
         return float(sum(float(total) for total in self.loss_totals)), float(
             sum(float(count) for count in self.loss_counts)
         )
