@@ -1,4 +1,4 @@
-"""The command line, thin: parse, call, print."""
+"""Command line (typer): parse each command's options into its request, call it, and turn errors into sentences."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set,
 from polylane.commands.requests import InspectRequest, TrainRequest, VerifyRequest
 from polylane.errors import PolylaneError, WorkerFailed
 
-# Only the standard library, typer and what imports no torch stands above: `polylane --help` must not wait for it. Each
-# command imports its own module.
+# None of the imports above imports torch, so that `polylane --help` does not wait for it. Each command imports its own
+# module when it is called.
 
-# What click raises where the command line itself is wrong; typer brings its own copy of click, or none.
+# click's UsageError, which is raised where the command line itself is wrong. It is found through typer, which may have
+# a copy of click of its own.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
-ECHO_SECONDS = 2.0  # torchrun ends the others within a fraction of it, once one has ended
+ECHO_SECONDS = 2.0  # longer than torchrun takes to end the other workers once one has ended
 
 
 class _Sentences(TyperGroup):
-    """A group of commands in which every error is one sentence and an exit code, never a traceback.
+    """Command group in which a user's mistake is one sentence and an exit code, not a traceback.
 
-    2: what the user gave is wrong. 1: a worker failed, or a proof did. 130: Ctrl-C. Mistakes of our own keep theirs.
+    Exit codes: 2 for wrong input, 1 for a failed worker or a plan that is not equal to one worker, 130 for Ctrl-C.
+    Other exceptions are bugs of polylane and keep their traceback.
     """
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run one command line and exit."""
         try:
+            # In standalone mode click would print errors itself, in its own form.
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except _CommandLineError as error:
             code = _say(_plain(error.format_message()), 2)  # type: ignore[attr-defined]
@@ -54,7 +57,7 @@ class _Sentences(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-# How typer says what a value must be, and how people do.
+# Messages of typer and pydantic, and the plainer words that replace them.
 _PLAIN = (
     (r"Input should be greater than or equal to", "must be at least"),
     (r"Input should be less than or equal to", "must be at most"),
@@ -71,7 +74,11 @@ def _plain(message: str) -> str:
 
 
 def _say(message: str, code: int) -> int:
-    """The message on stderr. Under torchrun all workers mostly have the same to say: the first of each host says it."""
+    """Print the message on stderr and return the exit code.
+
+    Under torchrun most workers have the same message: the first of each host prints it, and the others wait until
+    torchrun has ended them.
+    """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(ECHO_SECONDS)
     print(f"polylane: {message}", file=sys.stderr, flush=True)
@@ -88,17 +95,17 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console entry point.
+    """Run the command line: the console entry point.
 
     Args:
-        arguments: the command line without the program's name; default: this process's own.
+        arguments: the command line without the program's name; None: this process's own.
     """
     warnings.formatwarning = _told
     app(args=None if arguments is None else list(arguments), prog_name="polylane")
 
 
 def _told(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
-    """A warning of polylane's own as a sentence; others as Python has them, with file and line."""
+    """Format a warning: polylane's own as a note, others as Python does, with file and line."""
     if Path(filename).is_relative_to(Path(__file__).parent):
         return f"note: {message}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
@@ -112,12 +119,12 @@ def _polylane(
     """Split the training of an ordinary PyTorch model over workers, with the same numbers as one device.
 
     A RECIPE is a Python file, or a package.module, with the functions model(), loss(model, batch),
-    optimizer(parameters) and data(split); scheduler(optimizer) and collate(samples) if you like.
+    optimizer(parameters) and data(split). Optional are scheduler(optimizer), collate(samples) and init(module).
 
-    A SPEC is a plan in one line, data=2,pipeline=2,schedule=1f1b,microbatches=8 (tensor=2 to split the operators and
-    their parameters, sequence=2 to split the operators only, precision=bfloat16 for autocast); or with a mesh for each
-    stage, "[data=2 | tensor=2 | 1],microbatches=8"; or a plan file: one that inspect --write made, the plan.yaml of an
-    earlier run, or your own; or auto, for the plan that is predicted to be the fastest.
+    A SPEC is a plan. In one line: data=2,pipeline=2,schedule=1f1b,microbatches=8. tensor=2 splits operators and their
+    parameters, sequence=2 splits operators and leaves parameters whole, precision=bfloat16 is autocast. With a mesh for
+    each stage: "[data=2 | tensor=2 | 1],microbatches=8". Or the path of a plan file: one that inspect --write made, the
+    plan.yaml of an earlier run, or your own. Or auto, for the plan that is predicted to be the fastest.
 
     \b
     Example:
@@ -156,12 +163,13 @@ def train(
 ) -> None:
     """Train a recipe's model on N workers.
 
-    Nothing changes a learning rate unless --scale-lr (Goyal et al. 2017; Krizhevsky 2014) or --warmup asks for it.
+    Learning rates are the recipe's, unless --scale-lr (Goyal et al. 2017; Krizhevsky 2014) or --warmup changes them.
     LARS and LAMB: You et al. 2017 and 2020.
 
-    DIR gets plan.yaml, metrics.jsonl (a line a step), model.safetensors (loads into the plain model), and one late
-    step's timeline.json, swimlane.html and trace.json (for ui.perfetto.dev). An earlier run's are replaced when this
-    one has ended well, and until then it writes into DIR/unfinished; weights that are no numbers are never saved.
+    DIR gets plan.yaml, metrics.jsonl (a line for each step), model.safetensors (loads into the plain model), and
+    timeline.json, swimlane.html and trace.json (for ui.perfetto.dev) of one late step. While DIR has the files of an
+    earlier run, this one writes into DIR/unfinished, and replaces them when it has ended well. Weights that are not
+    finite are never saved.
 
     \b
     Examples:
@@ -205,9 +213,9 @@ def verify(
 ) -> None:
     """Prove a plan equal to one worker, in float64.
 
-    Trains K steps twice, on one worker and by the plan, with the same microbatches, and compares the losses, every
-    gradient of step 1, and every weight and buffer after step K. Exit code 1 where any differs by more than 1e-9,
-    relative; then the first operator whose value differs is named.
+    Trains K steps on one worker and by the plan, each step from the same state, and compares the losses, gradients,
+    weights, buffers and optimizer states of every step. Exit code 1 where a relative error is above 1e-9; then the
+    first operator whose value differs is named.
 
     \b
     Example:
@@ -238,27 +246,28 @@ def inspect(
         typer.Option(
             "--plan",
             metavar="SPEC",
-            help="Show its stages and crossings, too, and how tensor= and sequence= split the operators; auto for the "
-            "best plan on this machine.",
+            help="Show the plan's stages and crossings, too, and how tensor= and sequence= split the operators; auto "
+            "for the best plan on this machine.",
         ),
     ] = None,
     batch: Batch = 64,
     set_: Set = None,
     write: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FILE", help="Write the plan as a file, to edit and to give as --plan."),
+        typer.Option("--write", metavar="FILE", help="Write the plan into a file, which --plan takes."),
     ] = None,
     svg: Annotated[
         Path | None,
-        typer.Option("--svg", metavar="FILE", help="Draw a step as the measured times of the operators let it be."),
+        typer.Option("--svg", metavar="FILE", help="Draw a step by the operators' measured times, without messages."),
     ] = None,
     json: Json = False,
 ) -> None:
     """Show what is captured of a model, and how a plan cuts it.
 
-    Per module: operators, parameters, FLOPs of a forward pass, bytes of all values; and what could not be captured,
-    with the reason. With a plan: its stages, every value that crosses from one stage to another, and, for tensor= and
-    sequence=, how the operators of every module are split, what that makes travel, and what stays whole and why.
+    Without a plan: operators, parameters, FLOPs of a forward pass and bytes of all values, per module; and what could
+    not be captured, with the reason. With a plan, also its stages, and every value that crosses from one stage to
+    another. With tensor= or sequence=, also how the operators of every module are split, which messages that needs, and
+    what stays whole and why.
 
     \b
     Examples:
@@ -278,7 +287,7 @@ cli_planning.register(app)
 
 
 class _Schedule(StrEnum):
-    """The schedules, by the names that plans give them."""
+    """The schedules, by their names in plans."""
 
     NAIVE = "naive"
     AFAB = "afab"
@@ -290,21 +299,21 @@ def lanes(
     schedule: Annotated[_Schedule, typer.Argument(help="Which schedule.", show_default=False)],
     stages: Annotated[
         str,
-        typer.Option("--stages", metavar="K|FILE", help="So many in a chain, or a YAML file of stages that branch."),
+        typer.Option("--stages", metavar="K|FILE", help="A number of stages, or a YAML file of stages that branch."),
     ],
     microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", min=1, help="Microbatches in a batch.")],
     forward: Annotated[
-        str, typer.Option("--forward", metavar="TICKS", help="Of one forward; 1,2,1 for stages that differ.")
+        str, typer.Option("--forward", metavar="TICKS", help="Time of one forward; 1,2,1 for stages that differ.")
     ] = "1",
-    backward: Annotated[str, typer.Option("--backward", metavar="TICKS", help="Of one backward, likewise.")] = "2",
+    backward: Annotated[str, typer.Option("--backward", metavar="TICKS", help="Time of one backward, likewise.")] = "2",
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page of its own.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")] = None,
     json: Json = False,
 ) -> None:
     """Draw a schedule's swimlane from theory.
 
-    Who runs which microbatch when, the utilization (coloured over total area), the makespan in ticks, and the most
-    microbatches that each stage holds at once.
+    Shows which stage runs which microbatch when, the utilization (coloured over total area), the makespan in ticks, and
+    the most microbatches that each stage holds at once.
 
     \b
     Examples:

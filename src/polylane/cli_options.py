@@ -1,4 +1,4 @@
-"""The options that several commands have."""
+"""Options that several commands of the command line share."""
 
 from __future__ import annotations
 
@@ -15,57 +15,62 @@ Plan = Annotated[
     typer.Option(
         "--plan",
         metavar="SPEC",
-        help="How to split: one line of data=, pipeline=, sequence=, tensor=, ..., a plan file, or auto for the best "
-        "plan on this machine. Default: data=N.",
+        help="How to split the training: one line of data=, pipeline=, sequence=, tensor=, ..., a plan file, or auto "
+        "for the best plan on this machine. Default: data=N.",
     ),
 ]
+# The bound is that of a plan's workers.
 Workers = Annotated[
     int | None,
     typer.Option(
-        "--workers", metavar="N", min=1, max=2**20, help="How many workers: what the plan takes, which is the default."
+        "--workers", metavar="N", min=1, max=2**20, help="Number of workers. Default: as many as the plan takes."
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch", metavar="B", min=1, help="Samples in a batch, over all workers.")]
+Batch = Annotated[int, typer.Option("--batch", metavar="B", min=1, help="Samples of a batch, over all workers.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A keyword argument of the recipe's functions. Repeatable."),
 ]
 Epochs = Annotated[int | None, typer.Option("--epochs", metavar="E", min=1, help="Times through the data. Default: 1.")]
 Steps = Annotated[
-    int | None, typer.Option("--steps", metavar="S", min=1, help="Optimizer steps, in place of --epochs.")
+    int | None, typer.Option("--steps", metavar="S", min=1, help="Optimizer steps to train, in place of --epochs.")
 ]
 RunFolder = Annotated[
     Path | None,
-    typer.Option("--run", metavar="DIR", help="Where the files go. Default: a new run/NAME, run/NAME-2, ..."),
+    typer.Option("--run", metavar="DIR", help="Folder for the run's files. Default: a new run/NAME, run/NAME-2, ..."),
 ]
 Seed = Annotated[
     int,
     typer.Option(
-        "--seed", metavar="S", min=0, max=2**32 - 1, help="Of the weights, the samples' order and all dropout."
+        "--seed", metavar="S", min=0, max=2**32 - 1, help="Seed of the weights, the order of samples and all dropout."
     ),
 ]
 ClipNorm = Annotated[
-    float | None, typer.Option("--clip-norm", metavar="X", help="Bound on the 2-norm of all gradients together.")
+    float | None, typer.Option("--clip-norm", metavar="X", help="Bound on the 2-norm of all gradients.")
 ]
 OnNan = Annotated[
     Literal["stop", "warn"],
-    typer.Option("--on-nan", help="Of a loss that is not finite: stop, naming the first operator; or go on."),
+    typer.Option("--on-nan", help="If the loss is not finite: stop, naming the first operator; or warn and go on."),
 ]
+# Hidden: accepted for command lines from before --on-nan.
 StopOnNan = Annotated[bool, typer.Option("--stop-on-nan", help="The same as --on-nan stop.", hidden=True)]
-DropLast = Annotated[bool, typer.Option("--drop-last", help="Leave out a last batch that is shorter than the others.")]
+DropLast = Annotated[bool, typer.Option("--drop-last", help="Leave out an epoch's last batch if it is shorter.")]
 LargeBatchOptimizer = Annotated[
     Literal["lars", "lamb"] | None,
-    typer.Option("--optimizer", help="For large batches, in place of the recipe's, at the rate --lr."),
+    typer.Option("--optimizer", help="An optimizer for large batches in place of the recipe's, with --lr."),
 ]
 LearningRate = Annotated[float | None, typer.Option("--lr", metavar="X", help="The learning rate of --optimizer.")]
 ScaleRate = Annotated[
     Literal["linear", "sqrt"] | None,
-    typer.Option("--scale-lr", help="Scale learning rates with the batch; they are meant for --base-batch."),
+    typer.Option("--scale-lr", help="Scale the recipe's learning rates from --base-batch to --batch."),
 ]
 BaseBatch = Annotated[
-    int | None, typer.Option("--base-batch", metavar="B", min=1, help="The batch that --scale-lr scales from.")
+    int | None,
+    typer.Option(
+        "--base-batch", metavar="B", min=1, help="The batch for which the recipe's learning rates were chosen."
+    ),
 ]
 Warmup = Annotated[
-    int, typer.Option("--warmup", metavar="S", min=0, help="Steps in which learning rates rise to what they are.")
+    int, typer.Option("--warmup", metavar="S", min=0, help="Steps in which learning rates rise to their full value.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]

@@ -1,4 +1,4 @@
-"""The commands that predict: probe, simulate, plan."""
+"""Commands of the command line that predict: probe, simulate, plan."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from polylane.commands.requests import PlanRequest, ProbeRequest, RecipeRequest,
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the commands to the application."""
+    # Registered here and not by decorators: the application is in cli.py, which imports this module.
     for command in (probe, simulate, plan):
         app.command()(command)
 
 
+# Options of simulate and plan.
 _Cluster = Annotated[
     str,
     typer.Option(
         "--cluster",
         metavar="CLUSTER",
-        help="What it runs on: a cluster file, or one line such as 8:h100-80g, 16x8:a100-80g,hosts=roce-200 or "
+        help="Devices and links: a cluster file, or one line such as 8:h100-80g, 16x8:a100-80g,hosts=roce-200 or "
         "2x4x8:a100-80g,sites=internet-1g.",
     ),
 ]
-_Dtype = Annotated[str, typer.Option("--dtype", help="Of the passes: float32, bfloat16 or float16.")]
+_Dtype = Annotated[str, typer.Option("--dtype", help="Data type of the passes: float32, bfloat16 or float16.")]
 _Recompute = Annotated[
     str,
     typer.Option(
-        "--recompute", help="What is computed again instead of kept: none, selective (what attention keeps), full."
+        "--recompute", help="Activations that are recomputed instead of kept: none, selective (attention's), full."
     ),
 ]
 _Shard = Annotated[
     str,
     typer.Option(
-        "--shard", help="What replicas hold a part of only: none, optimizer, gradients, parameters (ZeRO-1, -2, -3)."
+        "--shard", help="What is sharded over replicas: none, optimizer, gradients, parameters (ZeRO-1, -2, -3)."
     ),
 ]
 
@@ -46,19 +48,19 @@ def probe(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Measure this machine into a cluster file.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", help="Workers that will train here; default: up to four.")
+        int | None, typer.Option("--workers", metavar="N", help="Workers that will train here. Default: up to four.")
     ] = None,
     profile: Annotated[
         list[str] | None,
         typer.Option(
-            "--profile", metavar="RECIPE", help="Measure a recipe's own nodes, and keep them for plan --profile."
+            "--profile", metavar="RECIPE", help="Measure a recipe's own operators, for plan and simulate --profile."
         ),
     ] = None,
     batch: Batch = 64,
     set_: Set = None,
     json: Json = False,
 ) -> None:
-    """Measure this machine: rates of operators, memory, messages and collectives, and what workers cost each other.
+    """Measure this machine: speed of operators, memory, messages and collectives, and what workers cost each other.
 
     \b
     Examples:
@@ -73,32 +75,34 @@ def probe(
 
 
 _Profile = Annotated[
-    bool, typer.Option("--profile", help="Take the times that polylane probe --profile measured of the recipe's nodes.")
+    bool, typer.Option("--profile", help="Use the times that polylane probe --profile measured of this recipe.")
 ]
 
+# Options of simulate alone.
 _SimulatedPlan = Annotated[
     str,
     typer.Option(
-        "--plan", metavar="SPEC", help="How to split it: a line, a file, or auto for what polylane plan finds best."
+        "--plan",
+        metavar="SPEC",
+        help="How to split it: a line, a file, or auto for the plan that polylane plan finds.",
     ),
 ]
+# Unlike plan, simulate has a plan that may say a precision.
 _DtypeOfPlan = Annotated[
-    str | None, typer.Option("--dtype", help="Of the passes: float32, bfloat16 or float16; default: the plan's.")
+    str | None, typer.Option("--dtype", help="Data type: float32, bfloat16 or float16. Default: the plan's.")
 ]
-_Overlap = Annotated[
-    bool, typer.Option("--overlap/--no-overlap", help="Sum gradients while the backward pass still runs.")
-]
+_Overlap = Annotated[bool, typer.Option("--overlap/--no-overlap", help="Reduce gradients during the backward pass.")]
 _Slow = Annotated[
     list[str] | None,
-    typer.Option("--slow", metavar="RANK=SPEED", help="A straggler: 3=0.8 needs 1 / 0.8 of the time."),
+    typer.Option("--slow", metavar="RANK=SPEED", help="A straggler: with 3=0.8 rank 3 needs 1 / 0.8 of the time."),
 ]
 _Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the predicted swimlanes as a page.")]
 _Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the predicted swimlanes as a picture.")]
 _Chunks = Annotated[
-    int, typer.Option("--chunks", metavar="V", help="Virtual stages of every worker, interleaved (1F1B).")
+    int, typer.Option("--chunks", metavar="V", help="Virtual stages of every worker (interleaved 1F1B).")
 ]
 _Every = Annotated[
-    int, typer.Option("--every", metavar="N", help="Replicas sum parameters every N steps; 1: gradients in each.")
+    int, typer.Option("--every", metavar="N", help="Replicas average parameters every N steps; 1: gradients in each.")
 ]
 
 
@@ -115,7 +119,7 @@ def simulate(
     slow: _Slow = None,
     html: _Html = None,
     svg: _Svg = None,
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the times consist of.")] = False,
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="Print the times by kind of operator.")] = False,
     profile: _Profile = False,
     chunks: _Chunks = 1,
     every: _Every = 1,
@@ -123,8 +127,8 @@ def simulate(
 ) -> None:
     """Predict a step of a plan on a cluster that need not be there.
 
-    The model is built without its weights, so that any size fits. What the workers would do is played over what
-    operators, messages and memory cost: time, utilization, bytes, memory of every stage, price.
+    The model is built without its weights, so that any size fits. The programs of the workers are simulated with the
+    costs of operators, messages and memory. Printed are time, utilization, bytes, memory of every stage, and price.
 
     \b
     Examples:
@@ -163,10 +167,10 @@ def plan(
     batch: Batch = 64,
     set_: Set = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most; default: all.")
+        int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most. Default: all.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help='What a worker may use, as in "30 GB"; default: all.')
+        str | None, typer.Option("--memory", metavar="SIZE", help='Memory of a worker, as in "30 GB". Default: all.')
     ] = None,
     dtype: _Dtype = "float32",
     recompute: _Recompute = "none",
@@ -180,8 +184,9 @@ def plan(
 ) -> None:
     """Find the fastest plan for a cluster, and say why it is.
 
-    Replicas, pipelines, operators split over ranks, stages with meshes of their own, microbatches: compared by what
-    they would take, the best of them simulated. Says what a plan is bound by, what would help, and what does not fit.
+    Compares replicas, pipelines, split operators, stages with meshes of their own and numbers of microbatches by
+    estimated times, and simulates the best of them. Says what bounds the best plan, what would make it faster, and what
+    does not fit.
 
     \b
     Examples:

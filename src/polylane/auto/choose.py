@@ -1,4 +1,4 @@
-"""Automatic parallelization of a model that is here: measure its nodes, take the plan predicted fastest."""
+"""Automatic parallelization: measure a model's operators on this machine, and take the plan predicted to be fastest."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from polylane.samples.batch_layout import BatchLayout, batch_layouts
 from polylane.samples.derivation import derive_batch_layouts, derive_composition
 from polylane.samples.min_samples import MinSamples, min_samples
 
-# Samples of the graph that shapes are read from.
+# Samples with which the graph is captured whose shapes are read.
 EXAMPLE = 4
-# Parts of a batch at which nodes are measured: what a worker may have in hand.
+# Nodes are measured at the whole batch and at these fractions of it: the local samples that plans lead to.
 PARTS = (1, 2, 4, 16)
-# Copies of the model that run at once, to see what they slow each other by; between these on a line.
+# Numbers of model copies that run side by side, to measure host contention; it is interpolated between them.
 COPIES = (2, 4, 8)
 
 
 def best_plan(problem: TrainingProblem, workers: Collection[int], cluster: Cluster, copies: bool = False) -> Plan:
-    """The first of the plans that :func:`choose` finds, with the same arguments; says on stderr which one it is."""
+    """Return the first of the plans that :func:`choose` finds, with the same arguments; print it on stderr."""
     return announced(choose(problem, workers, cluster, copies=copies))
 
 
@@ -46,17 +46,17 @@ def choose(
     profile: Profile | None = None,
     copies: bool = False,
 ) -> SearchResult:
-    """The best plans on as many of a cluster's devices as they may take.
+    """Return the best plans for as many of a cluster's devices as they may take.
 
     Args:
-        problem: what is to be trained; of its losses the first one counts.
+        problem: the model, its data and its losses, of which the first one counts.
         workers: the numbers of workers that a plan may have.
         cluster: the devices, of which a plan takes the first ones.
-        profile: the times of the graph's nodes; default: measured here.
-        copies: this process may fork copies of the model to see what they slow each other by.
+        profile: seconds of the graph's nodes; None: measured here, if the model is on such a device.
+        copies: whether this process may fork copies of the model to measure host contention.
 
     Raises:
-        PolylaneError: nothing fits.
+        PolylaneError: nothing fits into the devices' memory, or the batch is too small.
     """
     most = max(workers)
     graph, batch = problem.capture(EXAMPLE), problem.samples
@@ -64,9 +64,11 @@ def choose(
     fewest.check(batch, "a batch", "take larger batches")
     if profile is None and _lies_on(cluster.device(0).type, problem.model):
         profile = measure(graph, problem, most if copies else 1)
+    # Where the loss couples samples, replicas and microbatches are not allowed, only splits of operators and stages.
     meets = _samples_meet(graph)
     captured = problem.captured(graph, profile=profile)
     basis = setup.build_cost_model(captured, cluster, TrainingOptions())
+    # Any device may get any stage, so that the smallest memory bounds all.
     limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
     wish = SearchRequest(batch, tuple(sorted(workers)), most, (TrainingOptions(),), limit, batch_is_indivisible=meets)
     estimates = CurveCache(basis, batch, _staying(graph))
@@ -81,12 +83,12 @@ def choose(
 
 
 def _enough(batch: int, candidate: RatedPlan, fewest: MinSamples) -> bool:
-    """Whether every microbatch has the samples that the model needs at once."""
+    """Return whether every microbatch has as many samples as the model needs at once (BatchNorm needs two)."""
     return count_parts(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
 
 
 def _nothing(answer: SearchResult, wish: SearchRequest) -> str:
-    """Why no plan was found."""
+    """Describe why no plan was found."""
     count = wish.workers[-1]
     workers = f"{count} worker{'s' if count != 1 else ''}"
     if not answer.too_large_candidates and wish.batch_is_indivisible:
@@ -101,17 +103,17 @@ def _nothing(answer: SearchResult, wish: SearchRequest) -> str:
 
 
 def _lies_on(device: str, model: nn.Module) -> bool:
-    """Whether a model's weights are where workers will have theirs: times of other devices say nothing."""
+    """Return whether a model's weights are on the workers' type of device: times of another type would be wrong."""
     return all(parameter.device.type == device for parameter in model.parameters())
 
 
 def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile | None:
-    """The times of a graph's nodes at the sizes that a worker may have in hand; None for a model without weights.
+    """Return the times of a graph's nodes at the local batch sizes of possible plans; None for a model without weights.
 
     Args:
         graph: of the problem's model and loss, captured with any number of samples.
-        problem: its example has the samples that nodes are measured on.
-        copies: up to so many are forked, to see what they slow each other by (on a CPU); 1: none.
+        problem: the training, whose example has the samples that nodes are measured on.
+        copies: fork up to this many copies to measure host contention (on CPUs only); 1: none.
     """
     model, objective, (leaves, rebuild) = problem.model, problem.objective, problem.flat_example
     parameters = list(model.parameters())
@@ -128,12 +130,15 @@ def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile 
 
 
 def _samples_meet(graph: Graph) -> bool:
-    """Whether the loss of a batch is not made up of its parts' losses, so that it must not be divided."""
+    """Return whether the loss couples samples, so that a batch must not be divided."""
     return not derive_composition(graph).is_proven
 
 
 def _staying(graph: Graph) -> list[str]:
-    """Values that may not cross between stages with other numbers of replicas."""
+    """Return the values that must not cross between stages with different numbers of replicas.
+
+    Their batch layout is unknown, so that they cannot be divided among other replicas.
+    """
     return [
         name
         for name, order in batch_layouts(graph, derive_batch_layouts(graph)).items()
@@ -142,13 +147,13 @@ def _staying(graph: Graph) -> list[str]:
 
 
 def announced(answer: SearchResult) -> Plan:
-    """The first plan of a search; says on stderr which one it is."""
+    """Return the first plan of a search, and print it on stderr."""
     print(told(answer), file=sys.stderr, flush=True)
     return answer.ranked_plans[0].plan
 
 
 def told(answer: SearchResult) -> str:
-    """What was chosen, in one line."""
+    """Describe the chosen plan in one line."""
     best = answer.ranked_plans[0]
     alone = next((c for c in answer.fitting_candidates if c.workers == 1), None)
     rate = f"{best.prediction.seconds * 1e3:.3g} ms a step"

@@ -1,4 +1,4 @@
-"""``plan="auto"`` on workers that are here: rank 0 finds the best plan that takes all of them, all ranks get it."""
+"""``plan="auto"`` on running workers: rank 0 finds the best plan that takes all of them, and broadcasts it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from polylane.plan.spec import AUTO, Spec, parse
 from polylane.probe.machine import running_cluster
 from polylane.runtime.workers.world import World
 
-# Changes with every start of a machine, and is the same for all of its containers.
+# Identifies a running machine: new after every boot, and the same in all containers of one machine.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def resolve_plan(world: World, problem: TrainingProblem, plan: str | Spec | Plan) -> Spec | Plan:
-    """A plan as it was given, read; for "auto" the best one that takes every worker, the same on all of them.
+    """Return the plan to be trained: the given one, parsed, or for "auto" the best one, the same on all workers.
 
-    Rank 0 measures the model's nodes while the others wait, and says on stderr what it chose.
+    Rank 0 measures the model's nodes while the others wait, and prints on stderr what it chose.
 
     Args:
         world: the process group of all workers.
-        problem: what is to be trained; "auto" takes problems of one loss only.
-        plan: one line, read or not, a plan, or "auto".
+        problem: the model, its data and its losses; "auto" takes problems of one loss only.
+        plan: a plan in one line, parsed or as text, a complete plan, or "auto".
 
     Raises:
-        PolylaneError: the plan cannot be read; or, on every worker alike, there are several hosts or several losses,
+        PolylaneError: the plan cannot be parsed; or, on every worker alike, there are several hosts or several losses,
             the model cannot be captured, or nothing fits.
     """
     if plan != AUTO:
@@ -47,7 +47,11 @@ def resolve_plan(world: World, problem: TrainingProblem, plan: str | Spec | Plan
 
 
 def _check_one_host(world: World) -> None:
-    """Refuse several hosts: nothing that rank 0 could measure alone says how they are linked."""
+    """Refuse workers on several hosts: rank 0 alone cannot measure the links between them.
+
+    Raises:
+        PolylaneError: the workers are on more than one host.
+    """
     count = len(set(world.all_gather_object(host())))
     if count > 1:
         raise PolylaneError(
@@ -58,6 +62,6 @@ def _check_one_host(world: World) -> None:
 
 
 def host() -> str:
-    """Which machine this process is on; containers have names of their own."""
+    """Return an identifier of the machine: its host name and boot id, the latter shared by its containers."""
     boot = BOOT.read_text().strip() if BOOT.exists() else ""
     return f"{socket.gethostname()} {boot}"

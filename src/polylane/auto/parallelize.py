@@ -1,6 +1,6 @@
-"""``polylane.parallelize``, the public entry point: split the training of a plain model over the workers that are here.
+"""``polylane.parallelize``, the public entry point: split the training of a plain model over the running workers.
 
-No module is called parallelize: importing it would put the module in the place of the function in ``polylane``.
+No module is called parallelize: importing it would replace the function of that name in ``polylane``.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ def parallelize(
 ) -> Job:
     """Split the training of a plain model over the workers that torchrun started.
 
-    A process that nothing started others beside is refused a plan for several, unless it may train alone.
+    A single process is refused a plan for several workers, unless ``alone`` says that it may train by itself.
 
     Args:
         model: an ordinary ``nn.Module``. If workers built it with different weights, those of rank 0 count.
         loss: ``loss(model, batch)`` -> a scalar mean over the batch, or :class:`polylane.Mean`; or several by name.
         optimizer: (name, parameter) pairs -> a torch.optim optimizer; or one for each loss.
         example: a batch, for its form and size.
-        plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`; ``"auto"``
-        for the best one that takes every worker: rank 0 measures the model on the example, and says on stderr what
-        it chose. For one loss, and workers of one host.
+        plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`; or ``"auto"``
+            for the best one that takes every worker: rank 0 measures the model on the example, and prints on stderr
+            what it chose. "auto" takes one loss, and workers of one host.
         scheduler: optimizer -> learning-rate scheduler, which is stepped after every step; leave it out to step your
-        own.
-        batch_size: of the training, if it is another than the example's.
+            own.
+        batch_size: samples of a training batch, if they are not as many as the example's.
         clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes.
         seed: of the order of samples and of all random numbers.
         init: for a model built on the meta device: ``init(module)`` fills the tensors that the module itself owns;
-        default: its ``reset_parameters()``. The weights are those of ``torch.manual_seed(seed);
-        model.to_empty(device=...); model.apply(init)``, and no worker holds more of them than its part and one module.
-        alone: where this process is the only worker (``python script.py``), train the plan's microbatches on it, the
-        reference of what the plan computes; where there are others it changes nothing.
+            default: its ``reset_parameters()``. The weights are those of ``torch.manual_seed(seed);
+            model.to_empty(device=...); model.apply(init)``, and no worker holds more of them than its part and one
+            module.
+        alone: where this process is the only worker (``python script.py``), train the plan's microbatches on it, as the
+            reference of what the plan computes; with several workers it changes nothing.
 
     Raises:
-        PolylaneError: the plan does not fit the workers or the model, or there is none that does; one sentence says
-        how.
+        PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
     """
     world = World.join()
     problem = TrainingProblem(model, build_objectives(loss, optimizer, scheduler), example, batch_size, init)
@@ -75,15 +75,16 @@ def parallelize(
             _refuse_single_process(spec)
         chosen = problem.prepare(_alone(spec, problem.samples), fewer=spec.microbatches is None)
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
+    # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
     together = compile_on_all_ranks(world, problem, spec)
     return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
 
 
 def _refuse_single_process(spec: Spec | Plan) -> None:
-    """Refuse a plan for several workers in a process that has no others beside it.
+    """Refuse a plan for several workers in a single process.
 
     Raises:
-        PolylaneError: the plan takes more than one.
+        PolylaneError: the plan takes more than one worker.
     """
     if spec.processes == 1:
         return
@@ -96,11 +97,11 @@ def _refuse_single_process(spec: Spec | Plan) -> None:
 
 
 def _alone(spec: Spec | Plan, samples: int) -> Spec:
-    """The same training on one worker, with the same microbatches; a single replica has nothing to synchronize.
+    """Return the same training for one worker: the same microbatches, without anything to synchronize.
 
     Args:
         spec: the plan for several workers.
-        samples: of a batch, which decide how many microbatches there are where the plan does not say it.
+        samples: number of samples of a batch, which decides how many microbatches there are where the plan does not.
     """
     if isinstance(spec, Plan):
         return Spec(schedule=spec.schedule, microbatches=spec.microbatches, precision=spec.precision)

@@ -1,4 +1,4 @@
-"""Broadcast from rank 0 to workers that torchrun started: what it found out, or why it could not, on every rank."""
+"""Broadcast from rank 0 under torchrun: its result, or the reason why it has none, on every rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from polylane.runtime.workers.world import World
 
 T = TypeVar("T")
 
-# What rank 0 finds out may take it long, and the others have nothing else to do. One that dies is noticed at once.
+# Rank 0 may measure for a long time while the others wait. A rank that dies is noticed at once, by its closed socket.
 PATIENCE = timedelta(days=1)
 
+# Plans are broadcast as JSON, never pickled; `_file` is the file that messages about the plan name.
 register_type(
     Plan,
     lambda plan: [plan.model_dump_json(), plan._file],
@@ -31,10 +32,10 @@ register_type(
 
 
 def compute_on_rank0(world: World, find: Callable[[], T]) -> T:
-    """What rank 0 finds out, on every rank; the others sleep meanwhile.
+    """Compute a result on rank 0 and return it on every rank; the others sleep meanwhile.
 
     Args:
-        world: of all workers, more than one.
+        world: the process group of all workers, more than one.
         find: called on rank 0 alone; its result must be plain data, see
             :mod:`polylane.runtime.transport.serialization`.
 
@@ -42,12 +43,12 @@ def compute_on_rank0(world: World, find: Callable[[], T]) -> T:
         PolylaneError: on every rank, where rank 0 raised it.
         PeerLost: on the others, where rank 0 raised anything else.
     """
-    # A group of its own: of gloo, which sleeps while it waits where NCCL spins, and with a time limit of its own.
+    # A separate group: gloo sleeps while it waits, where NCCL keeps the device busy, and the time limit is PATIENCE.
     world.connect()
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     assert group is not None
     world.authenticate_group(group)
-    found: Any = None  # (value, the user's mistake, another failure): one of them
+    found: Any = None  # (value, message of a user's mistake, message of another failure): one of them is not None
     cause: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -68,7 +69,7 @@ def compute_on_rank0(world: World, find: Callable[[], T]) -> T:
 
 
 def _told(error: Exception) -> tuple[str | None, str | None]:
-    """What the others are told of an exception: the sentence of a user's mistake, or what failed."""
+    """Return what is broadcast of an exception: (a user's mistake, None), or (None, another failure), as messages."""
     failure = Failure.of_exception(0, error)
     if failure.bad_input is not None:
         return failure.error_message, None
@@ -76,18 +77,20 @@ def _told(error: Exception) -> tuple[str | None, str | None]:
 
 
 def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Plan) -> CompiledTraining:
-    """The problem compiled on every worker for the plan that rank 0 completes, with the same cuts everywhere.
+    """Compile the problem on every worker, with the plan that rank 0 completes and so the same cuts everywhere.
 
     Args:
         world: the process group of all workers.
         problem: the same model, losses and form of batches on each of them.
-        spec: the plan that was asked for, as a line says it or complete.
+        spec: the plan that was asked for, in one line or complete.
 
     Raises:
-        PolylaneError: on every worker, when rank 0 could not prepare, or another worker's model is not the same.
+        PolylaneError: on every worker, where rank 0 could not compile, or another worker's model is not the same.
     """
     if spec.processes != world.size:
         raise PolylaneError(f"the plan takes {spec.processes} workers, torchrun started {world.size}")
+    # Cuts rest on measured times, which differ from worker to worker: rank 0 compiles first, and the others compile for
+    # the complete plan that it found.
     if world.rank == 0:
         prepared, refusal = _try_compile(problem, spec)
         world.all_gather_object(
@@ -100,6 +103,7 @@ def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Pl
         if refused is not None:
             raise PolylaneError(refused)
         prepared, refusal = _try_compile(problem, decision)
+    # Every worker learns of every failure, so that none waits for one that has stopped.
     refusals: list[str | None] = world.all_gather_object(None if refusal is None else str(refusal))
     for rank, reason in enumerate(refusals):
         if reason is not None:

@@ -1,4 +1,4 @@
-"""``polylane inspect``: what was captured of a model, per module, and how a plan cuts it."""
+"""``polylane inspect``: print what was captured of a model, per module, and how a plan cuts and splits it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
 
-_OF_A_RANK = ("parameters", "gradients", "values", "time")  # what is shown of every stage
+_OF_A_RANK = ("parameters", "gradients", "values", "time")  # columns of a stage's table that are of one rank
 
 
 def run(request: InspectRequest) -> None:
-    """Capture, cut where there is a plan, write and draw that where asked to, and print.
+    """Capture the model, compile the plan if there is one, write and draw it where asked to, and print.
 
     Raises:
-        PolylaneError: what was given is wrong, or the file cannot be written.
+        PolylaneError: an option, the recipe or the plan is wrong, or a file cannot be written.
     """
     for option, path, verb in (("write", request.plan_file, "writes"), ("svg", request.svg, "draws")):
         if path is not None and request.plan is None:
             raise PolylaneError(f"--{option} {path} {verb} a plan: say which one with --plan, as in --plan pipeline=2")
     plan = None if request.plan is None else _chosen(request.plan, request)
     recipe = inputs.open_recipe(request)
+    # Torch is imported only now, after all that can be checked without it.
     from polylane.runtime.workers.fork import limit_to_one_thread
 
     limit_to_one_thread()
@@ -61,12 +62,12 @@ def run(request: InspectRequest) -> None:
 
 
 def _chosen(text: str, request: InspectRequest) -> Spec | Plan:
-    """A plan for any number of workers: none of them is started."""
+    """Return the plan, which may be for any number of workers, since none is started."""
     return inputs.find_plan(request) if text == AUTO else inputs.read_plan(text)
 
 
 def _cut(request: InspectRequest, prepared: CompiledTraining, seconds: tuple[Both, ...]) -> dict[str, Any]:
-    """The plan's cuts as plain data; written and drawn where that is asked for."""
+    """Return the plan's cuts as plain data; write and draw the plan where that is asked for."""
     from polylane.inspection.plan_report import price_stages, report_plan, step_at_best
     from polylane.plan.plan import dump
 
@@ -82,7 +83,10 @@ def _cut(request: InspectRequest, prepared: CompiledTraining, seconds: tuple[Bot
 
 
 def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTraining, tuple[Both, ...]]:
-    """The graph of what one worker has in hand, cut; and the times of every node."""
+    """Return the training compiled for a plan, and (forward, backward) seconds of every node.
+
+    The graph is captured with one worker's local samples, so that shapes and times are those of a worker.
+    """
     from polylane.graph.batch import clone_leaves, take_samples
     from polylane.profiling.time_operators import measure_both
 
@@ -93,7 +97,7 @@ def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTrai
         return tuple(map(sum, measured[0]))
 
     prepared = problem.prepare(plan, seconds=measure)
-    if not measured:  # nothing had to be balanced
+    if not measured:  # no cut had to be balanced, but the report needs the times
         graph = prepared.main_partition.graph
         measure(graph, problem.objective.loss, take_samples(problem.flat_example[0], 0, graph.samples))
     return prepared, measured[0]
@@ -103,8 +107,8 @@ def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTrai
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
-    """The first columns to the left, the numbers to the right."""
-    # A plan has brackets, which are no markup.
+    """Return an empty table whose first ``left`` columns are aligned to the left, those of numbers to the right."""
+    # A plan's brackets are not rich's markup, so that the title is a Text.
     heading = Text(title, style="bold")
     table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for number, column in enumerate(columns):
@@ -139,7 +143,12 @@ def _show(graph: Graph, found: dict[str, Any]) -> None:
 
 
 def show_splits(plan: str, splits: Mapping[str, Sequence[str]]) -> None:
-    """Print, for every axis along which operators are split, the lines that explain how."""
+    """Print, for every axis along which operators are split, the lines that explain the placements.
+
+    Args:
+        plan: the plan in one line, for the headings.
+        splits: axis name -> lines for people.
+    """
     out = console()
     for axis, lines in splits.items():
         print()
@@ -188,7 +197,7 @@ def _show_cut(out: Console, found: dict[str, Any]) -> None:
 
 
 def _show_stages(out: Console, found: dict[str, Any]) -> None:
-    # In a chain of meshes that are all alike the title says it.
+    # The columns "mesh" and "after" are needed only where meshes differ or stages branch.
     alike = len({stage["mesh"] for stage in found["stages"]}) == 1
     alike = alike and all(stage["after"] == list(range(n))[-1:] for n, stage in enumerate(found["stages"]))
     apart = () if alike else ("mesh", "after")

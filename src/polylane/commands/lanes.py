@@ -1,4 +1,4 @@
-"""``polylane lanes``: a schedule's swimlane from theory."""
+"""``polylane lanes``: draw a pipeline schedule's swimlane from theory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polylane.observe.swimlane import render as swimlane
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
 from polylane.yaml_file import read
 
-MOST = 2**18  # forward passes in a picture
+MOST = 2**18  # most forward passes that are drawn in one picture
 
 
 @planning.gc_disabled()
@@ -31,12 +31,23 @@ def run(
     html: Path | None,
     json: bool,
 ) -> None:
-    """Draw it, and write the pictures that are asked for.
+    """Draw the schedule, and write the pictures that are asked for.
+
+    Args:
+        schedule: name of the schedule: "naive", "afab" or "1f1b".
+        stages: a number of stages in a chain, or the path of a YAML file of stages that branch.
+        microbatches: number of microbatches in a batch.
+        forward: ticks of one forward pass, or one number for each stage as in 1,2,1.
+        backward: ticks of one backward pass, given like ``forward``.
+        svg: file for the picture as SVG; None: not written.
+        html: file for the picture as a page; None: not written.
+        json: print the figures as one JSON object, in place of the picture.
 
     Raises:
         PolylaneError: stages that cannot be read, durations that do not fit them, or a file that cannot be written.
     """
     ticks = _ticks("--forward", forward), _ticks("--backward", backward)
+    # A number, also a negative one, is a count of stages, for a sentence about its value; anything else is a path.
     drawn = _chain(stages, *ticks) if stages.strip().lstrip("-").isdecimal() else _read(Path(stages), *ticks)
     if drawn.graph.stages * microbatches > MOST:
         raise PolylaneError(
@@ -54,6 +65,7 @@ def run(
     if json:
         print_json(summary)
         return
+    # NO_COLOR is a convention that terminal programs share: https://no-color.org.
     width = shutil.get_terminal_size((100, 24)).columns
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print((swimlane.ansi if colours else swimlane.text)(timeline, width), end="")
@@ -68,7 +80,14 @@ Ticks = float | list[float]
 
 @dataclass(frozen=True)
 class _Drawn:
-    """The stages of a picture, and their durations."""
+    """The stages of a picture, and their durations.
+
+    Attributes:
+        graph: the stages, each with those that it waits for.
+        forward: ticks of one forward pass, for all stages or for each.
+        backward: ticks of one backward pass, for all stages or for each.
+        names: names of the stages in their order; empty for a chain.
+    """
 
     graph: StageGraph
     forward: Ticks
@@ -77,6 +96,7 @@ class _Drawn:
 
 
 def _chain(text: str, forward: Ticks, backward: Ticks) -> _Drawn:
+    # int() refuses text of thousands of digits; such a number is too large in any case.
     stages = int(text) if len(text) <= len(str(MOST)) else MOST + 1
     if not 1 <= stages <= MOST:
         raise PolylaneError(f"--stages {text} must be a whole number from 1 to {MOST:,}, or a file of stages")
@@ -84,7 +104,7 @@ def _chain(text: str, forward: Ticks, backward: Ticks) -> _Drawn:
 
 
 def _read(path: Path, forward: Ticks, backward: Ticks) -> _Drawn:
-    """Stages by name, each with those that it comes "after", and its own durations where they differ.
+    """Read stages by name, each with the stages that it comes "after", and its own durations where they differ.
 
     Raises:
         PolylaneError: the file cannot be read, or a key or name is wrong.
@@ -119,7 +139,7 @@ def _read(path: Path, forward: Ticks, backward: Ticks) -> _Drawn:
 
 
 def _ticks(option: str, text: str) -> Ticks:
-    """One number for all stages, or one for each; whole numbers stay whole."""
+    """Return one number for all stages, or one for each; whole numbers stay int, for exact ticks."""
     numbers = [_number(option, piece.strip(), text) for piece in text.split(",")]
     return numbers[0] if len(numbers) == 1 else numbers
 

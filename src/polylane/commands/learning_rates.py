@@ -1,4 +1,4 @@
-"""What a command line asks for of a recipe's optimizer: one for large batches, rates that follow them, a warm-up."""
+"""Learning-rate options of the command line: an optimizer for large batches, rates scaled with the batch, warm-up."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
 
     from polylane.recipe import Recipe
 
-# LARS' rate is for steps that its trust coefficient, 0.001, makes short: plain ones take this part of it.
+# LARS multiplies its rate by a trust ratio with a coefficient of 0.001. Parameters without that ratio (biases, norms)
+# take this fraction of the rate instead.
 PLAIN = 0.005
 
 
 @dataclass(frozen=True)
 class LearningRateOptions:
-    """What is done with a recipe's optimizer and its learning rates.
+    """Changes to a recipe's optimizer and its learning rates.
 
     Attributes:
-        optimizer: in place of the recipe's, "lars" or "lamb"; None: the recipe's own.
+        optimizer: "lars" or "lamb" in place of the recipe's optimizer; None: the recipe's own.
         lr: learning rate of that optimizer; None with the recipe's own.
-        batch: samples of a step, over all workers.
+        batch: number of samples of a step, over all workers.
         rule: how learning rates grow with the batch, "linear" or "sqrt"; None: not at all.
-        base_batch: samples of a step that the learning rates are meant for.
-        warmup: steps in which learning rates rise to their full value.
+        base_batch: number of samples of a step that the learning rates are meant for.
+        warmup: number of steps in which learning rates rise to their full value.
     """
 
     optimizer: Literal["lars", "lamb"] | None
@@ -39,7 +40,8 @@ class LearningRateOptions:
     warmup: int
 
     def apply_to(self, recipe: Recipe) -> Recipe:
-        """The recipe with these rates."""
+        """Return the recipe with this optimizer and these learning rates."""
+        # Imported here, since polylane.optim imports torch, and options are checked before that.
         from polylane.optim import scaled_optimizer, warmed_scheduler
 
         if self.optimizer is not None and self.lr is not None:
@@ -53,7 +55,7 @@ class LearningRateOptions:
 
 
 def _large_batch(name: str, lr: float, parameters: Any) -> torch.optim.Optimizer:
-    """LARS or LAMB with the settings of their papers; vectors are not decayed and take plain steps."""
+    """Build LARS or LAMB with the settings of their papers; vectors are not decayed and take plain steps."""
     from polylane.optim import LAMB, LARS, split_decay_groups
 
     if name == "lamb":
@@ -69,10 +71,18 @@ def learning_rate_options(
     base_batch: int | None,
     warmup: int,
 ) -> LearningRateOptions | None:
-    """What a command line asks for of optimizers and rates; None for nothing.
+    """Return the changes that a command line asks for; None where it asks for none.
+
+    Args:
+        batch: number of samples of a step, over all workers.
+        optimizer: "lars" or "lamb" in place of the recipe's optimizer; None: the recipe's own.
+        lr: learning rate of that optimizer; None with the recipe's own.
+        rule: how learning rates grow with the batch, "linear" or "sqrt"; None: not at all.
+        base_batch: number of samples of a step that the learning rates are meant for; None: ``batch``.
+        warmup: number of steps in which learning rates rise to their full value.
 
     Raises:
-        PolylaneError: one of two options that go together is missing, or a rate is none.
+        PolylaneError: one of two options that go together is missing, or a rate is not positive and finite.
     """
     _refuse_together(
         "--scale-lr", rule, "--base-batch", base_batch, "say which batch the rates are for, and how they grow"

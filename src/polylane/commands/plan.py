@@ -1,4 +1,4 @@
-"""``polylane plan``: the fastest plan for a cluster, and why it is."""
+"""``polylane plan``: search the fastest plan for a cluster, and explain what bounds it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from polylane.planner.search import RankedPlan, SearchRequest, SearchResult
     from polylane.planner.stage_curves import CurveCache
 
-MOST = 1 << 14  # devices that are thought of where nothing fits
+MOST = 1 << 14  # most devices that "would do" may propose where nothing fits
 
 
 @planning.gc_disabled()
 def run(request: PlanRequest) -> None:
-    """Search, say what was found and why, and write the best plan where that is asked for.
+    """Search the plans, print the best ones and why, and write the best one where that is asked for.
 
     Raises:
-        PolylaneError: what was given is wrong, or nothing fits: with the number of devices that would do.
+        PolylaneError: an option or the recipe is wrong, or nothing fits: the message then says how many devices would
+            do.
     """
     from polylane.cluster.spec import load_or_parse
     from polylane.plan.plan import dump
@@ -63,10 +64,10 @@ def run(request: PlanRequest) -> None:
 
 
 def _check_plan_can_say(method: TrainingOptions) -> None:
-    """A plan that is written is the one that was priced, or none is.
+    """Refuse to write a plan that is not the one that was priced.
 
     Raises:
-        PolylaneError: the prices would rest on what no plan says, for the runtime does not do it.
+        PolylaneError: the prices would rest on an option that no plan can say, for the runtime does not do it.
     """
     for option, value in (("recompute", method.recompute), ("dtype", method.dtype)):
         if value in ("selective", "full", "float16"):
@@ -78,12 +79,12 @@ def _check_plan_can_say(method: TrainingOptions) -> None:
 
 @dataclass(frozen=True)
 class Searched:
-    """A search on a cluster, and what it rested on.
+    """A search on a cluster, with what it is based on.
 
     Attributes:
-        basis: what predictions on the cluster rest on.
-        estimates: seconds of stages, by which plans were compared.
-        search_bound: bytes of a worker, by which plans were excluded.
+        basis: the cost model of the training on this cluster.
+        estimates: seconds of possible stages, by which plans were ranked.
+        search_bound: least bytes of a worker, by which plans were excluded.
         wish: the numbers of workers, the memory and the methods that were allowed.
         answer: the plans that were found, at least one.
     """
@@ -95,7 +96,7 @@ class Searched:
     answer: SearchResult
 
     def cost_model_on(self, other: Cluster) -> CostModel:
-        """The same on another cluster."""
+        """Return the same cost model for another cluster."""
         return replace(self.basis, cluster=other, stages=self.basis.stages.without_prices())
 
 
@@ -109,19 +110,19 @@ def search_for(
     memory: int | None = None,
     top: int = 5,
 ) -> Searched:
-    """The fastest plans for a training on a cluster.
+    """Search the fastest plans for a training on a cluster.
 
     Args:
-        problem: what is to be trained, captured.
-        cluster: the machines that it shall run on.
-        batch: samples of a step, over all workers.
-        method: how training is done.
+        problem: the training, with its model captured.
+        cluster: the devices and links on which it is to run.
+        batch: number of samples of a step, over all workers.
+        method: precision, recomputation and sharding of the training.
         workers: how many devices to use at most; None: all.
-        memory: bytes that a worker may use; None: all.
+        memory: bytes that a worker may use; None: all that a device has.
         top: how many plans are wanted.
 
     Raises:
-        PolylaneError: more workers than devices, or nothing fits: with the number of devices that would do.
+        PolylaneError: more workers than devices, or nothing fits: the message then says how many devices would do.
     """
     from polylane.planner import advice
     from polylane.planner import problem as setup
@@ -131,6 +132,7 @@ def search_for(
     most = cluster.count if workers is None else workers
     if most > cluster.count:
         raise PolylaneError(f"--workers {most}: the cluster has {format_plural(cluster.count, 'device')}")
+    # A plan must fit on the device with the least memory, for any of them may get any stage.
     limit = min(device.memory for device in cluster.devices(range(most)))
     limit = min(limit, memory or limit)
     wish = SearchRequest(
@@ -151,10 +153,10 @@ def search_for(
 
 
 def _with_exact_memory(basis: CostModel, batch: int, answer: SearchResult) -> SearchResult:
-    """The answer with the memory of its first plan as ``simulate`` has it, of the samples in hand.
+    """Return the answer with the memory of its first plan as ``simulate`` computes it, for the local samples.
 
-    That of the others is in proportion to a batch of the example's size, and so at most what they need: what does not
-    grow with the samples is counted for each of them. A first plan that turns out not to fit is left out.
+    The memory of the others is scaled from a small example to the batch, and so an upper bound: what does not grow with
+    the samples is counted for each of them. A first plan that turns out not to fit is left out.
     """
     from polylane.cost.predict import predict
 
@@ -168,7 +170,7 @@ def _with_exact_memory(basis: CostModel, batch: int, answer: SearchResult) -> Se
 
 
 def candidate_worker_counts(most: int) -> tuple[int, ...]:
-    """Numbers of workers to look at: all, and fewer where these might be better: halves of it, down to one."""
+    """Return the numbers of workers to compare: all, and since fewer may be faster, a half, a quarter and one."""
     found = [most]
     while found[-1] > 1 and len(found) < 3:
         found.append(found[-1] // 2)
@@ -176,7 +178,7 @@ def candidate_worker_counts(most: int) -> tuple[int, ...]:
 
 
 def _max_operator_ranks(cluster: Cluster) -> int:
-    """The most ranks that share an operator: those of a host."""
+    """Return the largest number of ranks that may share an operator: the devices of a host."""
     return max(group.devices for group in cluster.hosts)
 
 
@@ -190,7 +192,13 @@ def _parse_bytes(text: str) -> int:
 
 
 def _explain_nothing_fits(answer: SearchResult, wish: SearchRequest, would_do: Callable[[], int | None]) -> str:
-    """That nothing fits, by how much, and how many devices would do."""
+    """Describe that nothing fits, by how much, and how many devices would do.
+
+    Args:
+        answer: a search without plans, with the candidates that are too large.
+        wish: the numbers of workers and the batch that were searched.
+        would_do: searches the number of devices that would do; None: no number does.
+    """
     workers = format_plural(max(wish.workers), "worker")
     if not answer.too_large_candidates:
         return f"no plan for {workers}: a batch of {format_plural(wish.batch, 'sample')} is too small"
@@ -199,6 +207,7 @@ def _explain_nothing_fits(answer: SearchResult, wish: SearchRequest, would_do: C
         f"nothing fits on {workers}: the leanest plan needs {format_count(least.peak_bytes, 'B')} per worker, "
         f"{format_count(least.peak_bytes - least.memory_limit, 'B')} more than it may have"
     )
+    # This repeats the search on larger clusters.
     found = would_do()
     return f"{words}; {found} such devices would do" if found else f"{words}; more devices do not help"
 
@@ -214,6 +223,7 @@ def _row(found: RankedPlan, cluster: Cluster) -> dict[str, Any]:
         "memory": worst.total,
         "utilization": prediction.utilization,
         "exposed_communication": _share(prediction),
+        # The price of a cluster is per hour and for all of its devices; a plan pays for those that it uses.
         "price": cluster.price * found.plan.workers / cluster.count * prediction.seconds / 3600,
         "estimate_seconds": found.candidate.seconds,
     }
@@ -233,7 +243,7 @@ def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:
         grid.add_column(name, justify="right")
     for found in answer.ranked_plans:
         row = _row(found, cluster)
-        bound = "" if found is answer.ranked_plans[0] else "≤ "
+        bound = "" if found is answer.ranked_plans[0] else "≤ "  # see _with_exact_memory
         grid.add_row(
             Text(row["plan"]),
             str(row["workers"]),

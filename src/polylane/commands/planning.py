@@ -1,4 +1,4 @@
-"""What simulating and planning need of a recipe and a cluster: the graph on the meta device, and what it costs."""
+"""Shared by ``simulate`` and ``plan``: the training captured on the meta device, and the options of its cost model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from polylane.planner.problem import CapturedProblem
     from polylane.recipe import Recipe
 
-# Samples of the example that shows the form of a batch.
+# Samples of the example batch, which shows the form of a batch and not its size.
 EXAMPLE = 2
 
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Without the collector of reference cycles, which would go through a large graph again and again in vain."""
+    """Disable Python's cyclic garbage collector, which would traverse a large graph repeatedly and free nothing."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -38,7 +38,7 @@ def gc_disabled() -> Iterator[None]:
 
 
 def open_on_meta(recipe: Recipe, request: PredictRequest) -> TrainingProblem:
-    """The recipe's model without its weights, and an example of a few samples that shows the form of a batch.
+    """Return the recipe's training with a model without weights, and an example of a few samples.
 
     Raises:
         PolylaneError: one of the recipe's functions raised, or did not return what it should.
@@ -57,13 +57,13 @@ def capture_for(
     request: PredictRequest,
     pins: Mapping[str, Mapping[str, str]] | None = None,
 ) -> CapturedProblem:
-    """What predictions for a cluster need of a training problem.
+    """Capture a training, with what predictions for a cluster need.
 
     Args:
-        problem: the model, mostly without its weights.
+        problem: the training, mostly with a model without weights.
         cluster: the machines; measured times are those of its first device.
-        request: says whether measured times are taken.
-        pins: placements that a plan asks for: axis -> name of a parameter or node -> placement.
+        request: the command's options, of which ``profile`` asks for measured times.
+        pins: placements that a plan fixes: axis -> name of a parameter or node -> placement.
 
     Raises:
         PolylaneError: the model cannot be captured, or nothing was measured of it.
@@ -86,7 +86,7 @@ def _profile(graph: Graph, cluster: Cluster, path: str) -> Profile:
 
 
 def _without_weights(recipe: Recipe) -> Any:
-    """The model on the meta device, where it takes no memory; with weights where it cannot be built so."""
+    """Return the model on the meta device, where it takes no memory; with weights where it cannot be built there."""
     import torch
 
     try:
@@ -97,7 +97,7 @@ def _without_weights(recipe: Recipe) -> Any:
 
 
 def tokens_per_sample(problem: TrainingProblem) -> int:
-    """Integers of one sample's first tensor, where those are whole numbers in a row; 0 elsewhere."""
+    """Return the tokens of one sample, the row length of a batch's first tensor if it is an integer matrix; else 0."""
     from torch import Tensor
 
     first = next((leaf for leaf in problem.flat_example[0] if isinstance(leaf, Tensor)), None)
@@ -110,7 +110,7 @@ def check_workers(cluster: Cluster, workers: int) -> None:
     """Refuse a plan that takes more devices than there are.
 
     Raises:
-        PolylaneError: with both numbers.
+        PolylaneError: the plan takes more workers than the cluster has devices.
     """
     if workers > cluster.count:
         raise PolylaneError(
@@ -120,18 +120,18 @@ def check_workers(cluster: Cluster, workers: int) -> None:
 
 
 def model_flops(graph: Graph, batch: int) -> float:
-    """Floating-point operations of a step that the model itself asks for: three times those of its forward pass.
+    """Return the FLOPs of a step that the model itself needs: three times those of its forward pass.
 
-    What is computed again does not count (Chowdhery et al., PaLM, 2022, appendix B: model FLOPs utilization).
+    Recomputation does not count (Chowdhery et al., PaLM, 2022, appendix B: model FLOPs utilization).
     """
     return 3.0 * sum(node.flops for node in graph.nodes) * batch / graph.samples
 
 
 def method_of(request: PredictRequest) -> TrainingOptions:
-    """How training is done, from the options of a command.
+    """Return the training options of the cost model, from the options of a command.
 
     Raises:
-        PolylaneError: an option that is wrong.
+        PolylaneError: an option has a value that is not known.
     """
     from polylane.cost.operators.training_options import TrainingOptions
 
@@ -141,11 +141,11 @@ def method_of(request: PredictRequest) -> TrainingOptions:
     try:
         return TrainingOptions(dtype, True, request.recompute, request.shard, request.overlap)  # type: ignore[arg-type]
     except PolylaneError as error:
-        raise PolylaneError(f"--{error}") from None
+        raise PolylaneError(f"--{error}") from None  # the message begins with the option's name
 
 
 def format_duration(seconds: float) -> str:
-    """A time for people: "1.24 s", "35.1 ms", "820 µs"."""
+    """Return a time for people: "1.24 s", "35.1 ms", "820 µs"."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= 1 or not seconds:
             return f"{seconds * factor:.3g} {unit}"

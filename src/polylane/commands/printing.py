@@ -1,4 +1,4 @@
-"""What commands print: JSON, files, and numbers as people read them."""
+"""Printing: JSON, files, and numbers in the form in which people read them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rich.console import Console
 
 from polylane.errors import PolylaneError
 
-FEW = 8  # numbers that are listed one by one
+FEW = 8  # most numbers that are listed one by one
 
 _THOUSANDS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def print_json(data: Any) -> None:
-    """One JSON object on stdout, on one line where that is piped and indented on a terminal."""
+    """Print one JSON object on stdout: indented on a terminal, on one line in a pipe."""
     print(dump_json(data, indent=2 if sys.stdout.isatty() else None), flush=True)
 
 
 def dump_json(data: Any, indent: int | None = None) -> str:
-    """Strict JSON: NaN and infinities, which it cannot spell, become null."""
+    """Return strict JSON: NaN and infinities, which JSON does not have, become null."""
     return json.dumps(_null_if_infinite(data), indent=indent, allow_nan=False)
 
 
@@ -40,15 +40,15 @@ def _null_if_infinite(data: Any) -> Any:
 
 
 def console() -> Console:
-    """Rich's, on stdout: as wide as the terminal, 120 characters where it is piped."""
+    """Return a rich console on stdout: as wide as the terminal, 120 characters in a pipe."""
     return Console(highlight=False, width=shutil.get_terminal_size((120, 24)).columns)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, its folder too.
+    """Write a file, and make its folder where that is missing.
 
     Raises:
-        PolylaneError: it cannot be written.
+        PolylaneError: the folder or the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def format_count(number: float, unit: str = "") -> str:
-    """``1.23 M``, ``45 kB``, ``0``: a count to three digits that matter."""
+    """Return a count to three significant digits: ``1.23 M``, ``45 kB``, ``0``."""
     for scale, letter in _THOUSANDS:
         if abs(number) >= scale:
             value = number / scale
@@ -67,7 +67,7 @@ def format_count(number: float, unit: str = "") -> str:
 
 
 def format_seconds(duration: float) -> str:
-    """``3.2 s``, ``4 min 05 s``, ``2 h 03 min``."""
+    """Return a duration: ``3.2 s``, ``4 min 05 s``, ``2 h 03 min``."""
     if duration < 100:
         return f"{duration:.1f} s"
     whole = round(duration)
@@ -77,7 +77,7 @@ def format_seconds(duration: float) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """``0, 3``, and of many what is ascending in one: ``0-63, 256-319, ..., 768-831 (256)``."""
+    """Return a few numbers as ``0, 3``, and many as ranges: ``0-63, 256-319, ..., 768-831 (256)``."""
     if len(numbers) <= FEW:
         return ", ".join(map(str, numbers))
     starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
@@ -88,5 +88,5 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 def format_plural(number: int, word: str) -> str:
-    """``1 worker``, ``4 workers``."""
+    """Return ``1 worker``, ``4 workers``."""
     return f"{number} {word}" + ("" if number == 1 else "s")

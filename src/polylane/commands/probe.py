@@ -1,4 +1,4 @@
-"""``polylane probe``: measure this machine into a cluster file, and a recipe's own nodes into a profile."""
+"""``polylane probe``: measure this machine into a cluster file, and a recipe's own operators into a profile."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from polylane.probe.effort import Effort
     from polylane.runtime.workers.fork import WorkerContext
 
-BUSY = 0.5  # processes at work for each core, from which on figures are those of a busy machine
+BUSY = 0.5  # load average per core above which the user is told that the machine was busy
 
 
 def run(request: ProbeRequest, effort: Effort | None = None) -> None:
-    """Measure what is asked for, and say what came out.
+    """Measure what is asked for, and print the figures.
 
     Args:
-        request: what the command line asks for.
-        effort: how much is measured; None: what the device deserves.
+        request: the options of the command line.
+        effort: how many cases are measured, and how often; None: as many as the type of device needs.
 
     Raises:
         PolylaneError: nothing is asked for, a file cannot be written, there are no workers or more than the machine
@@ -64,7 +64,7 @@ def run(request: ProbeRequest, effort: Effort | None = None) -> None:
 
 
 def _machine(output: Path, workers: int, effort: Effort | None, json: bool) -> dict[str, Any]:
-    """Measure the machine and write its file."""
+    """Measure the machine, write its cluster file, and return the figures as plain data."""
     from polylane.probe.conclusion import conclude
     from polylane.probe.effort import thorough
     from polylane.probe.machine import accelerators
@@ -72,6 +72,7 @@ def _machine(output: Path, workers: int, effort: Effort | None, json: bool) -> d
 
     kind = "cuda" if accelerators() else "cpu"
     effort = effort or thorough(kind)
+    # Read before measuring, which is a load itself.
     load, start = os.getloadavg()[0], time.perf_counter()
     with _Display(effort.progress_ticks(workers, len(further_dtypes(kind)))) as display:
         measured = conclude(measure_machine(workers, effort, display), workers)
@@ -103,7 +104,7 @@ def _print_machine(measured: MeasuredMachine, output: Path, seconds: float, load
 
 
 def _check_writable(path: Path) -> None:
-    """Before a minute is spent on what the file is to hold.
+    """Refuse a file that cannot be written, before a minute is spent on measuring.
 
     Raises:
         PolylaneError: the file cannot be written.
@@ -111,6 +112,7 @@ def _check_writable(path: Path) -> None:
     there = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened for appending, so that a file of an earlier probe is not lost if measuring fails.
         with path.open("a", encoding="utf-8"):
             pass
         if not there:
@@ -120,9 +122,9 @@ def _check_writable(path: Path) -> None:
 
 
 class _Display:
-    """How it goes, on stderr: a bar where a person looks on, a line for each kind of work elsewhere.
+    """Progress on stderr: a bar on a terminal, else a line for each kind of work.
 
-    The bar has a thread of its own, so it starts with the first message: after the workers were forked.
+    The bar has a thread, and so starts with the first message: after the workers were forked.
     """
 
     def __init__(self, total: int) -> None:
@@ -132,7 +134,7 @@ class _Display:
         self._done = 0
 
     def __call__(self, what: str, parts: int) -> None:
-        """So many parts more of this work are done."""
+        """Count ``parts`` more parts of this work as done."""
         self._done += parts
         if not self._console.is_terminal:
             if what != self._what:
@@ -158,7 +160,7 @@ class _Display:
 
 
 def _recipe(request: RecipeRequest, workers: int) -> dict[str, Any]:
-    """Measure a recipe's nodes in a process of their own, and keep what was measured."""
+    """Measure a recipe's nodes in a process of their own, keep the profile, and return its figures as plain data."""
     from polylane.probe.machine import accelerators
     from polylane.runtime.workers.fork import fork_workers, threads_per_worker
     from polylane.runtime.workers.torchrun import spawn_workers
@@ -166,6 +168,7 @@ def _recipe(request: RecipeRequest, workers: int) -> dict[str, Any]:
     start, path = time.perf_counter(), request.recipe
     if not request.json:
         print(f"measuring the operators of {path}", file=sys.stderr, flush=True)
+    # With an accelerator a new process is needed, since CUDA does not work after a fork.
     work = partial(_measure_worker, request, threads_per_worker(workers))
     file, nodes, samples = (spawn_workers if accelerators() else fork_workers)(work, 1)[0]
     seconds = time.perf_counter() - start
@@ -176,7 +179,7 @@ def _recipe(request: RecipeRequest, workers: int) -> dict[str, Any]:
 
 
 def _measure_worker(request: RecipeRequest, threads: int, context: WorkerContext) -> tuple[Path, int, tuple[int, ...]]:
-    """The worker: measure, and keep."""
+    """Measure in the worker process, keep the profile, and return its file, number of nodes and batch sizes."""
     import torch
 
     from polylane.probe.profiles import save_profile
@@ -187,7 +190,7 @@ def _measure_worker(request: RecipeRequest, threads: int, context: WorkerContext
 
 
 def _device() -> Device:
-    """A device with the name of this machine's."""
+    """Return a device with the name of this machine's; the other figures are not used for a profile's key."""
     from polylane.cluster.catalogue import device_presets
     from polylane.cluster.device import Device
     from polylane.probe.machine import accelerators, device_kind

@@ -1,4 +1,4 @@
-"""How a training goes, as it goes: a live bar on a terminal, now and then a line anywhere else."""
+"""Progress of a training: a live bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from polylane.commands.printing import format_seconds
 
-LINE_SECONDS = 5.0  # between the lines of a log
-RATE_STEPS = 20  # over which samples/s are averaged
+LINE_SECONDS = 5.0  # least time between two lines of a log
+RATE_STEPS = 20  # number of the last steps over which samples/s are averaged
 _WORDS = ("step", "loss", "rate", "left")
 
 
 class _Pace:
-    """Throughput over the last steps, and the time left at the pace so far, tests included."""
+    """Throughput over the last steps, and the time left at the mean pace since the first step, tests included."""
 
     def __init__(self, steps: int | None) -> None:
         self._steps = steps
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)
-        self._first: tuple[int, float] | None = None  # a step, and when it was told
+        self._first: tuple[int, float] | None = None  # number of the first step, and when its message came
 
     def words(self, step: dict[str, Any]) -> dict[str, str]:
-        """The step as words: which of how many, the loss, samples/s, the time left."""
+        """Return the step as words: its number, the loss, samples/s, the time left."""
         self._recent.append((step["samples"], step["seconds"]))
         samples, elapsed = (sum(column) for column in zip(*self._recent, strict=True))
         return {
@@ -40,26 +40,27 @@ class _Pace:
     def _left(self, step: int) -> str:
         now = time.monotonic()
         first, since = self._first = self._first or (step, now)
+        # There is no pace after a single step, and nothing left after the last one.
         if self._steps is None or step in (first, self._steps):
             return ""
         return f"{format_seconds((now - since) / (step - first) * (self._steps - step))} left"
 
 
 class Lines:
-    """Lines for a log: the first step, one every few seconds, and one an epoch."""
+    """Progress as lines for a log: the first step, one every few seconds, and one an epoch."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._last = -math.inf
 
     def begin(self, message: dict[str, Any]) -> None:
-        """The workers are there."""
+        """Print the headline: the workers have started."""
         self._epochs = message["epochs"]
         self._pace = _Pace(message["steps"])
         self.say(_format_headline(message))
 
     def step(self, message: dict[str, Any]) -> None:
-        """One step was done."""
+        """Print a step, if the last line is long enough ago."""
         words = self._pace.words(message)
         if time.monotonic() - self._last >= LINE_SECONDS:
             self._last = time.monotonic()
@@ -68,29 +69,29 @@ class Lines:
             )
 
     def testing(self, message: dict[str, Any]) -> None:
-        """The test data is next."""
+        """Do nothing: tests have no line of their own."""
 
     def epoch(self, message: dict[str, Any]) -> None:
-        """An epoch was done."""
+        """Print the result of an epoch."""
         self.say(_epoch_line(message, self._epochs))
 
     def say(self, line: str) -> None:
-        """Print a line."""
+        """Print a line at once."""
         print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Do nothing: there is no bar to be removed."""
 
 
 class Bar:
-    """A live bar. It has a thread of its own, so it starts at the first message: after the workers were forked."""
+    """Progress as a live bar. It has a thread, and so starts with the first message: after the workers were forked."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress: Progress | None = None
 
     def begin(self, message: dict[str, Any]) -> None:
-        """The workers are there: start drawing."""
+        """Print the headline and start the bar: the workers have started."""
         self._epochs = message["epochs"]
         self._pace = _Pace(message["steps"])
         self.say(_format_headline(message))
@@ -102,17 +103,17 @@ class Bar:
         self._progress.start()
 
     def step(self, message: dict[str, Any]) -> None:
-        """One step was done."""
+        """Show a step in the bar."""
         self._update(
             _number_of_total("epoch", message["epoch"], self._epochs), message["step"], self._pace.words(message)
         )
 
     def testing(self, message: dict[str, Any]) -> None:
-        """The test data is next."""
+        """Show in the bar that the test data is next."""
         self._update(f"testing after {_number_of_total('epoch', message['epoch'], self._epochs)}", None, {})
 
     def epoch(self, message: dict[str, Any]) -> None:
-        """An epoch was done."""
+        """Print the result of an epoch above the bar."""
         self.say(_epoch_line(message, self._epochs))
 
     def say(self, line: str) -> None:
@@ -120,7 +121,7 @@ class Bar:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar from the terminal."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -130,7 +131,11 @@ class Bar:
 
 
 def display(to_stderr: bool) -> Bar | Lines:
-    """A bar where a person looks on, lines elsewhere."""
+    """Return a bar for a terminal, lines for anything else.
+
+    Args:
+        to_stderr: use stderr, since stdout is for the result as JSON.
+    """
     console = Console(stderr=to_stderr)
     return Bar(console) if console.is_terminal else Lines(sys.stderr if to_stderr else sys.stdout)
 

@@ -1,6 +1,6 @@
-"""What a command line asks for, one frozen record for each command, passed whole to everything below.
+"""Requests: the options of a command line, one frozen record for each command, passed whole to everything below.
 
-Plain data without torch: a request is made before torch is imported, and travels to workers in new processes.
+Plain data without torch: a request is made before torch is imported, and is sent to workers in new processes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ OnNan = Literal["stop", "warn"]
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeRequest:
-    """Which recipe, on batches of which size: what all commands that read a recipe are given.
+    """The options of every command that reads a recipe: which one, and batches of which size.
 
     Attributes:
         recipe: the path of a Python file, or the dotted name of a module.
-        batch: samples of a step, over all workers.
+        batch: number of samples of a step, over all workers.
         settings: texts NAME=VALUE, keyword arguments of the recipe's functions.
-        seed: of the weights, of the samples' order and of all dropout.
+        seed: of the weights, of the order of samples and of all dropout.
         json: print the result as one JSON object, in place of tables for people.
     """
 
@@ -38,13 +38,13 @@ class RecipeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersRequest(RecipeRequest):
-    """A plan to be carried out by workers on this machine, or by those that torchrun started.
+    """The options of a command that runs a plan on workers of this machine, or on those that torchrun started.
 
     Attributes:
-        workers: how many workers there shall be; None: as many as the plan takes.
-        plan: a line, the path of a plan file, or "auto"; None: replicas on all workers. A command replaces it by what
-            it read, and leaves "auto" only where torchrun's workers are to find the plan together.
-        clip_norm: bound on the 2-norm of all gradients together; None: gradients are not clipped.
+        workers: number of workers; None: as many as the plan takes.
+        plan: a line, the path of a plan file, or "auto"; None: replicas on all workers. A command replaces it by the
+            parsed plan, and leaves "auto" only under torchrun, where the workers find the plan once they are connected.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
     """
 
     workers: int | None = None
@@ -54,15 +54,15 @@ class WorkersRequest(RecipeRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(WorkersRequest):
-    """``polylane train``.
+    """The options of ``polylane train``.
 
     Attributes:
         epochs: times through the training data; None: as many as ``steps`` take, or one where these are None as well.
         steps: optimizer steps after which the training ends; None: it ends after ``epochs``.
-        run_folder: where the files of the run go; None: a new folder below ``run/``.
-        on_nan: what is done about a loss that is not finite: "stop", naming the first operator, or "warn" and go on.
+        run_folder: the folder for the run's files; None: a new folder below ``run/``.
+        on_nan: reaction to a loss that is not finite: "stop", naming the first operator, or "warn" and go on.
         drop_last: leave out an epoch's last batch where it has fewer samples than the others.
-        rates: what is done with the recipe's optimizer and learning rates; None: nothing.
+        rates: changes to the recipe's optimizer and learning rates; None: no changes.
         model_path: the file that the weights are written to; None until the run's folder is claimed.
     """
 
@@ -77,10 +77,10 @@ class TrainRequest(WorkersRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRequest(WorkersRequest):
-    """``polylane verify``.
+    """The options of ``polylane verify``.
 
     Attributes:
-        steps: optimizer steps that are trained and compared.
+        steps: number of optimizer steps that are trained and compared.
     """
 
     steps: int
@@ -88,7 +88,7 @@ class VerifyRequest(WorkersRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectRequest(RecipeRequest):
-    """``polylane inspect``.
+    """The options of ``polylane inspect``.
 
     Attributes:
         plan: a line, the path of a plan file, or "auto"; None: the model alone is shown.
@@ -103,15 +103,15 @@ class InspectRequest(RecipeRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictRequest(RecipeRequest):
-    """A prediction for a cluster that need not be there.
+    """The options of a prediction for a cluster that need not be there.
 
     Attributes:
         cluster: a line such as 8:h100-80g, or the path of a cluster file.
         dtype: of the passes: "float32", "bfloat16" or "float16"; None: the plan's.
-        recompute: what is computed again instead of being kept: "none", "selective" or "full".
-        shard: what replicas hold a part of only: "none", "optimizer", "gradients" or "parameters".
-        overlap: whether gradients are summed while the backward pass still runs.
-        profile: take the times that ``polylane probe --profile`` measured of the recipe's nodes.
+        recompute: activations that are recomputed instead of kept: "none", "selective" or "full".
+        shard: state that is sharded over replicas (ZeRO): "none", "optimizer", "gradients" or "parameters".
+        overlap: whether gradients are reduced during the backward pass.
+        profile: use the times that ``polylane probe --profile`` measured of the recipe's operators.
     """
 
     cluster: str
@@ -124,12 +124,12 @@ class PredictRequest(RecipeRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(PredictRequest):
-    """``polylane plan``.
+    """The options of ``polylane plan``.
 
     Attributes:
         workers: how many devices to use at most; None: all of the cluster's.
         memory: bytes that a worker may use, as text with a unit ("30 GB"); None: all that a device has.
-        top: how many plans are shown.
+        top: number of plans that are shown.
         output: the file that the best plan is written to; None: it is not written.
     """
 
@@ -141,16 +141,16 @@ class PlanRequest(PredictRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateRequest(PredictRequest):
-    """``polylane simulate``.
+    """The options of ``polylane simulate``.
 
     Attributes:
         plan: a line, the path of a plan file, or "auto" for the plan that ``polylane plan`` puts first.
         slow: stragglers as texts RANK=SPEED: 3=0.8 makes the device of rank 3 four fifths as fast.
         html: the page that the predicted swimlanes are written to; None: none.
         svg: the picture that the predicted swimlanes are written to; None: none.
-        breakdown: say what the times consist of, by kind of operator.
-        chunks: virtual stages of every worker, interleaved (1F1B).
-        every: steps after which replicas sum parameters; 1: gradients are summed in each step.
+        breakdown: print the times by kind of operator as well.
+        chunks: number of virtual stages of every worker, interleaved (1F1B).
+        every: steps between two averages of the replicas' parameters; 1: gradients are reduced in each step.
     """
 
     plan: str
@@ -164,12 +164,12 @@ class SimulateRequest(PredictRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """``polylane probe``.
+    """The options of ``polylane probe``.
 
     Attributes:
         output: the cluster file that this machine is measured into; None: the machine itself is not measured.
-        workers: how many will train on this machine; None: what is there, up to four.
-        recipes: the recipes whose nodes are measured, at their batch size and at parts of it.
+        workers: number of workers that will train on this machine; None: as many as it has devices, up to four.
+        recipes: the recipes whose operators are measured, at their batch size and at fractions of it.
         json: print the result as one JSON object, in place of sentences.
     """
 

@@ -1,7 +1,7 @@
-"""The folder of a run: claimed by one process at a time, with its plan, its metrics as they come, and its results.
+"""Run folder: claimed by one process at a time, with the run's plan, its metrics line by line, and its results.
 
-Nothing that an earlier run left is lost before this one has ended well: where there is something, a run writes into a
-folder of its own below, and its files replace the earlier ones by rename when all of them are there.
+An earlier run's results are not lost before this one has ended well. Where there are such files, a run writes into the
+folder ``unfinished`` below, and renames its files over the earlier ones when all of them are there.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from polylane.observe.timeline import Timeline
 
 MODEL = "model.safetensors"
 
-# All that a run leaves; the weights first, for they are the most that could be lost between two of the renames.
+# All files of a run, in the order in which they are renamed: the weights first, since they are worth the most.
 NAMES = (MODEL, "plan.yaml", "metrics.jsonl", "timeline.json", "trace.json", "swimlane.html")
 
-UNFINISHED = "unfinished"  # where a run writes while an earlier one's files are there
+UNFINISHED = "unfinished"  # name of the folder in which a run writes while an earlier run's files are there
 
 
 class RunFolder:
-    """Where the files of one run go.
+    """The folder for the files of one run.
 
     Args:
-        path: where the folder is or shall be.
-        given: whether the user named it. Otherwise it is the first of ``path``, ``path-2``, ``path-3``, ... that does
-            not exist, for no run replaces another unasked.
+        path: the folder, which need not exist yet.
+        given: whether the user named it. Otherwise the run takes the first of ``path``, ``path-2``, ``path-3``, ...
+            that does not exist, for no run replaces another unasked.
 
     Attributes:
-        path: where the folder is, once it is claimed.
+        path: the folder; final once it is claimed.
 
     Raises:
         PolylaneError: from every method, where the folder or a file cannot be written.
@@ -46,22 +46,26 @@ class RunFolder:
         self.path = path
         self._given = given
         self._metrics: TextIO | None = None
-        self._claim: int | None = None  # a descriptor of the folder, locked
-        self._made: list[Path] = []  # the folders that did not exist before, the innermost first
-        self._at = path
+        self._claim: int | None = None  # file descriptor of the folder, locked
+        self._made: list[Path] = []  # folders that this run made, the innermost first
+        self._at = path  # where files are written until finish(): the folder, or UNFINISHED below it
 
     @property
     def model(self) -> Path:
-        """Where the weights go while the run goes on."""
+        """The path of the weights during the run."""
         return self._at / MODEL
 
     @property
     def metrics(self) -> Path:
-        """Where the metrics are while the run goes on, and stay where it does not end well."""
+        """The path of the metrics during the run; they stay there where it does not end well."""
         return self._at / "metrics.jsonl"
 
     def check(self) -> None:
-        """Refuse a place where nothing can be written, without making anything yet."""
+        """Refuse a place where nothing can be written, without making anything yet.
+
+        Raises:
+            PolylaneError: the folder cannot be made, or cannot be written to.
+        """
         existing = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
         if not existing.is_dir():
             raise PolylaneError(f"--run {self.path}: {existing} is not a folder")
@@ -70,7 +74,11 @@ class RunFolder:
 
     @contextmanager
     def claimed(self, writes: bool) -> Iterator[None]:
-        """For the while the folder is this run's, see :meth:`claim`; one that does not write claims nothing."""
+        """Context manager: claim the folder, see :meth:`claim`, and give up the claim at the end.
+
+        Args:
+            writes: whether this process writes files; one that does not claims nothing.
+        """
         if writes:
             self.claim()
         try:
@@ -79,7 +87,7 @@ class RunFolder:
             self.leave()
 
     def claim(self) -> None:
-        """Make the folder this run's: no other run that starts meanwhile gets it. The claim ends with the process.
+        """Claim the folder, so that no other run that starts meanwhile gets it. The claim ends with the process.
 
         Raises:
             PolylaneError: another run is writing there.
@@ -91,6 +99,7 @@ class RunFolder:
         self._at = self.path / UNFINISHED if any((self.path / name).exists() for name in NAMES) else self.path
 
     def _make(self) -> None:
+        # Remembered for leave(), which removes folders that this run made and did not use.
         missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._given:
@@ -100,6 +109,8 @@ class RunFolder:
         self._made = [self.path, *missing[1:]] if missing or not self._given else []
 
     def _lock(self) -> None:
+        # A lock of the operating system: it ends with the process even if that is killed, so that no stale claim
+        # remains.
         self._claim = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,21 +124,22 @@ class RunFolder:
             pass
 
     def begin(self) -> None:
-        """The training begins: forget what a run that did not end well has left."""
+        """Begin the training: delete what a run that did not end well has left, and open the metrics."""
         with self._writing():
             self._at.mkdir(exist_ok=True)
             if self._at != self.path:
                 for name in NAMES:
                     (self._at / name).unlink(missing_ok=True)
+            # Line-buffered, so that metrics can be read during the run and survive its end.
             self._metrics = self.metrics.open("w", encoding="utf-8", buffering=1)
 
     def plan(self, text: str) -> None:
-        """Write plan.yaml."""
+        """Write the plan into plan.yaml."""
         with self._writing():
             (self._at / "plan.yaml").write_text(text, encoding="utf-8")
 
     def metric(self, line: dict[str, Any]) -> None:
-        """Add a line to metrics.jsonl, at once."""
+        """Append a line to metrics.jsonl, at once."""
         with self._writing():
             assert self._metrics is not None
             self._metrics.write(dump_json(line) + "\n")
@@ -140,7 +152,7 @@ class RunFolder:
             (self._at / "swimlane.html").write_text(swimlane.html(timeline), encoding="utf-8")
 
     def finish(self) -> None:
-        """The run has ended well, all its files are there: they replace an earlier run's."""
+        """Replace an earlier run's files by this run's, which has ended well and written all of them."""
         if self._at == self.path:
             return
         with self._writing():
@@ -148,23 +160,23 @@ class RunFolder:
                 file = self._at / name
                 if file.exists():
                     os.replace(file, self.path / name)
-                else:  # of the earlier run: a mixture of two runs is no run
+                else:  # a file of the earlier run alone: the folder must not mix two runs
                     (self.path / name).unlink(missing_ok=True)
-            with suppress(OSError):  # what somebody else put there stays
+            with suppress(OSError):  # not empty: somebody else's files stay
                 self._at.rmdir()
         self._at = self.path
 
     def close(self) -> None:
-        """No more metrics come."""
+        """Close the metrics; no more lines come."""
         if self._metrics is not None:
             with self._writing():
                 self._metrics.close()
 
     def leave(self) -> None:
-        """Give up the claim; a folder that was made for it and has nothing in it goes, too."""
+        """Give up the claim, and remove the folders that this run made if nothing is in them."""
         self._give_up()
         for folder in self._made:
-            with suppress(OSError):  # there is something in it
+            with suppress(OSError):  # not empty: it stays
                 folder.rmdir()
         self._made.clear()
 
@@ -174,11 +186,11 @@ class RunFolder:
             self._claim = None
 
     def kept(self) -> Path | None:
-        """Where something is left of a run that did not end well; None where nothing is."""
+        """Return where files are left of a run that did not end well; None where none are."""
         return self._at if self.metrics.exists() else None
 
     def files(self) -> dict[str, str]:
-        """What is there, by name without ending."""
+        """Return the files of the folder, by name without ending."""
         return {file.stem: str(file) for file in sorted(self.path.iterdir()) if file.is_file()}
 
     @contextmanager
@@ -191,9 +203,10 @@ class RunFolder:
 
 
 def _make_first_free(path: Path) -> Path:
-    """Make the path, or the first of ``path-2``, ``path-3``, ... that does not exist: of two runs each gets its own."""
+    """Make the path, or the first of ``path-2``, ``path-3``, ... that does not exist; two runs at once get one each."""
     names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
     for name in names:
+        # mkdir fails where the folder exists: unlike a look beforehand, this is safe against a run that starts at once.
         with suppress(FileExistsError):
             name.mkdir()
             return name

@@ -1,4 +1,4 @@
-"""``polylane simulate``: how long a step of a plan takes on a cluster, and what it needs, without running it."""
+"""``polylane simulate``: predict a step of a plan on a cluster: time, bytes, memory and price, without running it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from polylane.plan.sync import SyncOptions
     from polylane.planner.problem import CapturedProblem
 
-TOP = 12  # rows of a breakdown
+TOP = 12  # most rows of a stage in a printed breakdown
 
 
 @planning.gc_disabled()
@@ -38,7 +38,7 @@ def run(request: SimulateRequest) -> None:
     """Predict a step and print it.
 
     Raises:
-        PolylaneError: what was given is wrong.
+        PolylaneError: an option, the recipe, the plan or the cluster is wrong.
     """
     from polylane.cluster.spec import load_or_parse
     from polylane.cost.predict import predict
@@ -50,6 +50,7 @@ def run(request: SimulateRequest) -> None:
     method = planning.method_of(request)
     check(request, method)
     plan = None if request.plan == AUTO else inputs.read_plan(request.plan)
+    # A plan file's placements hold for the layouts that are priced.
     pins = {axis: plan.pins(axis) for axis in plan.axes} if isinstance(plan, Plan) else {}
     cluster = slow_down_cluster(load_or_parse(request.cluster), request.slow)
     recipe = inputs.open_recipe(request)
@@ -67,6 +68,7 @@ def run(request: SimulateRequest) -> None:
         )
     basis = setup.build_cost_model(captured, cluster, method)
     partition, fitted = subdivide_plan(basis, plan, request.batch, request.chunks)
+    # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn, period=every)
     found = {"recipe": str(recipe.path), **summary(captured.graph, cluster, prediction, method)}
@@ -87,10 +89,10 @@ def run(request: SimulateRequest) -> None:
 
 
 def check(request: SimulateRequest, method: TrainingOptions) -> None:
-    """Refuse what no plan can have, before anything is captured.
+    """Refuse combinations of options that no plan can have, before anything is captured.
 
     Raises:
-        PolylaneError: naming the option.
+        PolylaneError: an option is out of range or excludes another; the message names it.
     """
     for name, value in (("chunks", request.chunks), ("every", request.every)):
         if value < 1:
@@ -106,10 +108,10 @@ def check(request: SimulateRequest, method: TrainingOptions) -> None:
 
 
 def method_of_sync(sync: SyncOptions, method: TrainingOptions, every: int) -> tuple[TrainingOptions, int]:
-    """The method and the period that a plan's ``sync`` asks for, where no option does.
+    """Return the training options and the averaging period, with what the plan's ``sync`` says where no option does.
 
     Raises:
-        PolylaneError: an option says something else, or what it asks for has no price.
+        PolylaneError: an option contradicts the plan, or the plan asks for a synchronization that has no price.
     """
     for name, asked, planned, plain in (("every", every, sync.every, 1), ("shard", method.shard, sync.shard, "none")):
         if planned not in (plain, asked) and asked != plain:
@@ -124,10 +126,10 @@ def method_of_sync(sync: SyncOptions, method: TrainingOptions, every: int) -> tu
 
 
 def find_fastest(problem: CapturedProblem, cluster: Cluster, batch: int, method: TrainingOptions) -> Plan:
-    """The plan that ``polylane plan`` puts first; says on stderr which one.
+    """Return the plan that ``polylane plan`` puts first, and print it on stderr.
 
     Raises:
-        PolylaneError: nothing fits.
+        PolylaneError: no plan fits into the devices' memory.
     """
     from polylane.auto.choose import announced
 
@@ -135,10 +137,10 @@ def find_fastest(problem: CapturedProblem, cluster: Cluster, batch: int, method:
 
 
 def slow_down_cluster(cluster: Cluster, options: Sequence[str]) -> Cluster:
-    """The cluster with stragglers: ``3=0.8`` makes the device of rank 3 four fifths as fast.
+    """Return the cluster with stragglers: ``3=0.8`` makes the device of rank 3 four fifths as fast.
 
     Raises:
-        PolylaneError: not of that form, or no such rank.
+        PolylaneError: a text that is not RANK=SPEED, or a rank that the cluster lacks.
     """
     speeds = dict(cluster.speeds)
     for option in options:
@@ -153,8 +155,9 @@ def slow_down_cluster(cluster: Cluster, options: Sequence[str]) -> Cluster:
 
 
 def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: TrainingOptions) -> dict[str, Any]:
-    """What a step takes, as plain data."""
+    """Return the figures of a step, as plain data."""
     plan, step = prediction.plan, prediction.seconds
+    # Recomputation is left out, so that MFU compares plans by useful work.
     flops = planning.model_flops(graph, prediction.batch)
     each = flops / (step * plan.workers) if step else 0.0
     device = cluster.device(0)
@@ -178,12 +181,14 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
 
 
 def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]:
-    """Bytes that the busiest rank sends in a step, for each kind of traffic, and over which level of the cluster."""
+    """Return the busiest rank's bytes of a step, by kind of traffic, with the cluster level that each kind crosses."""
+    # Under local SGD there are two timelines: of a step that ends with an average, and of one without.
     counted = {
         id(t): _bytes(prediction, t) for t in (prediction.timeline, prediction.local_step_timeline) if t is not None
     }
 
     def mean(key: tuple[str, int]) -> int:
+        """Return a count averaged over the period: of local SGD only one step in ``every`` averages parameters."""
         return round(prediction.mean_over_period(lambda timeline: counted[id(timeline)].get(key, 0)))
 
     lanes = {key: mean(key) for key in set().union(*counted.values())}
@@ -196,7 +201,7 @@ def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]
 
 
 def _bytes(prediction: Prediction, timeline: Timeline) -> dict[tuple[str, int], int]:
-    """That are sent in a step, by kind of traffic and lane."""
+    """Return the bytes that are sent in a step, by kind of traffic and lane."""
     from polylane.schedule.action import ActionKind
 
     kinds = {ActionKind.SEND: "pipeline", ActionKind.REDUCE: "data", ActionKind.STEP: "data"}
@@ -206,6 +211,7 @@ def _bytes(prediction: Prediction, timeline: Timeline) -> dict[tuple[str, int], 
     lanes: dict[tuple[str, int], int] = {}
     for span in timeline.spans:
         parts = {kinds[span.action.kind]: span.bytes} if span.action.kind in kinds else {}
+        # Collectives inside a pass belong to split operators, but for the gathers of sharded parameters (ZeRO-3).
         if span.action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             data = round(shared[span.rank] * span.bytes)
             parts = {"data": data, "operators": span.bytes - data}
@@ -215,7 +221,7 @@ def _bytes(prediction: Prediction, timeline: Timeline) -> dict[tuple[str, int], 
 
 
 def _widest_level(plan: Plan, kind: str, cluster: Cluster) -> str:
-    """The widest part of the cluster that a kind of traffic crosses."""
+    """Return the widest level of the cluster (host, rack, site, ...) that a kind of traffic crosses."""
     groups: list[Sequence[int]] = []
     for stage, after in zip(plan.stages, [*plan.stages[1:], plan.stages[0]], strict=True):
         first = stage.devices[0]
@@ -224,7 +230,8 @@ def _widest_level(plan: Plan, kind: str, cluster: Cluster) -> str:
         else:
             axes = ("data",) if kind == "data" else ("sequence", "tensor")
             groups.append(plan.group(first, axes))
-    if all(len(set(group)) == 1 for group in groups):  # what tied weights sum, or statistics that replicas share
+    # Traffic of a kind whose groups have one rank each: gradients of tied weights, or statistics that replicas share.
+    if all(len(set(group)) == 1 for group in groups):
         groups = [range(plan.workers)]
     return max(cluster.level(group) for group in groups).name.lower()
 
@@ -245,10 +252,11 @@ def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, An
 
 
 def break_down_stages(basis: Any, partition: Partition, prediction: Prediction) -> list[dict[str, Any]]:
-    """Seconds of a microbatch by kind of operator, on the busiest rank of every stage."""
+    """Return the seconds of a microbatch by kind of operator, on the busiest rank of every stage."""
     from polylane.cost.predict import table_of
     from polylane.program.interleave import deal_stages
 
+    # Interleaved virtual stages are counted with the worker that has them.
     if partition.stages > prediction.plan.pipeline:
         partition = deal_stages(partition, prediction.plan.pipeline)
     found = []
@@ -279,7 +287,7 @@ def break_down_stages(basis: Any, partition: Partition, prediction: Prediction) 
 
 
 def print_prediction(found: dict[str, Any]) -> None:
-    """Print a prediction."""
+    """Print the figures of `summary` for people."""
     screen = console()
     rate = f"{found['samples_per_second']:,.1f} samples/s"
     if "tokens_per_second" in found:

@@ -1,4 +1,4 @@
-"""What is known of a training's steps, what is told of them, and how it ended."""
+"""Step log: the losses and times of a training's steps, the messages about them, and the outcome of the training."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ from polylane.runtime.transport.serialization import serializable
 
 Tell = Callable[[dict[str, Any]], None]
 
-# Of the last steps with a full batch the one of median duration is kept as representative.
+# The representative step is the one of median duration among this many last steps with a full batch.
 LATE_STEPS = 15
 
-# Of replicas that go at their own pace the last so many are shown beside each other.
+# Asynchronous replicas have no common step: this many last steps are shown instead.
 LAST_STEPS = 4
 
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """How a training ended, the same on every worker (but for the clock).
+    """The outcome of a training, the same on every worker but for times.
 
     Attributes:
-        plan: how the training was split, in one line.
-        steps, samples, seconds: done, tests not counted.
-        loss: of the last step's batch, before that step.
+        plan: the plan that was trained, in one line.
+        steps: number of optimizer steps, over all epochs.
+        samples: number of samples of all steps.
+        seconds: duration of all steps, tests not counted.
+        loss: of the last step's batch, before that step's update.
         train_loss: mean over the last epoch's samples.
-        test_loss: at the end, None without test data.
+        test_loss: mean over the test data at the end, None without test data.
         samples_per_second: over all steps but the first, in which connections are made.
-        timeline: of a representative late step.
-        staleness: how many updates of parameter servers were how stale; None where they are synchronous, or are none.
-        stopped: the step and the epoch at which the loss was no number and training stopped.
-        not_finite: the same, whether or not training stopped.
+        timeline: the spans of a representative late step.
+        staleness: staleness -> number of parameter servers' updates with it; None without asynchronous servers.
+        stopped: (step, epoch) in which the loss was not finite and training stopped.
+        not_finite: (step, epoch) in which the loss was not finite, whether or not training stopped.
         bad_loss: the loss of the step that ``stopped`` or ``not_finite`` names.
-        cause: where that began, as far as is known.
-        saved: whether the weights were: not where they are no numbers.
+        cause: description of the operator where that began, as far as it is known.
+        saved: whether the weights were saved; they are not where some are not finite.
         traffic: bytes that every worker sent in a step, see :meth:`polylane.Job.traffic`.
-        servers: of the workers, how many only serve parameters: the last ones.
+        servers: number of dedicated parameter servers, which are the last workers.
     """
 
     plan: str
@@ -69,7 +71,15 @@ class TrainingOutcome:
 @serializable
 @dataclass(frozen=True)
 class EpochLosses:
-    """What one worker knows of an epoch: its losses as (total, count), its time, and when a loss was no number."""
+    """One worker's losses of an epoch.
+
+    Attributes:
+        total: sum of the losses, each over its step's samples.
+        count: number of samples (or what the loss counts) in ``total``.
+        epoch_seconds: duration of the epoch's steps.
+        seconds: duration of all steps so far.
+        stopped: (step, epoch) in which the loss was not finite; None where all were finite.
+    """
 
     total: float
     count: float
@@ -79,10 +89,14 @@ class EpochLosses:
 
 
 class StepLog:
-    """What is known of the steps so far.
+    """Log of the steps so far.
 
-    The loss of a step is summed over the workers while the next ones run; it is read once the slowest worker has come
-    to it as well, so that nobody waits for that.
+    The loss of a step is summed over the workers during later steps. It is read some steps later, when the slowest
+    worker has come to it as well, so that no worker waits for it.
+
+    Args:
+        tell: called with each message, as plain data.
+        slack: returns the number of steps that may be in flight before a loss is read.
     """
 
     def __init__(self, tell: Tell, slack: Callable[[], int]) -> None:
@@ -105,7 +119,14 @@ class StepLog:
         self._sum, self._count, self._epoch_seconds = 0.0, 0.0, 0.0
 
     def add(self, result: StepResult, epoch: int, learning_rate: float | None, staleness: int | None = None) -> None:
-        """A step was done: tell of an earlier one."""
+        """Add a finished step, and send the message about an earlier one.
+
+        Args:
+            result: the step's samples, its loss (still being summed) and its timeline.
+            epoch: number of the epoch, from 1.
+            learning_rate: of the optimizer's first group; None where it has none.
+            staleness: of the step's gradients; None without asynchronous servers.
+        """
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         while len(self._waiting) >= self._slack():
@@ -116,6 +137,7 @@ class StepLog:
         self._epoch_seconds += seconds
         if self.launched == 1:
             self._first = (result.samples, seconds)
+        # Only full batches are representative: a short last batch, or a first one that is shorter, is not kept.
         if result.samples > self._full:
             self._full = result.samples
             self._late.clear()
@@ -126,7 +148,7 @@ class StepLog:
         )
 
     def complete(self) -> None:
-        """Read and tell the loss of all steps."""
+        """Read the loss of all steps, and send the messages about them."""
         while self._waiting:
             self._waiting.popleft()()
 
@@ -134,12 +156,12 @@ class StepLog:
         return self._sum / self._count if self._count else math.nan
 
     def epoch_losses(self) -> EpochLosses:
-        """What this worker knows of the epoch."""
+        """Return this worker's losses of the epoch."""
         return EpochLosses(self._sum, self._count, self._epoch_seconds, self.seconds, self.stopped)
 
     def merge_epoch(self, every: Sequence[EpochLosses]) -> None:
-        """The epoch is that of all workers: their mean loss, the slowest one's time; where one must stop, all do."""
-        if every:  # none are left where the others have ended already
+        """Make the epoch that of all workers: their mean loss, the slowest worker's time, and the earliest stop."""
+        if every:  # empty where the other workers have ended already
             self._sum, self._count = sum(each.total for each in every), sum(each.count for each in every)
             self._epoch_seconds = max(each.epoch_seconds for each in every)
             self.seconds = max(each.seconds for each in every)
@@ -155,7 +177,7 @@ class StepLog:
         staleness: int | None,
     ) -> None:
         total, count = result.sums
-        if math.isnan(count):  # a worker that only serves knows of no loss
+        if math.isnan(count):  # a dedicated server has no loss
             return
         self.loss = result.loss
         self._sum += total
@@ -177,11 +199,17 @@ class StepLog:
         )
 
     def epoch_means(self) -> dict[str, float]:
-        """Mean loss over the samples of the epoch so far, and the time its steps took."""
+        """Return the mean loss over the samples of the epoch so far, and the duration of its steps."""
         return {"train_loss": self._mean(), "seconds": self._epoch_seconds}
 
     def outcome(self, plan: str, test_loss: float | None, stopped: bool) -> TrainingOutcome:
-        """How it ended."""
+        """Return the outcome of the training.
+
+        Args:
+            plan: the plan that was trained, in one line.
+            test_loss: mean over the test data, None without test data.
+            stopped: whether a loss that is not finite stops the training.
+        """
         rest = (self.samples - self._first[0], self.seconds - self._first[1])
         samples, seconds = rest if self.launched > 1 else self._first
         return TrainingOutcome(
@@ -202,6 +230,7 @@ class StepLog:
 
 
 def _representative(late: Sequence[tuple[float, StepResult]]) -> Timeline:
+    # The low median is one of the durations, so that there is a step with it.
     median = statistics.median_low(seconds for seconds, _ in late)
     result = next(result for seconds, result in late if seconds == median)
     timeline = result.timeline
@@ -211,7 +240,7 @@ def _representative(late: Sequence[tuple[float, StepResult]]) -> Timeline:
 
 
 def last_steps(job: Job, done: int) -> Timeline:
-    """What all workers did at the end, each at its own pace."""
+    """Return the timeline of all workers' last steps, each at its own pace."""
     steps = min(done, LAST_STEPS)
     timeline = job.timeline(steps)
     said = f"{done - steps + 1} to {done}"

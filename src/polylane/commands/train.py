@@ -1,4 +1,4 @@
-"""``polylane train``: start the workers, show how it goes, write what comes of it."""
+"""``polylane train``: start the workers, show the progress, and write the results."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 
 def run(request: TrainRequest) -> None:
-    """Train, and print how it ended.
+    """Train, and print the outcome.
 
     Raises:
-        PolylaneError: what was given is wrong, or the loss is no finite number and ``on_nan`` is stop.
-        WorkerFailed: a worker raised.
+        PolylaneError: an option, the recipe or the plan is wrong, or the loss is not finite and ``on_nan`` is stop.
+        WorkerFailed: an exception ended one of the workers.
     """
     if request.epochs is not None and request.steps is not None:
         raise PolylaneError("--epochs and --steps exclude each other: give one of them")
     inputs.check_positive("--clip-norm", request.clip_norm)
     request = replace(request, plan=_choose_plan(request))
-    inputs.open_recipe(request)  # before torch is imported, where the recipe itself does not
+    inputs.open_recipe(request)  # a mistake in it is reported before polylane imports torch
     given = request.run_folder
     place = RunFolder(given or Path("run") / _recipe_name(request.recipe), given=given is not None)
     place.check()
-    with place.claimed(os.environ.get("RANK", "0") == "0"):  # of torchrun's workers the first one writes
+    with place.claimed(os.environ.get("RANK", "0") == "0"):  # under torchrun only rank 0 writes
         _train(replace(request, model_path=place.model), place)
 
 
@@ -61,7 +61,7 @@ def _train(request: TrainRequest, place: RunFolder) -> None:
 
 
 def _choose_plan(request: TrainRequest) -> Spec | Plan | Literal["auto"]:
-    """The plan; under torchrun the best one is found only when the workers have met."""
+    """Return the plan; under torchrun plan=auto is deferred until the process group exists."""
     if request.plan != AUTO or "RANK" not in os.environ:
         return inputs.choose_plan(request)
     started = os.environ.get("WORLD_SIZE")
@@ -71,12 +71,12 @@ def _choose_plan(request: TrainRequest) -> Spec | Plan | Literal["auto"]:
 
 
 def _recipe_name(recipe: str) -> str:
-    """A recipe's name: its file's, or the last of its module's."""
+    """Return a recipe's name: that of its file, or the last part of its module's name."""
     return Path(recipe).stem if recipe.endswith(".py") else recipe.rpartition(".")[2]
 
 
 class _Reporter:
-    """Where rank 0's messages arrive: to the run's folder and to the screen."""
+    """Receiver of rank 0's messages, which writes them into the run's folder and onto the screen."""
 
     def __init__(self, place: RunFolder, to_stderr: bool) -> None:
         self._place = place
@@ -105,7 +105,7 @@ class _Reporter:
         if error is None:
             self._place.close()
         else:
-            with suppress(PolylaneError):  # what ended the run is told already
+            with suppress(PolylaneError):  # the exception that ended the run matters more
                 self._place.close()
 
 
@@ -113,7 +113,7 @@ class _Reporter:
 
 
 def _start(request: TrainRequest, reporter: _Reporter) -> TrainingOutcome:
-    """On this host: forked workers on the CPU, new processes where there are accelerators."""
+    """Start workers on this host: forked on the CPU, in new processes where there are accelerators."""
     from polylane.runtime.workers.world import accelerator_type
 
     plan = request.plan
@@ -127,13 +127,14 @@ def _start(request: TrainRequest, reporter: _Reporter) -> TrainingOutcome:
     from polylane.runtime.workers.fork import fork_workers, limit_to_one_thread
 
     limit_to_one_thread()
+    # Before the fork, so that workers share the memory of the data, and a wrong recipe is reported once.
     training = load_materials(request)
     prepared = prepare_once(training, plan)
     return fork_workers(partial(run_forked_worker, training, prepared), plan.processes, reporter)[0]
 
 
 def _under_torchrun(request: TrainRequest, place: RunFolder) -> None:
-    """This process is one of the workers already; rank 0 writes and prints."""
+    """Train in this process, which is one of torchrun's workers; rank 0 writes and prints."""
     import torch
 
     from polylane.commands.training import run_torchrun_worker
@@ -154,7 +155,8 @@ def _under_torchrun(request: TrainRequest, place: RunFolder) -> None:
         raise
     except Exception as error:
         failure = Failure.of_exception(world.rank, error)
-        if failure.is_echo:  # another worker failed, and says why; torchrun ends all when one ends
+        # torchrun ends all workers as soon as one ends: an echo waits, so that the worker with the cause can print it.
+        if failure.is_echo:
             time.sleep(ECHO_GRACE_SECONDS)
             sys.exit(1)
         print(f"polylane: {failure.to_exception()}", file=sys.stderr, flush=True)
@@ -189,6 +191,7 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -
         )
     if outcome.not_finite is not None:
         print(f"polylane: {_describe_anomaly(outcome, outcome.not_finite)}, and training went on", file=sys.stderr)
+    # Only now, after everything that can fail, the earlier run's files are replaced.
     place.finish()
     files = place.files()
     summary = {
@@ -231,7 +234,7 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -
 
 
 def _describe_staleness(updates: Mapping[int, int]) -> str:
-    """How stale the updates of parameter servers were, in words."""
+    """Describe how stale the updates of parameter servers were."""
     count = sum(updates.values())
     mean = sum(stale * times for stale, times in updates.items()) / count
     return (
@@ -241,11 +244,11 @@ def _describe_staleness(updates: Mapping[int, int]) -> str:
 
 
 def sync_traffic_lines(traffic: Sequence[Mapping[str, float]], training: int) -> list[str]:
-    """What workers sent in a step so that replicas agree, beside theory; nothing where there is nothing to agree on.
+    """Return lines with the bytes of gradient synchronization per step, next to theory; none without synchronization.
 
     Args:
-        traffic: of every worker, those that only serve parameters behind the others.
-        training: how many of them train.
+        traffic: bytes of every worker by kind, dedicated servers after those that train.
+        training: number of workers that train.
     """
     lines = []
     for who, each in (("worker", traffic[:training]), ("server of its own", traffic[training:])):

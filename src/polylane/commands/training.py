@@ -1,4 +1,4 @@
-"""What every worker does in a training: steps, tests, and telling how it goes."""
+"""Training on a worker: its steps, tests and epochs, and the messages about them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from polylane.runtime.workers.world import World
 
 @dataclass(frozen=True)
 class RecipeTraining:
-    """A recipe's model and data, made before any worker computes, and how they are to be trained.
+    """A recipe's model and data, and how they are to be trained; made before any worker computes.
 
     Attributes:
-        request: what the command line asks for.
+        request: the options of the command line.
         recipe: the user's functions, with the learning rates that the command line asks for.
         problem: the model, its loss and optimizer, and the first batch.
         train: the training data, map-style or iterable.
-        test: the test data, likewise; None where there is nothing to test on.
+        test: the test data, map-style or iterable; None where there is nothing to test on.
     """
 
     request: TrainRequest
@@ -50,29 +50,29 @@ class RecipeTraining:
 
     @cached_property
     def batch_sizes(self) -> list[int]:
-        """How many samples each batch of an epoch has; none where that is not known."""
+        """The number of samples of each batch of an epoch; empty for an iterable dataset, whose length is not known."""
         if not inputs.is_mapped(self.train):
             return []
         return data.batch_sizes(len(self.train), self.request.batch, self.request.drop_last)
 
     @property
     def ends_before_last(self) -> bool:
-        """Whether there are too few steps for the first epoch's last batch."""
+        """Whether the training has fewer steps than the first epoch has batches."""
         steps = self.request.steps
         return steps is not None and steps < len(self.batch_sizes)
 
     @property
     def epochs(self) -> int | None:
-        """Times through the data; None where the steps are counted instead."""
+        """The number of times through the data; None where steps are counted instead."""
         return 1 if self.request.epochs is None and self.request.steps is None else self.request.epochs
 
     def job(self, prepared: CompiledTraining, world: World, same_weights: bool = True) -> Job:
-        """This worker's part in the training.
+        """Return this worker's part in the training.
 
         Args:
             prepared: the problem, compiled for a plan.
             world: the process group of all workers.
-            same_weights: all workers were forked from the process that built the model.
+            same_weights: whether all workers were forked from the process that built the model.
         """
         request, example = self.request, self.problem.example
         how: dict[str, Any] = {"clip_norm": request.clip_norm, "seed": request.seed, "same_weights": same_weights}
@@ -80,7 +80,7 @@ class RecipeTraining:
 
 
 def load_materials(request: TrainRequest) -> RecipeTraining:
-    """Model, data and an example batch.
+    """Load model, data and an example batch.
 
     Raises:
         PolylaneError: the recipe is wrong, or one of its functions raised.
@@ -97,28 +97,33 @@ def load_materials(request: TrainRequest) -> RecipeTraining:
 
 
 def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> CompiledTraining:
-    """In the parent, for workers that are forked from it."""
+    """Compile the training in the parent process, for workers that are forked from it.
+
+    Raises:
+        PolylaneError: the plan does not fit the model, or the last batch is too short for it.
+    """
+    # The evaluation graph is compiled here as well, once for all workers.
     prepared = training.problem.prepare(plan, evaluation=training.test is not None)
     _check_last_batch(training, prepared)
     return prepared
 
 
 def run_forked_worker(training: RecipeTraining, prepared: CompiledTraining, context: WorkerContext) -> TrainingOutcome:
-    """A worker that was forked from the process in which all was prepared."""
+    """Train in a worker that was forked from the process in which the training was compiled."""
     job = training.job(prepared, context.world)
     return train(job, training, prepared, context.send_message if context.rank == 0 else _tell_nobody)
 
 
 def run_spawned_worker(request: TrainRequest, context: WorkerContext) -> TrainingOutcome:
-    """A worker in a new process: everything is made in it."""
+    """Train in a worker that is a new process, which builds everything itself."""
     return run_torchrun_worker(request, context.world, context.send_message if context.rank == 0 else _tell_nobody)
 
 
 def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> TrainingOutcome:
-    """A worker that shares no memory with the others: rank 0 measures and decides, and its weights count."""
+    """Train in a worker that shares no memory with the others: rank 0 measures and decides, and its weights count."""
     training = load_materials(request)
     assert request.plan is not None
-    # The best plan is that of steps of as many samples as there are.
+    # plan=auto plans for the example's samples, which are fewer than --batch where the dataset is smaller.
     plan = resolve_plan(world, replace(training.problem, batch_size=None), request.plan)
     prepared = compile_on_all_ranks(world, training.problem, plan)
     _check_last_batch(training, prepared)
@@ -126,7 +131,7 @@ def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> Trai
 
 
 def _check_last_batch(training: RecipeTraining, prepared: CompiledTraining) -> None:
-    """Refuse now what could not be trained on at the end of an epoch.
+    """Refuse a batch size with which the last batch of an epoch could not be trained on.
 
     Raises:
         PolylaneError: the last batch is too short for the model.
@@ -145,24 +150,35 @@ def _tell_nobody(message: dict[str, Any]) -> None:
 
 
 def train(job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: Tell) -> TrainingOutcome:
-    """Train as long as was asked for, test after each epoch, save the weights, and leave.
+    """Train as long as was asked for, test after each epoch, save the weights, and close the job.
 
-    What is told: one "begin", a "step" for each, a "testing" and an "epoch" after each epoch.
+    Args:
+        job: this worker's part in the training.
+        training: the recipe's model and data, with the options.
+        prepared: the training, compiled for the plan.
+        tell: called with a "begin" message, a "step" for each step, and a "testing" and an "epoch" after each epoch.
+
+    Returns:
+        The outcome, the same on every worker but for times.
     """
     request, epochs = training.request, training.epochs
     tell(_begin(job, training, prepared))
     log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
-    job.anomalies = AnomalyDetector() if stops else None  # it runs a pass again, which a run that goes on must not
+    # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
+    job.anomalies = AnomalyDetector() if stops else None
     test_loss = None
     for epoch in itertools.count(1) if epochs is None else range(1, epochs + 1):
         log.begin_epoch()
         for batch in _epoch(job, training, epoch):
             rate = _learning_rate(job)
             log.add(job.step(batch), epoch, rate, job.staleness if job.apart else None)
+            # Asynchronous replicas stop at the end of the epoch: a replica that left within it would keep the others
+            # waiting.
             if (stops and log.stopped and not job.apart) or log.launched == request.steps:
                 break
         log.complete()
-        if job.plan.sync.has_servers:  # a worker may know the losses of its own replica only, and one that serves none
+        # With servers a worker may have the losses of its own replica only, and a dedicated server has none.
+        if job.plan.sync.has_servers:
             log.merge_epoch(job.gathered(log.epoch_losses()))
         if stops and log.stopped:
             break
@@ -174,6 +190,7 @@ def train(job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: 
             break
     outcome = log.outcome(prepared.plan.spec, test_loss, stopped=stops)
     servers = prepared.plan.processes - prepared.plan.workers
+    # Collective, and so before any worker may raise or leave.
     outcome = replace(outcome, traffic=tuple(job.traffic()), servers=servers)
     if job.apart:
         staleness = count_staleness(update for server in job.updates() for update in server)
@@ -181,6 +198,7 @@ def train(job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: 
     if outcome.stopped is None:
         outcome = _save_weights(job, request, outcome)
     else:
+        # Every worker looked at its own stage: the earliest of their findings is where it began.
         fault = earliest_fault(job.gathered(None if job.anomalies is None else job.anomalies.fault))
         outcome = replace(outcome, cause="" if fault is None else _describe_cause(fault, outcome))
     job.close()
@@ -188,14 +206,14 @@ def train(job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: 
 
 
 def _describe_cause(fault: NonFiniteValue, outcome: TrainingOutcome) -> str:
-    """Where it began; the step is said where it is not the one whose loss was seen."""
+    """Describe where the non-finite value began, with the step if it is not the one whose loss was seen."""
     step = fault.position[0] + 1
     when = "" if outcome.stopped is not None and outcome.stopped[0] == step else f" of step {step}"
     return f"{fault.description}{when}, on stage {fault.position[2]}"
 
 
 def _save_weights(job: Job, request: TrainRequest, outcome: TrainingOutcome) -> TrainingOutcome:
-    """Save the weights, where they are numbers."""
+    """Save the weights, unless some are not finite, and return the outcome."""
     assert request.model_path is not None
     try:
         job.save(request.model_path)
@@ -225,14 +243,14 @@ def _begin(job: Job, training: RecipeTraining, prepared: CompiledTraining) -> di
 
 
 def _note_inexact_sync(plan: Plan) -> list[str]:
-    """A note where the numbers are not those of one device."""
+    """Return a note where the numbers are not those of one device."""
     if plan.sync.is_exact or plan.data == 1:
         return []
     return [f"{','.join(plan.sync.to_words())}: the numbers are those of this rule, not those of one device"]
 
 
 def _note_short_epoch(training: RecipeTraining) -> list[str]:
-    """A note where there are fewer samples than a batch was to have."""
+    """Return a note where the dataset has fewer samples than a batch was to have."""
     samples, batch = sum(training.batch_sizes), training.request.batch
     if not 0 < samples < batch:
         return []
@@ -241,9 +259,9 @@ def _note_short_epoch(training: RecipeTraining) -> list[str]:
 
 def _epoch(job: Job, training: RecipeTraining, epoch: int) -> Iterator[Batch]:
     dataset, request = training.train, training.request
-    if epoch > 1 and isinstance(dataset, Iterator):  # the first epoch used it up
+    if epoch > 1 and isinstance(dataset, Iterator):  # an iterator is exhausted after the first epoch
         dataset = inputs.open_data(training.recipe, "train")
-    # What is not reached must not be refused.
+    # A short last batch that no step reaches must not be refused.
     drop_last = request.drop_last or training.ends_before_last
     collate = training.recipe.collate
     return job.batches(dataset, request.batch, first_epoch=epoch - 1, drop_last=drop_last, collate=collate)
@@ -255,7 +273,7 @@ def _learning_rate(job: Job) -> float | None:
 
 
 def _test_loss(job: Job, training: RecipeTraining) -> float:
-    """Mean over all test samples, or over what a ``polylane.Mean`` counts."""
+    """Return the mean loss over all test samples, or over what a ``polylane.Mean`` counts."""
     test = training.test
     if isinstance(test, Iterator):
         test = inputs.open_data(training.recipe, "test")

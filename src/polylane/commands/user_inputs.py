@@ -1,4 +1,7 @@
-"""What commands are given: a recipe, a plan, a number of workers; and one sentence where one of them is wrong."""
+"""User inputs of commands: a recipe, a plan, a number of workers; each mistake is one sentence.
+
+Imports of torch are inside functions, so that a wrong command line fails without waiting for them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from polylane.plan.plan import Plan
 
 
-# How many workers are started on one host: more would only wait for each other.
+# Most workers that are started on one host: this many, or this many for each core if that is more.
 MOST_STARTED = 256
 EACH_CORE = 4
 
@@ -34,10 +37,10 @@ EACH_CORE = 4
 
 
 def choose_plan(request: WorkersRequest) -> Spec | Plan:
-    """The plan that a command line asks for: one line or a file; without either, replicas on all workers.
+    """Return the plan that a command line asks for: one line, a file or "auto"; without any, replicas on all workers.
 
     Raises:
-        PolylaneError: the plan cannot be read, or takes another number of workers, or more than a host can start.
+        PolylaneError: the plan cannot be parsed, or takes another number of workers, or more than a host can start.
     """
     text, workers = request.plan, request.workers
     if text == specs.AUTO:
@@ -60,7 +63,7 @@ def choose_plan(request: WorkersRequest) -> Spec | Plan:
 
 
 def find_plan(request: RecipeRequest, workers: int | None = None) -> Plan:
-    """The plan that is best for a recipe on this machine, for at most so many workers, or as many as it has cores.
+    """Return the best plan for a recipe on this machine, for at most ``workers`` workers, or as many as it has cores.
 
     Raises:
         PolylaneError: the recipe is wrong, nothing fits, or torchrun started several processes, which would all
@@ -78,16 +81,16 @@ def find_plan(request: RecipeRequest, workers: int | None = None) -> Plan:
 
     limit_to_one_thread()
     problem, _ = open_problem(recipe, request)
-    # A step has the samples of the example, which are fewer than were asked for where there are no more.
+    # Plan for the example's samples, which are fewer than --batch where the dataset is smaller.
     problem, most = replace(problem, batch_size=None), workers or os.cpu_count() or 1
     return best_plan(problem, range(1, most + 1), local_cluster(most), copies=True)
 
 
 def read_plan(text: str) -> Spec | Plan:
-    """A plan from one line or from a file.
+    """Return a plan from one line or from a file.
 
     Raises:
-        PolylaneError: naming the key at fault.
+        PolylaneError: a key or value is wrong; the message names it.
     """
     if not text.endswith((".yaml", ".yml")) and not _file_exists(text):
         return specs.parse(text)
@@ -97,7 +100,7 @@ def read_plan(text: str) -> Spec | Plan:
 
 
 def _file_exists(text: str) -> bool:
-    """Whether a file has this name, which may be none that a file can have."""
+    """Return whether a file of this name exists; a plan in one line may be no possible name of a file."""
     try:
         return bool(text.strip()) and Path(text).exists()
     except OSError:
@@ -108,7 +111,7 @@ def check_positive(option: str, value: float | None) -> None:
     """Refuse a bound that is not above zero.
 
     Raises:
-        PolylaneError: naming the option.
+        PolylaneError: the value is zero, negative or NaN; the message names the option.
     """
     if value is not None and not value > 0:
         raise PolylaneError(f"{option} must be above 0, not {value:g}")
@@ -118,10 +121,9 @@ def check_positive(option: str, value: float | None) -> None:
 
 
 def open_recipe(request: RecipeRequest) -> Recipe:
-    """A recipe whose functions turn what they raise into one sentence.
+    """Load a recipe, with functions whose exceptions become one sentence.
 
-    The loss stays as it is: it is captured, and capture has its own words for what fails inside.
-    `open_data` does the same for data(split).
+    The loss is not guarded: capture has its own messages for it. `open_data` guards data(split).
 
     Raises:
         RecipeError: the recipe or a setting is wrong.
@@ -148,7 +150,7 @@ def _guard_function(recipe: Recipe, call: str, function: Callable[..., Any]) -> 
 
 @contextmanager
 def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
-    """Turn what is raised inside into one sentence that says which function, at which of the user's lines, and what."""
+    """Context manager: turn an exception into one sentence that names the recipe's function and the user's line."""
     try:
         yield
     except PolylaneError:
@@ -159,7 +161,7 @@ def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
 
 
 def _user_line(error: BaseException, path: Path) -> str:
-    """The deepest of the user's own lines that led to an error; an environment in the recipe's folder is not theirs."""
+    """Return the deepest of the user's own lines that led to an error; site-packages are not the user's."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -170,7 +172,7 @@ def _user_line(error: BaseException, path: Path) -> str:
 
 
 def build_model(recipe: Recipe, seed: int) -> nn.Module:
-    """The model with the weights that the seed gives it on one device.
+    """Build the model, with the weights that the seed gives it on one device.
 
     Raises:
         RecipeError: a function of the recipe raised, or did not return what it should.
@@ -185,10 +187,10 @@ def build_model(recipe: Recipe, seed: int) -> nn.Module:
 
 
 def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
-    """Make an optimizer and a scheduler once and forget them: what is wrong with them is told before any worker starts.
+    """Build an optimizer and a scheduler once and discard them, so that their mistakes show before any worker starts.
 
     Raises:
-        PolylaneError: one of them raised, the scheduler is none, or there is nothing to train.
+        PolylaneError: one of them raised, the scheduler is not one, or there is nothing to train.
     """
     from polylane.compile.objectives import named_parameters, refuse_untrainable
     from polylane.runtime.parameters.clipping import build_scheduler
@@ -197,13 +199,13 @@ def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
     try:
         optimizer = recipe.optimizer(parameters)
     except RecipeError:
-        refuse_untrainable(parameters)  # torch's optimizers fail of an empty list
+        refuse_untrainable(parameters)  # torch raises for an empty list too, with a less helpful message
         raise
     build_scheduler(recipe.scheduler, optimizer)
 
 
 def open_problem(recipe: Recipe, request: RecipeRequest) -> tuple[TrainingProblem, Any]:
-    """The recipe's model with its weights, its loss and optimizer and a first batch; and the data that it is of.
+    """Return the recipe's training, with a model that has weights and a first batch, and its training data.
 
     Raises:
         PolylaneError: one of the recipe's functions raised, or did not return what it should.
@@ -215,13 +217,13 @@ def open_problem(recipe: Recipe, request: RecipeRequest) -> tuple[TrainingProble
 
 
 def problem_of(recipe: Recipe, model: nn.Module, example: Any, batch: int) -> TrainingProblem:
-    """A model of the recipe's with its one loss.
+    """Return the training of a recipe's model by its one loss.
 
     Args:
         recipe: the user's functions, as they were opened.
-        model: what its ``model()`` returned.
+        model: the return value of its ``model()``.
         example: a batch of its training data, of any size.
-        batch: samples of a step, over all workers.
+        batch: number of samples of a step, over all workers.
     """
     from polylane.compile.objectives import Objective
     from polylane.compile.training_problem import TrainingProblem
@@ -234,10 +236,10 @@ def problem_of(recipe: Recipe, model: nn.Module, example: Any, batch: int) -> Tr
 
 
 def open_data(recipe: Recipe, split: str) -> Any:
-    """The dataset of a split, None for a test split that the recipe does not have (None, or no samples).
+    """Return the dataset of a split; None for a test split that the recipe does not have (None, or no samples).
 
     Raises:
-        PolylaneError: data(split) raised, or what it returned is no dataset.
+        PolylaneError: data(split) raised, or its result is not a dataset.
     """
     from polylane.runtime.data.loader import refuse_data_loader
 
@@ -255,12 +257,12 @@ def open_data(recipe: Recipe, split: str) -> Any:
 
 
 def is_mapped(dataset: Any) -> bool:
-    """Whether samples have numbers: a map-style dataset or a list."""
+    """Return whether a dataset is map-style or a list: its samples have numbers."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def example_batch(recipe: Recipe, dataset: Any, size: int) -> Any:
-    """A batch of the first samples of the training data, for the form and the size of what is to come.
+    """Return a batch of the first samples of the training data, for the form and the size of later batches.
 
     Raises:
         PolylaneError: there are no samples, or they do not make a batch.
@@ -272,10 +274,10 @@ def example_batch(recipe: Recipe, dataset: Any, size: int) -> Any:
 
 
 def collate_samples(recipe: Recipe, samples: list[Any]) -> Any:
-    """Samples as a batch, by the recipe's own function or torch's.
+    """Return samples as a batch, by the recipe's own function or torch's.
 
     Raises:
-        PolylaneError: there are none, or they do not fit together.
+        PolylaneError: there are no samples, or they do not fit together.
     """
     from torch.utils.data import default_collate
 
@@ -293,7 +295,13 @@ def collate_samples(recipe: Recipe, samples: list[Any]) -> Any:
 
 
 def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]:
-    """The batches that a training begins with, whole: as many as there are steps, over epochs as training counts them.
+    """Return the first batches of a training, whole: as many as there are steps, in the order of the training's epochs.
+
+    Args:
+        recipe: the user's functions, as they were opened.
+        size: number of samples of a batch.
+        count: number of batches that are returned.
+        seed: of the order of samples.
 
     Raises:
         PolylaneError: there are no samples, or they do not make a batch.
@@ -302,7 +310,7 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
 
     dataset = open_data(recipe, "train")
     found: list[Any] = []
-    for epoch in range(count):  # an epoch has one batch at least
+    for epoch in range(count):  # enough, since an epoch has at least one batch
         if len(found) == count:
             break
         with blamed_on(recipe, "data('train')"):
@@ -310,6 +318,7 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
             wanted = size * (count - len(found))
             stream = itertools.islice(dataset, wanted) if indices is None else (dataset[i] for i in indices[:wanted])
             samples = list(stream)
+        # Without samples collate_samples raises its own message.
         found += [collate_samples(recipe, samples[at : at + size]) for at in range(0, len(samples), size)] or [
             collate_samples(recipe, [])
         ]

@@ -1,4 +1,4 @@
-"""``polylane verify``: a plan against one worker, in float64, as a table and a verdict."""
+"""``polylane verify``: compare a plan with one worker in float64, and print a table and a verdict."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from polylane.plan.spec import Spec
     from polylane.verify.verify import FreeRunDeviation, Verdict
 
-ROWS = 20  # of the table; --json has all
-NAMED = 4  # tensors in a line; --json has all
+ROWS = 20  # most rows of the table; --json has all
+NAMED = 4  # most tensors that a sentence names; --json has all
 
 
 def run(request: VerifyRequest) -> bool:
-    """Prove it, and print the outcome; whether it holds.
+    """Compare the plan with one worker, print the outcome, and return whether they are equal.
 
     Raises:
-        PolylaneError: what was given is wrong.
-        WorkerFailed: a worker raised.
+        PolylaneError: an option, the recipe or the plan is wrong.
+        WorkerFailed: an exception ended one of the workers.
     """
     if "RANK" in os.environ:
         raise PolylaneError("verify starts its own workers: run it without torchrun")
@@ -46,7 +46,11 @@ def run(request: VerifyRequest) -> bool:
 
 
 def _refuse_too_small(batch: int, plan: Spec | Plan) -> None:
-    """Before a model is built, which may take a while."""
+    """Refuse a batch with fewer samples than parts, before a model is built, which may take long.
+
+    Raises:
+        PolylaneError: the batch has fewer samples than the plan has replicas or microbatches.
+    """
     for key, parts in (("data", plan.data), ("microbatches", plan.microbatches or 1)):
         if parts > batch:
             samples = format_plural(batch, "sample")
@@ -72,6 +76,7 @@ def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
     objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
     where = f"on one worker and on {plan.processes} ({_plan_line(plan)})"
     note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, {where}"
+    # With --json stdout is for the JSON object alone.
     print(note, file=sys.stderr if request.json else sys.stdout, flush=True)
     return verify(model, objective, batches, plan, clip_norm=request.clip_norm, seed=seed, init=recipe.init)
 

@@ -1,1 +1,1 @@
-"""Reports on a plan without running it: stages, traffic, theory of a schedule."""
+"""Reports on a graph or a plan without running it: stages, traffic, placements, utilization of a schedule."""

@@ -1,4 +1,4 @@
-"""Report of a captured graph: totals, and what every module has of nodes, parameters, operations and values."""
+"""Report of a captured graph: totals, and for each module its nodes, parameters, FLOPs and bytes of values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from polylane.graph.graph import Graph, Node
 
 @dataclass(frozen=True)
 class Row:
-    """A module, or several alike.
+    """The figures of one module, or of several equal ones.
 
     Attributes:
         module: the user's module path; a ``*`` in it stands for several numbers.
-        modules: how many modules of the graph it sums up.
-        nodes: operators.
-        parameters: elements of the parameters that it reads, each once.
-        flops: of a forward pass.
-        bytes: of all values that it computes.
+        modules: how many modules of the graph the row sums up.
+        nodes: number of operators in the graph.
+        parameters: elements of all parameters that the operators read, each counted once.
+        flops: floating-point operations of a forward pass.
+        bytes: size of all values that the operators compute.
     """
 
     module: str
@@ -33,17 +33,17 @@ class Row:
 
 
 def count_elements(graph: Graph, names: Iterable[str]) -> int:
-    """How many numbers some parameters have."""
+    """Return the number of elements of some parameters."""
     return sum(prod(graph.parameters[name].shape) for name in names)
 
 
 def value_bytes(nodes: Iterable[Node]) -> int:
-    """Bytes of all values that nodes compute."""
+    """Return the bytes of all values that nodes compute; those of sizes and constants alone do not count."""
     return sum(node.bytes for node in nodes if not node.recomputable)
 
 
 def describe(graph: Graph) -> dict[str, Any]:
-    """What was captured, as plain data: totals, every module, and what could not be captured."""
+    """Return the report as plain data: totals, every module, and what could not be captured."""
     return {
         "samples": graph.samples,
         "nodes": len(graph.nodes),
@@ -60,17 +60,18 @@ def describe(graph: Graph) -> dict[str, Any]:
 
 
 def rows(graph: Graph, depth: int | None = None, stars: int | None = None) -> list[Row]:
-    """A row for every module with operators, in order of first use.
+    """Return a row for every module that has operators, in order of first use.
 
     Args:
-        graph: what was captured.
-        depth: sum up what lies deeper than so many names of a path; default: nothing.
-        stars: sum up modules whose paths differ in no more than so many of their first numbers, as in blocks.*.mlp.0;
-            0: in all of them.
+        graph: the captured model and loss.
+        depth: sum up modules that are deeper than this many names of a path; None: none are.
+        stars: sum up modules whose paths differ in no more than this many of their first numbers, as in blocks.*.mlp.0;
+            0: in any of them; None: no modules are summed up so.
     """
     groups: dict[str, list[Node]] = {}
     for node in graph.nodes:
         path = ".".join(node.module.split(".")[:depth])
+        # Numbers that are whole components of the path, such as the 3 of layers.3.mlp.
         name = path if stars is None else re.sub(r"(?<![^.])\d+(?![^.])", "*", path, count=stars)
         groups.setdefault(name, []).append(node)
     return [
@@ -87,8 +88,14 @@ def rows(graph: Graph, depth: int | None = None, stars: int | None = None) -> li
 
 
 def readable_rows(graph: Graph, most: int = 40) -> list[Row]:
-    """As many details as a screen holds: all modules, or alike ones together, or only the upper ones."""
+    """Return rows that fit on a screen: of all modules, or with equal ones summed up, or of the upper levels only.
+
+    Args:
+        graph: the captured model and loss.
+        most: largest number of rows, where any depth has so few.
+    """
     deepest = max(node.module.count(".") + 1 for node in graph.nodes)
+    # From the finest to the coarsest: a level of the path is given up only where stars do not shorten the table enough.
     for depth in range(deepest, 0, -1):
         for stars in (None, 1, 0):
             found = rows(graph, depth, stars)

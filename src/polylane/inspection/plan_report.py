@@ -1,4 +1,4 @@
-"""Report of a plan: its stages with what the cost model says of them, what crosses, how operators are split."""
+"""Report of a plan: its stages with their costs, the values that cross between them, and how operators are split."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from polylane.sharding.layout import Layout
 def report_plan(
     prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequence[Both], batch: int
 ) -> dict[str, Any]:
-    """The plan's stages and crossings, and how operators are split, as plain data.
+    """Return the plan's stages, crossings and splits as plain data.
 
     Args:
-        prepared: the model, captured, cut and laid out by the plan.
-        costs: of every stage, from :func:`price_stages`.
-        seconds: of every node, forward and backward, for as many samples as the graph is shown for.
-        batch: samples of a step.
+        prepared: the training, compiled for the plan.
+        costs: the cost of every stage, from :func:`price_stages`.
+        seconds: (forward, backward) of every node, for as many samples as the graph was captured with.
+        batch: number of samples of a step, over all workers.
     """
     return {
         "plan": prepared.plan.spec,
@@ -59,12 +59,12 @@ def report_plan(
 
 
 def price_stages(prepared: CompiledTraining, seconds: Sequence[Both], batch: int) -> tuple[PlanCost, ...]:
-    """The cost model of ``polylane simulate`` for every stage, whose operators are split as they are in a training.
+    """Return the costs of every stage by the cost model of ``polylane simulate``, with the layouts that are trained.
 
     Args:
-        prepared: the model, captured, cut and laid out by the plan.
-        seconds: measured on this machine of every node, forward and backward, for as many samples as the graph has.
-        batch: samples of a step.
+        prepared: the training, compiled for the plan.
+        seconds: (forward, backward) of every node, measured on this machine for as many samples as the graph has.
+        batch: number of samples of a step, over all workers.
     """
     plan, partition = prepared.plan, prepared.main_partition
     graph, layouts = partition.graph, prepared.layouts_of(partition)
@@ -72,13 +72,15 @@ def price_stages(prepared: CompiledTraining, seconds: Sequence[Both], batch: int
     nodes = {node.name: (both,) for node, both in zip(graph.nodes, seconds, strict=True)}
     optimizer = next(iter(prepared.objectives.values())).optimizer
     problem = setup.CapturedProblem(graph, optimizer, {}, {}, Profile((graph.samples,), nodes, (whole,)))
+    # The seconds were measured where the model's weights are: so costs are those of such devices.
     device = next((parameter.device.type for parameter in prepared.model.parameters()), "cpu")
     cluster = running_cluster(plan.workers, "cuda" if device == "cuda" else "cpu")
 
     @cache
     def scene(layout: Layout | None) -> PlanCost:
-        """The prices of all stages, laid out as one of them is."""
-        # Where samples meet in the loss, replicas split operators too: costs know them as replicas alone.
+        """Return the costs of all stages, each with this layout; only the stages that have it are read."""
+        # Where the loss couples samples, the layout splits operators along "data" too. The cost model knows that axis
+        # as replicas only, so that it is given no layout.
         own = None if layout is None or layouts.batch_is_sharded else layout
         basis = setup.build_cost_model(
             problem, cluster, TrainingOptions.of(plan), None if own is None else lambda _: own
@@ -89,13 +91,24 @@ def price_stages(prepared: CompiledTraining, seconds: Sequence[Both], batch: int
 
 
 def step_at_best(prepared: CompiledTraining, costs: Sequence[PlanCost]) -> Timeline:
-    """A step in which stages wait for each other alone: a lane for every rank; arguments as of :func:`report_plan`."""
+    """Return the timeline of a step without communication: ranks wait for other stages' passes only.
+
+    Args:
+        prepared: the training, compiled for the plan.
+        costs: the cost of every stage, from :func:`price_stages`.
+    """
     passes = [scene.predict_stage(stage).passes for stage, scene in enumerate(costs)]
     return schedule_by_rank(prepared.main_partition, prepared.plan, [(each.forward, each.backward) for each in passes])
 
 
 def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[Both]) -> Timeline:
-    """A plan's schedule with these seconds of a forward and a backward pass of each stage: a lane for every rank."""
+    """Return the timeline of a plan's schedule, a lane for every rank.
+
+    Args:
+        partition: the graph's stages, with the values that cross between them.
+        plan: has the schedule, the microbatches and the ranks of each stage.
+        passes: (forward, backward) seconds of a microbatch, for each stage.
+    """
     order = StageGraph.of_partition(partition)
     played = simulate_schedule(
         schedule_lanes(plan.schedule, order, plan.microbatches),
@@ -108,7 +121,7 @@ def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[Both]) -
 
 
 def by_rank(timeline: Timeline, plan: Plan) -> Timeline:
-    """A lane for every rank from a lane for every stage, whose ranks all do the same."""
+    """Return a timeline with a lane for every rank, from one with a lane for every stage: its ranks all do the same."""
     spans = tuple(
         replace(span, rank=rank) for span in timeline.spans for rank in plan.stages[span.action.stage].devices
     )
@@ -116,15 +129,16 @@ def by_rank(timeline: Timeline, plan: Plan) -> Timeline:
 
 
 def _microbatch(plan: Plan, batch: int) -> int:
-    """Samples of the largest one."""
+    """Return the number of samples of the largest microbatch."""
     return -(-batch // plan.microbatches)
 
 
 def _share(prepared: CompiledTraining, batch: int) -> str:
-    """Of what the samples that a graph is shown for are a part."""
+    """Describe which fraction of the batch the printed shapes refer to."""
     plan, samples = prepared.plan, prepared.main_partition.graph.samples
     if prepared.layouts_of(prepared.main_partition).batch_is_sharded:
         return f"as many as each replica has of a batch; samples meet, so {plan.data} replicas compute it together"
+    # Capture needs a few samples at least: for many small parts the graph has more samples than a worker computes on.
     parts = plan.data * plan.microbatches
     if samples > -(-batch // parts):
         return "no fewer are looked at, though the plan gives a worker fewer at a time"
@@ -133,7 +147,7 @@ def _share(prepared: CompiledTraining, batch: int) -> str:
 
 
 def dtypes_of(prepared: CompiledTraining) -> Mapping[str, torch.dtype]:
-    """Of the values, by node name, as far as they are others than capture saw: autocast changes them."""
+    """Return the dtypes of values that autocast changes, by node name; capture saw the others."""
     if prepared.plan.precision != "bfloat16":
         return {}
     return dtypes_under_autocast(prepared.main_partition.graph, accelerator_type() or "cpu", torch.bfloat16)
@@ -146,6 +160,7 @@ def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequ
     found = []
     for stage, scene in enumerate(costs):
         predicted, live = scene.predict_stage(stage), live_bound(plan.schedule, order, plan.microbatches, stage)
+        # In graph order, so that the first and the last one are those of the stage.
         own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
         found.append(
             {
@@ -159,7 +174,8 @@ def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequ
                 "parameters": count_elements(graph, partition.parameters(stage)),
                 "flops": sum(node.flops for node in own),
                 "time_share": sum(sum(seconds[graph.positions[node.name]]) for node in own) / whole,
-                # Of the busiest rank: seconds of both passes over a microbatch, and bytes.
+                # Of the busiest rank: seconds of both passes over a microbatch, and bytes. "held" is of all
+                # microbatches whose values the stage keeps at once.
                 "seconds": predicted.passes.forward + predicted.passes.backward,
                 "parameter_bytes": predicted.memory.parameters,
                 "gradient_bytes": math.ceil(scene.sharded_load(stage).gradients),
@@ -188,14 +204,16 @@ def _crossings(partition: Partition) -> list[dict[str, Any]]:
 
 
 def _splits(prepared: CompiledTraining) -> dict[str, dict[str, Any]]:
-    """How the operators are split along each axis (of each mesh), as data and in "lines" for people."""
+    """Return how operators are split along each axis (of each mesh), as data and in "lines" for people."""
     found: dict[str, dict[str, Any]] = {}
     plan, main = prepared.plan, prepared.main_partition
     layouts = prepared.layouts_of(main)
     for layout in layouts.distinct:
         stages = [stage for stage, own in enumerate(layouts.stages) if own is layout]
+        # The report of a stage's mesh names the operators and parameters of the stages that have this mesh.
         only = {node.name for stage in stages for node in main.nodes(stage)}
         only |= {name for stage in stages for name in main.parameters(stage)}
+        # Axes are explained in the order in which they were planned: each sees the splits of the axes before it.
         taken: dict[str, AxisSplit] = {}
         for axis, split in layout.splits.items():
             shown = view_operators(layout.graph, layout.samples, split.degree)

@@ -1,4 +1,4 @@
-"""Schedules in theory: the swimlane of a schedule by its name, and what there is to say of it."""
+"""Schedule theory: the swimlane of a pipeline schedule in ticks, with its utilization and live microbatches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def lanes_timeline(
     forward: float | Sequence[float] = 1,
     backward: float | Sequence[float] = 2,
 ) -> Timeline:
-    """One step of a schedule in ticks, stage s on lane s.
+    """Return one step of a schedule in ticks, with stage s on lane s.
 
     Args:
-        schedule: "naive", "afab" or "1f1b".
-        stages: how many, at least 1, of a chain; or a graph of them, whose branches run at the same time.
-        microbatches: how many, at least 1.
-        forward: ticks of one forward, the same on all stages or one number for each stage.
-        backward: ticks of one backward, likewise.
+        schedule: name of the schedule: "naive", "afab" or "1f1b".
+        stages: number of stages of a chain, at least 1; or a graph of stages, whose branches run at the same time.
+        microbatches: number of microbatches in a batch, at least 1.
+        forward: ticks of one forward pass, the same on all stages or one number for each stage.
+        backward: ticks of one backward pass, given like ``forward``.
 
     Raises:
         ValueError: an unknown schedule, fewer than one stage or microbatch, or durations that do not fit the stages.
@@ -42,10 +42,10 @@ def lanes_timeline(
 
 
 def lanes_summary(timeline: Timeline) -> dict[str, Any]:
-    """What there is to say of a timeline of `lanes_timeline`, as plain data for JSON.
+    """Return the figures of a timeline of `lanes_timeline`, as plain data for JSON.
 
-    ``busy`` counts the coloured cells of all stages and ``area`` the whole rectangle, in ticks; ``utilization`` is the
-    one over the other; ``peak_live_microbatches`` holds a number for each stage.
+    ``busy`` counts the coloured cells of all stages and ``area`` the whole rectangle, in ticks; ``utilization`` is
+    their quotient; ``peak_live_microbatches`` has a number for each stage.
     """
     return {
         "schedule": timeline.notes["schedule"],

@@ -1,1 +1,1 @@
-"""Timelines and what is made of them."""
+"""Observation: the timeline of a step, theoretical, predicted or measured, and its swimlane."""

@@ -1,4 +1,4 @@
-"""Messages: which receive belongs to which send, and how long what travels was under way at most."""
+"""Messages of a timeline: which receive belongs to which send, and an upper bound on each transfer's time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from polylane.schedule.action import ActionKind
 
 
 def match_messages(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
-    """Every (send, receive) of the same value; the nth send of it belongs to the nth receive."""
+    """Return every (send, receive) of the same value; its nth send belongs to its nth receive."""
     sent: dict[tuple[Any, ...], deque[Span]] = defaultdict(deque)
     received: list[Span] = []
     travelling = (span for span in spans if span.action.kind in (ActionKind.SEND, ActionKind.RECEIVE))
     for span in sorted(travelling, key=lambda span: span.start):
         action = span.action
         if action.kind is ActionKind.SEND:
+            # Between two ranks messages arrive in the order in which they were sent, so that counting is enough.
             sent[(span.rank, action.peer, action.value, action.microbatch, action.gradient)].append(span)
         else:
             received.append(span)
@@ -31,11 +32,11 @@ def match_messages(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
 
 
 def transfer_times(spans: Iterable[Span]) -> dict[Span, float]:
-    """For every send, receive and reduce of which the bytes are known: how long these were under way at most.
+    """Return, for every send, receive and reduce whose bytes are known, how long they took to travel at most.
 
-    From the start of a send to the end of the receive: what arrives while its receiver still computes was faster than
-    that. A reduce is under way from its own start to its end. Where the clocks of two hosts are too far apart to tell,
-    or one end of a message is missing, there is no entry.
+    A message travels from the start of its send to the end of its receive: one that arrives while its receiver still
+    computes was faster than that. A reduce lasts from its own start to its end. There is no entry where one end of a
+    message is missing, or where the clocks of two hosts differ so much that the time is not positive.
     """
     sized = [span for span in spans if span.bytes]
     found = {span: span.end - span.start for span in sized if span.action.kind is ActionKind.REDUCE}

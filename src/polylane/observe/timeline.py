@@ -1,4 +1,4 @@
-"""Who did what, when: the one record that theory, prediction and measurement share."""
+"""Timelines: every action of every rank with its start and end, in one type for theory, prediction and measurement."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from typing import Any
 
 from polylane.schedule.action import COMMUNICATION, COMPUTE, Action, ActionKind
 
-# What a span is in a file, in this order; `from_dict` goes by these names, so that a later version may add more.
+# The columns of a span in a file. `from_dict` reads them by name, so that a later version may add columns.
 COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited", "bytes")
-# Of these, what files of earlier versions do not have, and what is read instead.
+# Columns that files of earlier versions lack, with the value that is read instead.
 _LATER: dict[str, Any] = {"bytes": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action of one rank, from ``start`` to ``end`` (seconds, or ticks when the timeline is theory).
+    """One action of one rank.
 
-    ``waited`` is how much of it went by in collectives inside the action, such as the batch statistics of a forward
-    pass.
-
-    ``bytes`` are those of the tensors that this rank handed to its transport in the action, or got from it: what a send
-    sends and a receive receives, the gradients that a reduce sums with others', and what a pass or a step sends
-    in the collectives inside it; not what an algorithm makes of them on the wire. 0 where nobody counted.
+    Attributes:
+        rank: the rank that acts, and its lane in a picture.
+        action: kind of the action, stage, microbatch, value and peer.
+        start: seconds, or ticks where the timeline is theory.
+        end: in the unit of ``start``, and not before it.
+        waited: the part of it that passed in collectives inside the action, such as the batch statistics of a forward
+            pass.
+        bytes: of the tensors that this rank gave to its transport in the action or received from it: the value of a
+            send or receive, the gradients of a reduce, and what a pass or a step sends in the collectives inside it.
+            The traffic of the collective's algorithm may be another. 0 where nothing was counted.
     """
 
     rank: int
@@ -37,15 +41,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step (or several), on ``ranks`` lanes.
+    """The spans of one step, or of several, on ``ranks`` lanes.
 
     Attributes:
-        spans: in any order; spans of one rank may nest (a reduce runs while a backward does).
+        spans: in any order; spans of one rank may nest (a reduce runs during a backward pass).
         ranks: number of lanes, idle ones included.
-        unit: "seconds" when measured or predicted, "ticks" when theory.
+        unit: "seconds" where measured or predicted, "ticks" in theory.
+        title: headline of a picture; "" for none.
+        notes: further facts by name, such as the step; all of them text.
 
     Raises:
-        ValueError: a span outside the lanes, or one that ends before it starts.
+        ValueError: a span's rank is outside the lanes, or it ends before it starts.
     """
 
     spans: tuple[Span, ...]
@@ -62,32 +68,32 @@ class Timeline:
                 raise ValueError(f"{span} must have a finite start that is not after its end")
 
     def start(self) -> float:
-        """When the first span starts; 0 where there is none."""
+        """Return when the first span starts; 0 where there is none."""
         return min((span.start for span in self.spans), default=0)
 
     def makespan(self) -> float:
-        """From the start of the first span to the end of the last, over all ranks; 0 where there is none."""
+        """Return the time from the first span's start to the last span's end, over all ranks; 0 without spans."""
         return max((span.end for span in self.spans), default=0) - self.start()
 
     def lanes(self) -> tuple[tuple[Span, ...], ...]:
-        """The spans of each rank in order of start; of two that start together, the longer one first."""
+        """Return the spans of each rank in order of start; of two that start together, the longer one first."""
         lanes: list[list[Span]] = [[] for _ in range(self.ranks)]
         for span in self.spans:
             lanes[span.rank].append(span)
         return tuple(tuple(sorted(lane, key=lambda span: (span.start, -span.end))) for lane in lanes)
 
     def busy(self) -> tuple[float, ...]:
-        """Per rank, the time in which it computes, less what it waited inside; overlapping spans count once."""
+        """Return for each rank the time in which it computes, less what it waited inside; overlaps count once."""
         compute = (_spans_of_kinds(lane, COMPUTE) for lane in self.lanes())
         return tuple(max(0, _length(union_intervals(spans)) - sum(span.waited for span in spans)) for spans in compute)
 
     def exposed_communication(self) -> tuple[float, ...]:
-        """Per rank, the time in which it sends, receives, reduces or waits inside an action, and does not compute."""
+        """Return for each rank the time in which it communicates, or waits inside an action, and does not compute."""
         either = (_length(union_intervals(_spans_of_kinds(lane, COMPUTE | COMMUNICATION))) for lane in self.lanes())
         return tuple(max(0, both - busy) for both, busy in zip(either, self.busy(), strict=True))
 
     def idle(self) -> tuple[float, ...]:
-        """Per rank, the time in which nothing happens: busy + exposed communication + idle = makespan."""
+        """Return for each rank the time without any span: busy + exposed communication + idle = makespan."""
         makespan = self.makespan()
         return tuple(
             max(0, makespan - busy - exposed)
@@ -95,32 +101,33 @@ class Timeline:
         )
 
     def sent(self) -> tuple[int, ...]:
-        """Per rank, the bytes that it gave away: in its sends, its reduces and the collectives inside its actions."""
+        """Return for each rank the bytes of its sends, its reduces and the collectives inside its actions."""
         sent = [0] * self.ranks
         for span in self.spans:
             sent[span.rank] += 0 if span.action.kind is ActionKind.RECEIVE else span.bytes
         return tuple(sent)
 
     def utilization(self) -> float:
-        """The coloured area over the rectangle: busy time of all ranks / (ranks x makespan), from 0 to 1."""
+        """Return the coloured area over the rectangle: busy time of all ranks / (ranks x makespan), from 0 to 1."""
+        # An empty timeline has no area, and utilization 0.
         area = self.ranks * self.makespan()
         return sum(self.busy()) / area if area else 0.0
 
     def peak_live_microbatches(self) -> tuple[int, ...]:
-        """Per rank, the most microbatches it holds at once, from the start of a forward to the end of its backward.
+        """Return for each rank the largest number of live microbatches: forward begun, backward not ended.
 
-        On a rank with several stages a microbatch counts once for every stage that holds it. A forward whose backward
-        never comes holds its microbatch to the end.
+        On a rank with several stages a microbatch counts once for every stage. One whose backward pass never comes
+        stays live to the end.
         """
         return tuple(_peak_lives(_microbatch_lives(lane)) for lane in self.lanes())
 
     def from_zero(self) -> Timeline:
-        """The same timeline, shifted so that its first span starts at 0."""
+        """Return the timeline shifted in time, so that its first span starts at 0."""
         first = self.start()
         return replace(self, spans=tuple(replace(s, start=s.start - first, end=s.end - first) for s in self.spans))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, a row per span under the names of the columns; `from_dict` reads it back exactly."""
+        """Return plain data for JSON, a row per span under the names of the columns; see `from_dict`."""
         rows = [
             [s.rank, str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, s.start, s.end, s.waited, s.bytes]
             for s in self.spans
@@ -131,7 +138,7 @@ class Timeline:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Timeline:
-        """The timeline that `to_dict` wrote.
+        """Return the timeline that `to_dict` wrote.
 
         Raises:
             ValueError: this is not a timeline of schema 1, or a part of it is missing or not what it should be.
@@ -153,7 +160,7 @@ class Timeline:
 
 
 def union_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The (start, end) intervals that the spans cover together: disjoint, ascending, none of them empty."""
+    """Return the (start, end) intervals that the spans cover: disjoint, ascending, none of them empty."""
     covered: list[tuple[float, float]] = []
     for start, end in sorted((span.start, span.end) for span in spans if span.end > span.start):
         if covered and start <= covered[-1][1]:
@@ -172,12 +179,12 @@ def _spans_of_kinds(lane: Iterable[Span], kinds: frozenset[ActionKind]) -> list[
 
 
 def _microbatch_lives(lane: Iterable[Span]) -> list[tuple[float, float]]:
-    """The (first forward's start, last backward's end) of every microbatch on every stage, of a lane in order.
+    """Return (first forward's start, last backward's end) of every microbatch on every stage, from a lane in order.
 
-    A forward or backward may come in several pieces; a forward after a backward is the same microbatch of a next step.
+    A pass may come in several spans. A forward after a backward is the same microbatch number in the next step.
     """
     lives: list[tuple[float, float]] = []
-    latest: dict[tuple[int, int | None], int] = {}  # -> its place in lives
+    latest: dict[tuple[int, int | None], int] = {}  # (stage, microbatch) -> index in lives of its latest life
     for span in lane:
         key = (span.action.stage, span.action.microbatch)
         if span.action.kind is ActionKind.FORWARD and (key not in latest or lives[latest[key]][1] < math.inf):
@@ -190,9 +197,10 @@ def _microbatch_lives(lane: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def _peak_lives(lives: Iterable[tuple[float, float]]) -> int:
-    """The most lives at one moment; one that ends makes room for one that starts then."""
+    """Return the largest number of lives at one moment; one that ends makes room for one that starts at that moment."""
     events: list[tuple[float, int, int]] = []
     for start, end in lives:
+        # Events of one moment sort by their second field: ends, then starts, then the ends of lives of no length.
         events += [(start, 1, +1), (end, 0 if end > start else 2, -1)]
     alive = peak = 0
     for _, _, change in sorted(events):
@@ -202,7 +210,16 @@ def _peak_lives(lives: Iterable[tuple[float, float]]) -> int:
 
 
 def _span_from_row(number: int, row: Sequence[Any], at: Sequence[int | None]) -> Span:
-    """The span of one row; ``at`` is where each of `COLUMNS` stands in it, None where it does not."""
+    """Return the span of one row.
+
+    Args:
+        number: index of the row, for messages.
+        row: the values of the span's columns.
+        at: index of each of `COLUMNS` in the row; None where the file lacks it.
+
+    Raises:
+        ValueError: a value is missing, or of the wrong type.
+    """
     try:
         given = (_LATER[name] if place is None else row[place] for name, place in zip(COLUMNS, at, strict=True))
         rank, kind, stage, microbatch, value, peer, gradient, start, end, waited, size = given

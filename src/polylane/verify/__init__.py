@@ -1,1 +1,1 @@
-"""The proof: a plan against one device, step by step, in float64."""
+"""Equivalence check (``polylane verify``): a plan's training against that of one device, step by step, in float64."""

@@ -1,7 +1,7 @@
-"""Where two runs part ways: the first node whose value by the plan is not the whole model's, or the first gradient.
+"""First difference between plan and reference: the first node whose value differs, or else the first gradient.
 
-Both sides run a pass again and keep all values of it. Where those agree, they keep the gradients of all values: a
-backward pass goes from the loss to the inputs, and what goes wrong on its way stays wrong in all that comes after.
+Both sides run a pass again and keep all its values. Where those are equal, they keep the gradients of all values: a
+backward pass goes from the loss to the inputs, so that a wrong gradient makes all that follow it wrong.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ class StepDifference:
     """What differs after a step.
 
     Attributes:
-        step: its number.
-        gradients, buffers, updates: names of parameters and buffers.
-        memory: by parameter, an entry of its optimizer's state; options of the optimizer under "".
-        loss_differs: whether that of the step does.
-        averaged: weights and buffers that replicas agree on after a step of their own, or in the end.
-        replica: of a plan whose replicas go apart, whose step it is; None for all of them.
+        step: number of the step, from 0.
+        gradients: names of parameters whose gradients differ.
+        buffers: names of buffers that differ after the passes.
+        updates: names of parameters whose updates differ.
+        memory: by parameter, the key in the optimizer's state that differs; options of the optimizer under "".
+        loss_differs: whether the loss of the step differs.
+        averaged: weights and buffers that differ after replicas averaged them, or in the gathered state at the end.
+        replica: the replica whose step it is, where replicas have weights of their own; None for all of them.
     """
 
     step: int = 0
@@ -57,19 +59,23 @@ class StepDifference:
 def find_first_difference(
     prepared: CompiledTraining, batch: Any, seed: int, wrong: StepDifference, tolerance: float
 ) -> str:
-    """Run the forward pass of a step again, on both sides, and say at which node they part ways.
+    """Run the passes of a step again on both sides, and describe the first node at which they differ.
 
     Args:
-        prepared: whose model has the weights and buffers that the step began with.
-        batch: of that step.
-        wrong: what was seen to differ after it.
+        prepared: the training, whose model has the weights and buffers with which the step began.
+        batch: the whole batch of that step.
+        seed: of dropout and of all other random numbers.
+        wrong: the differences that were seen after the step.
+        tolerance: largest relative error that counts as rounding.
     """
-    if not prepared.plan.sync.is_plain_sum:  # how replicas agree has no part in a pass, which here is the first one
+    # Synchronization has no part in a single pass. Without it the trace needs no servers and no sharded weights.
+    if not prepared.plan.sync.is_plain_sum:
         prepared = replace(prepared, plan=prepared.plan.model_copy(update={"sync": SUM}))
     restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
     for microbatch, node in find_differing_nodes(prepared, batch, seed, wrong.step, tolerance, backward=False):
         return _describe_node(node, f"microbatch {microbatch}" + _describe_step(wrong))
-    at = -1, 0  # of the last node whose value's gradient differs, and in which microbatch
+    # (graph position, microbatch) of the last node whose value has a wrong gradient: the first one on the way back.
+    at = -1, 0
     restore()
     if wrong.gradients and not wrong.buffers:
         found = find_differing_nodes(prepared, batch, seed, wrong.step, tolerance, backward=True)
@@ -81,17 +87,19 @@ def find_first_difference(
 def describe_later_difference(
     prepared: CompiledTraining, wrong: StepDifference, last: int = -1, microbatch: int = 0
 ) -> str:
-    """Where they part ways if every forward value agrees, in the order in which a step goes on.
+    """Describe what differs first where every forward value is equal, in the order of a step's phases.
+
+    The order is: buffers, gradients, optimizer state and updates, the loss, averages of replicas.
 
     Args:
-        prepared: with the graph.
-        wrong: what was seen to differ after the step.
-        last: number of the last node of whose value the gradient differs, where that was looked at; -1 for none.
-        microbatch: in which it does.
+        prepared: the training, compiled for the plan, with the graph whose nodes are named.
+        wrong: the differences that were seen after the step.
+        last: graph position of the last node whose value has a wrong gradient, where these were compared; -1 for none.
+        microbatch: number of the microbatch in which that gradient is wrong.
     """
     step, nodes = f"step {wrong.step + 1}", prepared.main_partition.graph.nodes
     forward, passes = f"every forward value of {step} agrees; ", f"every forward value and gradient of {step} agrees: "
-    if prepared.plan.sync.is_replica_local:  # no value of theirs was looked at
+    if prepared.plan.sync.is_replica_local:  # values were not traced
         forward = step + (": " if wrong.replica is None else f" of replica {wrong.replica}: ")
         passes = forward + "every gradient agrees; "
     for node in nodes:
@@ -123,10 +131,10 @@ def describe_later_difference(
 
 
 def _find_first_gradient(nodes: Sequence[Node], wrong: StepDifference, last: int, microbatch: int) -> str:
-    """The first gradient that is wrong, from the loss backwards.
+    """Describe the first gradient that is wrong, from the loss backwards.
 
-    That of a value is there before the pass goes through its node; that of a parameter is complete only when the pass
-    has gone through the first node that reads it.
+    The gradient of a value is complete before the backward pass goes through its node; that of a parameter only when
+    the pass has gone through the first node in graph order that reads it.
     """
     complete = dict[str, int]()
     for number, node in reversed(list(enumerate(nodes))):
@@ -134,6 +142,7 @@ def _find_first_gradient(nodes: Sequence[Node], wrong: StepDifference, last: int
     number, name = max(((complete[n], n) for n in wrong.gradients if n in complete), default=(-1, ""))
     if number < 0 and last < 0:
         return next(iter(wrong.gradients))
+    # The larger position comes first on the way back: a parameter after the last wrong value was wrong before it.
     if number > last:
         uses = [node for node in nodes if name in node.parameters]
         return f"{name}, in {' and '.join(_describe_node(node, '') for node in uses)}"
@@ -150,24 +159,23 @@ def _describe_step(wrong: StepDifference) -> str:
 def find_differing_nodes(
     prepared: CompiledTraining, batch: Any, seed: int, step: int, tolerance: float, backward: bool
 ) -> Iterator[tuple[int, Node]]:
-    """The nodes of whose values, or their gradients, the plan has others: microbatch, node, in the order of the graph.
+    """Yield (microbatch, node) where the plan's value of the node, or its gradient, differs; in the order of the graph.
 
-    The model's buffers move with the microbatches, as they do in a step.
+    The model's buffers change with the microbatches, as they do in a step.
     """
     layouts, stage_of = prepared.layouts_of(prepared.main_partition), prepared.main_partition.stage_of
     traces = fork_workers(
         lambda context: trace_pass(prepared, World.join(), batch, seed, step, backward), prepared.plan.workers
     )
     for microbatch, seen, floors in _reference_values(prepared, batch, seed, step, backward):
-        for node in (
-            n for n in prepared.main_partition.graph.nodes if not n.recomputable
-        ):  # sizes may count a replica's own samples
+        # Recomputable nodes (sizes, masks) are not compared: a size may be that of a replica's own samples.
+        for node in (n for n in prepared.main_partition.graph.nodes if not n.recomputable):
             those = [t for t in traces if t.stage == stage_of[node.name]]
             parts = [t for t in those if (microbatch, node.name) in t.values]
             if node.name not in seen or not parts or is_unfilled(node.op):
                 continue
             if backward and any(t.weights[microbatch] for t in those if (microbatch, node.name) not in t.values):
-                continue  # an operator handed on what it was given: somebody else has that gradient
+                continue  # an operator returned its own input: the gradient is kept for the node before
             lies = _ValuePlacement(layouts[stage_of[node.name]], backward)
             scale = error_scale(0.0, floors[node.name], tolerance)
             if not _matches_reference(node, seen[node.name], parts, lies, microbatch, tolerance, scale):
@@ -177,12 +185,14 @@ def find_differing_nodes(
 def _reference_values(
     prepared: CompiledTraining, batch: Any, seed: int, step: int, backward: bool
 ) -> Iterator[tuple[int, dict[str, Tensor], dict[str, float]]]:
-    """Every value of one worker's pass, by node name, microbatch by microbatch, and what rounding makes of it.
+    """Yield every value of one process's pass by node name, and its rounding floor, microbatch by microbatch.
 
     Args:
-        prepared: whose model is run; its buffers move with the microbatches.
-        batch, seed, step: on what.
-        backward: the gradients of the values.
+        prepared: the training, whose model is run; its buffers change with the microbatches.
+        batch: the whole batch of the step.
+        seed: of dropout and of all other random numbers.
+        step: number of the step, for its random numbers.
+        backward: yield the gradients of the values instead.
     """
     leaves, _ = flatten(batch)
     samples = sample_count(leaves)
@@ -204,6 +214,7 @@ def _reference_values(
         with torch.set_grad_enabled(backward):
             loss = run_graph(code, tensors, own, part_of[microbatch], look)
         if backward and loss[0].requires_grad:
+            # The gradient with which the backward pass begins: this microbatch's part of the mean over the batch.
             share = (stop - start if prepared.main_partition.graph.loss_is_mean else 1) / samples
             torch.autograd.backward([loss[0]], [torch.full_like(loss[0], share)])
         return look.values
@@ -211,6 +222,7 @@ def _reference_values(
     for microbatch, (start, stop) in enumerate(split_bounds(samples, prepared.plan.microbatches)):
         if start == stop:
             continue
+        # Floors first: the true pass comes last, since the next microbatch goes on from the buffers that it leaves.
         again = list[dict[str, Tensor]]()
         for attempt in range(TRIES):
             restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
@@ -231,18 +243,18 @@ def _describe_node(node: Node, where: str) -> str:
 
 @dataclass(frozen=True)
 class _ValuePlacement:
-    """How values, or their gradients, lie on the ranks of a mesh.
+    """Placements of a stage's values, or of their gradients, on the ranks of its mesh.
 
     Attributes:
-        layout: of a stage; None where no operator is split.
-        is_gradient: it is the gradients.
+        layout: the stage's layout; None where no operator is split.
+        is_gradient: whether the values are gradients, which have the dual placements.
     """
 
     layout: Layout | None
     is_gradient: bool
 
     def assemble_value(self, name: str, values: Mapping[tuple[int, ...], Tensor], samples: int) -> Tensor:
-        """A node's value from those of the ranks, by their coordinates."""
+        """Return a node's whole value from the ranks' parts, which are keyed by mesh coordinates."""
         if self.layout is None:
             return next(iter(values.values()))
         state = self.layout.state(name, samples)
@@ -253,7 +265,7 @@ class _ValuePlacement:
 def _assemble_replicas(
     traces: Sequence[ValueTrace], lies: _ValuePlacement, microbatch: int, name: str
 ) -> list[ValueTrace]:
-    """Of every replica that computed something, one trace, with the node's value put together from its mesh."""
+    """Return one trace for each replica that computed something, with the node's value assembled from its mesh."""
     meshes: dict[int, dict[tuple[int, ...], ValueTrace]] = {}
     for each in traces:
         if each.weights[microbatch]:
@@ -281,10 +293,16 @@ def _matches_reference(
     tolerance: float,
     scale: float,
 ) -> bool:
-    """Whether the replicas' values are the whole's: side by side, equal, or parts of a sum or mean.
+    """Return whether the replicas' values make up the whole: as rows, as equal values, or as parts of a sum or mean.
 
     Args:
-        scale: errors are relative to it, where the value is smaller.
+        node: node of the graph whose value it is.
+        expected: the reference's value, of the whole microbatch.
+        traces: one for each rank of the node's stage, with the value.
+        lies: how the value is placed on the ranks of a mesh.
+        microbatch: number of the microbatch that was traced.
+        tolerance: largest relative error that counts as rounding.
+        scale: least denominator of the error, from the rounding floor.
     """
     ordered = _assemble_replicas(traces, lies, microbatch, node.name)
     values = [t.values[microbatch, node.name] for t in ordered]
@@ -294,10 +312,12 @@ def _matches_reference(
             return False
         if relative_error(expected, together, scale) <= tolerance:
             return True
-        # Samples that lie within another dimension come in another order.
+        # Where samples are folded into another dimension (batch times heads), parts come in another order.
         return relative_error(_sort_values(expected), _sort_values(together), scale) <= tolerance
     if all(v.shape == expected.shape and relative_error(expected, v, scale) <= tolerance for v in values):
         return True
+    # A value of another shape, or an integer, that replicas computed on their own samples cannot be judged here: if it
+    # is wrong, a later node shows it.
     if any(v.shape != expected.shape or not v.is_floating_point() for v in values):
         return len(values) > 1
     samples = [t.samples[microbatch] for t in ordered]

@@ -1,4 +1,4 @@
-"""Copies in float64 of what a proof trains: the model, an objective, a batch."""
+"""Copies in float64 of what is compared: the model, an objective, a batch."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from polylane.verify.whole_graph import run_graph
 
 
 def objective_in_float64(objective: Objective) -> Objective:
-    """The same objective with a copy of its loss in float64, where that is a module."""
+    """Return the objective with a copy of its loss in float64, where the loss is a module."""
     if not isinstance(objective.loss, nn.Module):
         return objective
     return replace(objective, loss=to_float64(copied_module(objective.loss)))
 
 
 def copied_module(module: nn.Module) -> nn.Module:
-    """A copy of a module.
+    """Return a deep copy of a module.
 
     Raises:
-        PolylaneError: it cannot be copied; with what to do.
+        PolylaneError: copy.deepcopy failed; the message says what to do.
     """
     try:
         return copy.deepcopy(module)
@@ -44,20 +44,21 @@ def copied_module(module: nn.Module) -> nn.Module:
 
 
 def batch_in_float64(batch: Any) -> Any:
-    """A copy of a batch with its floating-point numbers in float64."""
+    """Return a copy of a batch with its floating-point numbers in float64."""
     leaves, rebuild = flatten(batch)
     return rebuild(clone_leaves(cast_leaves(leaves, torch.float64)))
 
 
 def check_it_runs(prepared: CompiledTraining, batch: Any) -> None:
-    """Run a batch through the model's graph: some kernels know no float64, which is said before any worker starts.
+    """Run a batch through the model's graph, since some kernels have no float64: this fails before any worker starts.
 
     Raises:
-        PolylaneError: it does not run.
+        PolylaneError: an operator of the graph raised.
     """
     leaves, _ = flatten(batch_in_float64(batch))
     tensors = ModelTensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
     samples = sample_count(leaves)
+    # The run writes buffers such as running statistics.
     restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Free runs: all steps of a training by a plan, and what they leave behind, against the reference's."""
+"""Free runs: all steps of a training by a plan, each from its own last state, compared with the reference's results."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from polylane.verify.relative_error import divide_by_scale, error_scale, is_dete
 from polylane.verify.rounding_floor import MeasuredPass
 from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation, nan_last
 
-LOSSES = ""  # stands for the losses among parameters and buffers: none of them has that name
+LOSSES = ""  # key of the losses among parameters and buffers; no tensor of a model has this name
 
 
 @dataclass(frozen=True)
 class FreeRun:
-    """What a plan leaves behind on one worker.
+    """The results of a plan on one worker.
 
     Attributes:
-        record: losses, gradients and state; the latter two on the first worker alone.
-        held: a digest of every part of a weight or buffer that it holds.
-        updates: of every parameter server.
+        record: losses, gradients and state; the latter two on rank 0 alone.
+        held: a digest of every local weight and buffer, by name and part.
+        updates: what each parameter server recorded; empty without servers.
     """
 
     record: TrainingRecord
@@ -39,15 +39,17 @@ class FreeRun:
 
 
 def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
-    """Take one step on every batch, and gather what the training leaves behind; called on every worker."""
+    """Train one step on each batch and return the results; called on every process."""
     sums, gradients = list[tuple[float, float]](), dict[str, Tensor | None]()
     for batch in batches:
         sums.append(job.step(batch).sums)
+        # Gradients of later steps are at weights that already differ by rounding.
         if len(sums) == 1:
             whole = job.whole_gradients()
             gradients = whole if job.world.rank == 0 else {}
-    job.gathered(None)  # all have ended, before anybody looks at what a server holds
+    job.gathered(None)  # a barrier: servers must have made their last update before their weights are read
     trains = job.world.rank < job.plan.workers
+    # Replicas of asynchronous servers differ on purpose: their digests are compared within a replica only.
     own = (
         f" of replica {job.plan.stage_and_replica(job.world.rank)[1]}"
         if job.plan.sync.is_replica_local and trains
@@ -60,18 +62,19 @@ def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
 
 
 def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
-    """The loss of every step over all replicas, of which each may know its own only."""
+    """Return the loss of each step over all replicas; with asynchronous servers each replica has only its own."""
     plan = job.plan
     if not (plan.sync.has_servers and plan.sync.is_replica_local):
         return [total / count for total, count in sums]
     every = job.gathered(sums)
+    # One rank for each replica: the ranks of a replica have the same sums.
     ranks = {plan.stage_and_replica(rank)[1]: rank for rank in range(plan.workers)}.values()
     each = [zip(*(every[rank][step] for rank in ranks), strict=True) for step in range(len(sums))]
     return [sum(totals) / sum(counts) for totals, counts in each]
 
 
 def compare_freely(reference: ReferenceRun, trained: FreeRun) -> FreeRunDeviation:
-    """How far a free run ends from the reference."""
+    """Return how far a free run ends from the reference."""
     pairs = zip(reference.losses, trained.record.losses, strict=True)
     loss_error = max(divide_by_scale(nan_last(abs(a - b)), abs(a)) for a, b in pairs)
     errors = {name: relative_error(value, trained.record.state[name]) for name, value in reference.state.items()}
@@ -81,7 +84,7 @@ def compare_freely(reference: ReferenceRun, trained: FreeRun) -> FreeRunDeviatio
 
 
 def as_pass(run: TrainingRecord) -> MeasuredPass:
-    """A whole run in the place of a step: gradients are of the first one, losses of all of them a tensor."""
+    """Return a whole run in the form of one pass, for its floors: gradients of the first step, losses as one tensor."""
     gradients = {name: gradient for name, gradient in run.gradients.items() if gradient is not None}
     return MeasuredPass(0.0, gradients, {**run.state, LOSSES: torch.tensor(run.losses, dtype=torch.float64)})
 
@@ -89,7 +92,14 @@ def as_pass(run: TrainingRecord) -> MeasuredPass:
 def compare_runs(
     reference: ReferenceRun, workers: Sequence[FreeRun], prepared: CompiledTraining, tolerance: float
 ) -> Comparison:
-    """A whole run against a whole run."""
+    """Compare whole runs: the gradients of the first step, all losses, and the state after the last step.
+
+    Args:
+        reference: the replay of the servers' record, with the floors of the whole run.
+        workers: the results of each worker that trains.
+        prepared: the training, compiled for the plan.
+        tolerance: largest relative error that counts as rounding.
+    """
     floors, first = reference.floors, workers[0].record
     scales = [error_scale(abs(loss), floors.buffers.get(LOSSES, 0.0), tolerance) for loss in reference.losses]
     pairs = [zip(reference.losses, worker.record.losses, scales, strict=True) for worker in workers]
@@ -98,6 +108,7 @@ def compare_runs(
         for each in zip(*([divide_by_scale(nan_last(abs(a - b)), s) for a, b, s in p] for p in pairs), strict=True)
     ]
     loss_error = max(errors)
+    # A tied weight appears once, and empty tensors have nothing to compare.
     deviations, undetermined = list[Deviation](), list[str]()
     for name, value in reference.state.items():
         if name in prepared.main_partition.graph.tied or not value.numel():
@@ -127,7 +138,7 @@ def compare_runs(
 def _culprit_replayed(
     prepared: CompiledTraining, deviations: Sequence[Deviation], losses: Sequence[float], tolerance: float
 ) -> str | None:
-    """What differs first, where whole runs are compared: a gradient of the first step, a loss, a weight in the end."""
+    """Describe what differs first between whole runs: a gradient of the first step, a loss, or a weight at the end."""
     gradients = {each.name for each in deviations if not (each.gradient or 0.0) <= tolerance}
     state = {each.name for each in deviations if not each.value <= tolerance}
     step = next((number for number, error in enumerate(losses) if not error <= tolerance), None)

@@ -1,4 +1,4 @@
-"""The judgement over a plan's steps: every difference as a share of what it may be, and which of them fail."""
+"""Judgement of a plan's steps: every difference relative to its tensor's size and rounding, and which ones fail."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from polylane.verify.rounding_floor import RoundingFloors
 from polylane.verify.stepwise import ComparedKind, Distances, What
 from polylane.verify.training_state import measure_memory_sizes
 
+# Computed by the optimizer, from the same gradient on both sides: no rounding floor applies to these.
 UPDATED = (
     ComparedKind.UPDATE,
     ComparedKind.MEMORY,
-)  # by the optimizer, given the same gradient: no sums are rounded otherwise
+)
 
-Where = tuple[int, int]  # a step, and the replica whose reference it is
+Where = tuple[int, int]  # step from 0, and the replica of the reference
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Relative errors of a training.
+    """Relative errors of a training by a plan.
 
     Attributes:
-        losses: of every step.
-        replicas: of every step, of each replica that goes apart from the others or of all of them as one: by what was
-            compared, the worst of its workers.
-        state: of weights and buffers after the last step, as the plan puts them together.
-        undetermined: gradients and buffers that the reference itself does not know, in any step.
+        losses: relative error of the loss of each step.
+        replicas: for each step and each replica of the reference (one where replicas share their weights): the largest
+            error over the workers, by what was compared.
+        state: errors of whole weights and buffers after the last step, as the plan gathers them, by name.
+        undetermined: gradients and buffers that the reference itself does not determine, in any step.
     """
 
     losses: list[float]
@@ -41,23 +42,24 @@ class Judgement:
 
     @cached_property
     def errors(self) -> list[dict[What, float]]:
-        """Of every step, by what was compared; the worst of all workers."""
+        """For each step, the largest error over all workers, by what was compared."""
         return [_largest_errors(each) for each in self.replicas]
 
     @property
     def worst(self) -> float:
-        """The largest error of all."""
+        """The largest error of all, losses and final state included."""
         each = (error for errors in self.errors for error in errors.values())
         return max((*self.losses, *self.state.values(), *each), default=0.0)
 
     def error_of(self, kind: ComparedKind, name: str) -> float | None:
-        """The worst error of one thing over all steps; None where it was never compared."""
+        """Return the worst error of one kind of one tensor over all steps; None where it was never compared."""
         found = [e for errors in self.errors for what, e in errors.items() if what[:2] == (kind, name)]
         return max(found, default=None)
 
     def first_wrong_step(self, tolerance: float) -> int | None:
-        """The first step in which anything differs."""
+        """Return the number of the first step in which anything differs, None where none does."""
         for step, errors in enumerate(self.errors):
+            # "not <=" and not ">": a NaN must count as wrong.
             if not self.losses[step] <= tolerance or any(not error <= tolerance for error in errors.values()):
                 return step
         return None
@@ -71,15 +73,15 @@ def judge_differences(
     tolerance: float,
     more: Mapping[Where, RoundingFloors] | None = None,
 ) -> Judgement:
-    """Hold differences against sizes and floors.
+    """Return the differences relative to sizes and rounding floors.
 
     Args:
-        reference: what was compared with.
-        losses: of the plan, one a step.
-        workers: what each of them found.
+        reference: the training that the workers were compared with.
+        losses: the plan's losses, one for each step.
+        workers: the absolute differences that each worker found.
         parameters: names of the weights; all others are buffers.
         tolerance: largest relative error that counts as rounding.
-        more: floors that were measured again, by step and replica.
+        more: floors that were measured over more tries, by step and replica; None: none were.
     """
     replicas, undetermined = list[list[dict[What, float]]](), set[tuple[ComparedKind, str]]()
     for number in range(len(losses)):
@@ -93,6 +95,7 @@ def judge_differences(
                 for x in each
             ]
             replicas[-1].append(_largest_errors(own))
+    # The loss of a step is one number over all replicas, and so it is judged by the largest of their floors.
     pairs = enumerate(zip(reference.losses, losses, strict=True))
     return Judgement(
         [
@@ -115,12 +118,13 @@ def _largest_errors(each: Iterable[Mapping[What, float]]) -> dict[What, float]:
 def find_wrong_steps(
     reference: ReferenceRun, workers: Sequence[Distances], judgement: Judgement, tolerance: float
 ) -> set[Where]:
-    """Where the floors matter: steps in which a loss, a gradient or a buffer fails."""
+    """Return the steps and replicas in which a loss, a gradient or a buffer fails: there the rounding floors matter."""
     found = set[Where]()
     for number, errors in enumerate(judgement.errors):
         rounded = (what for what, error in errors.items() if what[0] not in UPDATED and not error <= tolerance)
         if any(rounded) or not judgement.losses[number] <= tolerance:
             found |= {(number, replica) for replica, _ in _pair_with_reference(reference, number, workers)}
+    # The gathered state is compared after the last step, whose floors judge it.
     if any(not error <= tolerance for error in judgement.state.values()):
         found.add((len(judgement.errors) - 1, 0))
     return found
@@ -129,16 +133,18 @@ def find_wrong_steps(
 def _pair_with_reference(
     reference: ReferenceRun, number: int, workers: Sequence[Distances]
 ) -> Iterator[tuple[int, list[Distances]]]:
-    """The workers that are held against the same step of the reference."""
+    """Yield each replica of the reference's step with the workers that are compared with it."""
     count = len(reference.steps[number])
     for replica in range(count):
+        # A reference of one replica is for all workers: modulo 1 every number is 0.
         yield replica, [worker for worker in workers if worker.replica % count == replica]
 
 
 class _Scales:
-    """What the differences of one step are relative to.
+    """The denominators of one step's relative errors.
 
-    An update is made of what there was before it: its rounding is as large as that. So for running statistics.
+    A weight is relative to the larger of its values before and after the update, for it is a sum of the old value and a
+    change, and rounds like the larger of them. The same holds for running statistics.
     """
 
     def __init__(
@@ -160,7 +166,7 @@ class _Scales:
         self._gradients = gradients
 
     def scale_of(self, what: What) -> float:
-        """The scale of one thing."""
+        """Return the denominator for one compared quantity."""
         kind, name, key = what
         if kind is ComparedKind.MEMORY:
             return self._memories.get((name, key), 0.0)
@@ -190,7 +196,10 @@ def _errors_of_state(
     tolerance: float,
     more: Mapping[Where, RoundingFloors] | None,
 ) -> dict[str, float]:
-    """Of whole weights and buffers, which replicas that trained apart agree on."""
+    """Return the errors of the whole weights and buffers after the last step, by name.
+
+    Replicas with weights of their own have averaged them by then: the scale is the largest that any replica had.
+    """
     last = reference.steps[-1]
     floors = [_floors_of_step(step, more, (len(reference.steps) - 1, replica)) for replica, step in enumerate(last)]
     found = {}

@@ -1,4 +1,8 @@
-"""The reference for replicas that train alone: a copy of the model for each of them, in one process, in turn."""
+"""Local SGD reference: a copy of the model for each replica, trained one after the other in one process.
+
+The rule is that of Stich, "Local SGD Converges Fast and Communicates Little", 2019; with ``outer`` that of Douillard et
+al., "DiLoCo", 2023.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,15 @@ from polylane.verify.reference import ReferenceModel
 
 
 class ReferenceReplica(ReferenceModel):
-    """One replica's model, optimizer and scheduler, apart from all others.
+    """The model, optimizer and scheduler of one replica, separate from all others.
 
     Args:
-        prepared: of which it takes copies.
-        example: a batch, for its form.
-        number, count: which replica of how many.
-        clip_norm, seed: as in training.
+        prepared: the training, of whose model and loss the replica takes copies.
+        example: a batch in the form of those to come, of any size.
+        number: number of this replica, from 0.
+        count: number of replicas that share each microbatch.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+        seed: of dropout and of all other random numbers.
     """
 
     def __init__(
@@ -35,12 +41,12 @@ class ReferenceReplica(ReferenceModel):
         super().__init__(own, example, clip_norm, seed, number, count)
 
     def averaged_tensors(self) -> dict[str, Tensor]:
-        """What replicas agree on: trained parameters and running statistics, by name."""
+        """Return the tensors that replicas average: trained parameters and running statistics, by name."""
         buffers = {f"buffer {name}": b for name, b in self.loop.modules.named_buffers() if b.is_floating_point()}
         return {**self.trained_parameters, **buffers}
 
     def copy_from(self, other: ReferenceReplica) -> None:
-        """Be as another one is, its optimizer's memory included."""
+        """Copy the weights, optimizer state and scheduler of another replica."""
         self.loop.modules.load_state_dict(other.loop.modules.state_dict())
         self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
         if self.scheduler is not None and other.scheduler is not None:
@@ -50,7 +56,7 @@ class ReferenceReplica(ReferenceModel):
 def train_local_sgd(
     prepared: CompiledTraining, batches: Sequence[Any], *, clip_norm: float | None, seed: int, tolerance: float
 ) -> ReferenceRun:
-    """Train by the rule of a plan's ``sync.every``, in this process."""
+    """Train by the rule of a plan's ``sync.every`` in this process; arguments as of :func:`train_reference`."""
     plan = prepared.plan
     replicas = [ReferenceReplica(prepared, batches[0], r, plan.data, clip_norm, seed) for r in range(plan.data)]
     average = _ReplicaAverage(plan.sync, replicas)
@@ -60,6 +66,8 @@ def train_local_sgd(
         [replica.copy_state() for replica in replicas],
     )
     for number, batch in enumerate(batches):
+        # In a warm-up step gradients are summed over replicas: one replica computes it on the whole batch, and the
+        # others copy the result.
         together = number < plan.sync.warmup
         passed = []
         for replica in replicas[:1] if together else replicas:
@@ -68,6 +76,7 @@ def train_local_sgd(
         updated = [
             {n: p.detach().clone() for n, p in r.trained_parameters.items()} for r in ([] if together else replicas)
         ]
+        # The printed loss is the mean over all replicas' samples, not the mean of the replicas' means.
         losses.append(sum(total for (total, _), *_ in passed) / sum(count for (_, count), *_ in passed))
         if together:
             for other in replicas[1:]:
@@ -76,7 +85,7 @@ def train_local_sgd(
         else:
             average.record_step(batch, number)
         after = [replica.copy_state() for replica in replicas]
-        each = zip(passed, before, after, updated or [{}], strict=False)  # of what they did together, there is one
+        each = zip(passed, before, after, updated or [{}], strict=False)  # not strict: a warm-up step has one record
         steps.append(
             tuple(
                 ReferenceStep(total / count if count else 0.0, earlier, later, gradients, floors, own)
@@ -90,7 +99,7 @@ def train_local_sgd(
 
 
 class _ReplicaAverage:
-    """Weights of replicas and their means, weighted by the samples that each has seen."""
+    """The averages of the replicas' weights, weighted by the samples that each has seen since the last average."""
 
     def __init__(self, sync: SyncOptions, replicas: Sequence[ReferenceReplica]) -> None:
         self._sync, self._replicas = sync, replicas
@@ -100,22 +109,22 @@ class _ReplicaAverage:
         self.reset_anchor()
 
     def reset_anchor(self) -> None:
-        """All replicas are alike."""
+        """Take the weights of replica 0, which all replicas share now, as those from which DiLoCo measures change."""
         self._anchor = {name: p.detach().clone() for name, p in self._replicas[0].trained_parameters.items()}
 
     def record_step(self, batch: Any, step: int) -> None:
-        """A step was taken apart."""
+        """Count the samples of a local step, and average the weights after every ``every`` steps."""
         for number, replica in enumerate(self._replicas):
             self._samples_seen[number] += replica.loop.count_samples(batch)
         if (step + 1 - self._sync.warmup) % self._sync.every == 0:
             means = self._compute_means()
             if self._sync.outer is not None:
                 self._apply_outer_step(self._sync.outer, means)
-                means |= self._anchor
+                means |= self._anchor  # the outer optimizer moves weights; running statistics are plain means
             self._set_weights(means)
 
     def finish_training(self) -> None:
-        """At the end: the mean of what there is."""
+        """Average what the replicas have trained since the last average, at the end of the training."""
         if any(self._samples_seen):
             self._set_weights(self._compute_means())
 
@@ -125,7 +134,7 @@ class _ReplicaAverage:
         return {name: sum((w * t[name].detach() for w, t in weighted), torch.zeros(())) for name in every[0]}
 
     def _apply_outer_step(self, outer: OuterOptimizer, means: Mapping[str, Tensor]) -> None:
-        """Nesterov's momentum on the mean change, as DiLoCo writes it."""
+        """Apply Nesterov momentum to the mean change since the last average (DiLoCo's outer optimizer)."""
         for name, anchor in self._anchor.items():
             change = anchor - means[name]
             before = self._velocity.get(name, torch.zeros_like(anchor))

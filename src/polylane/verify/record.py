@@ -1,4 +1,4 @@
-"""Records of a training: what it leaves behind, and what each step of the reference began with and left."""
+"""Records of a training: its results, and the state with which each step of the reference began and ended."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from polylane.verify.training_state import TrainingState
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What a training leaves behind.
+    """The results of a training.
 
     Attributes:
-        losses: one a step.
-        gradients: of the first step, by parameter, as the optimizer would take them.
-        state: weights and buffers after the last step.
+        losses: mean loss of each step.
+        gradients: of the first step, by parameter, as the optimizer gets them; None for a parameter without one.
+        state: weights and buffers after the last step, by name.
     """
 
     losses: list[float]
@@ -28,14 +28,15 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """One step of one device, or of one replica that trains apart from the others.
+    """One step of one device, or of one replica that has weights of its own.
 
     Attributes:
-        loss: of its samples.
-        before, after: with what it began, and what it left.
-        gradients: as its optimizer took them, by parameter.
-        floors: how far the step is from itself, where its sums are rounded otherwise.
-        updated: weights as the update left them, where replicas may then agree on others.
+        loss: mean over the samples of this device or replica.
+        before: weights, buffers and optimizer state with which the step began.
+        after: the same after the step, and after an average that ended it.
+        gradients: by parameter, as the optimizer gets them.
+        floors: how far the step is from itself when its sums are rounded otherwise.
+        updated: weights after the update and before replicas averaged them; empty where they never do.
     """
 
     loss: float
@@ -48,13 +49,14 @@ class ReferenceStep:
 
 @dataclass(frozen=True)
 class ReferenceRun(TrainingRecord):
-    """What one worker leaves behind.
+    """The results of the reference, with all its steps.
 
     Attributes:
-        steps: of every step what each replica did, or once what all of them did; empty where steps have no order.
-        eager: whether the model itself was run: so it is unless it draws random numbers, which only its graph draws by
-            key, or has a kernel that knows no float64.
-        floors: of the whole run, where it was done again from weights that were nudged.
+        steps: for each step the record of each replica, or a single one for all replicas; empty for a replay of
+            asynchronous servers, which has no order of steps.
+        eager: whether the model itself was run, and not its captured graph. The graph is run for models that draw
+            random numbers, which only the graph draws by key, and for those with a kernel that has no float64.
+        floors: of the whole run, where it was repeated from perturbed weights.
     """
 
     steps: list[tuple[ReferenceStep, ...]]
@@ -62,6 +64,6 @@ class ReferenceRun(TrainingRecord):
     floors: RoundingFloors = field(default_factory=RoundingFloors)
 
     def step_of(self, step: int, replica: int) -> ReferenceStep:
-        """What a replica did in a step."""
+        """Return the record of a replica's step; where all replicas share one record, that one."""
         each = self.steps[step]
         return each[replica % len(each)]

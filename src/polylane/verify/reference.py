@@ -1,4 +1,4 @@
-"""The reference: one worker in a plain loop over a plan's microbatches, without any of the runtime's code."""
+"""The reference: one process trains in a plain loop over microbatches, without any of the runtime's code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,15 @@ from polylane.verify.whole_graph import add_batch_counts, depends_on_split, run_
 def train_reference(
     prepared: CompiledTraining, batches: Sequence[Any], *, clip_norm: float | None, seed: int, tolerance: float
 ) -> ReferenceRun:
-    """Train the model of a prepared training, in this process. The model itself is trained."""
+    """Train the model of a compiled training in this process; the model itself is changed.
+
+    Args:
+        prepared: the training, compiled in float64; its first objective counts.
+        batches: whole batches in float64, one for each step.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+        seed: of dropout and of all other random numbers.
+        tolerance: largest relative error that counts as rounding, for the floors.
+    """
     one = ReferenceModel(prepared, batches[0], clip_norm, seed)
     steps = list[tuple[ReferenceStep, ...]]()
     before = one.copy_state()
@@ -60,7 +68,17 @@ def remeasure_floors(
     seed: int,
     tolerance: float,
 ) -> dict[tuple[int, int], RoundingFloors]:
-    """The floors of some steps of some replicas, over more tries; in this process, whose model is changed."""
+    """Return the floors of some steps of some replicas over more tries; the model of this process is changed.
+
+    Args:
+        prepared: the training, compiled in float64.
+        batches: whole batches in float64, one for each step.
+        reference: the run whose steps are repeated, each from its own state.
+        where: (step, replica) of each step that is repeated.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+        seed: of dropout and of all other random numbers.
+        tolerance: largest relative error that counts as rounding.
+    """
     found = {}
     for number, replica in where:
         step, apart = reference.step_of(number, replica), len(reference.steps[number])
@@ -74,10 +92,12 @@ class ReferenceModel:
     """A model and its optimizer on one device.
 
     Args:
-        prepared: whose model is trained, by its first objective.
-        example: a batch, for its form.
-        clip_norm, seed: as in training.
-        replica, replicas: of each microbatch, only the samples of this one of so many.
+        prepared: the training, whose model is trained by its first objective.
+        example: a batch in the form of those to come, of any size.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+        seed: of dropout and of all other random numbers.
+        replica: number of the replica whose samples of each microbatch are trained on.
+        replicas: number of replicas that share the samples of each microbatch.
     """
 
     def __init__(
@@ -93,9 +113,11 @@ class ReferenceModel:
         named = named_parameters(prepared.model, [objective.loss])
         self.optimizer = objective.optimizer(list(named))
         self.scheduler = objective.scheduler(self.optimizer) if objective.scheduler else None
+        # The user's optimizer may leave parameters out, which are then neither clipped nor compared.
         taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self.trained_parameters = {name: p for name, p in named if id(p) in taken}
         self.loop = ReferenceLoop(prepared, example, self.trained_parameters, clip_norm, seed, replica, replicas)
+        # In the warm-up steps of local SGD replicas still share gradients: these steps take whole batches.
         self.whole_loop = (
             ReferenceLoop(prepared, example, self.trained_parameters, clip_norm, seed) if replicas > 1 else self.loop
         )
@@ -103,23 +125,35 @@ class ReferenceModel:
         self._model = ModelTensors(prepared.model, [objective.loss], torch.device("cpu"))
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Weights and buffers, by name."""
+        """Return weights and buffers by name, not copied."""
         return {**self._model.parameters(), **self._model.buffers()}
 
     def copy_state(self) -> TrainingState:
-        """A copy of all that the next step begins with."""
+        """Return a copy of the state with which the next step begins."""
         return read_state(self.named_tensors(), self.optimizer, self._names)
 
     def run_passes(
         self, batch: Any, step: int, tolerance: float, tries: Sequence[int] = range(TRIES), together: bool = False
     ) -> tuple[tuple[float, float], dict[str, Tensor], RoundingFloors]:
-        """Leave gradients in the parameters; the loss as (total, count), the gradients, and their floors."""
+        """Run the passes of a step and measure their rounding floors; the gradients stay in the parameters.
+
+        Args:
+            batch: the whole batch of the step.
+            step: number of the step, for its random numbers.
+            tolerance: largest relative error that counts as rounding.
+            tries: numbers of the perturbed passes, which seed them.
+            together: take the whole batch, and not one replica's samples.
+
+        Returns:
+            The loss as (total, count), the gradients by parameter, and the floors.
+        """
         loop = self.whole_loop if together else self.loop
         restore = snapshot_model(loop.modules, loop.loss)
         total, count = loop.backward(batch, step)
         once = self._build_pass(total, count, loop)
 
         def again(attempt: int, permuted: bool) -> MeasuredPass:
+            # A perturbed pass starts where the step did; afterwards the model is again as the true pass left it.
             after = snapshot_model(loop.modules, loop.loss)
             restore()
             nudge_values(loop.modules.parameters(), attempt)
@@ -137,7 +171,7 @@ class ReferenceModel:
         return MeasuredPass(total / count if count else 0.0, gradients, buffers)
 
     def update_weights(self, samples: bool = True) -> None:
-        """The optimizer's step, where there were samples, and the scheduler's."""
+        """Step the optimizer, where there were samples, and the scheduler."""
         if samples:
             self.optimizer.step()
         if self.scheduler is not None:
@@ -148,20 +182,22 @@ Run = Callable[[Sequence[Any], SampleSlice], tuple[Tensor, ...]]
 
 
 class ReferenceLoop:
-    """Forward and backward passes of one worker over whole batches, or a replica's share of them, by microbatches.
+    """Forward and backward passes of one process over whole batches, or over one replica's samples, by microbatches.
 
     Args:
-        prepared: of which it takes the model, the first objective's loss, and the number of microbatches.
-        example: a batch, for its form.
-        optimized: the parameters that the optimizer takes.
-        clip_norm, seed: as in training.
-        replica, replicas: of each microbatch, only the samples of this one of so many; gradients are of their mean.
+        prepared: the training, of which the model, the first objective's loss and the number of microbatches are used.
+        example: a batch in the form of those to come, of any size.
+        optimized: the parameters that the optimizer updates, by name.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+        seed: of dropout and of all other random numbers.
+        replica: number of the replica whose samples of each microbatch are used.
+        replicas: number of replicas that share the samples of each microbatch; gradients are of this one's mean.
 
     Attributes:
-        modules: all that a step may change.
-        loss: the user's.
-        is_eager: whether the model itself is run.
-        can_permute: whether samples may change places: no random number is drawn by where they are.
+        modules: the model and a loss module: all that a step may change.
+        loss: the user's loss function or module.
+        is_eager: whether the model itself is run, and not its captured graph.
+        can_permute: whether samples may be permuted: no random number depends on a sample's place.
     """
 
     def __init__(
@@ -186,7 +222,7 @@ class ReferenceLoop:
         self.can_permute = not self._graph.code.random
 
     def _choose_loss(self, model: nn.Module, loss: Loss, example: Any) -> tuple[Run, bool]:
-        """How a loss is computed, and whether that is by the model itself."""
+        """Return the function that computes the loss, and whether that runs the model itself."""
         leaves, rebuild = flatten(example)
         whole = ModelWithLoss(model, loss, rebuild)
 
@@ -198,12 +234,13 @@ class ReferenceLoop:
                 result: tuple[Tensor, ...] = whole(*leaves)
             return result
 
-        # One device takes the batch as one. Where batch normalization sees a microbatch at a time, or a replica its own
-        # samples alone, there are parts: the model itself cannot be told what the whole batch counts, its graph can.
+        # One device takes the batch whole, unless BatchNorm or random numbers see microbatches, or replicas train on
+        # their own samples. Then a mean over counts needs the counts of the whole batch: only the graph can be given
+        # them, the model itself cannot.
         code = self._graph.code
         if not depends_on_split(code) and self._replicas == 1:
             self._microbatches = 1
-        if code.random:  # which only the graph draws by key
+        if code.random:  # only the graph draws random numbers by key
             return by_graph, False
         if needs_batch_counts(code.fx) and self._microbatches * self._replicas > 1:
             return by_graph, False
@@ -212,10 +249,12 @@ class ReferenceLoop:
         return (by_model, True) if plain else (by_graph, False)
 
     def backward(self, batch: Any, step: int, permuted: int | None = None) -> tuple[float, float]:
-        """Leave the gradients of the mean over a batch in the parameters, clipped; its value, as (total, count).
+        """Leave the clipped gradients of the mean over a batch in the parameters; return the loss as (total, count).
 
         Args:
-            permuted: seed of the order of the samples within their microbatch; None: as they are.
+            batch: the whole batch of a step.
+            step: number of the step, for its random numbers.
+            permuted: seed of a permutation of the samples within their microbatch; None: as they are.
         """
         self.modules.zero_grad()
         sums = self._accumulate_gradients(batch, step, permuted)
@@ -224,11 +263,11 @@ class ReferenceLoop:
         return sums
 
     def count_samples(self, batch: Any) -> int:
-        """How many samples of a batch are in hand."""
+        """Return how many samples of a batch this replica trains on."""
         return sum(stop - start for _, start, stop in self._local_ranges(sample_count(flatten(batch)[0])))
 
     def _local_ranges(self, samples: int) -> list[tuple[int, int, int]]:
-        """The samples in hand of every microbatch that has any: its number, the first and the end."""
+        """Return (microbatch, first, end) of this replica's samples, for every microbatch in which it has any."""
         found = []
         for microbatch, (begin, end) in enumerate(
             split_bounds(samples, count_parts(samples, self._microbatches, self._min_samples))
@@ -261,6 +300,8 @@ class ReferenceLoop:
                     f"one worker fails on microbatch {microbatch}, {stop - start} of the {samples} samples of step "
                     f"{step}'s batch: {type(error).__name__}: {why}"
                 ) from error
+            # A mean is weighted by its part of the samples now. The totals of polylane.Mean are summed as they are, and
+            # divided by the total count after the last microbatch.
             if self._graph.loss_is_mean:
                 (result[0] * ((stop - start) / own)).backward()
                 total, count = total + result[0].item() * (stop - start), count + (stop - start)
@@ -273,12 +314,12 @@ class ReferenceLoop:
         return total, count
 
     def named_gradients(self) -> dict[str, Tensor]:
-        """Of the parameters that are optimized and have one."""
+        """Return the gradients of the optimized parameters that have one."""
         return {name: p.grad for name, p in self._optimized.items() if p.grad is not None}
 
 
 def _shuffle_samples(leaves: Sequence[Any], samples: int, seed: int | None) -> Sequence[Any]:
-    """The samples in another order; leaves of the batch as a whole stay as they are."""
+    """Return a microbatch with its samples permuted; leaves that have no row for each sample stay as they are."""
     if seed is None or samples == 1:
         return leaves
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
@@ -286,7 +327,7 @@ def _shuffle_samples(leaves: Sequence[Any], samples: int, seed: int | None) -> S
 
 
 def _runs_in_float64(modules: nn.Module, loss: Loss, run: Callable[[], Any]) -> bool:
-    """Whether the model itself runs in float64: some of its kernels, unlike a graph's, may not."""
+    """Return whether the model itself runs in float64: some of its kernels, unlike those of its graph, may not."""
     restore = snapshot_model(modules, loss)
     try:
         with torch.no_grad():

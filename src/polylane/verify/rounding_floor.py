@@ -1,8 +1,8 @@
-"""What rounding can make of a step: one device is run again with its sums in another order, and held against itself.
+"""Rounding floors: how far one device is from itself when it computes a step again with its sums in another order.
 
 A key's bias before softmax and a bias before BatchNorm change no loss: their gradients are zero, and what is computed
-is the rounding of sums, another number in every order of summation. The mean of what is normalized already is zero in
-the same way. How large such numbers may be is measured, not assumed.
+is the rounding of sums, another number in every order of summation. The mean of values that are normalized already is
+zero in the same way. How large such numbers may be is measured, not assumed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from polylane.graph.rounding_noise import TRIES, max_magnitude, rounding_floor
 from polylane.verify.relative_error import divide_by_scale
 
-TRIES_MORE = 16  # where an error is found that rounding might have made
+TRIES_MORE = 16  # tries of a step in which a difference was found that may be rounding
 
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """What a forward and backward pass over a batch gives.
+    """The results of a forward and backward pass over a batch.
 
     Attributes:
-        loss: its mean over the batch.
-        gradients: as the optimizer takes them, by parameter.
-        buffers: after the pass, by name.
+        loss: mean over the batch's samples.
+        gradients: as the optimizer gets them (clipped), by parameter.
+        buffers: values after the pass, by name.
     """
 
     loss: float
@@ -35,11 +35,12 @@ class MeasuredPass:
 
 @dataclass(frozen=True)
 class RoundingFloors:
-    """How far one device's pass is from itself, where its sums are rounded otherwise: absolute, at most.
+    """Largest absolute differences between passes of one device whose sums are rounded in different ways.
 
     Attributes:
-        loss: of the loss.
-        gradients, buffers: by name; 0 where nothing is told.
+        loss: floor of the batch's mean loss.
+        gradients: floors of gradients by parameter; a name that is missing has floor 0.
+        buffers: floors of buffers by name; a name that is missing has floor 0.
     """
 
     loss: float = 0.0
@@ -47,7 +48,7 @@ class RoundingFloors:
     buffers: Mapping[str, float] = field(default_factory=dict)
 
     def elementwise_max(self, other: RoundingFloors) -> RoundingFloors:
-        """The larger of both, everywhere."""
+        """Return floors that are everywhere the larger ones of both."""
         return RoundingFloors(
             max(self.loss, other.loss),
             _merge_larger(self.gradients, other.gradients),
@@ -59,28 +60,30 @@ def _merge_larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, f
     return {name: max(a.get(name, 0.0), b.get(name, 0.0)) for name in a.keys() | b.keys()}
 
 
-# Computes a pass again from the same state; takes the number of the try, and whether samples change places.
+# Computes a pass again from the same state; takes the number of the try, and whether samples are permuted.
 Again = Callable[[int, bool], MeasuredPass]
 
 
 def measure_floors(
     once: MeasuredPass, again: Again, tolerance: float, permutes: bool, tries: Sequence[int] = range(TRIES)
 ) -> RoundingFloors:
-    """The largest difference over some tries, for the loss and every gradient and buffer.
+    """Return the largest difference over some tries, for the loss and every gradient and buffer.
 
     In each try weights are moved by one unit in the last place (:func:`polylane.graph.rounding_noise.nudge_values`)
-    and, where that is the same function, samples change places within their microbatches.
+    and, where that is the same function, samples are permuted within their microbatches.
 
     Args:
-        once: what the reference computed.
-        again: computes it once more.
-        tolerance: of the proof.
-        permutes: whether a sample's place may be without meaning: no random number is drawn by it.
-        tries: their numbers.
+        once: the pass that the reference computed.
+        again: computes it once more, with other rounding.
+        tolerance: largest relative error that counts as rounding.
+        permutes: whether samples may be permuted: no random number depends on a sample's place.
+        tries: numbers of the tries, which seed the changes.
     """
     floors = RoundingFloors()
     for attempt in tries:
         other = again(attempt, permutes)
+        # A loss may depend on the order of its samples (position-dependent targets): its floors are then measured
+        # without permutations, or they would hide errors.
         if permutes and not _same_function(once, other, tolerance):
             permutes, other = False, again(attempt, False)
         floors = floors.elementwise_max(_floors_between(once, other))
@@ -88,7 +91,7 @@ def measure_floors(
 
 
 def _same_function(once: MeasuredPass, other: MeasuredPass, tolerance: float) -> bool:
-    """Whether samples that change places leave the loss and the gradient, taken as one vector, as they are."""
+    """Return whether permuted samples leave the loss and the gradient, taken as one vector, as they are."""
     largest = max(map(max_magnitude, once.gradients.values()), default=0.0)
     found = _floors_between(once, other)
     differences = (
@@ -101,7 +104,7 @@ def _same_function(once: MeasuredPass, other: MeasuredPass, tolerance: float) ->
 def _floors_between(once: MeasuredPass, other: MeasuredPass) -> RoundingFloors:
     loss = abs(once.loss - other.loss)
     return RoundingFloors(
-        loss if loss == loss else 0.0,
+        loss if loss == loss else 0.0,  # a NaN is no floor: it would excuse every difference
         _tensor_distances(once.gradients, other.gradients),
         _tensor_distances(once.buffers, other.buffers),
     )

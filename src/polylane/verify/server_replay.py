@@ -1,4 +1,4 @@
-"""What parameter servers recorded, done again in one process, update by update, without any of their code."""
+"""Replay of asynchronous parameter servers: their recorded updates again, in one process, without any of their code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.verify.local_sgd_reference import ReferenceReplica
 from polylane.verify.record import ReferenceRun
 
-_Step = tuple[int, int]  # replica, and its step
+_Step = tuple[int, int]  # number of the replica, and of its step
 
 
 def replay_updates(
@@ -27,17 +27,18 @@ def replay_updates(
     clip_norm: float | None = None,
     seed: int = 0,
 ) -> ReferenceRun:
-    """Train again as asynchronous servers did: from the same start, every gradient at the weights that it was taken at.
+    """Train again as asynchronous servers did: from the same weights, each gradient at the weights that it had read.
 
     Args:
-        prepared: the training; its model is left as it is.
-        batches: whole batches, one a step.
-        orders: of every server, its updates, as :meth:`polylane.runtime.job.Job.updates` tells.
-        clip_norm, seed: as in training.
+        prepared: the training; its model is not changed.
+        batches: whole batches, one for each step.
+        orders: the updates of each server, as :meth:`polylane.runtime.job.Job.updates` returns them.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+        seed: of dropout and of all other random numbers.
 
     Returns:
-        Of every step the loss over all replicas, each at the weights that it had read; the gradients of the first
-        replica's first step; weights and buffers after the last update, running statistics being the replicas' means.
+        The loss of each step over all replicas, each at the weights that it had read; the gradients of the first
+        replica's first step; weights and buffers after the last update, with running statistics as the replicas' means.
 
     Raises:
         ValueError: no training can have had this order.
@@ -56,6 +57,8 @@ def replay_updates(
     ]
     losses: dict[_Step, tuple[float, float]] = {}
     gradients: dict[_Step, dict[str, Tensor]] = {}
+    # Every server repeats its own updates in order. The gradients of a replica's step need the weights that it had read
+    # of all servers, so that a server waits here until the others have come to those versions.
     while any(server.next_update for server in servers):
         before = sum(server.version for server in servers)
         for server in servers:
@@ -75,7 +78,7 @@ def replay_updates(
 
 
 def _versions_read(orders: Sequence[Sequence[ServerUpdate]]) -> dict[_Step, list[int]]:
-    """The versions of every server's weights at which each replica's step was taken."""
+    """Return, for each replica's step, the version of every server's weights that it had read."""
     found: dict[_Step, list[int]] = {}
     for number, order in enumerate(orders):
         for update in order:
@@ -84,7 +87,10 @@ def _versions_read(orders: Sequence[Sequence[ServerUpdate]]) -> dict[_Step, list
 
 
 class _ReplayedServer:
-    """One server's weights: a copy of the model of which it trains its share."""
+    """One server's weights: a copy of the model, of which the server's own parameters are trained.
+
+    Only the versions that some replica has read are kept.
+    """
 
     def __init__(
         self, prepared: CompiledTraining, share: Sequence[str], order: Sequence[ServerUpdate], read: set[int]
@@ -101,11 +107,15 @@ class _ReplayedServer:
 
     @property
     def next_update(self) -> ServerUpdate | None:
-        """Its next update."""
+        """The next recorded update, None after the last one."""
         return self._updates[self.version] if self.version < len(self._updates) else None
 
     def apply_update(self, update: ServerUpdate, gradients: Mapping[str, Tensor]) -> None:
-        """Make an update."""
+        """Apply one recorded update with these gradients.
+
+        Raises:
+            ValueError: the record numbers this update otherwise.
+        """
         for name, parameter in self.trained_parameters.items():
             parameter.grad = gradients.get(name)
         self._optimizer.step()
@@ -128,7 +138,7 @@ def _take_gradients(
     update: ServerUpdate,
     batches: Sequence[Any],
 ) -> tuple[tuple[float, float], dict[str, Tensor]]:
-    """The loss and the gradients of one replica's step, at the weights that it had read."""
+    """Return the loss and the gradients of one replica's step, at the weights that it had read."""
     replica = replicas[update.replica]
     with torch.no_grad():
         for server, version in zip(servers, read, strict=True):
@@ -144,6 +154,7 @@ def _assemble_state(
     servers: Sequence[_ReplayedServer],
     batches: Sequence[Any],
 ) -> dict[str, Tensor]:
+    # Trained parameters are the servers'; running statistics are averaged by samples; the rest is replica 0's.
     seen = [sum(replica.loop.count_samples(batch) for batch in batches) for replica in replicas]
     every = [replica.model.state_dict() for replica in replicas]
     means = {

@@ -1,9 +1,9 @@
-"""A plan's training step by step, each from the reference's state: how far every worker is from the reference.
+"""Stepwise comparison: a plan trains each step from the reference's state, and every worker measures its distance.
 
-Before a step every worker takes over its part of the weights, buffers and optimizer state that the reference had, so
-that rounding does not grow over steps. Its optimizer is given the reference's gradient in the place of its own, which
-has been compared by then: the update is that of the same gradient. Nothing is taken over before the first step: workers
-must begin alike by themselves.
+Before a step every worker loads its part of the reference's weights, buffers and optimizer state, so that rounding does
+not grow over the steps. Its optimizer gets the reference's gradient in the place of its own, once that has been
+compared: the update is then one of the same gradient. Nothing is loaded before the first step: workers must start from
+equal weights by themselves.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class ComparedKind(StrEnum):
     """What of a step is compared."""
 
     GRADIENT = "gradient"  # as the plan computed it, reduced and clipped
-    VALUE = "value"  # of a weight after its update, of a buffer after the pass
-    UPDATE = "update"  # of a weight after its update, before replicas that go apart agree on another one
-    MEMORY = "memory"  # of the optimizer
+    VALUE = "value"  # a weight after its update, a buffer after the pass
+    UPDATE = "update"  # a weight after its update, before replicas with weights of their own average them
+    MEMORY = "memory"  # an entry of the optimizer's state
 
 
-What = tuple[ComparedKind, str, str]  # of which parameter or buffer, and which entry of an optimizer's state
+What = tuple[ComparedKind, str, str]  # kind, parameter or buffer, key in the optimizer's state ("" for other kinds)
 
 
 @dataclass
 class Distances:
-    """How far one worker is from the reference, absolute.
+    """Absolute differences between one worker and the reference.
 
     Attributes:
-        replica: whose reference it was held against.
+        replica: the replica of the reference that the worker is compared with.
         losses: (total, count) of every step.
-        steps: of every step, the largest difference of everything that is compared.
-        state: of the whole model's weights and buffers after the last step, at the worker that has them.
+        steps: for each step, the largest difference of each compared quantity.
+        state: differences of the whole model's weights and buffers after the last step, by name; on rank 0 alone.
     """
 
     replica: int
@@ -55,17 +55,19 @@ class Distances:
     state: dict[str, float] = field(default_factory=dict)
 
     def record_distance(self, step: int, what: What, distance: float) -> None:
-        """Keep the largest."""
+        """Keep the largest distance of a quantity in a step."""
         seen = self.steps[step]
         seen[what] = max(seen.get(what, 0.0), distance)
 
 
 class WorkerParts:
-    """What a worker has of whole tensors, as its passes see them and as it updates them.
+    """Which part of a whole tensor a worker holds: for its passes, and for its optimizer.
+
+    The two differ under ZeRO-1 and -2 (whole weights, a shard of the optimizer's state) and on parameter servers.
 
     Args:
-        job: the worker's.
-        prepared: the training.
+        job: the worker's part in the training.
+        prepared: the training, compiled for the plan.
     """
 
     def __init__(self, job: Job, prepared: CompiledTraining) -> None:
@@ -76,24 +78,28 @@ class WorkerParts:
         self._shard_spec = ShardSpec(prepared, stage, plan.coordinates(rank)) if rank < plan.workers else None
 
     def local_part(self, name: str, whole: Tensor) -> Tensor | None:
-        """Of what it keeps up to date."""
+        """Return the part of a weight or buffer that this worker keeps up to date, None for none of it."""
         if self._shard_spec is None:
             return whole
         own = self._shard_spec.local_shard(name, whole)
         return self._job.shard_of(name, own) if self._keeps_only_shards else own
 
     def optimizer_part(self, name: str, whole: Tensor) -> Tensor | None:
-        """Of what its optimizer has; a parameter server has all of it."""
+        """Return the part of a parameter that this worker's optimizer updates; a parameter server has all of it."""
         if self._is_server or self._shard_spec is None:
             return whole
         return self._job.shard_of(name, self._shard_spec.local_shard(name, whole))
 
 
 def train_stepwise(job: Job, prepared: CompiledTraining, batches: Sequence[Any], reference: ReferenceRun) -> Distances:
-    """One worker's part of a training, each step from the reference's state."""
+    """Train one worker's part, each step from the reference's state, and return its distances.
+
+    Called on every process of the plan, parameter servers included, for the barriers in it are collective.
+    """
     plan, rank = prepared.plan, job.world.rank
     replica = plan.stage_and_replica(rank)[1] if rank < plan.workers else 0
     parts, found = WorkerParts(job, prepared), Distances(replica)
+    # Gradients can be compared only where they are complete, reduced and clipped: at the optimizer's step itself.
     for each in job.stepping():
         _compare_before_step(each, reference, parts, found)
     for number, batch in enumerate(batches):
@@ -101,10 +107,13 @@ def train_stepwise(job: Job, prepared: CompiledTraining, batches: Sequence[Any],
         step = reference.step_of(number, replica)
         if number:
             _load_reference_state(job, step, parts)
-        job.gathered(None)  # all begin, servers too
+        # A barrier: a server must not get gradients before it has loaded the reference's state.
+        job.gathered(None)
         found.losses.append(job.step(batch).sums)
         gradients = job.whole_gradients()
-        job.gathered(None)  # all have ended
+        # A barrier: a server's weights are compared below, after its last update of this step.
+        job.gathered(None)
+        # Rank 0 alone receives whole gradients; parameters without a gradient on either side are found here.
         if rank == 0:
             for name, distance in _gradient_distances(reference.step_of(number, 0).gradients, gradients):
                 found.record_distance(number, (ComparedKind.GRADIENT, name, ""), distance)
@@ -133,7 +142,10 @@ def _load_reference_state(job: Job, step: ReferenceStep, parts: WorkerParts) -> 
 def _gradient_distances(
     expected: Mapping[str, Tensor], got: Mapping[str, Tensor | None]
 ) -> Iterator[tuple[str, float]]:
-    """How far whole gradients are apart; none is as good as zero, for the update tells them apart."""
+    """Yield how far whole gradients are from the expected ones, by name; a missing gradient counts as zero.
+
+    Where None and zero lead to different updates (weight decay), the comparison of updates finds it.
+    """
     for name in expected.keys() | got.keys():
         own, other = expected.get(name), got.get(name)
         like = own if own is not None else other
@@ -143,7 +155,7 @@ def _gradient_distances(
 
 
 def _compare_before_step(each: LocalOptimizer, reference: ReferenceRun, parts: WorkerParts, found: Distances) -> None:
-    """Compare the gradients that an optimizer is to take, and let it take the reference's."""
+    """Wrap an optimizer's step: compare the gradients that it is to use, and give it the reference's instead."""
     plain = each.optimizer.step
 
     @functools.wraps(plain)
@@ -171,11 +183,12 @@ def _compare_before_step(each: LocalOptimizer, reference: ReferenceRun, parts: W
                 )
         return result
 
-    each.optimizer.step = step  # type: ignore[method-assign]  # its hooks are not there where it calls no base class
+    # Torch's step hooks would not do: an optimizer of the user's own need not call the base class that has them.
+    each.optimizer.step = step  # type: ignore[method-assign]
 
 
 class _SubstituteGradients:
-    """For a while, an optimizer's parameters have other gradients, where they have any; then their own again."""
+    """Context manager: give an optimizer's parameters other gradients, where they have any, and restore their own."""
 
     def __init__(self, each: LocalOptimizer, instead: Callable[[str], Tensor | None]) -> None:
         self._each, self._instead = each, instead
@@ -186,6 +199,7 @@ class _SubstituteGradients:
             gradient = parameter.grad
             other = None if gradient is None else self._instead(name)
             if gradient is not None and other is not None:
+                # In place, since under ZeRO a gradient may be a view of a larger tensor.
                 self._own.append((gradient, gradient.clone()))
                 gradient.copy_(other.view(gradient.shape))
 

@@ -1,4 +1,4 @@
-"""The state before a step: weights, buffers and an optimizer's memory, by name; read, put elsewhere, and compared."""
+"""Training state: weights, buffers and optimizer state by name; copied, written into a worker's parts, and compared."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from polylane.graph.rounding_noise import max_difference, max_magnitude
 
-# What a worker has of a tensor in the shape of a whole parameter or buffer, by its name; None for nothing of it.
+# (name, whole tensor) -> the part that a worker has of this parameter or buffer; None where it has none of it.
 Cut = Callable[[str, Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """What one optimizer remembers.
+    """The state of one optimizer.
 
     Attributes:
-        entries: by the parameter's name and the optimizer's own: tensors, numbers, or containers of them.
-        options: of every group, those that are numbers: a rate that a scheduler sets, or that was adapted.
+        entries: by parameter name, then by the optimizer's own key: tensors, numbers, or containers of them.
+        options: for each parameter group, its options that are numbers, such as a learning rate.
     """
 
     entries: Mapping[str, Mapping[str, Any]]
@@ -35,7 +35,7 @@ class TrainingState:
 
     Attributes:
         tensors: weights and buffers by name, those of a loss module under "loss.".
-        memories: of the optimizer and of those that it is made around.
+        memories: the state of the optimizer, and of optimizers that it wraps.
     """
 
     tensors: Mapping[str, Tensor]
@@ -45,7 +45,13 @@ class TrainingState:
 def read_state(
     tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> TrainingState:
-    """A copy of the state; ``names`` are those of parameters, by their identity."""
+    """Return a copy of the state.
+
+    Args:
+        tensors: weights and buffers by name.
+        optimizer: the optimizer of these weights.
+        names: parameter names by ``id`` of the parameter.
+    """
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     return TrainingState(copies, [_read_memory(each, names) for each in _find_optimizers(optimizer)])
 
@@ -56,7 +62,7 @@ def _read_memory(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
 
 
 def _find_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """An optimizer and those that it is made around."""
+    """Return an optimizer and those that it wraps (in its attributes, or in lists of them)."""
     found = [optimizer]
     for each in found:
         for value in vars(each).values():
@@ -86,11 +92,12 @@ def _copy_value(value: Any) -> Any:
 
 
 def write_tensors(state: TrainingState, held: Mapping[str, Tensor], cut: Cut) -> None:
-    """Give weights and buffers their values, in place: whoever looks at them sees them.
+    """Copy a state into weights and buffers, in place, so that all that share their memory see it.
 
     Args:
-        held: of this worker, or its parts of them.
-        cut: what it has of a whole.
+        state: weights and buffers of the whole model.
+        held: this worker's weights and buffers, or its parts of them, by name.
+        cut: gives the part of a whole tensor that this worker has.
     """
     with torch.no_grad():
         for name, tensor in held.items():
@@ -100,7 +107,7 @@ def write_tensors(state: TrainingState, held: Mapping[str, Tensor], cut: Cut) ->
 
 
 def tensor_differences(state: TrainingState, held: Mapping[str, Tensor], cut: Cut) -> Iterator[tuple[str, float]]:
-    """How far weights and buffers are from what they should be: name, largest difference."""
+    """Yield how far weights and buffers are from the expected ones: name, largest difference."""
     for name, tensor in held.items():
         own = cut(name, state.tensors[name])
         if own is not None:
@@ -110,13 +117,21 @@ def tensor_differences(state: TrainingState, held: Mapping[str, Tensor], cut: Cu
 def write_memory(
     state: TrainingState, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], cut: Cut
 ) -> None:
-    """Give an optimizer the memory of another one, made by the same function, as far as it can be seen."""
+    """Copy a state into an optimizer of the same type, as far as it is in ``state`` and in group options.
+
+    Args:
+        state: the state of the whole model that is copied.
+        optimizer: this worker's optimizer, and through it those that it wraps.
+        parameters: the worker's parameters, or parts of them, by the model's names.
+        cut: gives the part of a whole tensor that this worker has.
+    """
     for each, memory in zip(_find_optimizers(optimizer), state.memories, strict=True):
         taken = {id(p) for group in each.param_groups for p in group["params"]}
         for name, parameter in parameters.items():
             if name in memory.entries:
                 fit = _make_fit(cut, name, state.tensors[name].shape)
                 each.state[parameter] = _fit_value(each.state.get(parameter, {}), memory.entries[name], fit)
+            # The reference has no state for this parameter (it got no gradient yet), so that the worker must have none.
             elif id(parameter) in taken:
                 each.state.pop(parameter, None)
         for group, options in zip(each.param_groups, memory.options, strict=True):
@@ -125,11 +140,13 @@ def write_memory(
 
 
 def _make_fit(cut: Cut, name: str, shape: Sequence[int]) -> Callable[[Tensor], Tensor | None]:
+    # State in the parameter's shape is cut like the parameter; other entries (step counts, factored moments) stay
+    # whole.
     return lambda tensor: cut(name, tensor) if tensor.shape == torch.Size(shape) else tensor
 
 
 def _fit_value(own: Any, value: Any, fit: Callable[[Tensor], Tensor | None]) -> Any:
-    """A copy of ``value`` for this worker; in the place of what it has, where that is a tensor of the same shape."""
+    """Return a copy of ``value`` for this worker, written into its own tensor where that has the same shape."""
     if isinstance(value, Tensor):
         mine = fit(value)
         if mine is None:
@@ -150,9 +167,15 @@ def _fit_value(own: Any, value: Any, fit: Callable[[Tensor], Tensor | None]) -> 
 def memory_differences(
     state: TrainingState, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], cut: Cut
 ) -> Iterator[tuple[str, str, float]]:
-    """How far an optimizer's memory is from what it should be: parameter, entry, largest difference.
+    """Yield how far an optimizer's state is from the expected one: parameter, entry, largest difference.
 
-    Options of groups are told under the parameter "".
+    Options of parameter groups come under the parameter "".
+
+    Args:
+        state: the state of the whole model that is expected.
+        optimizer: this worker's optimizer, and through it those that it wraps.
+        parameters: the worker's parameters, or parts of them, by the model's names.
+        cut: gives the part of a whole tensor that this worker has.
     """
     for each, memory in zip(_find_optimizers(optimizer), state.memories, strict=True):
         for name, parameter in parameters.items():
@@ -186,7 +209,7 @@ def _value_difference(expected: Any, own: Any, fit: Callable[[Tensor], Tensor | 
 
 
 def measure_memory_sizes(*states: TrainingState) -> dict[tuple[str, str], float]:
-    """The largest number of every entry over some states, by parameter and entry; of options under the parameter ""."""
+    """Return the largest number of every entry over some states, by parameter ("" for options) and key."""
     found: dict[tuple[str, str], float] = {}
     for memory in (memory for state in states for memory in state.memories):
         rows = [*memory.entries.items(), *(("", options) for options in memory.options)]

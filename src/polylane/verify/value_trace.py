@@ -1,4 +1,4 @@
-"""A pass by a plan in which every worker keeps all its values, or their gradients: to find where two runs part ways."""
+"""Value trace: a pass by a plan in which every worker keeps all its values or their gradients, to find a difference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ from polylane.runtime.workers.world import World
 
 @dataclass
 class ValueTrace:
-    """One worker's values of a pass: (microbatch, node name) -> value, or its gradient."""
+    """One worker's values of a pass.
+
+    Attributes:
+        stage: number of the worker's stage.
+        replica: number of the worker's replica; 0 where replicas split operators as the axis "data" of a mesh.
+        coordinates: place in the stage's mesh, by axis.
+        values: (microbatch, node name) -> the value, or its gradient.
+        weights: microbatch -> 1, or 0 where the worker computed on a padding sample, which does not count.
+        samples: microbatch -> the number of samples that were computed on.
+    """
 
     stage: int
     replica: int
@@ -34,28 +43,28 @@ class ValueTrace:
 
 
 class ForwardValues:
-    """Keeps the values of a pass by node name."""
+    """Callback that keeps the values of a forward pass by node name."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
 
     def __call__(self, name: str, value: Tensor) -> None:
-        """Keep one as it is now: somebody may write to it."""
+        """Keep a copy of a value as it is now, since a later operator may write to it."""
         self.values[name] = value.detach().clone()
 
 
 class BackwardGradients:
-    """Keeps what a backward pass finds for the values of a forward pass, by node name.
+    """Callback that keeps the gradients of a forward pass's values by node name.
 
-    Where an operator gives the very tensor that it was given, the two have one gradient, which is kept for the first.
+    Where an operator returns its own input, both nodes have one gradient, which is kept for the first.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
-        self._watched_values: dict[int, Tensor] = {}  # by identity, which they keep as long as they are here
+        self._watched_values: dict[int, Tensor] = {}  # by id, which nothing else gets while the tensor is kept here
 
     def __call__(self, name: str, value: Tensor) -> None:
-        """Watch for the gradient of one."""
+        """Register a hook for the gradient of a value."""
         if not value.requires_grad or id(value) in self._watched_values:
             return
 
@@ -68,7 +77,7 @@ class BackwardGradients:
 
 @dataclass
 class _TracingRunner(StageRunner):
-    """Runs a stage node by node and keeps every value; where there is a backward pass, its gradient."""
+    """Stage runner that runs node by node and keeps every value, or in a backward pass every value's gradient."""
 
     trace: ValueTrace = field(kw_only=True)
     backward_gradients: dict[int, BackwardGradients] = field(default_factory=dict)
@@ -76,7 +85,6 @@ class _TracingRunner(StageRunner):
     def forward(
         self, microbatch: int, values: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice
     ) -> LiveMicrobatch:
-        """As the stage's own, one node at a time."""
         self.trace.weights[microbatch], self.trace.samples[microbatch] = part.weight, part.samples
         backward = torch.is_grad_enabled()
         inputs = {
@@ -93,7 +101,6 @@ class _TracingRunner(StageRunner):
         return live
 
     def backward(self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
-        """As the stage's own."""
         result = super().backward(microbatch, gradients, seed)
         self._keep_values(microbatch, self.backward_gradients.pop(microbatch).values)
         return result
@@ -105,12 +112,15 @@ class _TracingRunner(StageRunner):
 def trace_pass(
     prepared: CompiledTraining, world: World, batch: Any, seed: int, step: int = 0, backward: bool = False
 ) -> ValueTrace:
-    """A pass in training mode over one whole batch, that of a step, on every worker of the plan.
+    """Run a pass in training mode over one whole batch and return this worker's values; called on every worker.
 
     Args:
-        prepared, world: of this worker.
-        batch, seed, step: of which step.
-        backward: gradients of values are kept instead of values; those of parameters are summed, and not used.
+        prepared: the training, compiled for the plan.
+        world: the process group of all workers.
+        batch: the whole batch of the step.
+        seed: of dropout and of all other random numbers.
+        step: number of the step, for its random numbers.
+        backward: keep the gradients of values instead of values; those of parameters are summed, and not used.
     """
     role = TrainingRole(prepared, world, example=batch, seed=seed)
     partition, plan = prepared.main_partition, prepared.plan
@@ -131,6 +141,7 @@ def trace_pass(
         runner.autocast,
         runner.local_code,
     )
+    # The same stage code on the same tensors, so that what is traced is what training runs.
     worker.runner = _TracingRunner(*same, codes=runner.codes, trace=own)
     with torch.set_grad_enabled(backward), allow_own_calls():
         worker.run(whole, step, seed, lambda state: None)

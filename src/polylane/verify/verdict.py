@@ -1,4 +1,4 @@
-"""Verdicts: what a proof found, tensor by tensor, and as a whole."""
+"""Verdicts: the outcome of an equivalence check, for each tensor and as a whole."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from polylane.verify.record import ReferenceRun
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one tensor is from the reference.
+    """How far one tensor of the plan is from the reference.
 
     Attributes:
-        name: the parameter or buffer.
+        name: name of the parameter or buffer.
         gradient: worst relative error of its gradient in any step, None where it has none.
         value: worst relative error of the tensor itself after any step, each begun where the reference began it.
-        memory: worst relative error of its optimizer's state after any step, None where it has none.
+        memory: worst relative error of its optimizer state after any step, None where it has none.
     """
 
     name: str
@@ -28,20 +28,20 @@ class Deviation:
 
     @property
     def worst(self) -> float:
-        """The largest; nan counts as inf."""
+        """The largest of the three errors; NaN counts as infinity."""
         return max(map(nan_last, (self.value, self.gradient or 0.0, self.memory or 0.0)))
 
 
 @dataclass(frozen=True)
 class FreeRunDeviation:
-    """All steps run once more, each from where the plan's own last one had ended. Told, not judged.
+    """How far a free run, in which each step starts from the plan's own state, ends from the reference: not judged.
 
-    What an optimizer makes of gradients that are zero but for rounding goes on from step to step here.
+    An optimizer may turn gradients that are zero but for rounding into updates, which add up from step to step here.
 
     Attributes:
         loss_error: worst relative error of a loss.
         worst: largest error of a weight or buffer after the last step, relative to its own size.
-        name: of that weight or buffer; "" where there is no difference.
+        name: name of that weight or buffer; "" where there is no difference.
     """
 
     loss_error: float
@@ -51,22 +51,27 @@ class FreeRunDeviation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a proof.
+    """The outcome of an equivalence check.
 
     Attributes:
-        passed: whether everything agrees to ``tolerance``.
-        reference: what the plan was held against.
-        losses: per step (reference, plan).
+        passed: whether all errors are within ``tolerance`` and all replicas hold the same bits.
+        plan: the plan in one line.
+        workers: processes of the plan, parameter servers of their own included.
+        steps: optimizer steps that were trained and compared.
+        tolerance: largest relative error that counts as rounding.
+        reference: description of the training that the plan is compared with.
+        losses: (reference, plan) for each step.
         loss_error: worst relative error of a loss.
-        deviations: per parameter and buffer, in the model's order.
+        deviations: one for each parameter and buffer, in the model's order.
         worst: the largest relative error of all.
         replicas_equal: whether all workers that hold a weight or buffer hold the same bits.
-        culprit: where the two part ways: the first node in graph order whose value differs, or a sentence; or None.
-        undetermined: gradients and buffers that are rounding and nothing else: the reference itself, with its sums in
-            another order, does not find them again. They are neither equal nor unequal, unless the plan's are far
-            outside of what rounding makes of them.
-        free: the steps run freely, or None where that is what was judged.
-        rule: by which replicas agree, where that is not the numbers of one device: the reference follows it as well.
+        culprit: where the two first differ: the first node in graph order whose value differs, or a sentence; or None.
+        undetermined: gradients and buffers that are nothing but rounding: the reference itself computes others when its
+            sums are in another order. They count neither as equal nor as unequal, unless the plan's are far larger than
+            what rounding explains.
+        free: the free run, or None where a free run is what was judged.
+        rule: the synchronization options, where these do not give the numbers of one device (local SGD, asynchronous
+            servers) and the reference follows them as well; else "".
     """
 
     passed: bool
@@ -86,13 +91,25 @@ class Verdict:
     rule: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return the verdict as plain data, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a proof came to; see :class:`Verdict`."""
+    """What an equivalence check computed, from which its :class:`Verdict` is made.
+
+    Attributes:
+        reference: the losses, gradients and states of the reference.
+        losses: the plan's, one for each step.
+        loss_error: worst relative error of a loss.
+        deviations: one for each parameter and buffer, in the model's order.
+        held: for each worker, digests of its local weights and buffers, by name and part.
+        worst: the largest relative error of all.
+        culprit: where the two first differ, None where they do not.
+        undetermined: gradients and buffers that are nothing but rounding.
+        free: the free run, or None where a free run is what was judged.
+    """
 
     reference: ReferenceRun
     losses: Sequence[float]
@@ -106,5 +123,5 @@ class Comparison:
 
 
 def nan_last(error: float) -> float:
-    """For the largest of errors, of which nan is the worst."""
+    """Return an error for use in ``max``: NaN, which compares with nothing, becomes infinity."""
     return error if error == error else math.inf

@@ -1,4 +1,12 @@
-"""The same numbers as one device? The reference in one process against the plan on its workers, in float64."""
+"""Equivalence check: the same training in one process and by the plan on its workers, in float64, then compared.
+
+Both sides run in forked processes, so that the caller's model stays as it is. There are two ways to compare:
+
+* step by step, for all plans but asynchronous parameter servers: each step starts on both sides from the reference's
+  state, and the gradients, weights, buffers and optimizer states of each step are compared;
+* by replay, for asynchronous parameter servers: the plan trains first, for only its servers know the order of the
+  updates, and one process then repeats the recorded updates.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +48,7 @@ from polylane.verify.wrong_step import wrong_in_state, wrong_in_step, wrong_of_r
 
 __all__ = ["TOLERANCE", "Deviation", "FreeRunDeviation", "Verdict", "batch_in_float64", "verify", "verify_compiled"]
 
+# Largest relative error that counts as rounding, in float64.
 TOLERANCE = 1e-9
 
 _T = TypeVar("_T")
@@ -59,22 +68,23 @@ def verify(
     """Train on ``batches`` twice, on one worker and by the plan, in float64, and compare.
 
     Args:
-        model: is copied, not changed.
-        objective: loss, optimizer and scheduler.
-        batches: whole batches, one a step.
+        model: the model to be trained; it is copied, not changed.
+        objective: the loss with its optimizer and scheduler; a loss that is a module is copied.
+        batches: whole (global) batches, one for each step.
         plan: how the training is split; its workers are forked here.
-        clip_norm, seed: as in training.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+        seed: of dropout and of all other random numbers, the same on both sides.
         tolerance: largest relative error that counts as rounding.
         init: fills the tensors that a module itself owns, for a model on the meta device.
 
     Raises:
-        PolylaneError: the plan does not fit the model.
-        WorkerFailed: a worker raised.
+        PolylaneError: there are no batches, the plan does not fit the model, or the model does not run in float64.
+        WorkerFailed: an exception ended one of the forked workers.
     """
     if not batches:
         raise PolylaneError("there is no batch to verify with")
     model, objective = copied_module(model), objective_in_float64(objective)
-    if is_on_meta(model):  # a proof holds it against the whole
+    if is_on_meta(model):  # the reference trains all weights in one process
         materialize(model, init, seed, torch.device("cpu"), lambda name, whole: whole)
     model = to_float64(model)
     example = batch_in_float64(batches[0])
@@ -91,17 +101,18 @@ def verify_compiled(
     seed: int = 0,
     tolerance: float = TOLERANCE,
 ) -> Verdict:
-    """As :func:`verify`, for a training that is prepared already, in float64; its model is left as it was."""
+    """Compare as :func:`verify` does, for a training that is compiled in float64 already; its model is not changed."""
     _refuse_lossy_sync(prepared.plan)
     batches = [batch_in_float64(batch) for batch in batches]
     shortest = min(sample_count(flatten(batch)[0]) for batch in batches)
     prepared.min_samples.check(shortest, "the shortest batch", "verify fewer steps, or take another batch size")
     sync = prepared.plan.sync
     proof = _Verification(prepared, batches, clip_norm, seed, tolerance)
-    # All are forked: what they do to the model stays with them, and they start from the same weights.
+    # Every run is in forked processes: each starts from the same weights, and changes only its own copy of them.
     found = proof.compare_replayed() if sync.has_servers and sync.is_replica_local else proof.compare_stepwise()
     unequal = _differing_bits(found.held)
     return Verdict(
+        # Small errors are not enough: workers with the same weight must have the same bits of it, or they diverge.
         passed=found.worst <= tolerance and not unequal,
         plan=prepared.plan.spec,
         workers=prepared.plan.processes,
@@ -122,7 +133,15 @@ def verify_compiled(
 
 @dataclass(frozen=True)
 class _Verification:
-    """Runs of both sides, each in processes of its own."""
+    """A comparison of one compiled training: the reference and the plan, each run in forked processes.
+
+    Attributes:
+        prepared: the training, compiled in float64 for the plan.
+        batches: whole batches in float64, one for each step.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+        seed: of dropout and of all other random numbers.
+        tolerance: largest relative error that counts as rounding.
+    """
 
     prepared: CompiledTraining
     batches: Sequence[Any]
@@ -131,7 +150,10 @@ class _Verification:
     tolerance: float
 
     def _run_in_one_process(self, run: Callable[[], _T]) -> _T:
-        """In one process, with as many threads as each of the plan's: more of them slow down a small model."""
+        """Return the result of ``run`` in one forked process, which has as many threads as each of the plan's workers.
+
+        More threads slow down a small model.
+        """
         threads = threads_per_worker(self.prepared.plan.workers)
 
         def alone(context: WorkerContext) -> _T:
@@ -141,7 +163,7 @@ class _Verification:
         return fork_workers(alone, 1)[0]
 
     def _run_on_workers(self, run: Callable[[Job], _T]) -> list[_T]:
-        """On every process of the plan."""
+        """Return the results of ``run`` with a :class:`Job`, one for each process of the plan, servers included."""
 
         def together(context: WorkerContext) -> _T:
             job = Job(self.prepared, World.join(), example=self.batches[0], clip_norm=self.clip_norm, seed=self.seed)
@@ -152,18 +174,22 @@ class _Verification:
         return fork_workers(together, self.prepared.plan.processes)
 
     def compare_stepwise(self) -> Comparison:
-        """Every step from the reference's state, judged; and all of them freely, told."""
+        """Compare each step from the reference's state, which is judged, and a free run of all steps, which is not."""
         prepared, batches, tolerance = self.prepared, self.batches, self.tolerance
         how: dict[str, Any] = {"clip_norm": self.clip_norm, "seed": self.seed, "tolerance": tolerance}
         run: Any = train_local_sgd if prepared.plan.sync.is_replica_local else train_reference
         reference = self._run_in_one_process(lambda: run(prepared, batches, **how))
         workers = self._run_on_workers(lambda job: train_stepwise(job, prepared, batches, reference))
+        # Rank 0 has the loss over all replicas.
         losses = [total / count for total, count in workers[0].losses]
         parameters = {name for name, _ in named_parameters(prepared.model, _loss_functions(prepared))}
         judgement = judge_differences(reference, losses, workers, parameters, tolerance)
+        # The first floors come from a few tries and may be too low. Before a step fails, its floors are measured again
+        # over more tries: only a difference that these do not explain either is an error.
         if where := find_wrong_steps(reference, workers, judgement, tolerance):
             more = self._run_in_one_process(lambda: remeasure_floors(prepared, batches, reference, where, **how))
             judgement = judge_differences(reference, losses, workers, parameters, tolerance, more)
+        # Judged only by its last state: tensors that several workers hold must be equal in every bit.
         free = self._run_on_workers(lambda job: train_freely(job, batches))
         names = [name for name in reference.state if reference.state[name].numel()]
         undetermined = [
@@ -187,21 +213,24 @@ class _Verification:
     def _find_difference(
         self, reference: ReferenceRun, judgement: Judgement, parameters: Collection[str]
     ) -> str | None:
-        """Where the two part ways in the first step in which they do; None where they do not.
+        """Describe where plan and reference first differ, in the first step in which they do; None where they do not.
 
-        Where replicas go apart, no value of theirs is one device's: what differs is named, not the first value.
+        Where replicas have weights of their own (local SGD), no value of theirs is one device's: the description then
+        names the tensor that differs and not the first operator.
         """
         prepared, tolerance = self.prepared, self.tolerance
         number = judgement.first_wrong_step(tolerance)
         if number is None and judgement.worst <= tolerance:
             return None
-        if number is None:  # but what the plan puts together after the last of them
+        if number is None:  # every step is right; the state that is gathered after the last one is not
             return describe_later_difference(
                 prepared, StepDifference(len(self.batches) - 1, averaged=wrong_in_state(judgement, tolerance))
             )
         if prepared.plan.sync.is_replica_local:
             return describe_later_difference(prepared, wrong_of_replica(judgement, number, parameters, tolerance))
         modules = [prepared.model, *(loss for loss in _loss_functions(prepared) if isinstance(loss, nn.Module))]
+        # The search runs the failing step's passes again, so that the model needs the weights with which that step
+        # began.
         restore = snapshot_model(nn.ModuleList(modules), *_loss_functions(prepared))
         model = ModelTensors(prepared.model, _loss_functions(prepared), torch.device("cpu"))
         write_tensors(
@@ -213,7 +242,7 @@ class _Verification:
         return culprit
 
     def compare_replayed(self) -> Comparison:
-        """All steps freely, and what servers recorded of them again: in which order, only they know."""
+        """Compare a free run of all steps with a replay of the updates that its servers recorded, in their order."""
         prepared, batches = self.prepared, self.batches
         workers = self._run_on_workers(lambda job: train_freely(job, batches))[: prepared.plan.workers]
 
@@ -236,7 +265,7 @@ class _Verification:
 
 
 def _build_deviations(prepared: CompiledTraining, names: Sequence[str], judgement: Judgement) -> tuple[Deviation, ...]:
-    """Per parameter and buffer; tensors of a loss module, which are compared as well, come last."""
+    """Return the worst errors of each parameter and buffer, a tied weight once; those of a loss module come last."""
     of = judgement.error_of
     compared = [name for errors in judgement.errors for kind, name, _ in errors if kind is ComparedKind.VALUE]
     every = [name for name in dict.fromkeys([*names, *compared]) if name not in prepared.main_partition.graph.tied]
@@ -256,10 +285,10 @@ def _loss_functions(prepared: CompiledTraining) -> list[Any]:
 
 
 def _refuse_lossy_sync(plan: Plan) -> None:
-    """What a rule loses on the way is no difference that a proof could tell from an error.
+    """Refuse a plan whose gradients are rounded or compressed: that loss cannot be distinguished from an error.
 
     Raises:
-        PolylaneError: gradients are rounded or compressed.
+        PolylaneError: gradients travel in a shorter type, or compressed.
     """
     if not plan.sync.is_exact and not plan.sync.is_replica_local:
         words = ",".join(plan.sync.to_words())
@@ -270,7 +299,7 @@ def _refuse_lossy_sync(plan: Plan) -> None:
 
 
 def _describe_reference(reference: ReferenceRun, prepared: CompiledTraining) -> str:
-    """What the plan was held against, in words."""
+    """Describe in words what the plan is compared with."""
     plan, code = prepared.plan, prepared.main_partition.graph.code
     what = "the plain model" if reference.eager else "the model's captured graph, run whole"
     if plan.sync.has_servers and plan.sync.is_replica_local:
@@ -283,6 +312,6 @@ def _describe_reference(reference: ReferenceRun, prepared: CompiledTraining) -> 
 
 
 def _differing_bits(held: Sequence[Mapping[str, str]]) -> list[str]:
-    """What some worker holds other bits of than one before it."""
+    """Return the names of tensor parts of which two workers hold different bits."""
     seen: dict[str, str] = {}
     return [name for worker in held for name, bits in worker.items() if seen.setdefault(name, bits) != bits]

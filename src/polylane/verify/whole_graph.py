@@ -1,4 +1,7 @@
-"""The reference's own interpreter: a captured graph run whole, in one process, by other code than a plan's."""
+"""Interpreter of the reference: a captured graph run whole, in one process, by other code than the runtime's.
+
+A bug in the runtime's interpreter would otherwise be on both sides of the comparison.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from polylane.runtime.pipeline.bound_program import ModelTensors
 
 
 def depends_on_split(code: Code) -> bool:
-    """Whether a model computes something else on a batch in parts: statistics of each, or random numbers for each."""
+    """Return whether a model computes something else on a batch in parts: statistics or random numbers of each part."""
     return code.has_batch_statistics or (code.random and not draws_by_sample(code.fx))
 
 
@@ -29,16 +32,16 @@ def add_batch_counts(
     leaves: Sequence[Sequence[Any]],
     sampled: Sequence[bool] | None = None,
 ) -> list[SampleSlice]:
-    """Parts that know what all of them count together.
+    """Return sample slices that know the counts of the whole batch, such as the number of labels that are not ignored.
 
-    A part's own count is of no use here: samples are put together again, and counted as the one batch that they are.
+    The samples of all parts are joined and counted as one batch; the runtime adds up the counts of the parts.
 
     Args:
-        code: the whole graph.
-        tensors: on which it runs.
-        parts: with their samples.
-        leaves: of each part.
-        sampled: which of the leaves are split with the samples.
+        code: the whole captured graph of model and loss.
+        tensors: weights and buffers on which it runs.
+        parts: the sample slice of each microbatch.
+        leaves: the batch leaves of each microbatch, in the order of ``parts``.
+        sampled: for each leaf, whether it has a row for each sample; None: derived from the first part.
     """
     counts = [node for node in code.fx.nodes if isinstance(node.target, WholeBatchStatistic)]
     if not counts or len(parts) < 2:
@@ -46,6 +49,7 @@ def add_batch_counts(
     split = sampled or sampled_leaves(leaves[0])
     joined = [torch.cat(each) if cut else each[0] for each, cut in zip(zip(*leaves, strict=True), split, strict=True)]
     samples = sum(part.samples for part in parts)
+    # Only the nodes that counts depend on are run: counts are functions of inputs, constants and buffers alone.
     found: dict[str, Tensor] = {}
 
     def look(name: str, value: Tensor) -> None:
@@ -57,7 +61,7 @@ def add_batch_counts(
 
 
 def _find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all on which they depend."""
+    """Return the nodes, and all nodes on which they depend."""
     found, left = set[fx.Node](), list(nodes)
     while left:
         node = left.pop()
@@ -75,15 +79,15 @@ def run_graph(
     look: Callable[[str, Tensor], None] | None = None,
     only: Collection[fx.Node] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run captured code node by node on the model's own tensors: the loss.
-
-    What a part needs to know of the whole batch is found here by other code than a plan's.
+    """Run captured code node by node on the model's own tensors, and return the loss (and its count for polylane.Mean).
 
     Args:
-        code: the whole graph.
-        tensors, leaves, part: on what it runs.
-        look: sees every tensor value as soon as it is there: node name, value.
-        only: run these nodes, and do not ask for the loss.
+        code: the whole captured graph of model and loss.
+        tensors: weights and buffers on which it runs; buffers are written.
+        leaves: the batch leaves of this part.
+        part: the sample slice that ``leaves`` belong to.
+        look: called with the name and value of every tensor as soon as it is computed; None: nobody looks.
+        only: run these nodes alone, and return no loss; None: run all.
     """
     table: dict[str, Any] = {
         "parameter": tensors.parameters(),
@@ -98,6 +102,7 @@ def run_graph(
         if only is not None and node not in only:
             continue
         if node.op == "placeholder":
+            # The graph's inputs are parameters, buffers, constants, batch leaves and the sample slice.
             kind, key = node.meta["role"]
             values[node] = table[kind][key]
         elif node.op == "call_function":
@@ -117,7 +122,7 @@ def _needs_whole_batch(node: fx.Node) -> bool:
 
 
 def _whole_batch_number(node: fx.Node, part: SampleSlice, _: SampleSlice, own: Any = None) -> Any:
-    """What an operator gives that stands for a number of the whole batch."""
+    """Return the value of an operator that stands for a number of the whole batch: a count, or the batch's share."""
     if isinstance(node.target, BatchShare):
         return float(((part.loss_samples or part.batch or part.samples) / part.samples) ** node.target.power)
     return own if part.whole is None else part.whole(str(node.meta["name"]), own)

@@ -1,4 +1,4 @@
-"""What of a step differs from the reference's: gradients, updates, buffers, or what replicas agreed on."""
+"""What differs in a step: gradients, updates, buffers, or the averages that replicas with their own weights load."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from polylane.verify.stepwise import ComparedKind, What
 def wrong_of_replica(
     judgement: Judgement, number: int, parameters: Collection[str], tolerance: float
 ) -> StepDifference:
-    """What of a step differs where replicas go apart: of the first of them of which something does.
+    """Return what differs in a step where replicas have weights of their own, for the first replica with a difference.
 
-    What is right after its update, and wrong after the step, is what replicas agree on.
+    Weights that are right after the update and wrong after the step are wrong averages.
     """
     each = judgement.replicas[number]
     differ = [{what for what, error in errors.items() if not error <= tolerance} for errors in each]
@@ -31,14 +31,14 @@ def wrong_of_replica(
     return replace(
         wrong_in_step(judgement, number, parameters, tolerance, wrong),
         updates=names[ComparedKind.UPDATE] if updated else weights,
-        buffers=() if averaged else buffers,  # they are agreed on with the weights
+        buffers=() if averaged else buffers,  # they are averaged with the weights
         averaged=averaged | buffers if averaged else (),
         replica=replica if len(each) > 1 else None,
     )
 
 
 def wrong_in_state(judgement: Judgement, tolerance: float) -> set[str]:
-    """Weights and buffers that differ after the last step."""
+    """Return the names of weights and buffers that differ after the last step."""
     return {name for name, error in judgement.state.items() if not error <= tolerance}
 
 
@@ -49,14 +49,14 @@ def wrong_in_step(
     tolerance: float,
     wrong: Collection[What] | None = None,
 ) -> StepDifference:
-    """What of a step differs.
+    """Return what differs in a step, over all workers.
 
     Args:
         judgement: has the error of every tensor in every step.
-        number: of the step, from 0.
+        number: number of the step, from 0.
         parameters: names of parameters, as opposed to buffers.
         tolerance: largest relative error that counts as rounding.
-        wrong: what differs on one replica; default: whatever differs on any of them.
+        wrong: what differs on one replica; None: whatever differs on any of them.
     """
     if wrong is None:
         wrong = {what for what, error in judgement.errors[number].items() if not error <= tolerance}

@@ -1,1 +1,1 @@
-"""Swimlanes: one timeline drawn as text, SVG, HTML or a Chrome trace."""
+"""Swimlanes: a timeline drawn as text, SVG, HTML or a Chrome trace."""

@@ -1,4 +1,4 @@
-"""A timeline as one HTML file that stands alone: zoom, move, point at a span, and a table of the figures."""
+"""Swimlane as one standalone HTML file: zoom, move, point at a span, and a table of the figures."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _TEMPLATE = Path(__file__).with_name("swimlane.html")
 
 
 def html(timeline: Timeline) -> str:
-    """The swimlane as a page of its own: no other file, no network, light or dark as the reader's system is.
+    """Return the swimlane as a page of its own: no other file, no network, light or dark as the reader's system is.
 
-    Pointing at a span shows its rank, kind, stage, microbatch, value, peer, start, duration, bytes, and how fast these
-    were at least. The table below the lanes holds, for each rank, busy, exposed communication and idle time, the peak
-    of live microbatches, and the bytes sent where they are known.
+    Pointing at a span shows its rank, kind, stage, microbatch, value, peer, start, duration, bytes, and the least
+    bandwidth at which they travelled. The table below the lanes has, for each rank, busy, exposed communication and
+    idle time, the peak of live microbatches, and the bytes sent where they are known.
     """
     lanes = build_rows(timeline)
     parts = {
@@ -43,6 +43,7 @@ def html(timeline: Timeline) -> str:
         # "<" cannot stand in a script: "</script>" would end it
         "data": json.dumps(_data(timeline, lanes), separators=(",", ":")).replace("<", "\\u003c"),
     }
+    # One pass over the template: text that is inserted is not searched for places again.
     template = _TEMPLATE.read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)
 
@@ -76,11 +77,12 @@ def _line(label: str, cells: Sequence[str]) -> str:
 
 
 def _data(timeline: Timeline, lanes: Sequence[LaneRow]) -> dict[str, Any]:
-    """What the page's script reads; a span is eleven numbers in a row, see FIELDS there."""
+    """Return what the page's script reads; a span is eleven numbers in a row, see FIELDS there."""
     kinds = list(ActionKind)
     values: dict[str, int] = {}
     first, times = timeline.start(), transfer_times(timeline.spans)
 
+    # Names of values are numbered, since each appears in many spans.
     def flat(spans: Sequence[Span]) -> list[float]:
         numbers: list[float] = []
         for span in spans:

@@ -1,4 +1,4 @@
-"""What every picture of a timeline shares: the rows of a lane, its label, the colours, the axis and the headline."""
+"""Layout that all swimlane pictures share: the rows of a lane, labels, colours, the time axis and the headline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from polylane.schedule.action import COMPUTE, ActionKind
 
 @dataclass(frozen=True, slots=True)
 class SpanStyle:
-    """How one sort of span is drawn: its name in the legend, its fill, the ink of its number, its letter in text."""
+    """The style of one kind of span.
+
+    Attributes:
+        name: the word in the legend.
+        fill: colour of the box, as #rrggbb.
+        ink: colour of the number in the box, as #rrggbb.
+        glyph: the character that stands for it in text.
+        ansi: parameters of the ANSI escape sequence for a terminal.
+    """
 
     name: str
     fill: str
@@ -22,8 +30,8 @@ class SpanStyle:
     ansi: str
 
 
-# Okabe and Ito's palette, "Color Universal Design", 2008: told apart with any colour vision. Forward and backward also
-# differ in lightness, so that a picture printed grey still reads.
+# The palette of Okabe and Ito, "Color Universal Design", 2008, whose colours differ with any colour vision. Forward and
+# backward also differ in lightness, so that a grey print is readable.
 _TRAVEL = SpanStyle("send / receive", "#cc79a7", "#000000", "~", "45;30")
 STYLES: dict[ActionKind, SpanStyle] = {
     ActionKind.FORWARD: SpanStyle("forward", "#0072b2", "#ffffff", "▓", "44;97"),
@@ -39,7 +47,13 @@ IDLE_DARK = "#262c36"
 
 @dataclass(frozen=True, slots=True)
 class LaneRow:
-    """One rank: compute and what stands between compute on the main row, what runs beside it on the thin one below."""
+    """The spans of one rank, on two rows.
+
+    Attributes:
+        label: name of the rank, with its stages.
+        main: compute, and communication during which nothing is computed.
+        thin: communication that overlaps with compute, drawn on a thin row below.
+    """
 
     label: str
     main: tuple[Span, ...]
@@ -47,13 +61,15 @@ class LaneRow:
 
 
 def build_rows(timeline: Timeline) -> tuple[LaneRow, ...]:
-    """A row per rank, spans in order of start."""
+    """Return a row per rank, with spans in order of start."""
     lanes = timeline.lanes()
     labels = _labels(lanes, timeline.unit)
     return tuple(LaneRow(label, *_main_and_thin(lane)) for label, lane in zip(labels, lanes, strict=True))
 
 
 def _main_and_thin(lane: Sequence[Span]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    # Communication goes to the thin row where it overlaps with compute or with earlier communication of the main row:
+    # no two boxes of a row overlap.
     computed = union_intervals(span for span in lane if span.action.kind in COMPUTE)
     starts = [start for start, _ in computed]
     main: list[Span] = []
@@ -75,7 +91,7 @@ def _main_and_thin(lane: Sequence[Span]) -> tuple[tuple[Span, ...], tuple[Span, 
 
 
 def _labels(lanes: Sequence[Sequence[Span]], unit: str) -> list[str]:
-    """``stage 0`` in theory where every rank is the stage of its number, else ``rank 0`` and the stages it runs."""
+    """Return a label per rank: ``stage 0`` in theory where each rank is one stage, else ``rank 0`` with its stages."""
     stages = [sorted({span.action.stage for span in lane}) for lane in lanes]
     if unit == "ticks" and any(stages) and all(of in ([rank], []) for rank, of in enumerate(stages)):
         return [f"stage {rank}" for rank in range(len(lanes))]
@@ -83,13 +99,13 @@ def _labels(lanes: Sequence[Sequence[Span]], unit: str) -> list[str]:
 
 
 def legend_styles(timeline: Timeline) -> list[SpanStyle]:
-    """The styles that occur, in the order of `Kind`, and idle."""
+    """Return the styles that occur, in the order of `STYLES`, and idle."""
     kinds = {span.action.kind for span in timeline.spans}
     return [*dict.fromkeys(style for kind, style in STYLES.items() if kind in kinds), IDLE]
 
 
 def format_headline(timeline: Timeline) -> str:
-    """``utilization 72.7 % (96/132) · makespan 33 ticks``: in ticks with the area coloured and the whole rectangle.
+    """Return ``utilization 72.7 % (96/132) · makespan 33 ticks``; in ticks with the coloured area over the whole one.
 
     Where it is known, what all ranks sent follows: ``· 1.2 MB sent``.
     """
@@ -107,12 +123,12 @@ def format_headline(timeline: Timeline) -> str:
 
 
 def format_percent(part: float) -> str:
-    """``72.7 %``, of a part from 0 to 1."""
+    """Return ``72.7 %`` for a fraction from 0 to 1."""
     return f"{part * 100:.1f} %"
 
 
 def format_duration(value: float, unit: str, digits: int = 4) -> str:
-    """A duration as people say it, to so many digits that count: ``1.5 ms``, ``33 ticks``."""
+    """Return a duration with its unit, to ``digits`` significant digits: ``1.5 ms``, ``33 ticks``."""
     if unit != "seconds":
         return f"{format_number(value, digits)} {unit[:-1] if value == 1 and unit.endswith('s') else unit}"
     name, scale = scale_time_unit(value, unit)
@@ -120,8 +136,9 @@ def format_duration(value: float, unit: str, digits: int = 4) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """So many bytes as people say it: ``24 B``, ``1.2 MB``, ``340 MB``."""
+    """Return a number of bytes with its unit: ``24 B``, ``1.2 MB``, ``340 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
+        # 999.5 would round to 1000 of this unit, and 99.95 to three digits before the point.
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
         count /= 1000
@@ -129,12 +146,12 @@ def format_bytes(count: float) -> str:
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """So many digits that count, and every digit of a whole number."""
+    """Return a number to ``digits`` significant digits, or with all digits of its whole part."""
     return str(round(value)) if value == round(value) or abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def scale_time_unit(extent: float, unit: str) -> tuple[str, float]:
-    """The unit to count so much time in, and how many of it make one of the timeline's: ("ms", 1000.0)."""
+    """Return the unit in which to print such a time, and how many of it are one of the timeline's: ("ms", 1000.0)."""
     if unit != "seconds":
         return unit, 1
     for name, scale in (("s", 1.0), ("ms", 1e3)):
@@ -145,19 +162,25 @@ def scale_time_unit(extent: float, unit: str) -> tuple[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class TimeAxis:
-    """The marks under a picture: ``(time since the first span, label)`` each, and the unit that the labels count."""
+    """The marks of a time axis.
+
+    Attributes:
+        unit: the unit in which labels count.
+        marks: (time since the first span, label) of each mark, in the timeline's unit.
+    """
 
     unit: str
     marks: tuple[tuple[float, str], ...]
 
 
 def time_axis(extent: float, unit: str, most: int = 12) -> TimeAxis:
-    """Round marks from 0 to ``extent``, at most ``most`` and one; steps of 1, 2 or 5 times a power of ten."""
+    """Return round marks from 0 to ``extent``, about ``most`` of them: in steps of 1, 2 or 5 times a power of ten."""
     name, scale = scale_time_unit(extent, unit)
     if not extent:
         return TimeAxis(name, ((0, "0"),))
     least = extent * scale / most
     power = 10.0 ** math.floor(math.log10(least))
+    # The tolerance keeps a rounding error from choosing the next larger step.
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
     if unit == "ticks":
         step = max(step, 1)
@@ -166,8 +189,11 @@ def time_axis(extent: float, unit: str, most: int = 12) -> TimeAxis:
 
 
 def style_shares(spans: Iterable[Span], first: float, width: float, bins: int) -> list[dict[SpanStyle, float]]:
-    """Per bin of ``width`` from ``first``, the part of it, from 0 to 1, that each style covers: for spans too small to
-    draw one by one. What overlaps is scaled down to fill the bin, so that the coloured area stays true."""
+    """Return, for each bin of ``width`` from ``first``, the fraction of it that each style covers.
+
+    This is for spans too small to draw. Where spans overlap, fractions are scaled down to fill the bin, so that the
+    coloured area stays true.
+    """
     found: list[dict[SpanStyle, float]] = [{} for _ in range(bins)]
     for span in spans:
         style = STYLES[span.action.kind]

@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
+"""Swimlane as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from polylane.observe.swimlane.layout import format_bytes
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import COMPUTE
 
-_Placed = tuple[Span, int]  # a span and the thread it is drawn on
+_Placed = tuple[Span, int]  # a span and the number of the thread that it is drawn on
 
 
 def perfetto(timeline: Timeline) -> dict[str, Any]:
-    """The trace as plain data for ``json.dump``: complete events ("X") in microseconds from the first span.
+    """Return the trace as plain data for ``json.dump``: complete events ("X") in microseconds from the first span.
 
-    A rank is a process; compute is its thread 0, communication has the threads from 1, as many as run at once. Arrows
-    lead from a send to the receive of the same value. A tick of theory counts as one microsecond. Arguments say what
-    was sent or received, in bytes, and at least how fast.
+    A rank is a process. Compute is its thread 0; communication has the threads from 1, as many as run at once. Arrows
+    lead from a send to the receive of the same value. A tick of theory counts as one microsecond. Arguments give the
+    bytes that were sent or received, and the least bandwidth.
 
     Source: Google, "Trace Event Format".
     """
@@ -43,7 +43,10 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
 
 
 def _place_spans(lane: Sequence[Span]) -> list[_Placed]:
-    """Communication on the first thread that is free: the viewers want the spans of one thread to nest or follow."""
+    """Return each span with its thread: communication on the first thread that is free.
+
+    Viewers want the spans of one thread to nest or to follow each other.
+    """
     placed: list[_Placed] = []
     free_at: list[float] = []
     for span in lane:
@@ -86,7 +89,7 @@ def _complete_event(span: Span, thread: int, first: float, scale: float, time: f
 
 
 def _arrows(threads: Mapping[Span, int], first: float, scale: float) -> list[dict[str, Any]]:
-    """A flow from every send to the receive of the same value."""
+    """Return a flow event from every send to the receive of the same value."""
     events: list[dict[str, Any]] = []
     for number, (send, receive) in enumerate(match_messages(threads), start=1):
         # inside the receive and not before the send: viewers drop an arrow that leads back in time

@@ -1,4 +1,4 @@
-"""The swimlane: one renderer for theory, prediction and measurement, in characters, SVG, HTML and Perfetto's format."""
+"""The renderers of a swimlane, under one name: ``swimlane.text``, ``swimlane.svg``, ``swimlane.html``, ..."""
 
 from polylane.observe.swimlane.html import html
 from polylane.observe.swimlane.perfetto import perfetto

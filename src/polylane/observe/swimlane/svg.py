@@ -1,4 +1,4 @@
-"""A timeline as one SVG picture that stands alone: for a page, a paper or an issue."""
+"""Swimlane as one standalone SVG picture: for a page, a paper or an issue."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from polylane.schedule.action import COMPUTE, ActionKind
 
 # pixels
 LANE, THIN, GAP, TOP, BOTTOM, RIGHT = 26, 7, 8, 64, 62, 24
-TICK = 24  # one tick of theory, as long as the picture stays below WIDEST
+TICK = 24  # width of one tick in theory, unless the picture would be wider than WIDEST
 NARROW, WIDEST = 480, 1200
-LETTER = 7.0  # one letter of a 12 pixel sans serif, generously
+LETTER = 7.0  # width of one letter of a 12 pixel sans serif, rounded up
 
 _STYLE = f"""
 text {{ font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328; }}
@@ -50,20 +50,28 @@ text {{ font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f23
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
-    """What the drawing of a span goes by; in pixels, and pixels per unit of time."""
+    """The scale of a picture, by which spans are drawn.
+
+    Attributes:
+        timeline: the spans that are drawn.
+        times: upper bounds of transfer times, see `transfer_times`.
+        left: x of the first span's start, in pixels.
+        plot: width of the lanes, in pixels.
+        scale: pixels per unit of the timeline's time.
+    """
 
     timeline: Timeline
-    times: Mapping[Span, float]  # see `under_way`
+    times: Mapping[Span, float]
     left: float
     plot: float
     scale: float
 
 
 def svg(timeline: Timeline) -> str:
-    """The swimlane as a standalone SVG document: a lane per rank, numbered by microbatch, with axis and legend.
+    """Return the swimlane as a standalone SVG document: a lane per rank, numbered by microbatch, with axis and legend.
 
-    Communication that runs beside compute stands on a thin row below it. Spans narrower than a pixel and a half are
-    drawn together: each pixel column is filled in proportion to the time they take, so the coloured area stays true.
+    Communication during compute is on a thin row below it. Spans narrower than a pixel and a half are drawn together:
+    each pixel column is filled in proportion to the time that they take, so that the coloured area stays true.
     """
     lanes = build_rows(timeline)
     left = 24 + LETTER * max((len(row.label) for row in lanes), default=0)
@@ -98,15 +106,17 @@ def svg(timeline: Timeline) -> str:
 
 
 def escape(words: str) -> str:
-    """Safe inside XML and HTML, between tags and in quotes; characters that XML cannot hold become "?"."""
+    """Return text that is safe in XML and HTML, also in quotes; characters that XML cannot hold become "?"."""
     return html.escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", words))
 
 
 def describe_span(span: Span, timeline: Timeline, time: float = 0) -> str:
-    """What a span is, in one line: ``forward, stage 1, microbatch 2, rank 1: 3 ticks from 4 ticks``.
+    """Describe a span in one line: ``forward, stage 1, microbatch 2, rank 1: 3 ticks from 4 ticks``.
 
     Args:
-        time: how long what it sends, receives or sums was under way at most; 0 where that is not known.
+        span: the span to be described.
+        timeline: its timeline, for the unit and the start.
+        time: upper bound of the transfer time of its bytes; 0 where it is not known.
     """
     action = span.action
     said = [f"{action.kind}", f"stage {action.stage}"]
@@ -125,7 +135,7 @@ def describe_span(span: Span, timeline: Timeline, time: float = 0) -> str:
 
 
 def _describe_transfer(span: Span, unit: str, time: float) -> str:
-    """``1.2 MB in at most 3.4 ms (340 MB/s or more)``."""
+    """Return ``1.2 MB in at most 3.4 ms (340 MB/s or more)``."""
     if span.action.kind in COMPUTE:
         return f"{format_bytes(span.bytes)} sent in collectives"
     rate = f" ({format_bytes(span.bytes / time)}/s or more)" if time and unit == "seconds" else ""
@@ -139,6 +149,7 @@ def _row_background(row: LaneRow, left: float, y: float, plot: float) -> Iterato
 
 def _boxes(row: LaneRow, picture: _Picture, y: float) -> Iterator[str]:
     for spans, top, height in ((row.main, y, LANE), (row.thin, y + LANE + 1, THIN)):
+        # Narrow spans are drawn first, so that no wide span is hidden behind them.
         wide = [span for span in spans if (span.end - span.start) * picture.scale >= 1.5]
         yield from _stack_narrow_spans(
             [s for s in spans if (s.end - s.start) * picture.scale < 1.5], picture, top, height
@@ -165,13 +176,14 @@ def _box(span: Span, picture: _Picture, top: float, height: float) -> Iterator[s
 
 
 def _stack_narrow_spans(spans: Sequence[Span], picture: _Picture, top: float, height: float) -> Iterator[str]:
-    """Spans too narrow to draw, as stacks of one pixel's width: one path for each colour."""
+    """Yield spans too narrow to draw as stacks one pixel wide: one path for each colour."""
     if not spans:
         return
     bins, timeline = round(picture.plot), picture.timeline
     paths: dict[SpanStyle, list[str]] = {}
     for at, share in enumerate(style_shares(spans, timeline.start(), (timeline.makespan() or 1) / bins, bins)):
         below = top + height
+        # From the bottom up in the order of the legend. pop: send and receive share one style, which is drawn once.
         for style in STYLES.values():
             if style in share:
                 tall = share.pop(style) * height

@@ -1,4 +1,4 @@
-"""A timeline in characters: a cell per tick where it is theory, a column per slice of time where it is seconds."""
+"""Swimlane in characters: a cell per tick in theory, a column per slice of time in seconds."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from polylane.observe.swimlane.layout import (
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import ActionKind
 
-_Cell = tuple[str, SpanStyle]  # what stands there, and what it stands for
+_Cell = tuple[str, SpanStyle]  # the characters of a cell, and the style that they show
 _Paint = Callable[[Sequence[_Cell]], str]
 
 
 def text(timeline: Timeline, width: int = 100) -> str:
-    """The swimlane in plain characters, readable without colour.
+    """Return the swimlane in plain characters, readable without colour.
 
-    In ticks, as people draw it: a cell per tick, the forward of microbatch 3 is ``3``, its backward ``<3``. In seconds,
-    or where the ticks do not fit: each column shows what fills most of its time, with the microbatch first where
-    there is room; communication beside compute stands on a line of its own below.
+    In ticks it is drawn as in papers: a cell per tick, the forward of microbatch 3 as ``3``, its backward as ``<3``. In
+    seconds, or where the ticks do not fit, each column shows the style that fills most of its time, and the microbatch
+    where there is room; communication during compute is on a line of its own below.
 
     Args:
-        timeline: any timeline.
-        width: characters in a line, labels included.
+        timeline: theoretical, predicted or measured spans.
+        width: number of characters in a line, labels included.
     """
     return _draw(timeline, width, _plain)
 
 
 def ansi(timeline: Timeline, width: int = 100) -> str:
-    """The same characters with ANSI colours, for a terminal (``rich.text.Text.from_ansi`` reads them, too)."""
+    """Return the same characters with ANSI colours, for a terminal (``rich.text.Text.from_ansi`` reads them, too)."""
     return _draw(timeline, width, _coloured)
 
 
@@ -52,6 +52,7 @@ def _plain(cells: Sequence[_Cell]) -> str:
 
 
 def _coloured(cells: Sequence[_Cell]) -> str:
+    # One escape sequence for a run of cells of one style, none for blanks.
     runs = (
         (style, "".join(characters for characters, _ in run)) for style, run in groupby(cells, lambda cell: cell[1])
     )
@@ -61,7 +62,9 @@ def _coloured(cells: Sequence[_Cell]) -> str:
 def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
     lanes = build_rows(timeline)
     margin = max((len(row.label) for row in lanes), default=0)
+    # Three characters separate the labels from the lanes.
     room = max(width - margin - 3, 20)
+    # One cell per tick where all of them fit into a line; else columns of equal time.
     cell = _cell_width(timeline)
     if cell and timeline.makespan() * cell <= room:
         grid = _cells(timeline, lanes, cell)
@@ -82,7 +85,7 @@ def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
 
 
 def _bytes_sent_lines(timeline: Timeline, width: int) -> list[str]:
-    """What each rank sent, where that is known."""
+    """Return lines that say what each rank sent; none where nothing was counted."""
     sent = timeline.sent()
     return textwrap.wrap(f"sent by each rank: {', '.join(map(format_bytes, sent))}", width) if any(sent) else []
 
@@ -93,7 +96,7 @@ def _legend_lines(timeline: Timeline, instead: dict[ActionKind, str]) -> str:
 
 
 def _ruler(marks: TimeAxis, scale: float, room: int, cell: int) -> str:
-    """The numbers of the axis over the last character of their cell, and its unit; none touches the one before."""
+    """Return the numbers of the axis, each over the last character of its cell, and the unit; numbers never touch."""
     line = ""
     for at, label in marks.marks:
         place = max(round(at * scale) + cell - len(label), 0) if cell > 1 else round(at * scale)
@@ -106,7 +109,7 @@ def _ruler(marks: TimeAxis, scale: float, room: int, cell: int) -> str:
 
 
 def _cell_width(timeline: Timeline) -> int:
-    """Characters of one tick: a sign and the largest microbatch; 0 where something starts or ends between ticks."""
+    """Return the characters of one tick, a sign and the largest microbatch; 0 where spans do not fit the ticks."""
     first = timeline.start()
     if timeline.unit != "ticks" or not all(
         (span.start - first) % 1 == 0 and (span.end - first) % 1 == 0 for span in timeline.spans
@@ -155,13 +158,13 @@ def _columns(timeline: Timeline, lanes: Sequence[LaneRow], room: int) -> list[tu
 
 
 def _fullest_style(share: dict[SpanStyle, float], empty: str) -> _Cell:
-    """What fills most of a column, idle time included."""
+    """Return the cell for what fills most of a column, where idle time counts as well."""
     style, part = max(share.items(), key=lambda item: item[1], default=(IDLE, 0.0))
     return (style.glyph, style) if part >= 1 - sum(share.values()) and part > 0 else (empty, IDLE)
 
 
 def _write_number(cells: list[_Cell], span: Span, start: float, end: float) -> None:
-    """The microbatch on the first of its own columns, where one more is left: that also marks where it starts."""
+    """Write the microbatch over the first columns of a span that has one more: it also marks where the span starts."""
     if span.action.microbatch is None or span.action.kind not in (ActionKind.FORWARD, ActionKind.BACKWARD):
         return
     label, style = str(span.action.microbatch), STYLES[span.action.kind]
