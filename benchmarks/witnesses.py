@@ -35,7 +35,7 @@ WATCHED = {
     "counts": (worker.Executor, "_add_batch_counts"),
     "counts: waiting for the other replicas": (worker.Executor, "_add_replicas"),
     "attributes": (compile_cache.SettingsVersions, "current"),
-    "finite": (finite.AnomalyDetector, "look"),
+    "finite": (finite.AnomalyDetector, "check_forward"),
 }
 
 
