@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.rank_span import Ranks
-from polylane.cost.closed_form import ShardTrafficSeconds, exposed_seconds
 from polylane.cost.cost_table import CostTable
 from polylane.cost.network import collectives as network
 from polylane.cost.operators.training_options import Recompute
+from polylane.cost.shard_traffic import ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import Range
 
 

@@ -18,10 +18,10 @@ from benchmarks.published_rows import Decoder, Row
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
 from polylane.cluster.spec import parse
-from polylane.cost.closed_form import ShardTrafficSeconds
 from polylane.cost.cost_table import Clock, CostTable, OperatorWork, ShardedGraphCost
 from polylane.cost.network import collectives as network
 from polylane.cost.operators.roofline import Roofline
+from polylane.cost.shard_traffic import ShardTrafficSeconds
 from polylane.cost.stage_cost import Range
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph, Node

@@ -20,11 +20,11 @@ import pytest
 from torch import Tensor, nn
 
 import polylane
-from polylane.compile.batch_split import Batch
 from polylane.compile.cache import FORMS_KEPT, MANY_FORMS, CacheKey, CompileCache
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import build_objectives
+from polylane.compile.sample_shares import Batch
 from polylane.program.program import Program
 from polylane.runtime.job import Job
 from training import batch_of, classify, mlp, sgd, workers

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.runtime.workers.fork import WorkerContext
-from polylane.runtime.workers.torchrun import spawn_workers
+from polylane.runtime.workers.spawn import spawn_workers
 
 
 def add_up(context: WorkerContext) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from polylane.runtime import bound_programs as binding
+from polylane.runtime import program_binder as binding
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from training import Trained, adamw, assert_same, batch_of, plainly, sgd, workers

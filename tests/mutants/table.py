@@ -85,17 +85,17 @@ PASSES = [
     ),
     Mutant(
         "stand-in-counts", "a replica without a sample of a short microbatch counts the one that it borrows",
-        "compile.batch_split:compute_shares",
+        "compile.sample_shares:compute_shares",
         "int(not empty)",
         "1",
-        "tests/compile/test_batch_split.py", gpt="data=2,microbatches=4", network="data=2,microbatches=4",
+        "tests/compile/test_sample_shares.py", gpt="data=2,microbatches=4", network="data=2,microbatches=4",
     ),
     Mutant(
         "borrowed-sample", "replicas but the first take the sample before their own as well, and leave out their last",
-        "compile.batch_split:Batch.leaves_of",
+        "compile.sample_shares:Batch.leaves_of",
         "share.start",
         "max(share.start - 1, 0)",
-        "tests/compile/test_batch_split.py", gpt="data=2", network="data=2",
+        "tests/compile/test_sample_shares.py", gpt="data=2", network="data=2",
     ),
     Mutant(
         "loss-of-unequal-parts", "the printed loss is the mean of the microbatches' means",
@@ -149,10 +149,10 @@ REDUCTION = [
     ),
     Mutant(
         "clip-norm-of-one-stage", "every stage of a pipeline clips by the norm of its own gradients",
-        "runtime.parameters.clipping:GradientClipper.clip_gradients",
+        "runtime.parameters.optimizer:GradientClipper.clip_gradients",
         "self._sum_replica(squares)",
         "squares",
-        "tests/runtime/parameters/test_clipping.py", gpt="pipeline=2,microbatches=2 clip=0.1",
+        "tests/runtime/parameters/test_optimizer.py", gpt="pipeline=2,microbatches=2 clip=0.1",
         network="pipeline=2,microbatches=2 clip=0.1 optimizer=adamw",
     ),
     Mutant(
@@ -160,7 +160,7 @@ REDUCTION = [
         "runtime.parameters.update:_counted_names",
         "[n for n in held if holding.stage == min(holding.owning_stages[n])]",
         "list(held)",
-        "tests/runtime/parameters/test_clipping.py -k counts_once", gpt="pipeline=2,microbatches=2 clip=0.1",
+        "tests/runtime/parameters/test_optimizer.py -k counts_once", gpt="pipeline=2,microbatches=2 clip=0.1",
     ),
     Mutant(
         "zero-wrong-offset", "the pieces of ZeRO lie one element too early in their vector",
@@ -553,10 +553,10 @@ LOOPS = [
     ),
     Mutant(
         "shares-lie-wrong", "a worker looks for its samples of later microbatches among those of the first",
-        "compile.batch_split:share_offsets",
+        "compile.sample_shares:share_offsets",
         "at += share.samples",
         "pass",
-        "tests/compile/test_batch_split.py tests/runtime/data/test_loader.py",
+        "tests/compile/test_sample_shares.py tests/runtime/data/test_loader.py",
         unseen="a proof has whole batches, not loaded shares",
     ),
     Mutant(
@@ -613,10 +613,10 @@ PRICES = [
     ),
     Mutant(
         "endless-gathers-hidden", "gathering parameters for longer than a pass takes is hidden all the same",
-        "cost.closed_form:exposed_seconds",
+        "cost.shard_traffic:exposed_seconds",
         "max(EXPOSED * travel, travel - compute)",
         "EXPOSED * travel",
-        "tests/cost/test_closed_form.py", unseen="a price",
+        "tests/cost/test_shard_traffic.py", unseen="a price",
     ),
     Mutant(
         "bytes-of-one-way", "a sum is said to send each byte once",

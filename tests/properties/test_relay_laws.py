@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from boxes import read
-from polylane.compile.batch_split import compute_shares
 from polylane.compile.reshard import Resharder, Sizes, extract_box, write_box
+from polylane.compile.sample_shares import compute_shares
 from polylane.graph.partition import Partition
 from polylane.placement.placement import REPLICATE, Cuts, Placement, Shard, join_cuts
 from polylane.plan.fit_to_graph import plan_from_partition

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from local_transport import LocalTransport, run_local
 from polylane.optim import LAMB, LARS
 from polylane.optim.trust import set_sum_over_holders
-from polylane.runtime.parameters.clipping import SumOverMesh
+from polylane.runtime.parameters.optimizer import SumOverMesh
 
 STEPS = 3
 CPU = torch.device("cpu")

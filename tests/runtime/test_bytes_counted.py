@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import models
-from polylane.compile.batch_split import Batch
+from polylane.compile.sample_shares import Batch
 from polylane.graph.partition import StageCrossing
 from polylane.observe.messages import match_messages
 from polylane.observe.timeline import Span, Timeline

@@ -26,10 +26,10 @@ from polylane.graph.graph import Graph
 from polylane.graph.operators.whole_batch_counts import statistics_of
 from polylane.graph.sample_slice import SampleSlice
 from polylane.recipe import Mean
+from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
 from polylane.samples.counts import count_whole_batch
 from polylane.samples.derivation import derive_composition
-from polylane.samples.loss_coupling import loss_couples_samples
 
 Loss = Callable[[Any, Any], Any]
 Batch = tuple[Tensor, Tensor, Tensor]

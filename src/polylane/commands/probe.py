@@ -163,7 +163,7 @@ def _recipe(request: RecipeRequest, workers: int) -> dict[str, Any]:
     """Measure a recipe's nodes in a process of their own, keep the profile, and return its figures as plain data."""
     from polylane.probe.machine import accelerators
     from polylane.runtime.workers.fork import fork_workers, threads_per_worker
-    from polylane.runtime.workers.torchrun import spawn_workers
+    from polylane.runtime.workers.spawn import spawn_workers
 
     start, path = time.perf_counter(), request.recipe
     if not request.json:

@@ -120,7 +120,7 @@ def _start(request: TrainRequest, reporter: _Reporter) -> TrainingOutcome:
     assert plan is not None and not isinstance(plan, str)
     if accelerator_type() is not None:
         from polylane.commands.training import run_spawned_worker
-        from polylane.runtime.workers.torchrun import spawn_workers
+        from polylane.runtime.workers.spawn import spawn_workers
 
         return spawn_workers(partial(run_spawned_worker, request), plan.processes, reporter)[0]
     from polylane.commands.training import load_materials, prepare_once, run_forked_worker

@@ -14,8 +14,8 @@ from polylane.auto.plan_broadcast import compile_on_all_ranks
 from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import TrainRequest
 from polylane.commands.step_log import StepLog, Tell, TrainingOutcome, last_steps
-from polylane.compile.batch_split import Batch
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.sample_shares import Batch
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import NotFinite
 from polylane.plan import plan as plans

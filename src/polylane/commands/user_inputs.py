@@ -193,7 +193,7 @@ def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
         PolylaneError: one of them raised, the scheduler is not one, or there is nothing to train.
     """
     from polylane.compile.objectives import named_parameters, refuse_untrainable
-    from polylane.runtime.parameters.clipping import build_scheduler
+    from polylane.runtime.parameters.optimizer import build_scheduler
 
     parameters = named_parameters(model, [recipe.loss])
     try:

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from polylane.compile.batch_split import Batch, BatchForm
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters, optimized_names
 from polylane.compile.python_effects import leaf_paths
+from polylane.compile.sample_shares import Batch, BatchForm
 from polylane.errors import PolylaneError
 from polylane.graph.batch import batch_signature, take_first_samples
 from polylane.graph.partition import Partition

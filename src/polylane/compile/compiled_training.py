@@ -22,11 +22,11 @@ from polylane.graph.partition import Partition, align_partition
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
+from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_layout import BatchLayout, MeasuredLayouts
 from polylane.samples.counts import capture_with_counts
 from polylane.samples.derivation import derive_batch_layouts
-from polylane.samples.loss_coupling import loss_couples_samples
-from polylane.samples.microbatches import (
+from polylane.samples.microbatch_limit import (
     limit_microbatches,
     make_split_check,
     min_samples_for,

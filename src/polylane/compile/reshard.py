@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from polylane.compile.batch_split import compute_shares
+from polylane.compile.sample_shares import compute_shares
 from polylane.graph.partition import Partition
 from polylane.placement.placement import Shard
 from polylane.plan.plan import Plan

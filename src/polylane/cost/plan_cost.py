@@ -10,7 +10,6 @@ from functools import cached_property
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
-from polylane.cost.closed_form import ShardTrafficSeconds, exposed_seconds
 from polylane.cost.cost_table import Clock, CostTable, ShardedGraphCost
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.optimizer_state import OptimizerState
@@ -26,6 +25,7 @@ from polylane.cost.memory.peak import recompute_blocks as recomputed_need
 from polylane.cost.network import collectives as network
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.shard_traffic import ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import PassCosts, Range, StageCosts, WeightBytes, add_recomputation, sum_passes
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from polylane.cluster.cluster import ranks_along
 from polylane.cluster.rank_span import Ranks
-from polylane.cost.closed_form import EXPOSED
 from polylane.cost.cost_table import CostTable
 from polylane.cost.network import collectives as network
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import CostModel
+from polylane.cost.shard_traffic import EXPOSED
 from polylane.cost.stage_cost import add_recomputation
 from polylane.graph.cut_points import MOST, narrow_positions
 from polylane.graph.partition import cut_positions

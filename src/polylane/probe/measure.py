@@ -16,7 +16,7 @@ from polylane.probe.link_speed import TimedTraffic, measure_traffic
 from polylane.probe.machine import accelerators, check_workers
 from polylane.probe.stopwatch import measure_dispatch, warm_up
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
-from polylane.runtime.workers.torchrun import spawn_workers
+from polylane.runtime.workers.spawn import spawn_workers
 
 # Progress callback: what is being measured, and how many ticks of it are done.
 Told = Callable[[str, int], Any]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from polylane.compile.batch_split import SampleShare, compute_shares
+from polylane.compile.sample_shares import SampleShare, compute_shares
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, to_device
 from polylane.graph.operators.python_context import running_as_slice

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.compile.batch_split import Batch
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
 from polylane.runtime.data import loader as data

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.compile.batch_split import Batch
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.observe.timeline import Span

@@ -1,6 +1,6 @@
 """Training role of a job: a worker that computes a part of the model; its methods are those of the job.
 
-Its parts are made elsewhere: the programs that a step runs (:mod:`polylane.runtime.bound_programs`), the tensors that
+Its parts are made elsewhere: the programs that a step runs (:mod:`polylane.runtime.program_binder`), the tensors that
 this worker holds (:mod:`polylane.runtime.parameters.local_model`), the optimizers
 (:mod:`polylane.runtime.parameters.update`), and gradient sync (:mod:`polylane.runtime.sync.gradient_sync`).
 """
@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.compile.batch_split import Batch, SampleShare, compute_shares
 from polylane.compile.cache import CompileCache
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
-from polylane.runtime.bound_programs import BoundProgram, ProgramBinder
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.local_model import LocalModel, owning_stages, plan_shard_units
@@ -32,6 +31,7 @@ from polylane.runtime.pipeline.bound_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
 from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepReports, StepResult, align_clocks, gather_report
 from polylane.runtime.pipeline.step_state import StepState
+from polylane.runtime.program_binder import BoundProgram, ProgramBinder
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
 from polylane.runtime.sync.choose import choose_sync
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer

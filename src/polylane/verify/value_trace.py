@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.compile.batch_split import Batch
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.sample_shares import Batch
 from polylane.graph.sample_slice import SampleSlice
 from polylane.program.lower import lower_evaluation
 from polylane.runtime.parameters.local_model import owning_stages

@@ -8,10 +8,10 @@ import pytest
 from benchmarks.closed_form import sharded
 
 import jobs
-from polylane.cost.closed_form import EXPOSED, ShardTrafficSeconds, exposed_seconds
 from polylane.cost.network import collectives as network
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict, table_of
+from polylane.cost.shard_traffic import EXPOSED, ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import StageCosts
 from polylane.graph.graph import Graph
 from polylane.observe.timeline import Span

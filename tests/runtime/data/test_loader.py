@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from polylane.compile.batch_split import Batch, SampleShare, compute_shares
+from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
 from polylane.runtime.data.loader import load_batches, sample_order
 from polylane.runtime.workers.fork import (  # loading processes leave a resource tracker behind: not in this process

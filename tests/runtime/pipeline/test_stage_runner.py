@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.batch_split import Batch
+from polylane.compile.sample_shares import Batch
 from polylane.compile.value_spec import value_specs
 from polylane.errors import ActionFailed
 from polylane.graph.capture.capture import capture

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from polylane.auto.parallelize import parallelize
-from polylane.compile.batch_split import compute_shares
 from polylane.compile.objectives import Objective
+from polylane.compile.sample_shares import compute_shares
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
 from polylane.runtime.pipeline import executor as running

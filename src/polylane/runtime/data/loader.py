@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from polylane.compile.batch_split import Batch, BatchForm, SampleShare, share_offsets
+from polylane.compile.sample_shares import Batch, BatchForm, SampleShare, share_offsets
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten
 from polylane.runtime.data.seeded_draws import SeededDataset, SeededStream

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from polylane.compile.objectives import named_parameters
 from polylane.optim.trust import set_sum_over_holders
 from polylane.program.program import Program
-from polylane.runtime.parameters import clipping as optimizer
-from polylane.runtime.parameters.clipping import GradientClipper, SumOverMesh, build_scheduler
+from polylane.runtime.parameters import optimizer as optimizer
 from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh, build_scheduler
 from polylane.runtime.pipeline.connections import replica_ranks
 from polylane.runtime.sync.compression.choose import choose_compressor
 from polylane.runtime.sync.compression.compressor import GradientCompressor

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polylane.compile.batch_split import SampleShare
 from polylane.compile.reshard import Resharder
+from polylane.compile.sample_shares import SampleShare
 from polylane.compile.value_spec import ValueSpec
 from polylane.graph.batch import split_bounds
 from polylane.program.boxes import IndexBox, box_shape

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from polylane.compile.batch_split import Batch, SampleShare, compute_shares
 from polylane.compile.reshard import Resharder, extract_box, write_box
+from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.compile.value_spec import ValueSpec
 from polylane.errors import ActionFailed, PeerLost
 from polylane.graph.batch import split_bounds

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from polylane.compile.batch_split import SampleShare
+from polylane.compile.sample_shares import SampleShare
 from polylane.graph.sample_slice import SampleSlice
 from polylane.observe.timeline import Span
 from polylane.runtime.pipeline.batch_tables import BatchTables

@@ -19,7 +19,7 @@ from polylane.compile.objectives import named_parameters
 from polylane.compile.server_assignment import assign_parameters, server_rank
 from polylane.errors import PeerLost
 from polylane.program.lower import differentiable_parameters
-from polylane.runtime.parameters.clipping import GradientClipper
+from polylane.runtime.parameters.optimizer import GradientClipper
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.messages import Channel, RemoteChannel, open_local_channel
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards

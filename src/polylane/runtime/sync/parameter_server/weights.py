@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
-from polylane.runtime.parameters import clipping as optimizer
-from polylane.runtime.parameters.clipping import GradientClipper
+from polylane.runtime.parameters import optimizer as optimizer
+from polylane.runtime.parameters.optimizer import GradientClipper
 from polylane.runtime.transport.serialization import decode, encode
 
 _PLAIN = (bool, int, float, str, type(None))

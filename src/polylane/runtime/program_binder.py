@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from polylane.compile.batch_split import count_replica_samples
 from polylane.compile.cache import CacheKey
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import recapture_objective
 from polylane.compile.python_effects import collect_effects, refuse_effects
+from polylane.compile.sample_shares import count_replica_samples
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import python_kept
 from polylane.graph.partition import Partition
@@ -22,8 +22,8 @@ from polylane.runtime.pipeline.bound_program import batch_statistics_of, bind_pr
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
+from polylane.samples.batch_division import refuse_coupled_samples
 from polylane.samples.batch_layout import hash_crossing_layouts
-from polylane.samples.loss_coupling import refuse_coupled_samples
 
 
 @dataclass(frozen=True)

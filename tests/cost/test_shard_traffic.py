@@ -7,9 +7,9 @@ import pytest
 from benchmarks.closed_form import block_seconds, pipelined, scattered, sharded
 
 from polylane.cluster.spec import parse
-from polylane.cost.closed_form import EXPOSED, ShardTrafficSeconds
 from polylane.cost.cost_table import CostTable
 from polylane.cost.network import collectives as network
+from polylane.cost.shard_traffic import EXPOSED, ShardTrafficSeconds
 
 
 def table(**given: list[float]) -> CostTable:

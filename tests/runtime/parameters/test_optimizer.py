@@ -14,7 +14,7 @@ from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import Objective, build_objectives, optimized_names
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from polylane.runtime.parameters.clipping import GradientClipper, build_optimizer
+from polylane.runtime.parameters.optimizer import GradientClipper, build_optimizer
 from training import adamw, assert_same, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]

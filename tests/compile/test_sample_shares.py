@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polylane.compile.batch_split import Batch, SampleShare, compute_shares, share_offsets
+from polylane.compile.sample_shares import Batch, SampleShare, compute_shares, share_offsets
 
 sizes = st.integers(1, 60)
 degrees = st.integers(1, 9)
