@@ -17,7 +17,7 @@ from polylane.compile.objectives import build_objectives
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.job import Job
-from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.relative_error import relative_error

@@ -26,7 +26,7 @@ from polylane.placement.operator_view import OperatorView, TensorKey, tensor_key
 from polylane.placement.placement import REPLICATE, Placement, Replicate, Shard, gradient_placement
 from polylane.placement.rewrite import AxisSplit, State
 from polylane.placement.strategy import Strategy
-from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.layout import assemble_parts, local_part
 from polylane.verify.relative_error import relative_error

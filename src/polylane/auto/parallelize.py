@@ -1,6 +1,7 @@
 """``polylane.parallelize``, the public entry point: split the training of a plain model over the running workers.
 
-No module is called parallelize: importing it would replace the function of that name in ``polylane``.
+No module directly in the package is called parallelize: importing it would replace the function of that name in
+``polylane``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from polylane.graph.partition import Partition
 from polylane.program.program import Program
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.shared_buffers import stages_of_buffers
-from polylane.runtime.pipeline.bound_program import batch_statistics_of, bind_program, lower_programs
+from polylane.runtime.pipeline.bind_program import batch_statistics_of, bind_program, lower_programs
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.compression.compressor import GradientCompressor

@@ -27,7 +27,7 @@ from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.local_model import LocalModel, owning_stages, plan_shard_units
 from polylane.runtime.parameters.update import trainers_of
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
-from polylane.runtime.pipeline.bound_program import lower_ahead
+from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
 from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepReports, StepResult, align_clocks, gather_report
 from polylane.runtime.pipeline.step_state import StepState

@@ -22,7 +22,7 @@ from polylane.graph.rounding_noise import TRIES, nudge_values, rounding_floor
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import gradient_placement
 from polylane.plan.sync import SUM
-from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.sharding.layout import Layout, assemble_parts

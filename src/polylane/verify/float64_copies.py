@@ -16,7 +16,7 @@ from polylane.graph.batch import cast_leaves, clone_leaves, flatten, sample_coun
 from polylane.graph.capture.export import snapshot_model
 from polylane.graph.precision import to_float64
 from polylane.graph.sample_slice import SampleSlice
-from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.verify.whole_graph import run_graph
 
 

@@ -25,7 +25,7 @@ from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
 from polylane.graph.precision import Promoted
 from polylane.graph.rounding_noise import TRIES, nudge_values
 from polylane.graph.sample_slice import SampleSlice
-from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.samples.batch_statistics import needs_batch_counts
 from polylane.verify.record import ReferenceRun, ReferenceStep
 from polylane.verify.rounding_floor import TRIES_MORE, MeasuredPass, RoundingFloors, measure_floors

@@ -14,7 +14,7 @@ from polylane.compile.sample_shares import Batch
 from polylane.graph.sample_slice import SampleSlice
 from polylane.program.lower import lower_evaluation
 from polylane.runtime.parameters.local_model import owning_stages
-from polylane.runtime.pipeline.bound_program import lower_programs
+from polylane.runtime.pipeline.bind_program import lower_programs
 from polylane.runtime.pipeline.stage_runner import LiveMicrobatch, StageRunner, run_node_by_node
 from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.training_role import TrainingRole

@@ -28,7 +28,7 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
-from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, threads_per_worker
 from polylane.runtime.workers.world import World
 from polylane.verify.first_difference import StepDifference, describe_later_difference, find_first_difference

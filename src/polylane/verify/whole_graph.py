@@ -17,7 +17,7 @@ from polylane.graph.capture.assign_keys import draws_by_sample
 from polylane.graph.graph import Code
 from polylane.graph.operators.whole_batch_counts import BatchShare, WholeBatchStatistic
 from polylane.graph.sample_slice import SampleSlice
-from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.parameters.model_tensors import ModelTensors
 
 
 def depends_on_split(code: Code) -> bool:

@@ -15,7 +15,7 @@ from polylane.graph.capture.capture import capture
 from polylane.graph.partition import Partition, cut_positions
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.job import Job
-from polylane.runtime.pipeline.bound_program import ModelTensors
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.pipeline.stage_runner import StageRunner, extract_stage, find_failing_node
 from polylane.runtime.pipeline.step_state import StepState

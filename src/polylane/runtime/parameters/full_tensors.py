@@ -11,8 +11,8 @@ from torch import Tensor
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.materialize import whole_shapes_only
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.parameters.shards import ShardSpec
-from polylane.runtime.pipeline.bound_program import ModelTensors
 from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.workers.world import World

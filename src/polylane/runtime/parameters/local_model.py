@@ -14,9 +14,9 @@ from polylane.program.program import Program
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.parameters.shared_buffers import SharedBuffers
-from polylane.runtime.pipeline.bound_program import ModelTensors
 from polylane.runtime.pipeline.connections import column_ranks
 from polylane.runtime.sync.zero.flat_shards import Shards, empty_storage, flat_buffer_of
 from polylane.runtime.sync.zero.optimizer_parts import find_unshardable

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
@@ -20,6 +19,7 @@ from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
 from polylane.program.replica_local import without_replica_sync
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.pipeline.stage_runner import (
     OWN_PYTHON,
@@ -37,54 +37,6 @@ from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport
 from polylane.samples.batch_statistics import BatchStatistics
 from polylane.sharding.stage_layouts import StageLayouts
-
-
-@dataclass
-class ModelTensors:
-    """A worker's view of the user's model: parameters and buffers by name, on its device once it holds them.
-
-    Attributes:
-        model: the user's module, whose tensors are replaced in place.
-        losses: the losses of all objectives, some of which may be modules.
-        device: device of this worker, to which held tensors are moved.
-    """
-
-    model: nn.Module
-    losses: Sequence[Any]
-    device: torch.device
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Return all parameters by canonical name."""
-        return dict(self._named_tensors("parameters"))
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Return all buffers by canonical name."""
-        return dict(self._named_tensors("buffers"))
-
-    def _named_tensors(self, what: str) -> list[tuple[str, Any]]:
-        named = list(getattr(self.model, f"named_{what}")())
-        for loss in self.losses:
-            if isinstance(loss, nn.Module):
-                named += [(f"loss.{name}", tensor) for name, tensor in getattr(loss, f"named_{what}")()]
-        return named
-
-    def move_to_device(self, names: Collection[str]) -> None:
-        """Move parameters and buffers to the worker's device; the rest stays where the user built it."""
-        held = {n: t for n, t in {**self.parameters(), **self.buffers()}.items() if n in names}
-        self.replace_values({n: t.data.to(self.device) for n, t in held.items() if t.device != self.device})
-
-    def replace_values(self, values: Mapping[str, Tensor]) -> None:
-        """Replace the values of parameters and buffers, also by other shapes; parameters stay the same objects."""
-        # Optimizers and the user's own code hold parameters by identity, so only their data is exchanged.
-        for name, parameter in self.parameters().items():
-            if name in values:
-                parameter.data = values[name]
-        for root, prefix in [(self.model, ""), *[(m, "loss.") for m in self.losses if isinstance(m, nn.Module)]]:
-            for path, module in root.named_modules():
-                for key, buffer in module._buffers.items():
-                    name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
-                    if name in values and buffer is not None:
-                        module._buffers[key] = values[name]
 
 
 def lower_programs(
