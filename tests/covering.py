@@ -1,4 +1,7 @@
-"""Covering subsets of tables of tests: every row and every column is in `make test`, the rest in `make test-all`."""
+"""Covering subsets of tables of tests: what stays in `make test`, while `make test-all` runs every entry.
+
+:func:`pairs` keeps every row and every column; :func:`one_in` keeps some rows of a table whose rows pin one law.
+"""
 
 from __future__ import annotations
 

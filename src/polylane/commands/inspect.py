@@ -168,10 +168,7 @@ def _numbers(data: dict[str, Any]) -> list[str]:
 
 def _show_cut(out: Console, found: dict[str, Any]) -> None:
     _show_stages(out, found)
-    print(
-        f"utilization at best {found['utilization']:.1%}: by these times, were there nothing to wait for but the other "
-        "stages"
-    )
+    print(f"utilization at best {found['utilization']:.1%}: by these times, if ranks waited for other stages alone")
     meshes = [stage["mesh"] for stage in found["stages"]]
     for edge in found["edges"]:
         a, b = edge["from"], edge["to"]
@@ -219,6 +216,6 @@ def _show_stages(out: Console, found: dict[str, Any]) -> None:
         )
     out.print(stages)
     print(
-        "of a rank: bytes of parameters, gradients and values (kept for backward passes, of all microbatches in hand "
-        "at once), and time of both passes over a microbatch (of all work, the stage's share)"
+        "of a rank: bytes of parameters, gradients and values (kept for backward passes, of all microbatches that are "
+        "live at once), and time of both passes over a microbatch (of all work, the stage's share)"
     )

@@ -216,7 +216,7 @@ def devices_needed(
 
 def _explain_single_device(advice: Advice) -> str:
     if advice.parts and advice.parts[0].name == ISSUING:
-        return "the host has as many operators to issue however few samples are in hand, so a part takes as long"
+        return "the host has as many operators to issue however few samples a device has, so a part takes as long"
     return "what they would send each other takes longer than it saves"
 
 
