@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import compile_training
-from polylane.compile.objectives import build_objectives
-from polylane.graph.batch import flatten, sample_count, split_bounds, take_samples
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.objectives import Objective, build_objectives
+from polylane.graph.batch import batch_structure, flatten, sample_count, split_bounds, take_samples
 from polylane.plan.plan import Plan
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
+from polylane.runtime.parameters.broadcast import digest_tensor
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 
@@ -61,6 +64,53 @@ class Trained:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
+_compiled = OrderedDict[Any, CompiledTraining]()  # the latest ones
+KEPT = 16
+
+
+def compiled(model: nn.Module, objectives: dict[str, Objective], example: Any, plan: str | Plan) -> CompiledTraining:
+    """Compile a training, or take an equal one: many tests train the same model by the same plan.
+
+    Workers are forked, so that what they do to a model stays theirs. Only models of torch's own modules are taken for
+    equal: their printed form and tensors say all of them.
+    """
+    key = _describe(model, objectives, example, plan)
+    if key is None:
+        return compile_training(model, objectives, example, plan)
+    known = _compiled.pop(key, None)
+    # A test may have changed the model of an earlier one in place.
+    if known is None or _describe(known.model, objectives, example, plan) != key:
+        known = compile_training(model, objectives, example, plan)
+    _compiled[key] = known
+    if len(_compiled) > KEPT:
+        _compiled.popitem(last=False)
+    return known
+
+
+def _describe(model: nn.Module, objectives: dict[str, Objective], example: Any, plan: str | Plan) -> Any:
+    """What two trainings have in common that are equal; None where an object of a user's class could hide more."""
+    modules = list(model.modules())
+    leaves, _ = flatten(example)
+    plain = all(type(m).__module__.startswith("torch.nn.modules") and not m._forward_hooks for m in modules)
+    free = all(isinstance(o.loss, FunctionType) and o.loss.__closure__ is None for o in objectives.values())
+    if not (plain and free and all(isinstance(leaf, Tensor) for leaf in leaves)):
+        return None
+    order = {id(p): i for i, p in enumerate(model.parameters())}
+    named = list(model.named_parameters(remove_duplicate=False))
+    tensors = [*(p for _, p in named), *model.buffers(), *leaves]
+    return (
+        repr(model),
+        tuple(m.training for m in modules),
+        tuple((name, order[id(p)], p.requires_grad) for name, p in named),
+        tuple(
+            (t.dtype, t.device, tuple(t.shape), t.stride(), None if t.is_meta else digest_tensor(t)) for t in tensors
+        ),
+        tuple(objectives.items()),
+        batch_structure(example),
+        plan if isinstance(plan, str) else plan.model_dump_json(),
+    )
+
+
 def workers(
     work: Callable[[Job], Any],
     model: nn.Module,
@@ -74,7 +124,7 @@ def workers(
 ) -> list[Any]:
     """What ``work(job)`` returns on every worker of ``plan``."""
     example = batch_of(8) if example is None else example
-    prepared = compile_training(model, build_objectives(loss, optimizer, scheduler), example, plan)
+    prepared = compiled(model, build_objectives(loss, optimizer, scheduler), example, plan)
 
     def run(_: Any) -> Any:
         with Job(prepared, World.join(), example=example, **options) as job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_gr
 from polylane.compile.objectives import Objective, Parameters, named_parameters, optimized_names
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
+from polylane.compile.sample_shares import compute_shares
 from polylane.compile.sync_check import check_sync
 from polylane.errors import PolylaneError
 from polylane.graph.batch import clone_leaves, count_parts, flatten, sample_count, sampled_leaves, take_first_samples
@@ -106,6 +107,28 @@ class CompiledTraining:
     def batch_layouts_of(self, partition: Partition) -> Mapping[str, BatchLayout]:
         """Return the batch layouts of the values of one of these graphs that cross between stages."""
         return self.graph_of(partition).orders
+
+    def carry_over_layouts(self, sizes: Iterable[int]) -> None:
+        """Carry the sharding of the training graphs over to batches of other sizes, before workers are forked.
+
+        Each worker would do it for itself otherwise, the same for all of them.
+
+        Args:
+            sizes: numbers of samples of whole batches, over all replicas.
+
+        Raises:
+            PolylaneError: the model does not compute with the number of samples that a worker gets.
+        """
+        for graph in self.graphs.values():
+            for stage, layout in enumerate(graph.layouts.stages):
+                if layout is None:
+                    continue
+                replicas = 1 if graph.layouts.batch_is_sharded else self.plan.degree("data", stage)
+                for samples in set(sizes):
+                    parts = self.microbatches_of(samples)
+                    shares = (compute_shares(samples, parts, replicas, replica) for replica in range(replicas))
+                    for count in {share.samples for own in shares for share in own}:
+                        layout.at(count)
 
     def compile_further(self, partition: Partition) -> CompiledGraph:
         """Compile one more graph of the model (evaluation, batches of another form), with the main graph's placements.

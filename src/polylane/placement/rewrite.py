@@ -78,6 +78,8 @@ class _RankWriter:
     def redistribute_to(self, node: fx.Node, needed: State) -> Any:
         """Return a node's value as a consumer needs it, redistributed once for all consumers with the same need."""
         have, value = self.placements_of(node), self.values[node]
+        if have == needed:  # by far most reads
+            return value
         for i, placement in rewrite_by_axis(have, needed):
             after = (*have[:i], placement, *have[i + 1 :])
             # Keyed by the rewritten node: partial redistributions on the way are shared between consumers too.

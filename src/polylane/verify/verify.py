@@ -104,8 +104,9 @@ def verify_compiled(
     """Compare as :func:`verify` does, for a training that is compiled in float64 already; its model is not changed."""
     _refuse_lossy_sync(prepared.plan)
     batches = [batch_in_float64(batch) for batch in batches]
-    shortest = min(sample_count(flatten(batch)[0]) for batch in batches)
-    prepared.min_samples.check(shortest, "the shortest batch", "verify fewer steps, or take another batch size")
+    sizes = [sample_count(flatten(batch)[0]) for batch in batches]
+    prepared.min_samples.check(min(sizes), "the shortest batch", "verify fewer steps, or take another batch size")
+    prepared.carry_over_layouts(sizes)
     sync = prepared.plan.sync
     proof = _Verification(prepared, batches, clip_norm, seed, tolerance)
     # Every run is in forked processes: each starts from the same weights, and changes only its own copy of them.

@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from polylane.errors import NotFinite, PolylaneError
-from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.transport.protocol import PendingTransfer, Transport
+
+BYTES_IN_FLIGHT = 16 << 20  # bytes of tensors whose sums are under way at once, where full tensors are gathered
 
 
 def digest_tensor(tensor: Tensor) -> str:
@@ -46,10 +49,10 @@ def broadcast_weights(
     return different
 
 
-def broadcast_from_owner(tensor: Tensor, owner: bool, transport: Transport, ranks: Iterable[int]) -> Tensor:
+def broadcast_from_owner(tensor: Tensor, owner: bool, transport: Transport, ranks: Collection[int]) -> Tensor:
     """Return the owner's tensor on every rank, by a sum to which the others add zeros; for tensors of any dtype."""
     own = tensor.detach().clone()
-    return sum_over_ranks(own if owner else torch.zeros_like(own), transport, ranks)
+    return next(sum_over_ranks([own if owner else torch.zeros_like(own)], transport, ranks))
 
 
 def gather_full_state(
@@ -72,21 +75,21 @@ def gather_full_state(
         transport: connects all training workers; every one of them must call this function.
         device: device of the tensors that the transport carries.
     """
-    state = model.state_dict(keep_vars=True)
-    result: dict[str, Tensor] = {}
-    done: dict[str, Tensor] = {}
+    state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
+    # Tied weights are gathered once: each name of theirs gets a copy of the same value.
+    local: dict[str, Tensor] = {}
     for name, value in state.items():
-        # Tied weights are gathered once: each name of theirs gets a copy of the same value.
-        canonical = tied.get(name, name)
-        if canonical not in done:
-            tensor = value.detach()
-            if canonical in mine and transport.size > 1:
-                part = tensor.to(device) if mine[canonical] else None
-                like = torch.empty(0, dtype=tensor.dtype, device=device)
-                tensor = sum_over_ranks(whole(canonical, part, like), transport, range(transport.size))
-            done[canonical] = tensor.cpu()
-        result[name] = done[canonical].clone()
-    return result
+        local.setdefault(tied.get(name, name), value)
+    gathered = [name for name in local if name in mine and transport.size > 1]
+
+    def summands() -> Iterator[Tensor]:
+        for name in gathered:
+            part = local[name].to(device) if mine[name] else None
+            yield whole(name, part, torch.empty(0, dtype=local[name].dtype, device=device))
+
+    sums = sum_over_ranks(summands(), transport, range(transport.size))
+    full = {**local, **{name: value.cpu() for name, value in zip(gathered, sums, strict=True)}}
+    return {name: full[tied.get(name, name)].cpu().clone() for name in state}
 
 
 def require_finite(state: Mapping[str, Tensor], trained: Collection[str], path: Path) -> None:
@@ -131,9 +134,24 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
         raise PolylaneError(f"the weights cannot be written to {path}: {reason}") from error
 
 
-def sum_over_ranks(tensor: Tensor, transport: Transport, ranks: Iterable[int]) -> Tensor:
-    """Return the sum of a tensor over ranks, for tensors of any dtype."""
-    # No backend sums these (see SUMMABLE): they are sent as int32, which holds every value of theirs exactly.
-    small = tensor.dtype in (torch.bool, torch.uint16, torch.int16)
-    wire = tensor.to(torch.int32) if small else tensor
-    return transport.all_reduce(wire.contiguous(), ranks).wait().to(tensor.dtype)
+def sum_over_ranks(tensors: Iterable[Tensor], transport: Transport, ranks: Collection[int]) -> Iterator[Tensor]:
+    """Yield the sum of each tensor over ranks, in order, for tensors of any dtype.
+
+    Several sums are under way at once, up to :data:`BYTES_IN_FLIGHT`: the time of small ones is that of their messages.
+    """
+    pending, nbytes = deque[tuple[PendingTransfer, torch.dtype, int]](), 0
+    for tensor in tensors:
+        # No backend sums these (see SUMMABLE): they are sent as int32, which holds every value of theirs exactly.
+        small = tensor.dtype in (torch.bool, torch.uint16, torch.int16)
+        wire = (tensor.to(torch.int32) if small else tensor).contiguous()
+        pending.append((transport.all_reduce(wire, ranks), tensor.dtype, wire.nbytes))
+        nbytes += wire.nbytes
+        while nbytes > BYTES_IN_FLIGHT:
+            yield _finish_sum(*pending[0][:2])
+            nbytes -= pending.popleft()[2]
+    for transfer, dtype, _ in pending:
+        yield _finish_sum(transfer, dtype)
+
+
+def _finish_sum(transfer: PendingTransfer, dtype: torch.dtype) -> Tensor:
+    return transfer.wait().to(dtype)

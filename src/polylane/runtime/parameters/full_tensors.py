@@ -93,15 +93,21 @@ class FullTensors:
                 own[name] = gradient.detach()
         # Only the union of names is summed: a gradient that is missing everywhere is None, not zeros.
         found = set().union(*self._transport.all_gather_object(list(own)))
-        return {name: self._gather_gradient(name, own.get(name)) if name in found else None for name in names}
-
-    def _gather_gradient(self, name: str, part: Tensor | None) -> Tensor:
+        present = [name for name in names if name in found]
         if self._transport.size == 1:
-            assert part is not None
-            return part.to("cpu", copy=True)
+            full = {name: own[name].to("cpu", copy=True) for name in present}
+        else:
+            sums = weights.sum_over_ranks(
+                (self._gradient_summand(name, own.get(name)) for name in present),
+                self._transport,
+                range(self._transport.size),
+            )
+            full = {name: value.cpu() for name, value in zip(present, sums, strict=True)}
+        return {name: full.get(name) for name in names}
+
+    def _gradient_summand(self, name: str, part: Tensor | None) -> Tensor:
         like = torch.empty(0, dtype=self._tensors.parameters()[name].dtype, device=self._world.device)
-        whole = self._shard_spec.full_summand(name, part, like)
-        return weights.sum_over_ranks(whole, self._transport, range(self._transport.size)).cpu()
+        return self._shard_spec.full_summand(name, part, like)
 
     @contextmanager
     def installed_in_model(self, shapes: bool) -> Iterator[None]:

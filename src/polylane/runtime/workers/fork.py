@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import io
 import multiprocessing
 import os
@@ -317,6 +318,8 @@ class _ChildProcess:
 
     def run_process(self, worker: Callable[[WorkerContext], object], parent: int) -> None:
         """Run the forked process: tie it to its parent, set its environment, run the worker's function."""
+        # What the parent made stays: looking at it for garbage would copy its pages into this process.
+        gc.freeze()
         # With the lifeline's write end open here, no child would notice that the parent has died.
         for descriptor in self.inherited_descriptors:
             os.close(descriptor)
