@@ -28,3 +28,10 @@ def pairs(rows: Iterable[Any], columns: Sequence[Any]) -> list[Any]:
 def one_in(n: int, values: Iterable[Any], first: int = 0) -> list[Any]:
     """Every n-th value is run always, from the ``first`` on; the others are slow: for tables that pin one law often."""
     return [pytest.param(value, marks=[] if i % n == first else pytest.mark.slow) for i, value in enumerate(values)]
+
+
+def except_slow(values: Iterable[Any], slow: Sequence[Any]) -> list[Any]:
+    """All values; those of ``slow`` are run by `make test-all` only, for the others cover what is different in them."""
+    values = list(values)
+    assert all(value in values for value in slow), "what is slow is one of the values"
+    return [pytest.param(value, marks=[pytest.mark.slow] if value in slow else []) for value in values]

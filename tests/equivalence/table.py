@@ -18,25 +18,25 @@ OPTIMIZERS = ("sgd", "adamw", "own")  # "own" is the one of the recipe
 COVERING = """
 model           | batches | data=2        | pipeline=2    | pipeline=4    | data=2,pipeline=2
 ----------------+---------+---------------+---------------+---------------+------------------
-digits          | 8 7 5   | naive 1 adamw | afab 3 sgd    | 1f1b 5 adamw  | 1f1b 3 sgd
-gpt             | 8 7 3   | 1f1b 4 own    | 1f1b 5 adamw  | naive 3 own   | afab 4 adamw
-unet            | 6 5 3   | afab 2 sgd    | 1f1b 4 adamw  | afab 3 sgd    | naive 4 own
-inception       | 5 7 3   |               | naive 2 adamw | 1f1b 5 sgd    | afab 3 adamw
-two_devices     | 9 7 2   | 1f1b 1 adamw  |               | afab 8 adamw  | 1f1b 4 sgd
-hf_llama        | 5 3 2   | 1f1b 2 own    | afab 3 adamw  | 1f1b 5 sgd    | 1f1b 3 adamw
-hf_gpt2         | 5 4 3   |               | 1f1b 4 sgd    |               | naive 2 adamw
-t5              | 5 4 3   |               | afab 2 adamw  | 1f1b 4 own    |
-vit             | 8 5 3   |               | 1f1b 3 own    |               | afab 4 sgd
-densenet        | 7 5 4   |               | naive 3 sgd   | 1f1b 5 adamw  | 1f1b 2 adamw
-moe             | 5 4 3   | afab 3 sgd    |               | 1f1b 4 adamw  | 1f1b 2 own
-custom_function | 8 7 2   | naive 3 sgd   |               | afab 5 adamw  | 1f1b 4 adamw
-encoder         | 8 7 3   |               | 1f1b 2 adamw  |               | afab 4 sgd
-lstm            | 8 5 3   | afab 4 adamw  | naive 2 sgd   |               |
-in_place        | 8 7 3   |               | 1f1b 4 adamw  |               | naive 3 sgd
-nested          | 9 5 2   |               | afab 4 sgd    |               | 1f1b 3 adamw
-routed          | 7 5 3   | 1f1b 2 adamw  |               | afab 4 own    |
-separable       | 8 7 3   |               | 1f1b 3 adamw  |               | naive 2 own
-latents         | 8 5 3   | afab 3 own    |               | 1f1b 3 sgd    |
+digits          | 8 7 5   | naive 1 adamw |               |               | 1f1b 3 sgd
+gpt             | 8 7 3   |               |               | naive 3 own   | afab 4 adamw
+unet            | 6 5 3   | afab 2 sgd    |               | afab 3 sgd    |
+inception       | 5 7 3   |               | naive 2 adamw |               |
+two_devices     | 9 7 2   |               |               |               | 1f1b 4 sgd
+hf_llama        | 5 3 2   |               |               |               | 1f1b 3 adamw
+hf_gpt2         | 5 4 3   |               | 1f1b 4 sgd    |               |
+t5              | 5 4 3   |               | afab 2 adamw  |               |
+vit             | 8 5 3   |               | 1f1b 3 own    |               |
+densenet        | 7 5 4   |               |               |               | 1f1b 2 adamw
+moe             | 5 4 3   |               |               | 1f1b 4 adamw  |
+custom_function | 8 7 2   |               |               | afab 5 adamw  |
+encoder         | 8 7 3   |               |               |               | afab 4 sgd
+lstm            | 8 5 3   | afab 4 adamw  |               |               |
+in_place        | 8 7 3   |               |               |               | naive 3 sgd
+nested          | 9 5 2   |               | afab 4 sgd    |               |
+routed          | 7 5 3   |               |               | afab 4 own    |
+separable       | 8 7 3   |               |               |               | naive 2 own
+latents         | 8 5 3   | afab 3 own    |               |               |
 branching       | 8 7 2   | 1f1b 3 sgd    |               |               |
 """
 
@@ -55,37 +55,28 @@ SPLIT_PLANS = (
 COVERING_SPLIT = """
 model           | sizes | plan                | proof
 ----------------+-------+---------------------+-------------
-digits          | 8 7 5 | tensor=2            | 1f1b 2 adamw
 digits          | 8 7 5 | pipeline=2,tensor=2 | afab 3 sgd
 gpt             | 8 7 3 | tensor=3            | naive 3 own
 gpt             | 8 7 3 | sequence=2          | 1f1b 2 own
-gpt             | 8 7 3 | pipeline=2,tensor=2 | 1f1b 4 adamw
-unet            | 6 5 3 | tensor=4            | afab 2 sgd
 unet            | 6 5 3 | data=2,tensor=2     | 1f1b 1 adamw
 inception       | 5 7 3 | tensor=4            | naive 1 own
 two_devices     | 9 7 2 | tensor=3            | 1f1b 4 adamw
-hf_llama        | 5 3 2 | tensor=4            | 1f1b 1 adamw
 hf_llama        | 5 3 2 | sequence=2,tensor=2 | afab 2 adamw
 hf_gpt2         | 5 4 3 | sequence=2          | afab 2 sgd
-hf_gpt2         | 5 4 3 | data=2,tensor=2     | naive 2 sgd
-t5              | 5 4 3 | tensor=2            | afab 2 sgd
 t5              | 5 4 3 | pipeline=2,tensor=2 | naive 2 own
 vit             | 8 5 3 | sequence=2          | naive 3 adamw
-vit             | 8 5 3 | data=2,tensor=2     | 1f1b 2 own
 densenet        | 7 5 4 | tensor=3            | afab 2 sgd
 moe             | 5 4 3 | data=2,tensor=2     | afab 2 own
 custom_function | 8 7 2 | pipeline=2,tensor=2 | 1f1b 5 adamw
 encoder         | 8 7 3 | sequence=2,tensor=2 | naive 3 own
 lstm            | 8 5 3 | tensor=3            | 1f1b 2 adamw
 in_place        | 8 7 3 | tensor=2            | naive 1 own
-nested          | 9 5 2 | data=2,tensor=2     | 1f1b 4 adamw
+nested          | 9 5 2 | data=2,tensor=2     | naive 2 sgd
 towers          | 8 7 5 | sequence=2,tensor=2 | naive 1 sgd
 towers          | 8 7 5 | data=2              | naive 1 own
 routed          | 7 5 3 | tensor=2            | 1f1b 2 adamw
-routed          | 7 5 3 | tensor=4            | naive 2 own
-separable       | 8 7 3 | tensor=3            | naive 4 sgd
+separable       | 8 7 3 | tensor=2            | afab 4 sgd
 latents         | 8 5 3 | tensor=4            | 1f1b 3 sgd
-latents         | 8 5 3 | sequence=2,tensor=2 | 1f1b 3 sgd
 """
 
 # An opaque model has no graph to cut.

@@ -13,6 +13,7 @@ from test_equivalence import adamw, by_work, case_of, sgd, verdict_on
 from test_hybrids import assert_cut
 from torch import Tensor, nn
 
+import covering
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
@@ -70,28 +71,27 @@ def prepared_for(model: str, plan: Plan, optimizer: Any, samples: int) -> Compil
     return compile_training(case.model().double(), {"loss": objective}, example, plan, in_float64=True, seconds=by_work)
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "before", "sizes"),
-    [
-        ("inception", "branches_in_pipeline", BRANCHES_IN_PIPELINE, (8, 7, 5)),
-        ("inception", "pipeline_in_branches", PIPELINE_IN_BRANCHES, (8, 5, 3)),
-        ("towers", TOWERS, ((), (), (0, 1)), (8, 7, 5)),
-        ("unet", UNET, ((), (0,), (1,), (0, 2)), (6, 5, 3)),
-        ("t5", ENCODER_DECODER, ((), (), (0, 1)), (5, 4, 3)),
-    ],
-)
-def test_branches(model: str, plan: str | Plan, before: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> None:
+CASES: dict[str, tuple[str, str | Plan, tuple[tuple[int, ...], ...], tuple[int, ...]]] = {
+    "branches_in_pipeline": ("inception", "branches_in_pipeline", BRANCHES_IN_PIPELINE, (8, 7, 5)),
+    "pipeline_in_branches": ("inception", "pipeline_in_branches", PIPELINE_IN_BRANCHES, (8, 5, 3)),
+    "towers": ("towers", TOWERS, ((), (), (0, 1)), (8, 7, 5)),
+    "unet": ("unet", UNET, ((), (0,), (1,), (0, 2)), (6, 5, 3)),
+    "t5": ("t5", ENCODER_DECODER, ((), (), (0, 1)), (5, 4, 3)),
+}
+
+
+@pytest.mark.parametrize(("case", "schedule"), covering.pairs(CASES, ["1f1b", "afab"]))
+def test_branches(case: str, schedule: str) -> None:
+    model, plan, before, sizes = CASES[case]
     read = load(PLANS / f"{plan}.yaml").model_copy(update={"microbatches": 3}) if isinstance(plan, str) else plan
-    for schedule, optimizer in (("1f1b", adamw), ("afab", sgd)):
-        prepared = prepared_for(model, read.model_copy(update={"schedule": schedule}), optimizer, sizes[0])
-        assert StageGraph.of_edges(prepared.main_partition.stages, prepared.main_partition.edges).predecessors == before
-        assert_cut(model, prepared)
-        row = table.Row(model, prepared.plan.spec, schedule, prepared.plan.microbatches, "sgd", sizes)
-        verdict = verdict_on(row, prepared)
-        assert verdict.passed, f"{row}: worst {verdict.worst:.2g}, {verdict.culprit}"
-        assert (
-            verdict.worst <= 1e-9 and verdict.replicas_equal and any(d.gradient is not None for d in verdict.deviations)
-        )
+    optimizer = adamw if schedule == "1f1b" else sgd
+    prepared = prepared_for(model, read.model_copy(update={"schedule": schedule}), optimizer, sizes[0])
+    assert StageGraph.of_edges(prepared.main_partition.stages, prepared.main_partition.edges).predecessors == before
+    assert_cut(model, prepared)
+    row = table.Row(model, prepared.plan.spec, schedule, prepared.plan.microbatches, "sgd", sizes)
+    verdict = verdict_on(row, prepared)
+    assert verdict.passed, f"{row}: worst {verdict.worst:.2g}, {verdict.culprit}"
+    assert verdict.worst <= 1e-9 and verdict.replicas_equal and any(d.gradient is not None for d in verdict.deviations)
 
 
 def test_a_stage_of_several_pieces() -> None:

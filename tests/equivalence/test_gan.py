@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import covering
 import polylane
 from models import EXAMPLES
 from polylane.compile.compiled_training import CompiledTraining, compile_training
@@ -76,7 +77,11 @@ SPLIT = ("tensor=2", "tensor=3", "sequence=2", "data=2,tensor=2", "pipeline=2,te
 UNEVEN = ("[data=2 | tensor=2],microbatches=2", "[1 | data=2 | tensor=2],microbatches=2")
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *SPLIT, *UNEVEN])
+# What others have, too.
+FURTHER = ("data=2", "data=2,pipeline=2,microbatches=2", "data=2,servers=2", "tensor=2", SPLIT[-1])
+
+
+@pytest.mark.parametrize("plan", covering.except_slow([*PLANS, *SPLIT, *UNEVEN], FURTHER))
 def test_two_objectives_train_as_a_plain_loop_does(plan: str) -> None:
     prepared = compile_training(
         network(), build_objectives(LOSSES, OPTIMIZERS, None), images(10, 0), plan, in_float64=True

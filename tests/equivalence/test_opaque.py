@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import covering
 import polylane
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
@@ -90,8 +91,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan", "loss", "sizes"), CASES)
-def test_samples_that_meet_where_nothing_is_seen(name: str, plan: str, loss: Any, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("case", covering.except_slow(CASES, [CASES[0], CASES[2], CASES[6]]))
+def test_samples_that_meet_where_nothing_is_seen(case: tuple[str, str, Any, tuple[int, ...]]) -> None:
+    name, plan, loss, sizes = case
     batches = [batch_of(samples, seed) for seed, samples in enumerate(sizes)]
 
     def evaluated(job: Job) -> list[float]:

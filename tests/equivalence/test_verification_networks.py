@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import covering
 import models
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import Objective
@@ -157,11 +158,13 @@ def verdict(network: str, plan: str, optimizer: Callable[..., Any] = models.adam
     return verify_compiled(replace(shared, objectives={"loss": objective}), batches[:steps])
 
 
-@pytest.mark.parametrize("optimizer", [models.adamw, models.sgd])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("network", NETWORKS)
-def test_equal_plans_are_equal(network: str, plan: str, optimizer: Callable[..., Any]) -> None:
-    result = verdict(network, plan, optimizer)
+OPTIMIZERS = {"adamw": models.adamw, "sgd": models.sgd}
+
+
+@pytest.mark.parametrize(("trained", "plan"), covering.pairs([f"{n} {o}" for n in NETWORKS for o in OPTIMIZERS], PLANS))
+def test_equal_plans_are_equal(trained: str, plan: str) -> None:
+    network, optimizer = trained.split()
+    result = verdict(network, plan, OPTIMIZERS[optimizer])
     assert result.passed and result.worst <= 1e-9, (result.worst, result.culprit)
     assert result.undetermined  # of each of them something is rounding
     assert result.culprit is None and result.replicas_equal

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import covering
 from polylane.plan.spec import parse
 from polylane.recipe import Mean
 from training import Trained, adamw, assert_same, assert_state, batch_of, mlp, plainly, sgd, trained
@@ -25,20 +26,21 @@ def by_servers(model: nn.Module, plan: str, batches: Any = BATCHES, **options: A
     return every[:count]
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "data=2,servers=1",
-        "data=2,servers=2",
-        "data=3,servers=2,dedicated=yes",
-        "data=2,servers=4",
-        "data=2,pipeline=2,microbatches=2,servers=2",
-        "data=2,tensor=2,servers=1,dedicated=yes",
-        "data=1,servers=1",
-    ],
-)
-def test_the_numbers_of_one_device(plan: str, optimizer: Any) -> None:
+PLANS = [
+    "data=2,servers=1",
+    "data=2,servers=2",
+    "data=3,servers=2,dedicated=yes",
+    "data=2,servers=4",
+    "data=2,pipeline=2,microbatches=2,servers=2",
+    "data=2,tensor=2,servers=1,dedicated=yes",
+    "data=1,servers=1",
+]
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+@pytest.mark.parametrize(("plan", "name"), covering.pairs(PLANS, list(OPTIMIZERS)))
+def test_the_numbers_of_one_device(plan: str, name: str) -> None:
+    optimizer = OPTIMIZERS[name]
     parts = parse(plan).microbatches or 1
     expected = plainly(mlp(6, 8, 4), BATCHES, optimizer=optimizer, microbatches=parts, clip_norm=0.3)
     for worker in by_servers(mlp(6, 8, 4), plan, optimizer=optimizer, clip_norm=0.3):
