@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import polylane
 from polylane.runtime.job import Job
+from polylane.runtime.parameters import broadcast
 from training import adamw, batch_of, classify, mlp, plainly, sgd, workers
 
 PLANS = [
@@ -33,6 +34,21 @@ def test_every_worker_gets_all_of_them(plan: str) -> None:
         assert list(gradients) == list(reference)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, reference[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("nbytes", [0, 8 * 70, 1 << 20])
+def test_however_many_sums_are_under_way(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time, a few, all: the weights of the whole model are the same bits, and so are its gradients."""
+    monkeypatch.setattr(broadcast, "BYTES_IN_FLIGHT", nbytes)
+
+    def work(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+        return job.state_dict(), given(job)
+
+    model = mlp(6, 9, 8, 4)
+    reference = plainly(model, [batch_of(8)]).gradients
+    for state, gradients in workers(work, model, "pipeline=2,microbatches=2"):
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+        torch.testing.assert_close(gradients, reference, rtol=1e-10, atol=1e-12)
 
 
 class Ends(nn.Module):

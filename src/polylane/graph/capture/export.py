@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -210,9 +211,15 @@ def _lines_kept() -> Iterator[None]:
         return traceback.StackSummary.from_list([frame for frame in frames[start + 1 :] if is_users(frame.filename)])
 
     def unread(frames: Sequence[Any], skip: int) -> traceback.StackSummary:
-        """Return a stack whose source lines are read on demand; torch would read those of all frames."""
-        every = [(frame["filename"], frame["line"], frame["name"]) for frame in reversed(frames[skip:])]
-        return traceback.StackSummary.from_list([traceback.FrameSummary(*each, lookup_line=False) for each in every])
+        """Return a stack whose source lines are read on demand; torch would read those of all frames.
+
+        Frames come innermost first: those from this file on are not of the user.
+        """
+        own = takewhile(lambda frame: frame["filename"] != __file__, frames[skip:])
+        every = [(frame["filename"], frame["line"], frame["name"]) for frame in own]
+        return traceback.StackSummary.from_list(
+            [traceback.FrameSummary(*each, lookup_line=False) for each in reversed(every)]
+        )
 
     tracer._filter_traceback_frames, stacks._extract_symbolized_tb = of_the_user, unread
     try:
