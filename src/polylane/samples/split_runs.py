@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import cast_leaves, sample_count, take_samples
@@ -21,7 +22,7 @@ from polylane.graph.capture.functionalize import is_unfilled
 from polylane.graph.capture.self_check import Tables, placeholder_value, resize_batch, tensors_by_role
 from polylane.graph.graph import Graph, Node
 from polylane.graph.interpreter import GraphInterpreter
-from polylane.graph.operators.sync_batch_norm import batch_norm, whole_batch_norm
+from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
 from polylane.graph.precision import PROMOTED, Promoted, unwrap_settings
 from polylane.graph.rounding_noise import MARGIN, max_magnitude, nudge_fractions, nudge_values, rounding_floor
@@ -206,12 +207,13 @@ def _run_batch_norms(arguments: Sequence[Sequence[Any]]) -> list[Any]:
         arguments: arguments of each part's call, of which the first is the sample slice.
     """
     given = [args[1:] for args in arguments]
-    outs = whole_batch_norm([x for x, *_ in given], *given[0][1:])
+    xs, (weight, bias, mean, variance, *options) = [x for x, *_ in given], given[0][1:]
+    outs = functional.batch_norm(torch.cat(xs), mean, variance, weight, bias, *options[:3])
     for args in given:
         for own, first in zip(args[3:5], given[0][3:5], strict=True):  # running mean and variance
             if own is not None and own is not first:
                 own.copy_(first)
-    return list(outs)
+    return list(torch.split(outs, [len(x) for x in xs]))
 
 
 def _run_as_replicas(

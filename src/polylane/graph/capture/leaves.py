@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import Rebuild, flatten, sample_count
 from polylane.graph.capture.python_operators import emit_call
-from polylane.graph.operators.sync_batch_norm import VALUES
+from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm_arguments
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.side_effects import SideEffect
 from polylane.graph.symbolic_sizes import size_function
@@ -163,8 +163,8 @@ class NormalizationWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.batch_norm:
-            given = inspect.signature(functional.batch_norm).bind(*args, **(kwargs or {})).arguments
-            if given.get("training", False):
+            given = batch_norm_arguments(args, kwargs)
+            if given["training"]:
                 values = given["input"].numel() // max(given["input"].shape[1], 1)
                 self.values = values if self.values is None else min(self.values, values)
         return func(*args, **(kwargs or {}))

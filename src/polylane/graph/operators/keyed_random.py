@@ -106,12 +106,8 @@ def attention(
     return dropout(part, salt, batch_dim, shares, dropout_p, True) @ value
 
 
-_GATES: dict[str, Any] = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
-
-
-def _recurrent(kind: str) -> Callable[..., Any]:
+def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return aten.lstm, gru, rnn_tanh or rnn_relu, run layer by layer with keyed dropout between layers."""
-    function = _GATES[kind]
 
     def run(
         part: Any, salt: int, batch_dim: int | None, x: Tensor, hx: Any, weights: Sequence[Tensor], biases: bool,
@@ -267,8 +263,8 @@ KEYED: dict[str, Callable[..., Any]] = {
     "aten.exponential.default": exponential,
     "aten.feature_alpha_dropout.default": feature_alpha_dropout,
     "aten.feature_dropout.default": feature_dropout,
-    "aten.gru.input": _recurrent("gru"),
-    "aten.lstm.input": _recurrent("lstm"),
+    "aten.gru.input": _recurrent(torch.gru),
+    "aten.lstm.input": _recurrent(torch.lstm),
     "aten.multinomial.default": multinomial,
     "aten.normal.Tensor_Tensor": normal_from,
     "aten.normal.Tensor_float": normal_from,
@@ -283,8 +279,8 @@ KEYED: dict[str, Callable[..., Any]] = {
     "aten.randn.default": randn,
     "aten.randn_like.default": randn_like,
     "aten.randperm.default": randperm,
-    "aten.rnn_relu.input": _recurrent("rnn_relu"),
-    "aten.rnn_tanh.input": _recurrent("rnn_tanh"),
+    "aten.rnn_relu.input": _recurrent(torch.rnn_relu),
+    "aten.rnn_tanh.input": _recurrent(torch.rnn_tanh),
     "aten.rrelu.default": rrelu,
     "aten.scaled_dot_product_attention.default": attention,
     "aten.uniform.default": uniform_like,

@@ -6,6 +6,8 @@ run on CPU.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,8 +127,11 @@ def sync_batch_norms(graph: fx.Graph, part: fx.Node) -> bool:
     return found
 
 
-def whole_batch_norm(xs: list[Tensor], *args: Any) -> list[Tensor]:
-    """Return batch normalization of several parts in one process, as replicas would compute it."""
-    weight, bias, mean, variance, training, momentum, eps = args[:7]
-    out = functional.batch_norm(torch.cat(xs), mean, variance, weight, bias, training, momentum, eps)
-    return list(torch.split(out, [len(x) for x in xs]))
+def batch_norm_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of a call of torch.nn.functional.batch_norm by name, defaults included."""
+    given = _BATCH_NORM.bind(*args, **(kwargs or {}))
+    given.apply_defaults()
+    return given.arguments
+
+
+_BATCH_NORM = inspect.signature(functional.batch_norm)
