@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -145,11 +146,8 @@ def _watching_backward() -> Iterator[list[bool]]:
         noted.append(True)
         return backwards(*args, **kwargs)
 
-    own._engine_run_backward = run
-    try:
+    with patch.object(own, "_engine_run_backward", run):
         yield noted
-    finally:
-        own._engine_run_backward = backwards
 
 
 def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:

@@ -9,8 +9,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.utils._traceback
@@ -23,8 +24,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
 from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python_operators import functions_kept
-from polylane.graph.python_state.random_generators import generator_states
-from polylane.graph.python_state.random_generators import restore_generators as restore_states
+from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.python_state.side_effects import python_names_of, torch_object_ids
 from polylane.graph.python_state.state_restore import snapshot_names
 from polylane.graph.python_state.user_lines import is_users
@@ -186,14 +186,8 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
 def _distributions_unchecked() -> Iterator[None]:
     """Context manager: stop torch.distributions from checking argument values; under export there are none."""
     base: Any = getattr(sys.modules.get("torch.distributions.distribution"), "Distribution", None)
-    before = getattr(base, "_validate_args", None)
-    if base is not None:
-        base.set_default_validate_args(False)
-    try:
+    with patch.object(base, "_validate_args", False) if base is not None else nullcontext():
         yield
-    finally:
-        if base is not None:
-            base.set_default_validate_args(before)
 
 
 @contextmanager
@@ -201,7 +195,6 @@ def _lines_kept() -> Iterator[None]:
     """Context manager: keep all of the user's lines in stack traces; torch keeps those of "forward" functions only."""
     tracer: Any = torch.fx.proxy.TracerBase
     stacks: Any = torch.utils._traceback
-    original, read = tracer._filter_traceback_frames, stacks._extract_symbolized_tb
 
     def of_the_user(_: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
         # Frames above this file belong to polylane's caller, not to the loss.
@@ -214,11 +207,11 @@ def _lines_kept() -> Iterator[None]:
         every = [(frame["filename"], frame["line"], frame["name"]) for frame in reversed(frames[skip:])]
         return traceback.StackSummary.from_list([traceback.FrameSummary(*each, lookup_line=False) for each in every])
 
-    tracer._filter_traceback_frames, stacks._extract_symbolized_tb = of_the_user, unread
-    try:
+    with (
+        patch.object(tracer, "_filter_traceback_frames", of_the_user),
+        patch.object(stacks, "_extract_symbolized_tb", unread),
+    ):
         yield
-    finally:
-        tracer._filter_traceback_frames, stacks._extract_symbolized_tb = original, read
 
 
 @contextmanager
@@ -229,18 +222,15 @@ def _lengths_open() -> Iterator[None]:
     def open_length(of: Any) -> Any:
         return of.shape[0] if isinstance(of, FakeTensor) and of.dim() else length(of)
 
-    builtins.len = open_length
-    try:
+    with patch.object(builtins, "len", open_length):
         yield
-    finally:
-        builtins.len = length
 
 
 @contextmanager
 def _checkpoints_inlined(tracing: CaptureRun) -> Iterator[None]:
     """Context manager: run torch.utils.checkpoint's function directly, and record the lines that asked for it."""
     own: Any = torch.utils.checkpoint
-    reentrant, other = own.CheckpointFunction, own._checkpoint_without_reentrant_generator
+    other = own._checkpoint_without_reentrant_generator
 
     class Inlined:
         @staticmethod
@@ -252,11 +242,11 @@ def _checkpoints_inlined(tracing: CaptureRun) -> Iterator[None]:
         tracing.recomputed_lines.add(_users_line())
         return other(*args, **kwargs)
 
-    own.CheckpointFunction, own._checkpoint_without_reentrant_generator = Inlined, noted
-    try:
+    with (
+        patch.object(own, "CheckpointFunction", Inlined),
+        patch.object(own, "_checkpoint_without_reentrant_generator", noted),
+    ):
         yield
-    finally:
-        own.CheckpointFunction, own._checkpoint_without_reentrant_generator = reentrant, other
 
 
 def _users_line() -> str:
@@ -307,11 +297,8 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
         model: the model, or a :class:`ModelWithLoss`, whose loss is recorded as well.
         losses: further losses whose Python state is recorded.
     """
-    tensors = snapshot_tensors(model)
-    losses = (*losses, model.given_loss) if isinstance(model, ModelWithLoss) else losses
-    state = snapshot_names(python_names_of(model, *losses), torch_object_ids(model, *losses))
+    tensors, state, random = snapshot_tensors(model), _snapshot_python(model, losses), generator_states()
     modules = [(m, dict(m.__dict__)) for m in model.modules()]
-    random = generator_states()
 
     # In this order: attributes, then what their values contain, then the values of tensors.
     def restore() -> None:
@@ -320,7 +307,7 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
             module.__dict__.update(attributes)
         state()
         tensors()
-        restore_states(random)
+        restore_generators(random)
 
     return restore
 
@@ -328,16 +315,17 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
 @contextmanager
 def python_kept(model: nn.Module, *losses: Any) -> Iterator[None]:
     """Context manager: restore the user's Python state and all random states afterwards, but not tensors."""
-    losses = (*losses, model.given_loss) if isinstance(model, ModelWithLoss) else losses
-    state, random = (
-        snapshot_names(python_names_of(model, *losses), torch_object_ids(model, *losses)),
-        generator_states(),
-    )
+    state, random = _snapshot_python(model, losses), generator_states()
     try:
         yield
     finally:
         state()
-        restore_states(random)
+        restore_generators(random)
+
+
+def _snapshot_python(model: nn.Module, losses: Sequence[Any]) -> Callable[[], None]:
+    losses = (*losses, model.given_loss) if isinstance(model, ModelWithLoss) else losses
+    return snapshot_names(python_names_of(model, *losses), torch_object_ids(model, *losses))
 
 
 def snapshot_tensors(model: nn.Module) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import Rebuild, flatten, sample_count
-from polylane.graph.capture.python_operators import emit_call
+from polylane.graph.capture.python_operators import emit_call, with_tensors
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm_arguments
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.side_effects import SideEffect
@@ -104,10 +104,8 @@ class LeafCall:
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the user's module on its parameters and buffers, then the tensors among its arguments."""
         names = self.parameters + self.buffers
-        own, given = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
-        flat = list(self.arguments)
-        for position, tensor in zip(self.tensor_positions, given, strict=True):
-            flat[position] = tensor
+        own = dict(zip(names, tensors, strict=False))
+        flat = with_tensors(self.arguments, self.tensor_positions, tensors[len(names) :])
         for position in self.size_positions:
             flat[position] = flat[position](part.samples)
         args, kwargs = self.rebuild_arguments(flat)
@@ -243,10 +241,7 @@ def leaves_kept(
             call.samples = tracing.samples
             outputs = emit_call(call, tensors)
             call.samples = None  # a symbol of this export, no longer needed
-            result = list(first.result)
-            for position, output in zip(output_at, outputs, strict=True):
-                result[position] = output
-            return first.rebuild_result(result)
+            return first.rebuild_result(with_tensors(first.result, output_at, outputs))
 
         return called
 
