@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]
@@ -116,6 +116,20 @@ def batch_dimension(val: Any) -> int | None:
 def is_dynamic(size: Any) -> bool:
     """Return whether a size is not fixed: it follows the samples, or the data."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def data_dependent_symbols(val: Any) -> Iterator[Any]:
+    """Yield the data-dependent (unbacked) size symbols of a tensor or of several."""
+    for each in val if isinstance(val, (list, tuple)) else ():
+        yield from data_dependent_symbols(each)
+    for size in val.shape if isinstance(val, Tensor) else ():
+        if isinstance(size, torch.SymInt):
+            yield from free_unbacked_symbols(size.node.expr)
+
+
+def is_ragged(val: Any) -> bool:
+    """Return whether a size of a tensor depends on data."""
+    return next(data_dependent_symbols(val), None) is not None
 
 
 # Largest number of samples for which anything is tried.

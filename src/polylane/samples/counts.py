@@ -29,13 +29,13 @@ from polylane.graph.capture.inline import op_name
 from polylane.graph.graph import Graph, Node
 from polylane.graph.operators.whole_batch_counts import BatchShare, CombineParts, WholeBatchStatistic, WholeSize
 from polylane.graph.precision import unwrap_settings
-from polylane.graph.symbolic_sizes import SymbolicSize
-from polylane.placement.operator_view import bind_arguments, operator_name
+from polylane.graph.symbolic_sizes import SymbolicSize, data_dependent_symbols
+from polylane.placement.operator_view import base_name, bind_arguments
 from polylane.placement.rules.loss import ELEMENTWISE
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM
 from polylane.samples.derivation import Derivation, derive_composition
 from polylane.samples.interpretation.known_states import NeededStatistic, RescaledOperand, nodes_from_inputs
-from polylane.samples.interpretation.ragged import data_dependent_symbols, find_masks
+from polylane.samples.interpretation.ragged import find_masks
 
 aten = torch.ops.aten
 
@@ -118,8 +118,8 @@ class _CodeEditor:
     def split_means(self) -> None:
         """Rewrite every mean whose count follows from the inputs as a sum divided by that count."""
         given, origins = nodes_from_inputs(self.code), find_masks(self.code)
-        for node in [n for n in self.code.nodes if n.op == "call_function" and operator_name(n).startswith("aten.")]:
-            base = operator_name(node).split(".")[1]
+        for node in [n for n in self.code.nodes if base_name(n)]:
+            base = base_name(node)
             val = node.meta.get("val")
             if isinstance(val, Tensor) and val.dtype is torch.float16:
                 continue  # the sum may overflow float16 where the mean does not
@@ -187,7 +187,7 @@ class _CodeEditor:
     def _divide_by_count(self, node: fx.Node, counts: fx.Node) -> None:
         """Turn an operator's mean into a sum and divide that by ``counts``."""
         val = node.meta["val"]
-        if operator_name(node).split(".")[1] == "mean":
+        if base_name(node) == "mean":
             dtype = bind_arguments(node, node.args, node.kwargs)[1].get("dtype")
             node.target, node.args, node.kwargs = aten.sum.default, (node.args[0],), {"dtype": dtype} if dtype else {}
             node.meta["op"] = op_name(node)

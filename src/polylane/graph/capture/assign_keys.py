@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.graph.capture.describe_nodes import source_of
 from polylane.graph.capture.export import format_line
@@ -23,7 +22,7 @@ from polylane.graph.operators.python_context import running_as_slice
 from polylane.graph.precision import UnderSetting, unwrap_settings
 from polylane.graph.python_state.random_generators import python_seeded
 from polylane.graph.python_state.side_effects import SideEffect
-from polylane.graph.symbolic_sizes import batch_dimension
+from polylane.graph.symbolic_sizes import batch_dimension, is_ragged
 
 
 class PythonOnSlice:
@@ -153,7 +152,7 @@ def _key_node(node: fx.Node, part: fx.Node, salt: int) -> str:
     val = of.meta.get("val") if isinstance(of, fx.Node) else None
     # Later passes (placement, demand) look for the operator that the user wrote.
     node.meta["op"] = plain
-    ragged = _is_ragged(val)
+    ragged = is_ragged(val)
     node.target = DrawnPerSlice(function) if ragged else function
     node.args = (part, salt, None if ragged else batch_dimension(val), *node.args)
     return "their number depends on the data" if ragged else ""
@@ -169,11 +168,6 @@ _LIKE_THEIR_INPUT = frozenset(
         "aten.rnn_relu.input",
     )
 )
-
-
-def _is_ragged(val: Any) -> bool:
-    sizes = val.shape if isinstance(val, Tensor) else ()
-    return any(isinstance(s, torch.SymInt) and bool(free_unbacked_symbols(s.node.expr)) for s in sizes)
 
 
 def draws_by_sample(graph: fx.Graph) -> bool:

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.graph import flops as work
 from polylane.graph.capture.inline import op_name
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Node
 from polylane.graph.precision import unwrap_settings
-from polylane.graph.python_state.user_lines import is_users
-from polylane.graph.symbolic_sizes import SymbolicSize, batch_dimension, is_dynamic
+from polylane.graph.python_state.own_objects import is_users
+from polylane.graph.symbolic_sizes import SymbolicSize, batch_dimension, is_dynamic, is_ragged
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NO_GRADIENT = (
@@ -121,13 +120,6 @@ def _is_repeatable(target: Any) -> bool:
     return isinstance(target, SymbolicSize) or not own  # operator.getitem, torch.sym_not and their like
 
 
-def _can_cross_stages(val: Any) -> bool:
-    # A value whose size is known at run time only cannot be received into a buffer of planned size.
-    if not isinstance(val, Tensor):
-        return False
-    return not any(isinstance(s, torch.SymInt) and free_unbacked_symbols(s.node.expr) for s in val.shape)
-
-
 def describe_nodes(graph: fx.Graph, flows: dict[fx.Node, bool], free: set[fx.Node]) -> tuple[Node, ...]:
     """Return the plain nodes of ``graph``, which :func:`label_nodes` has named."""
     return tuple(describe_node(n, flows[n], n in free) for n in graph.nodes if n.op == "call_function")
@@ -154,6 +146,7 @@ def describe_node(node: fx.Node, requires_grad: bool, free: bool) -> Node:
         source=source_of(node),
         requires_grad=requires_grad,
         recomputable=free,
-        can_cross_stages=_can_cross_stages(val),
+        # A value whose size is known at run time only cannot be received into a buffer of planned size.
+        can_cross_stages=isinstance(val, Tensor) and not is_ragged(val),
         fixed_shape=tuple(-1 if is_dynamic(s) else int(s) for s in val.shape) if isinstance(val, Tensor) else (),
     )

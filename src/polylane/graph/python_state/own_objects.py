@@ -13,21 +13,27 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polylane.graph.python_state.user_lines import is_users
-
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MISSING: Any = object()
 MOST_VALUES = 20_000  # limit on the number of nested values that are visited
 
+# Whole folders, with a trailing slash: a user's own checkout may well be called polylane or torch.
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", "<")
 _INSTALLED = tuple({f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib")})
 _LIBRARIES = (*_INSTALLED, *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 _NUMPY = tuple(f"{folder}numpy/" for folder in _INSTALLED)
 _OPAQUE = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "polylane", "builtins"}
+
+
+def is_users(file: str) -> bool:
+    """Return whether a source file is the user's own (or of a library they use), not torch's or polylane's."""
+    return bool(file) and not file.startswith(_NOT_THE_USERS)
 
 
 def is_project_file(file: str) -> bool:

@@ -12,7 +12,7 @@ from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.assign_keys import DrawnPerSlice
 from polylane.graph.capture.functionalize import functional_name
 from polylane.graph.precision import unwrap_settings
-from polylane.graph.symbolic_sizes import SymbolicSize
+from polylane.graph.symbolic_sizes import SymbolicSize, is_ragged
 from polylane.placement.operator_view import OperatorNode, bind_arguments, with_neighbour_cuts
 from polylane.placement.placement import REPLICATE, Partial, Placement, Shard
 from polylane.placement.rules.registry import strategies
@@ -26,7 +26,7 @@ from polylane.samples.interpretation.additivity import (
     proportional,
 )
 from polylane.samples.interpretation.known_states import Derived, KnownStates
-from polylane.samples.interpretation.ragged import is_ragged, share_one_mask
+from polylane.samples.interpretation.ragged import share_one_mask
 from polylane.samples.interpretation.replica_calls import (
     EXPANDING,
     REFORMING,
