@@ -26,7 +26,7 @@ from polylane.graph.symbolic_sizes import is_dynamic
 from polylane.placement.operator_view import base_name
 from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.samples.autograd.autograd_functions import prove_function
-from polylane.samples.batch_layout import BatchLayout, MeasuredLayouts
+from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.batch_statistics import find_ancestors
 from polylane.samples.interpretation.abstract_interpreter import AbstractInterpreter, interpret
 from polylane.samples.interpretation.additivity import power_of_additive
@@ -62,17 +62,7 @@ class Derivation:
         return self.culprit is None and self.buffer is None
 
 
-def derive_batch_layouts(graph: Graph, per_sample: Collection[str] = ()) -> MeasuredLayouts:
-    """Derive the batch layouts of a graph's values; see :func:`derive_composition`."""
-    return MeasuredLayouts(derive_composition(graph, per_sample).batch_layouts)
-
-
-def derive_composition(
-    graph: Graph,
-    per_sample: Collection[str] = (),
-    *,
-    counting: bool = False,
-) -> Derivation:
+def derive_composition(graph: Graph, per_sample: Collection[str] = (), *, counting: bool = False) -> Derivation:
     """Derive how the parts of a batch make up the values and the loss of a graph.
 
     Args:
