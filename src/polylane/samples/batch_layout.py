@@ -68,3 +68,17 @@ def hash_crossing_layouts(partition: Partition, orders: Mapping[str, BatchLayout
     """Return a hash of the layouts of all crossing values, which must be equal on all workers."""
     crossing = [(crossing.value, str(orders[crossing.value])) for crossing in partition.crossings]
     return hashlib.sha256(repr(crossing).encode()).hexdigest()[:16]
+
+
+def describe_place(node: Node) -> str:
+    """Return where a node is in the user's code, as a part of a sentence."""
+    outside = {"": "in the model", "loss": "in the loss"}
+    return f"{outside.get(node.module, f'in {node.module}')}{format_line(node.source)}"
+
+
+def describe_divided_buffer(name: str, writer: Node) -> str:
+    """Explain that replicas would disagree on a buffer, as a sentence without its end."""
+    return (
+        f"the buffer {name} depends on how the samples are divided: {writer.name} writes it"
+        f"{format_line(writer.source)}, and replicas would disagree"
+    )

@@ -69,17 +69,14 @@ def min_samples(graphs: Iterable[Graph]) -> MinSamples:
 
 
 def _min_samples_of_node(graph: Graph, node: fx.Node) -> MinSamples:
-    samples = _min_samples_of_norm(node) if unwrap_settings(node.target) is batch_norm else _min_samples_of_leaf(node)
+    target = unwrap_settings(node.target)
+    # For the user's own Python the capture has observed it; other operators have no such attribute.
+    samples = _min_samples_of_norm(node) if target is batch_norm else int(getattr(target, "fewest", 1))
     if samples == 1:
         return MinSamples()
     name = str(node.meta["name"])
-    source = next((own.source for own in graph.nodes if own.name == name), "")
+    source = graph.nodes[graph.positions[name]].source
     return MinSamples(samples, f"{name} ({source})" if source else name)
-
-
-def _min_samples_of_leaf(node: fx.Node) -> int:
-    """Return what the capture observed of the user's own Python; 1 for other operators."""
-    return int(getattr(unwrap_settings(node.target), "fewest", 1))
 
 
 def _min_samples_of_norm(node: fx.Node) -> int:

@@ -43,6 +43,7 @@ from polylane.graph.capture.self_check import (
     resize_batch,
     runs_without_gradients,
 )
+from polylane.graph.graph import is_inside
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.side_effects import SideEffects, find_side_effects
@@ -198,20 +199,16 @@ def capture_with_leaves(
 def _modules_with_effects(effects: SideEffects) -> dict[str, str]:
     """Return the modules that do more than compute, and why each is a leaf; key "" for model and loss together."""
     paths = sorted({effect.path for effect in effects.found})
-    outermost = [p for p in paths if not any(_is_inside(p, other) for other in paths if other != p)]
-    kept = {p: "; ".join(effect.describe for effect in effects.found if _is_inside(effect.path, p)) for p in outermost}
+    outermost = [p for p in paths if not any(is_inside(p, other) for other in paths if other != p)]
+    kept = {p: "; ".join(effect.describe for effect in effects.found if is_inside(effect.path, p)) for p in outermost}
     return {path: f"{path} is a leaf, kept whole: it {why}" if path else why for path, why in kept.items()}
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def _attach_effects(draft: CaptureAttempt, effects: SideEffects) -> None:
     """Set on every leaf what it does besides computing."""
     for node in draft.graph.nodes:
         if isinstance(node.target, LeafCall):
-            node.target.effects = tuple(e for e in effects.found if _is_inside(e.path, node.target.path))
+            node.target.effects = tuple(e for e in effects.found if is_inside(e.path, node.target.path))
 
 
 def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> list[str]:

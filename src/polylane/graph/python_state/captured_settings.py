@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
+from polylane.graph.graph import is_inside
 from polylane.graph.python_state.own_objects import (
     MISSING,
     PLAIN,
@@ -176,7 +177,7 @@ class _WatchList:
 
     def module(self, path: str, module: nn.Module) -> None:
         """Watch attributes of a module."""
-        if any(not leaf or path == leaf or path.startswith(f"{leaf}.") for leaf in self._leaves):
+        if any(is_inside(path, leaf) for leaf in self._leaves):
             return
         prefix = f"{path}." if path else "model."
         self._dict(module.__dict__, lambda name: f"{prefix}{name}", 0, module, TORCHS)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.aliasing import written_arguments
-from polylane.graph.graph import Graph, Node
+from polylane.graph.graph import Graph, Node, is_inside
 from polylane.graph.operators.whole_batch_counts import CombineParts, WholeBatchStatistic
 from polylane.graph.symbolic_sizes import SymbolicSize, is_ragged
 from polylane.placement.operator_view import OperatorNode, TensorKey, base_name, bind_arguments, view_operators
@@ -156,7 +156,7 @@ class AbstractInterpreter(KnownStates):
         if known and (proven := self._function_states(step)) is not None:
             return proven
         self.unproven.append(described)
-        if not known or not _is_module_named(described.module, self.per_sample):
+        if not known or not any(name == "model" or is_inside(described.module, name) for name in self.per_sample):
             return None
         if alike:
             return [REPLICATE] * len(step.output_keys)
@@ -258,11 +258,6 @@ class AbstractInterpreter(KnownStates):
         """
         rows = isinstance(self.states.get(key), Shard) and key not in self.size_cuts
         return rows and not any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
-
-
-def _is_module_named(module: str, names: Collection[str]) -> bool:
-    """Return whether a module is one of those named, or inside one of them."""
-    return any(name == "model" or module == name or module.startswith(f"{name}.") for name in names)
 
 
 def _has_unknown_numbers(value: Any) -> bool:
