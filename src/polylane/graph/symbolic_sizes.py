@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
 from polylane.graph.batch import is_sampled, sample_count
+from polylane.graph.flops import size_hint
 
 
 def size_function(expression: Any, ragged: bool = False) -> Callable[[int], Any]:
@@ -197,5 +198,5 @@ class ConcreteSizes:
             try:
                 self._known[expression] = int(size_function(size, self.ragged)(self.samples))
             except ValueError:
-                self._known[expression] = int(size.node.hint) if size.node.hint is not None else 1
+                self._known[expression] = size_hint(size)
         return self._known[expression]
