@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -161,9 +161,7 @@ def last_uses(graph: Graph) -> dict[str, int]:
 def sum_over_spans(graph: Graph, spans: Iterable[tuple[int, int, float]]) -> NDArray[np.float64]:
     """Return for every position, and the end, the summed weights of the spans that a cut there goes through.
 
-    Args:
-        graph: the graph whose positions they are.
-        spans: each span's first and last node position, and its weight.
+    A span has the positions of its first and last node, and a weight.
     """
     # Differences between neighbouring positions; the cumulative sum is the weight open at each.
     delta = np.zeros(len(graph.nodes) + 1)
@@ -186,12 +184,11 @@ def _live_bytes(graph: Graph) -> NDArray[np.float64]:
     # There, and its gradient back.
     values = value_spans(graph, lambda node: node.bytes * (2 if node.requires_grad else 1))
     # A tied weight on both sides of a cut: its gradient is summed over the stages, about twice its size in each step.
-    first, final = dict[str, int](), dict[str, int]()
+    readers = defaultdict[str, list[int]](list)
     for position, node in enumerate(graph.nodes):
         for name in node.parameters:
-            first.setdefault(name, position)
-            final[name] = position
-    tied = [(first[name], final[name], 2 * graph.parameters[name].bytes) for name in first if final[name] > first[name]]
+            readers[name].append(position)
+    tied = [(at[0], at[-1], 2 * graph.parameters[name].bytes) for name, at in readers.items() if at[-1] > at[0]]
     return sum_over_spans(graph, [*values, *tied])
 
 

@@ -71,7 +71,8 @@ def min_samples(graphs: Iterable[Graph]) -> MinSamples:
 def _min_samples_of_node(graph: Graph, node: fx.Node) -> MinSamples:
     target = unwrap_settings(node.target)
     # For the user's own Python the capture has observed it; other operators have no such attribute.
-    samples = _min_samples_of_norm(node) if target is batch_norm else int(getattr(target, "fewest", 1))
+    own = getattr(target, "own", target)
+    samples = _min_samples_of_norm(node) if target is batch_norm else int(getattr(own, "fewest", 1))
     if samples == 1:
         return MinSamples()
     name = str(node.meta["name"])

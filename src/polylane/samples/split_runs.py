@@ -164,7 +164,7 @@ class _RunsInterpreter(GraphInterpreter):
         try:
             if unwrap_settings(node.target) is batch_norm:
                 return _run_batch_norms([self._arguments(node, run)[0] for run in parts])
-            if getattr(node.target, "normalizes", False):
+            if isinstance(node.target, PythonOnSlice) and node.target.own.normalizes:
                 given = [self._arguments(node, run) for run in parts]
                 return _run_as_replicas(node, [self._runs[run].part for run in parts], given)
             return [self._call(node, run) for run in parts]
@@ -185,7 +185,7 @@ class _RunsInterpreter(GraphInterpreter):
         # The user's own Python must not differ between runs by its random numbers, nor by how often it was called.
         with (
             WithoutRandomness(),
-            python_kept(unwrap_settings(target.target).module) if target.effects else nullcontext(),
+            python_kept(target.own.module) if target.own.effects else nullcontext(),
         ):
             return target(*args, **kwargs)
 

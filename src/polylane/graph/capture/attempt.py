@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import sample_count, take_first_samples
+from polylane.graph.batch import clone_leaves, sample_count, take_first_samples
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture.aliasing import functionalize_writes
 from polylane.graph.capture.export import (
@@ -29,6 +29,7 @@ from polylane.graph.capture.export import (
 from polylane.graph.capture.leaves import (
     LeafCall,
     NormalizationWatch,
+    ObservedCalls,
     leaves_kept,
     observe_calls,
     opaque_call,
@@ -104,8 +105,7 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
 
     def run() -> tuple[Tensor, ...]:
         nonlocal drawn
-        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        result: tuple[Tensor, ...] = whole(*given)
+        result: tuple[Tensor, ...] = whole(*clone_leaves(leaves))
         drawn = drawn or not states_equal(before, generator_states())
         return result
 
@@ -254,16 +254,13 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
     return noted
 
 
-def _attempt_capture(
-    whole: ModelWithLoss, leaves: Sequence[Any], paths: Sequence[str] | dict[str, str]
-) -> CaptureAttempt:
+def _attempt_capture(whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str]) -> CaptureAttempt:
     with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
         stack.callback(forget_sites)
         stack.callback(snapshot_model(whole))
         if paths:
             modules = {path: whole.model.get_submodule(path) for path in paths}
-            observed, samples = _observe_two_sizes(whole, modules, leaves)
-            stack.enter_context(leaves_kept(modules, observed, samples, whole.tracing))
+            stack.enter_context(leaves_kept(modules, _observe_two_sizes(whole, modules, leaves), whole.tracing))
         program = export(whole, leaves)
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_slice_input(graph)
@@ -271,32 +268,30 @@ def _attempt_capture(
     # The checks that export inserted say for which sizes the code holds; read them before they are dropped.
     lowest, highest = allowed_sizes(program)
     refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves))
-    fixed = lowest == highest
     rewrite.drop_assertions(graph)
     compute_sizes_locally(graph, part)
     rewrite.merge_tied(graph, whole.tied)
     together = functionalize_writes(graph)
     graph.lint()
-    return CaptureAttempt(graph, constants, together, refused, fixed)
+    return CaptureAttempt(graph, constants, together, refused, is_fixed_size=lowest == highest)
 
 
 def _observe_two_sizes(
     whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]
-) -> tuple[tuple[Any, Any], tuple[int, int]]:
-    """Return calls of ``modules`` at two batch sizes, and those sizes; one size twice if no other works."""
+) -> list[tuple[int, ObservedCalls]]:
+    """Return two batch sizes, each with the calls of ``modules`` at that size; one size twice if no other works."""
     one = take_first_samples(leaves, FEW)  # small sizes first: they are cheaper
     samples = sample_count(one)
     other = other_batch(one) if samples > 2 else resize_batch(one, 2 * samples)
-    seen: dict[int, Any] = {}
+    seen: dict[int, ObservedCalls] = {}
     for batch in (one, other, leaves, other_batch(leaves)):
         if len(seen) < 2 and sample_count(batch) not in seen:
             with suppress(NotCaptured):
                 seen[sample_count(batch)] = _observe_once(whole, modules, batch)
-    (first, a), (second, b) = (list(seen.items()) * 2)[:2]
-    return (a, b), (first, second)
+    return (list(seen.items()) * 2)[:2]
 
 
-def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> Any:
+def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> ObservedCalls:
     restore = snapshot_model(whole)
     try:
         return observe_calls(modules, lambda: whole(*leaves))
@@ -369,21 +364,21 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun) ->
     """Return model and loss as one leaf: the user's Python runs on every worker."""
     call = opaque_call(whole, leaves, dry.results, dry)
     call.source, call.effects = source_line_of(whole.loss_function), dry.effects.found
-    graph = fx.Graph()
+    graph, inputs, tied, opened = fx.Graph(), list[fx.Node](), whole.tied, symbolic_inputs(leaves)
     part = graph.placeholder("part")
     part.meta["role"] = ("part", 0)
-    inputs: list[fx.Node] = []
-    for kind in ("parameter", "buffer"):
-        first_names = {name for name, _ in whole.named_tensors(f"{kind}s")} - set(whole.tied)
-        for name, tensor in whole.named_tensors(f"{kind}s"):
-            if name in first_names:
-                inputs.append(graph.placeholder(f"{kind[0]}_{name.replace('.', '_')}"))
-                inputs[-1].meta |= {"role": (kind, name), "val": tensor.detach().to("meta")}
+
+    def add_input(name: str, role: tuple[str, Any], val: Tensor) -> None:
+        inputs.append(graph.placeholder(name))
+        inputs[-1].meta |= {"role": role, "val": val}
+
     # Placeholders in the order in which LeafCall takes its tensors: parameters, buffers, then tensors of the batch.
-    opened = symbolic_inputs(leaves)
+    for kind in ("parameter", "buffer"):
+        for name, tensor in whole.named_tensors(f"{kind}s"):
+            if name not in tied:
+                add_input(f"{kind[0]}_{name.replace('.', '_')}", (kind, name), tensor.detach().to("meta"))
     for i in call.tensor_positions:
-        inputs.append(graph.placeholder(f"leaves_{i}"))
-        inputs[-1].meta |= {"role": ("input", i), "val": opened[i]}
+        add_input(f"leaves_{i}", ("input", i), opened[i])
     node = graph.call_function(call, (part, inputs))
     node.meta["val"] = [value.detach().to("meta") for value in dry.results]
     outputs = []

@@ -45,7 +45,7 @@ def module_of(node: fx.Node) -> str:
 def source_of(node: fx.Node) -> str:
     """Return the innermost source line of the user's that made a node, "file:line", or ""."""
     target = unwrap_settings(node.target)
-    target = unwrap_settings(getattr(target, "target", target))  # of a keyed operator
+    target = getattr(target, "own", target)  # of the user's own Python, keyed
     if isinstance(target, LeafCall):
         return target.source
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]

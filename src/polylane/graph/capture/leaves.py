@@ -168,9 +168,12 @@ class NormalizationWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> dict[str, list[ObservedCall]]:
+ObservedCalls = dict[str, list[ObservedCall]]  # all calls of each module in a dry run, by path
+
+
+def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> ObservedCalls:
     """Run ``run()`` eagerly and return every call of ``modules``, in order, by path."""
-    calls: dict[str, list[ObservedCall]] = {path: [] for path in modules}
+    calls: ObservedCalls = {path: [] for path in modules}
 
     def noting(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -200,7 +203,7 @@ def _calls_replaced(calls: dict[str, Callable[..., Any]], modules: dict[str, nn.
             module.__dict__.pop("_call_impl", None)
 
 
-def _infer_output(one: Tensor, two: Tensor, samples: tuple[int, int], path: str) -> LeafOutput:
+def _infer_output(one: Tensor, two: Tensor, samples: Sequence[int], path: str) -> LeafOutput:
     # A size that grows proportionally with the samples follows them; any other change depends on data.
     growth = []
     for a, b in zip(one.shape, two.shape, strict=True):
@@ -215,17 +218,13 @@ def _infer_output(one: Tensor, two: Tensor, samples: tuple[int, int], path: str)
 
 @contextmanager
 def leaves_kept(
-    modules: dict[str, nn.Module],
-    observed: tuple[dict[str, list[ObservedCall]], dict[str, list[ObservedCall]]],
-    samples: tuple[int, int],
-    tracing: CaptureRun,
+    modules: dict[str, nn.Module], observed: Sequence[tuple[int, ObservedCalls]], tracing: CaptureRun
 ) -> Iterator[None]:
     """Context manager: during export, let every call of ``modules`` become one opaque operator.
 
     Args:
         modules: the modules to keep whole, by path.
-        observed: their calls in dry runs at the two batch sizes ``samples``.
-        samples: the two batch sizes of the dry runs.
+        observed: the numbers of samples of two dry runs, each with the modules' calls in it.
         tracing: state of the export that is running.
     """
 
@@ -234,7 +233,7 @@ def leaves_kept(
             # The k-th call under export corresponds to the k-th call of the dry runs.
             k = tracing.calls[path]
             tracing.calls[path] += 1
-            first, second = observed[0][path][k], observed[1][path][k]
+            first, second = (calls[path][k] for _, calls in observed)
             output_at = [i for i, value in enumerate(first.result) if isinstance(value, Tensor)]
             shapes = [_infer_output(first.result[i], second.result[i], samples, path) for i in output_at]
             call, tensors = _leaf_call(module, path, args, kwargs, shapes, output_at, first, samples[0])
@@ -245,6 +244,7 @@ def leaves_kept(
 
         return called
 
+    samples = [count for count, _ in observed]
     with _calls_replaced({path: stand_in(path, module) for path, module in modules.items()}, modules):
         yield
 

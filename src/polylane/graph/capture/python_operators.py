@@ -76,6 +76,8 @@ class FunctionCall:
 
     __name__ = "function"
     __module__ = "polylane"
+    # As of a leaf, for which they vary.
+    normalizes, fewest, effects = False, 1, ()
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the function itself returns."""

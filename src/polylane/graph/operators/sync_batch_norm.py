@@ -120,7 +120,8 @@ def sync_batch_norms(graph: fx.Graph, part: fx.Node) -> bool:
     """Make training batch normalizations see all replicas; return whether there was any."""
     found = False
     for node in graph.nodes:
-        found = found or getattr(node.target, "normalizes", False)  # the user's own Python, synchronized by its context
+        own = getattr(node.target, "own", None)
+        found = found or (own is not None and own.normalizes)  # the user's own Python, synchronized by its context
         if node.op == "call_function" and str(node.target) == "aten.batch_norm.default" and node.args[5]:
             node.meta["op"] = str(node.target)
             node.target, node.args, found = batch_norm, (part, *node.args), True
