@@ -69,10 +69,8 @@ def make_runs(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], again: 
     batch = cast_leaves(resize_batch(leaves, count), torch.float64)
 
     def run(start: int, stop: int) -> SplitRun:
-        return SplitRun(
-            SampleSlice(stop - start, first=start, batch=count),
-            _in_float64(whole, graph, take_samples(batch, start, stop)),
-        )
+        part = SampleSlice(stop - start, first=start, batch=count)
+        return SplitRun(part, _in_float64(whole, graph, take_samples(batch, start, stop)))
 
     runs = [run(start, stop) for start, stop in ((0, count), (0, at_sample), (at_sample, count))]
     for attempt in range(again):
@@ -129,15 +127,15 @@ class _RunsInterpreter(GraphInterpreter):
     """
 
     def __init__(self, graph: Graph, runs: Sequence[SplitRun], look: Look) -> None:
-        super().__init__(
-            graph.code.fx, lambda node: [placeholder_value(node, run.tensors_by_role, run.part) for run in self._runs]
-        )
+        super().__init__(graph.code.fx, self._values_of_placeholder)
         whole, *parts = runs
         self._runs, self._wholes = [whole, *whole.nudged_runs, *parts], 1 + len(whole.nudged_runs)
         self._look, self._nodes = look, {node.id: node for node in graph.nodes}
 
-    def call_operator(self, node: fx.Node) -> list[Any]:
+    def _values_of_placeholder(self, node: fx.Node) -> list[Any]:
+        return [placeholder_value(node, run.tensors_by_role, run.part) for run in self._runs]
 
+    def call_operator(self, node: fx.Node) -> list[Any]:
         described = self._nodes[node.name]
         wholes = [self._call(node, run) for run in range(self._wholes)]
         parts = self._of_parts(node, wholes[0], described)
@@ -169,10 +167,9 @@ class _RunsInterpreter(GraphInterpreter):
                 return _run_as_replicas(node, [self._runs[run].part for run in parts], given)
             return [self._call(node, run) for run in parts]
         except Exception as error:
+            where = f"{described.name} fails on a part of the batch{format_line(described.source)}"
             raise PartFails(
-                f"the samples cannot be split: {described.name} fails on a part of the "
-                f"batch{format_line(described.source)}: "
-                f"{reason_of(error)}; use data=1 and microbatches=1"
+                f"the samples cannot be split: {where}: {reason_of(error)}; use data=1 and microbatches=1"
             ) from error
 
     def _call(self, node: fx.Node, run: int) -> Any:
@@ -183,10 +180,7 @@ class _RunsInterpreter(GraphInterpreter):
         if not isinstance(target, PythonOnSlice):
             return target(*args, **kwargs)
         # The user's own Python must not differ between runs by its random numbers, nor by how often it was called.
-        with (
-            WithoutRandomness(),
-            python_kept(target.own.module) if target.own.effects else nullcontext(),
-        ):
+        with WithoutRandomness(), python_kept(target.own.module) if target.own.effects else nullcontext():
             return target(*args, **kwargs)
 
 

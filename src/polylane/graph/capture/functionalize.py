@@ -105,9 +105,9 @@ def _try_without_data(operator: Any, args: Any, kwargs: Any) -> Tensor | None:
 
     def example(node: fx.Node) -> Any:
         val = node.meta["val"]
-        if not isinstance(val, Tensor):
-            return val if isinstance(val, (bool, float)) else size_hint(val)
-        return torch.empty_strided(shape_of(val), [size_hint(n) for n in val.stride()], dtype=val.dtype, device="meta")
+        if isinstance(val, Tensor):
+            return _example(val)
+        return val if isinstance(val, (bool, float)) else size_hint(val)
 
     try:
         with torch.no_grad():
@@ -133,15 +133,16 @@ def _functionalize_copy(node: fx.Node) -> list[fx.Node] | None:
         before.append(_insert_before(node, torch.ops.aten.expand_as.default, (source, written), to))
         source = before[-1]
     # clone keeps the source's strides: ask for a contiguous copy where the written tensor was one.
-    ordered = _is_contiguous(to) and (source.target is torch.ops.aten.expand_as.default or not _is_contiguous(of))
+    expanded = source.target is torch.ops.aten.expand_as.default
+    ordered = _example(to).is_contiguous() and (expanded or not _example(of).is_contiguous())
     node.target, node.args = torch.ops.aten.clone.default, (source,)
     node.kwargs = {"memory_format": torch.contiguous_format} if ordered else {}
     return before
 
 
-def _is_contiguous(val: Tensor) -> bool:
-    """Return contiguity by the example's sizes: asking a tensor with symbolic sizes would fix them."""
-    return torch.empty_strided(shape_of(val), [size_hint(n) for n in val.stride()], device="meta").is_contiguous()
+def _example(val: Tensor) -> Tensor:
+    """Return a tensor of the example's sizes, without data: asking one with symbolic sizes would fix them."""
+    return torch.empty_strided(shape_of(val), [size_hint(n) for n in val.stride()], dtype=val.dtype, device="meta")
 
 
 def _without_gradient(node: fx.Node, value: Any, before: list[fx.Node]) -> Any:

@@ -28,7 +28,7 @@ from polylane.graph.python_state.own_objects import (
     is_project_file,
     names_in_code,
 )
-from polylane.graph.python_state.side_effects import SideEffects
+from polylane.graph.python_state.side_effects import SideEffects, modules_of_losses
 from polylane.graph.python_state.state import TORCHS, PythonName, find_python_names
 
 _DEPTH = 3  # nesting of objects and containers that is followed
@@ -73,32 +73,26 @@ class CapturedSettings:
     def __init__(
         self, model: nn.Module, losses: Sequence[Any], effects: SideEffects, leaves: Collection[str], training: bool
     ) -> None:
-        self._model, self._training = model, training
-        named = [(path, module) for path, module in model.named_modules()]
-        of_losses = [
-            (f"loss.{path}" if path else "loss", module)
-            for loss in losses
-            if isinstance(loss, nn.Module)
-            for path, module in loss.named_modules()
-        ]
+        self._training = training
+        named, of_losses = list(model.named_modules()), modules_of_losses(losses)
+        every = [*named, *of_losses]
         self._paths = [path for path, _ in named]
         self._inside = [module for _, module in named]
         self._others = [module for _, module in of_losses]
-        self._children = [(path, module, tuple(module._modules.values())) for path, module in (*named, *of_losses)]
+        self._children = [(path, module, tuple(module._modules.values())) for path, module in every]
         self._slots = [
             (module._parameters, key, f"{path}.{key}" if path else key)
-            for path, module in (*named, *of_losses)
+            for path, module in every
             for key, value in module._parameters.items()
             if value is not None
         ]
         self._parameters = [own[key] for own, key, _ in self._slots]
         self._modes, self._gradients = self._modes_now(), self._gradients_now()
         self._look = _WatchList(effects, leaves)
-        for path, module in (*named, *of_losses):
+        for path, module in every:
             self._look.module(path, module)
-        for place in find_python_names(
-            (*named, *of_losses), [x for x in losses if not isinstance(x, nn.Module)], effects.functions_run
-        ):
+        functions = [loss for loss in losses if not isinstance(loss, nn.Module)]
+        for place in find_python_names(every, functions, effects.functions_run):
             if not isinstance(place.owner, nn.Module):
                 self._look.watch_name(place)
         self._look.watch_environment(effects.environment_keys)
@@ -205,12 +199,7 @@ class _WatchList:
         self._environment = {key: os.environ.get(key) for key in keys}
 
     def _dict(
-        self,
-        own: Mapping[str, Any],
-        label: Callable[[str], str],
-        depth: int,
-        owner: Any,
-        without: Collection[str] = (),
+        self, own: Mapping[str, Any], label: Callable[[str], str], depth: int, owner: Any, without: Collection[str] = ()
     ) -> None:
         if id(own) in self._seen or len(self._seen) > _MANY:
             return
@@ -290,14 +279,13 @@ def _is_plain(value: Any) -> bool:
 def _first_changed(row: _WatchedNames) -> str:
     values = row.values if len(row.names) > 1 else (row.values,)
     for name, value in zip(row.names, values, strict=True):
-        now = row.owner.get(name, MISSING)
-        if now is not value and (now is MISSING or not _equal(now, value)):
+        if _differs(row.owner.get(name, MISSING), value):
             return name
     return row.names[0]
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _differs(now: Any, value: Any) -> bool:
     try:
-        return bool(a == b)
-    except Exception:
-        return False
+        return now is not value and (now is MISSING or not bool(now == value))
+    except Exception:  # it cannot be compared
+        return True

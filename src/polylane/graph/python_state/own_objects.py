@@ -12,7 +12,6 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +126,12 @@ def children_of(value: Any) -> list[Any]:
 
 def fields_of(value: Any) -> dict[str, Any]:
     """Return an object's attributes, including those in slots."""
-    slots = (name for each in type(value).__mro__ for name in slots_of(each) if hasattr(value, name))
-    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+    return {**slots_of(value), **getattr(value, "__dict__", {})}
 
 
-def slots_of(kind: type) -> Iterable[str]:
-    """Return the names of attributes that a class keeps in slots."""
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else [name for name in slots if name not in ("__dict__", "__weakref__")]
+def slots_of(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object keeps in slots."""
+    tables = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for slots in tables for name in ((slots,) if isinstance(slots, str) else slots)]
+    own = [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return {name: getattr(value, name) for name in own}

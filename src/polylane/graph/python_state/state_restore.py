@@ -100,8 +100,8 @@ class _Snapshot:
         elif isinstance(value, nn.Module) or is_of_project_class(value):
             if hasattr(value, "__dict__"):
                 self._contents(value.__dict__)
-            for name in (name for each in type(value).__mro__ for name in slots_of(each) if hasattr(value, name)):
-                self.contents.append(functools.partial(object.__setattr__, value, name, getattr(value, name)))
+            for name, own in slots_of(value).items():
+                self.contents.append(functools.partial(object.__setattr__, value, name, own))
 
     def _contents(self, value: Any) -> None:
         kept = dict(value) if isinstance(value, dict) else list(value)
